@@ -39,9 +39,9 @@ engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
 	RLMUX_ENGINE=$* RLMUX_ENGINE_PYTHON=$(CURDIR)/.venv-$*/bin/python \
 		$(BIN)/python -m pytest -s tests/runtime/test_real_engine.py
 
-# Loops of the real tinker-cookbook. It has an environment of its own.
+# Loops of the real tinker-cookbook, the longer ones too. It has an environment of its own.
 test-tinker: setup $(TINKER)
-	RLMUX_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python $(BIN)/python -m pytest $(TINKER_TESTS)
+	RLMUX_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python $(BIN)/python -m pytest -m "slow or not slow" $(TINKER_TESTS)
 
 # The same with the newest releases of the clients: what a change of theirs breaks.
 newest-clients: setup
@@ -51,7 +51,7 @@ newest-clients: setup
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check tinker $(COOKBOOK_NEEDS)
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook tml-renderers
 	$(NEWEST)/bin/pip list | grep -i -E "^(tinker|tml)"
-	RLMUX_TINKER_PYTHON=$(CURDIR)/$(NEWEST)/bin/python $(BIN)/python -m pytest $(TINKER_TESTS)
+	RLMUX_TINKER_PYTHON=$(CURDIR)/$(NEWEST)/bin/python $(BIN)/python -m pytest -m "slow or not slow" $(TINKER_TESTS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -80,7 +80,7 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 $(TESTED): $(READY)
-	$(PIP) -e '.[train,8bit,envs,solver,parquet,ray,serve,tinker,dev]'
+	$(PIP) -e '.[train,8bit,envs,solver,parquet,ray,serve,grpc,tinker,dev]'
 	touch $(TESTED)
 
 $(PAGES): $(TESTED) package-lock.json $(shell find src/rlmux/service/pages -name dist* -prune -o -type f -print)

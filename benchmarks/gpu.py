@@ -1,6 +1,6 @@
 """One device, everything that sharing it depends on, in one command.
 
-    python benchmarks/gpu.py [--device cuda] [--quick] [--parts curves,interference,switches,engines,pipelines]
+    python benchmarks/gpu.py [--device cuda|cpu] [--quick] [--parts curves,interference,switches,engines,pipelines]
                              [--vllm-python PATH] [--out FILE]
 
     curves         units per second of prefill, dense and tail decoding, log-probs and updates alone, by fraction
@@ -18,8 +18,8 @@ Everything is probed and what is absent is said. Without a running MPS daemon on
 processes where NVIDIA's control program is installed (`--no-mps` leaves that out): without it, processes on one GPU
 take turns, so that side by side is no different. Results go to benchmarks/results/DEVICE.json.
 
-The same code runs on a CPU core with `--device cpu`, which is how it is tested; there fractions are those of one
-core's time, so nothing can be gained by them.
+The same code runs on a CPU core with `--device cpu`, and with `--quick` where there is no GPU, which is how it is
+tested; there fractions are those of one core's time, so nothing can be gained by them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda; a core with --quick where there is none")
     parser.add_argument("--quick", action="store_true", help="tiny models, short windows: to see that it works")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--repeats", type=int, default=3)
@@ -119,19 +119,28 @@ def main() -> None:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"--parts {unknown[0]}; accepted: {', '.join(PARTS)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no CUDA device (rlmux doctor says more); --device cpu runs the same code on a core")
+    device = chosen_device(args.device, is_quick=args.quick)
     torch.set_num_threads(1)
-    with mps_daemon(is_wanted=args.device == "cuda" and not args.no_mps) as mps:
+    with mps_daemon(is_wanted=device == "cuda" and not args.no_mps) as mps:
         num_repeats = 1 if args.quick else args.repeats
         result = measure(
-            args.device, parts, is_quick=args.quick, num_repeats=num_repeats, mps=mps, vllm_python=args.vllm_python
+            device, parts, is_quick=args.quick, num_repeats=num_repeats, mps=mps, vllm_python=args.vllm_python
         )
     path = args.out or RESULTS / f"{slug(result['machine']['device'])}{'-quick' if args.quick else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("\n".join(lines_of(result)))
     print(f"written: {path}")
+
+
+def chosen_device(asked: str | None, *, is_quick: bool) -> str:
+    """Ends the command where a GPU is needed and there is none."""
+    if asked == "cpu" or torch.cuda.is_available():
+        return asked or "cuda"
+    if asked is None and is_quick:
+        say("torch sees no CUDA device: --quick runs on a core")
+        return "cpu"
+    sys.exit("torch sees no CUDA device (rlmux doctor says more); --device cpu runs the same code on a core")
 
 
 def measure(
@@ -278,7 +287,8 @@ def pipelines(
             path = Path(folder) / "profile.json"
             table.save(path)
             sharing, warnings = load_sharing(path, fractions)
-            notes += [warning.replace(f"{path}: ", "").replace(f"{path} ", "") for warning in warnings]
+            warnings = [warning.replace(f"{path}: ", "") for warning in warnings]
+            notes += [warning.replace(str(path), "the interference table") for warning in warnings]
     policies = {name: make_policy(name, sharing=sharing) for name in POLICIES}
     if device == "cuda":
         notes.append("a worker computes on the GPU that it is given, at its device_fraction; see machine.mps")
@@ -430,9 +440,9 @@ def pair_model(device: str, *, is_quick: bool) -> ModelConfig:
 def lines_of(result: Mapping[str, Any]) -> list[str]:
     about = result["machine"]
     lines = [
-        f"{about['device']}; driver {about['driver']}; torch {about['torch']}, CUDA {about['cuda']}; "
-        f"MPS: {about['mps']}",
-        f"levels: {', '.join(f'{device_fraction:.3g}' for device_fraction in about['levels']) or 'none'} "
+        f"{about['device']}; torch {about['torch']}"
+        + (f", CUDA {about['cuda']}, driver {about['driver']}; MPS: {about['mps']}" if about["driver"] else ""),
+        f"device fractions: {', '.join(f'{each:.3g}' for each in about['levels']) or 'none'} "
         f"by {about['levels_by'] or 'nothing'}" + (f"; missing: {about['missing']}" if about["missing"] else ""),
     ]
     for sub_stage, row in result.get("curves", {}).items():
@@ -440,11 +450,11 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
     for entry in result.get("interference", {}).get("entries", []):
         lines.append(
             f"  {entry['a']} | {entry['b']} at {entry['level']:.3g}: {entry['slowdown_a']:.2f} "
-            f"{entry['slowdown_b']:.2f}, together {1 / entry['slowdown_a'] + 1 / entry['slowdown_b']:.2f}"
+            f"{entry['slowdown_b']:.2f} times as long, together {1 / entry['slowdown_a'] + 1 / entry['slowdown_b']:.2f}"
         )
     for name, row in result.get("switches", {}).items():
         lines.append(
-            f"  {name} engine, {row['resident_bytes'] / 1e6:.0f} MB: offload {row['offload_s'] * 1e3:.1f} ms, "
+            f"  {name} engine, {row['resident_bytes'] / 1e6:.3g} MB: offload {row['offload_s'] * 1e3:.1f} ms, "
             f"load {row['load_s'] * 1e3:.1f} ms"
         )
     for name, row in result.get("engines", {}).items():

@@ -2,18 +2,21 @@
 
     python benchmarks/kills.py server [--kills 200] [--clients 20] [--seed 0]
     python benchmarks/kills.py controller [--kills 50] [--seed 0]
+    python benchmarks/kills.py browser [--kills 20] [--seed 0]
 
 A service with one lane trains a pipeline. `server`: its server is killed and started again, while clients submit
 pipelines that are due later than this lasts, each as fast as it is answered. `controller`: the lane's controller is
 killed, and started again by the server, which is killed each third time as well. The same file is then trained
-undisturbed.
+undisturbed. `browser`: the server is killed while a page is open (needs playwright and Chromium).
 
     kills, minutes      how many, in how long
+    while_training      kills before the pipeline had ended
     submitted, lost, twice      names that a client was told are taken; those of them that the log has not, or has twice
     refused             submissions that a client was told are not taken, and why
     equal               whether the weights are those of the undisturbed run
     steps               of the pipeline, and steps that were done again
     back_s              seconds from a kill until the server answers again, or the controller does: median and longest
+    shown_s             seconds from the server's first answer until the page says that it is live: median and longest
 
 What it started ends with it, killed or not (Linux).
 """
@@ -24,6 +27,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -71,6 +75,8 @@ class Service:
         self.lane = self.root / "cpu"
         (folder / "service.yaml").write_text(f"lanes: {{cpu: {{cluster: {CLUSTER}}}}}\n")
         self.address = "127.0.0.1:0"
+        self.login = ""
+        """Address that logs a browser in, once."""
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -85,7 +91,8 @@ class Service:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("dashboard: "):
-                url = line.partition(": ")[2].partition("/login")[0]
+                self.login = line.partition(": ")[2].strip()
+                url = self.login.partition("/login")[0]
                 self.address = url.removeprefix("http://")
                 os.environ["RLMUX_TOKEN"] = (self.root / "admin.token").read_text().strip()
                 return url
@@ -175,9 +182,10 @@ class Clients:
 
 def kill_servers(one: Service, num_kills: int, num_clients: int, chance: random.Random) -> dict[str, Any]:
     on_server._AWAY_S = LIMIT_S
-    back, clients = [], Clients(f"http://{one.address}", num_clients)
+    back, num_while_training, clients = [], 0, Clients(f"http://{one.address}", num_clients)
     for number in range(num_kills):
         time.sleep(chance.uniform(0.0, 1.5))
+        num_while_training += is_training(one)
         one.kill()
         begin_s = time.monotonic()
         one.start()
@@ -198,6 +206,7 @@ def kill_servers(one: Service, num_kills: int, num_clients: int, chance: random.
         "refused": f"{len(clients.refused)} {sorted(set(clients.refused))[:3]}" if clients.refused else "0",
         "lost": sum(name not in taken for name in clients.told),
         "twice": sum(many > 1 for many in taken.values()),
+        "while_training": num_while_training,
         "back_s": back,
     }
 
@@ -217,7 +226,7 @@ def submissions(one: Service) -> list[dict[str, Any]]:
 
 
 def kill_controllers(one: Service, num_kills: int, chance: random.Random) -> dict[str, Any]:
-    back = []
+    back, num_while_training = [], 0
     for number in range(num_kills):
         time.sleep(chance.uniform(0.0, 3.0))
         if number % 3 == 2:  # a server waits ever longer before it starts a controller again; a new one does not
@@ -226,13 +235,43 @@ def kill_controllers(one: Service, num_kills: int, chance: random.Random) -> dic
             one.url()
         pid = one.controller
         assert pid is not None
+        num_while_training += is_training(one)
         os.kill(pid, signal.SIGKILL)
         begin_s = time.monotonic()
         until(partial(is_back, one, pid))
         back.append(time.monotonic() - begin_s)
         if number % 10 == 9:
             print(f"{number + 1} kills", file=sys.stderr, flush=True)
-    return {"back_s": back}
+    return {"while_training": num_while_training, "back_s": back}
+
+
+def kill_under_a_page(one: Service, num_kills: int, chance: random.Random) -> dict[str, Any]:
+    from playwright.sync_api import sync_playwright  # only this part needs a browser
+
+    back, shown = [], []
+    with sync_playwright() as driver:
+        program = os.environ.get("RLMUX_CHROMIUM") or shutil.which("chromium")
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(one.login)
+        page.wait_for_selector(".pulse.live")
+        for _ in range(num_kills):
+            time.sleep(chance.uniform(0.0, 3.0))
+            one.kill()
+            begin_s = time.monotonic()
+            page.wait_for_selector(".pulse.lost")
+            one.start()
+            one.url()
+            until(lambda: answers(one))
+            back.append(time.monotonic() - begin_s)
+            page.wait_for_selector(".pulse.live")
+            shown.append(time.monotonic() - begin_s - back[-1])
+        browser.close()
+    return {"shown_s": f"{statistics.median(shown):.2f}, {max(shown):.2f}", "back_s": back}
+
+
+def is_training(one: Service) -> bool:
+    return not notes(one.lane, "pipeline_end")
 
 
 def steps_of(lane: Path) -> list[int]:
@@ -256,7 +295,7 @@ def undisturbed(folder: Path, steps: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["server", "controller"])
+    parser.add_argument("what", choices=["server", "controller", "browser"])
     parser.add_argument("--kills", type=int)
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
@@ -264,12 +303,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    num_kills, chance = asked.kills or {"server": 200, "controller": 50}[asked.what], random.Random(asked.seed)
+    num_kills, chance = (
+        asked.kills or {"server": 200, "controller": 50, "browser": 20}[asked.what],
+        random.Random(asked.seed),
+    )
     with service() as one:
         rlmux.connect(f"http://{one.address}/lanes/cpu").submit({"pipelines": [pipeline(asked.steps)]})
         begin_s = time.monotonic()
         if asked.what == "server":
             found = kill_servers(one, num_kills, asked.clients, chance)
+        elif asked.what == "browser":
+            found = kill_under_a_page(one, num_kills, chance)
         else:
             found = kill_controllers(one, num_kills, chance)
         minutes = (time.monotonic() - begin_s) / 60

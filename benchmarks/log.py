@@ -168,6 +168,8 @@ class Recorded:
                 return {key: one * stretch if isinstance(one, float) else one for key, one in value.items()}
             if field == "weights_sha256":
                 return f"{draw.getrandbits(256):064x}"
+            if field == "weights_checksum":
+                return f"{draw.getrandbits(128):032x}"
             if field == "order":
                 return first_order + value
             if field in ("step", "weight_version"):

@@ -35,7 +35,8 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult, RolloutWorker, TrainWorker
+from rlmux.runtime.worker_calls import RolloutChunk, RolloutChunkResult
+from rlmux.runtime.workers import RolloutWorker, TrainWorker
 from rlmux.runtime.workplace import WorkerOptions
 
 STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)

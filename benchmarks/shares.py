@@ -1,7 +1,7 @@
 """What shares cost a cluster, and what they change for its users.
 
     python benchmarks/shares.py price [--policies rlmux,rollmux] [--nodes 20,40] [--seeds 3]
-    python benchmarks/shares.py weights [--policies solo,...] [--days 14] [--nodes 12]
+    python benchmarks/shares.py weights [--policies solo,...] [--days 14] [--nodes 12] [--without-ageing]
 
 `price`: the 200 pipelines of `weave`, asked for by eight users of whom the largest submits most (pipelines drawn by
 1/rank), on so many rollout and training nodes, with shares and as one user would submit them.
@@ -15,11 +15,14 @@
 all the time; pipelines are drawn from the profiles and lengths of `weave`.
 
     charged             device-seconds charged to each, over its weight, over the mean of these; goal: 0.95 to 1.05
+    dominant            the same of the pool of which each has most, which is what shares make equal
+    --without-ageing    waiting does not make a share smaller, and none goes first for having waited seven days
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -31,6 +34,7 @@ from rlmux.core.events import Event
 from rlmux.core.model import Account
 from rlmux.core.offers import AccountShare, Share, ShareSettings
 from rlmux.policies import make_policy
+from rlmux.policies.planning import fairness
 from rlmux.sim.results import SimResult
 from rlmux.sim.simulator import Simulation, simulate
 from rlmux.sim.workloads import catalog
@@ -106,8 +110,9 @@ def saturating(days: float, num_nodes: int, seed: int) -> list[Arrival]:
     return sorted(found, key=lambda one: one.submit_s)
 
 
-def charged_parts(policy: str, days: float, num_nodes: int, seed: int = 0) -> dict[str, float]:
-    """What each user was charged after so many days, over its weight, over the mean of these."""
+def charged_parts(policy: str, days: float, num_nodes: int, seed: int = 0) -> list[dict[str, float]]:
+    """What each user was charged after so many days over its weight, over the mean of these: together, and in its
+    dominant pool."""
     shares = ShareSettings(
         accounts=tuple(
             AccountShare(account=Account("", user), share=Share(weight=weight)) for user, weight in WEIGHTS.items()
@@ -116,18 +121,19 @@ def charged_parts(policy: str, days: float, num_nodes: int, seed: int = 0) -> di
     cluster = h20_h800_cluster(num_rollout_nodes=num_nodes, num_train_nodes=num_nodes)
     arrivals = tuple(replace(one, depart_s=days * 86_400.0 + 1.0) for one in saturating(days, num_nodes, seed))
     charged: dict[str, float] = {}
+    dominant: dict[str, float] = {}
 
     def observe(event: Event, actions: list[Action]) -> None:
         if not charged and event.time_s >= days * 86_400.0:
             for row in simulation.scheduler.accounts():
                 assert row.num_waiting > 0, f"{row.account.user} has nothing left to start"
-                charged[row.account.user] = sum(row.charged_by_pool.values()) / WEIGHTS[row.account.user]
+                by_pool, weight = row.charged_by_pool.values(), WEIGHTS[row.account.user]
+                charged[row.account.user], dominant[row.account.user] = sum(by_pool) / weight, max(by_pool) / weight
 
     workload = Workload(name="saturated", cluster=cluster, arrivals=arrivals, shares=shares)
     simulation = Simulation(workload, make_policy(policy), observer=observe)
     simulation.run()
-    usual = mean(charged.values())
-    return {user: one / usual for user, one in charged.items()}
+    return [{user: one / mean(each.values()) for user, one in each.items()} for each in (charged, dominant)]
 
 
 def main() -> None:
@@ -137,15 +143,19 @@ def main() -> None:
     parser.add_argument("--nodes", default="")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--days", type=float, default=14.0)
+    parser.add_argument("--without-ageing", action="store_true")
     asked = parser.parse_args()
+    if asked.without_ageing:
+        fairness.AGEING_S = fairness.AGED_S = math.inf
     if asked.what == "price":
         num_rollout, num_train = (int(each) for each in (asked.nodes or "40,40").split(","))
         price((asked.policies or "rlmux").split(","), asked.seeds, num_rollout, num_train)
         return
     for policy in (asked.policies or "solo,colocated,gavel,rollmux,rlmux").split(","):
         began = time.perf_counter()
-        parts = charged_parts(policy, asked.days, int(asked.nodes or 12))
-        print(f"{policy:10} charged {parts}  ({time.perf_counter() - began:.0f} s)", flush=True)
+        both = charged_parts(policy, asked.days, int(asked.nodes or 12))
+        charged, dominant = ({user: round(part, 3) for user, part in each.items()} for each in both)
+        print(f"{policy:10} charged {charged}  dominant {dominant}  ({time.perf_counter() - began:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

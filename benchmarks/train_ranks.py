@@ -29,7 +29,8 @@ from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarm
 from rlmux.rl.model_shape import shape_of
 from rlmux.rl.types import TrainingBatch, TrainReport, Trajectory, TrajectoryId
 from rlmux.runtime.processes import WorkerProcess
-from rlmux.runtime.workers import HandOut, TrainCall, TrainCallResult, TrainWorker
+from rlmux.runtime.worker_calls import HandOut, TrainCall, TrainCallResult
+from rlmux.runtime.workers import TrainWorker
 
 CALL_LIMIT_S = 600.0
 MAX_NEW_TOKENS = 128
@@ -125,8 +126,8 @@ class Gang:
         )
         results = self._train(pickle.dumps(batch), hand_out)
         self._ask("finish_checkpoint")
-        sha256: str | None = results[0].weights_sha256
-        return sha256
+        checksum: str | None = results[0].weights_checksum
+        return checksum
 
     def _train(self, payload: bytes, hand_out: HandOut | None = None) -> list[TrainCallResult]:
         """All stages of a step on all ranks, of which the first call brings the batch."""

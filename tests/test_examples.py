@@ -18,7 +18,7 @@ FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 def test_the_numbers_of_the_examples_have_no_gap():
     assert [name.partition("_")[0] for name in FILES] == [f"{number:02}" for number in range(1, len(FILES) + 1)]
-    assert len(FILES) == 10
+    assert len(FILES) == 12
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in TO_PLAN | TO_SHARE])

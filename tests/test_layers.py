@@ -8,7 +8,8 @@ sim    | runtime
        | rl
 report |
 policies
-core          (config: the user's file; plugins: what users add by name; share: what other people's programs import)
+core          (config: the user's file; plugins: what users add by name; share: what other people's programs import;
+              hidden_main: worker processes without the script that starts them)
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
     ),
     "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "peft", "psutil", "torchao"}),
-    "sim": ({"core", "policies", "report", "config", "plugins"}, {"numpy"}),
+    "sim": ({"core", "policies", "report", "config", "plugins", "hidden_main"}, {"numpy"}),
     "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
     "runtime": (
-        {"core", "policies", "report", "rl", "engines", "config", "plugins"},
+        {"core", "policies", "report", "rl", "engines", "config", "plugins", "hidden_main"},
         {*TRAINING, "psutil", "tensorboard"},
     ),
     # The broker is a run whose workers are programs of others; `share` has the words that both ends say.
-    "broker": ({"core", "report", "runtime", "config", "share"}, set()),
+    "broker": ({"core", "report", "runtime", "config", "share"}, {"grpc", "google"}),
     # the server that people leave running: HTTP and the wire formats of its clients, above the runtime that it drives
     "service": (
         {"core", "policies", "report", "rl", "runtime", "config", "plugins", "broker"},
@@ -67,6 +68,7 @@ ONLY_IN = {
     # outside package: modules that alone may import it
     "ray": lambda module: module.startswith("runtime.ray_"),
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
+    "grpc": lambda module: module == "broker.grpc_front",
     "peft": lambda module: module == "engines.lora",
     "torchao": lambda module: module == "engines.moments",
     "ortools": lambda module: module in ("policies.planning.exact_schedule", "policies.planning.linear_program"),
@@ -211,9 +213,11 @@ def test_what_needs_no_torch_works_without_it(code):
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("module", ["rlmux", "rlmux.core.scheduler", "rlmux.config", "rlmux.cli.commands"])
+@pytest.mark.parametrize(
+    "module", ["rlmux", "rlmux.core.scheduler", "rlmux.config", "rlmux.cli.commands", "rlmux.broker.run"]
+)
 def test_light_modules_import_nothing_heavy(module):
-    heavy = sorted({"torch", "transformers", "numpy", "ray", "reasoning_gym"})
+    heavy = sorted({"torch", "transformers", "numpy", "ray", "reasoning_gym", "grpc", "google.protobuf"})
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,10 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlmux.broker.run import run_broker
-from rlmux.config.broker_file import load_broker_spec
 from rlmux.core.errors import LogError
-from rlmux.policies import POLICIES, make_policy
 from rlmux.report.log import LogReader
 
 HERE = Path(__file__).parent
@@ -38,46 +33,45 @@ class Room:
         (folder / "broker.yaml").write_text(json.dumps({"cluster": {"pools": pools or ONE_POOL}, **keys}))
         self.address = f"unix:{self.socket}"
         """Address that programs are told."""
-        self.broker: multiprocessing.Process | None = None
+        self.broker: subprocess.Popen[str] | None = None
         self.programs: list[subprocess.Popen[str]] = []
 
-    def start_broker(self, policy: str = "fifo", token: str = "") -> None:
-        """Forked, for everything that it imports is here. With a token it listens at a free port of the loopback."""
-        self.broker = multiprocessing.get_context("fork").Process(target=self._serve, args=(policy, token))
-        self.broker.start()
-        until(self._is_up)
-        self.address = (self.folder / "address").read_text()
+    def start_broker(self, policy: str = "fifo", token: str = "", *words: str) -> list[str]:
+        """As a user does; never forked from here, as a test's process may have threads that do not survive that. With
+        a token it listens at a free port of the loopback. Returns the addresses that it prints."""
+        address = "tcp://127.0.0.1:0" if token else f"unix:{self.socket}"
+        options = ["--policy", policy, "--listen", address, "--out", str(self.out), *words]
+        self.broker = subprocess.Popen(
+            [sys.executable, "-m", "rlmux", "broker", str(self.folder / "broker.yaml"), *options],
+            env={**os.environ, "RLMUX_TOKEN": token},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.broker.stdout is not None
+        said = [self.broker.stdout.readline().strip() for _ in range(2 if "--grpc" in words else 1)]
+        assert said[0].startswith("export RLMUX_BROKER="), self.broker.communicate()
+        self.address = said[0].partition("=")[2]
+        until(self._has_log)
+        return [line.partition("=")[2] for line in said]
 
-    def _is_up(self) -> bool:
-        """Whether it listens, and its log has begun."""
+    def _has_log(self) -> bool:
         try:
             LogReader(self.out).close()
         except LogError:
             return False
-        return (self.folder / "address").exists()
-
-    def _serve(self, policy: str, token: str) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        spec = load_broker_spec(self.folder / "broker.yaml", policies=list(POLICIES))
-        address = "tcp://127.0.0.1:0" if token else f"unix:{self.socket}"
-        run_broker(spec, self.out, policy=make_policy(policy), address=address, token=token, say=self._note_address)
-
-    def _note_address(self, address: str) -> None:
-        aside = self.folder / "address.new"
-        aside.write_text(address)
-        aside.rename(self.folder / "address")
+        return True
 
     def kill_broker(self) -> None:
         assert self.broker is not None
         self.broker.kill()
-        self.broker.join()
-        (self.folder / "address").unlink(missing_ok=True)
+        self.broker.communicate()
 
     def stop_broker(self) -> None:
         assert self.broker is not None
         self.broker.terminate()
-        self.broker.join()
-        assert self.broker.exitcode == 0
+        _, err = self.broker.communicate()
+        assert self.broker.returncode == 0, err
 
     def program(
         self, name: str, steps: int, *words: str, is_shared: bool = True, environ: dict[str, str] | None = None
@@ -121,7 +115,7 @@ class Room:
             for stream in (program.stdout, program.stderr):
                 if stream is not None:
                     stream.close()
-        if self.broker is not None and self.broker.is_alive():
+        if self.broker is not None and self.broker.poll() is None:
             self.kill_broker()
 
 

@@ -9,6 +9,7 @@ import pytest
 from rlmux.core.events import NodeJoined
 from rlmux.core.model import NodeId
 from rlmux.report.log import LOG_NAME, RunLog, run_header
+from rlmux.runtime.folders import RUN_HEADER
 
 
 @pytest.fixture
@@ -25,7 +26,9 @@ def damaged(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words", [("report", "damaged"), ("status", "damaged", "--once"), ("status", "damaged", "--json")], ids=" ".join
+    "words",
+    [("report", "damaged"), ("status", "damaged", "--once"), ("status", "damaged", "--json"), ("resume", "damaged")],
+    ids=" ".join,
 )
 def test_what_cannot_be_read_is_said_with_the_way_out(words, damaged, rlmux):
     said = rlmux(*words)
@@ -33,3 +36,13 @@ def test_what_cannot_be_read_is_said_with_the_way_out(words, damaged, rlmux):
     assert said.out == ""
     assert said.err.count("\n") == 1
     assert "rlmux resume damaged --salvage" in said.err
+
+
+def test_a_run_without_its_log_is_said_with_the_way_out(damaged, rlmux):
+    (damaged / LOG_NAME).unlink()
+    assert "rlmux resume" not in rlmux("report", "damaged").err, "nothing of a run is left"
+    (damaged / RUN_HEADER).write_text("{}")
+    said = rlmux("resume", "damaged")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert said.err.startswith("rlmux: damaged: holds no run (no run.db)")
+    assert said.err.endswith("rlmux resume damaged --salvage\n")

@@ -39,6 +39,15 @@ def test_it_measures_switches_and_real_pipelines_and_says_on_what(tmp_path):
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
+def test_quick_without_a_gpu_takes_a_core_and_says_so(capsys):
+    chosen_device = runpy.run_path(str(BENCHMARK), run_name="gpu")["chosen_device"]
+    assert chosen_device(None, is_quick=True) == "cpu"
+    assert "torch sees no CUDA device: --quick runs on a core" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="torch sees no CUDA device"):
+        chosen_device("cuda", is_quick=True)
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_what_to_do(monkeypatch):
     """In this process, which has imported torch already: nothing is measured."""
     monkeypatch.setattr(sys, "argv", [str(BENCHMARK)])

@@ -117,6 +117,20 @@ def test_the_table_of_steps_is_the_apis_and_a_file_gets_each_step_once(both, sho
     assert run_command_line(["export", str(folder_of(shown) / "demo"), "--to", "jsonl", "--out", str(out)]) == 2
 
 
+def test_a_table_that_was_begun_without_checksums_goes_on_with_its_own_columns(shown, tmp_path):
+    words, out = ["export", str(folder_of(shown) / "demo"), "--to", "csv", "--out"], tmp_path / "steps.csv"
+    assert run_command_line([*words, str(out)]) == 0
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    columns = [name for name in rows[0] if name != "weights_checksum"]
+    with (tmp_path / "old.csv").open("w", newline="") as file:
+        old = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
+        old.writeheader()
+        old.writerows(rows[:3])
+    assert run_command_line([*words, str(tmp_path / "old.csv")]) == 0
+    kept = list(csv.DictReader((tmp_path / "old.csv").read_text().splitlines()))
+    assert kept == [{name: row[name] for name in columns} for row in rows]
+
+
 def test_an_alert_is_seen_once_and_for_all(both, shown):
     (before,) = json.loads(both("ill", "alerts", "--json")[1])["alerts"]
     assert (before["rule"], before["step"], before["acknowledged"]) == ("no_signal", 3, None)

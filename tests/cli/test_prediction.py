@@ -51,6 +51,19 @@ def test_a_plan_that_refuses_a_pipeline_ends_with_code_1(rlmux, files):
     assert (waiting.code, "waiting" in waiting.out) == (0, True)
 
 
+def test_a_simulation_says_why_pipelines_were_refused(rlmux, files):
+    said = rlmux(
+        "simulate", "plan.yaml", "--policies", "solo,rollmux",
+        "--set", "pipelines.a.footprint={rollout_device_gb: 90, train_device_gb: 1}",
+        "--set", "cluster.pools.h20.device_memory_gb=80",
+    )  # fmt: skip
+    assert said.code == 0
+    assert (
+        "note: refused by solo, rollmux: pipeline a keeps a state of 90.000 GB on a device of pool 'h20', which has "
+        "80.000 GB\n"
+    ) in said.out
+
+
 def test_a_file_may_say_what_switches_and_sync_take_and_else_is_told_that_they_are_free(rlmux, files):
     free = rlmux("simulate", "plan.yaml", "--policies", "rollmux")
     assert "note: switches and weight sync are free for every pipeline" in free.out

@@ -9,36 +9,51 @@ import pytest
 from rlmux.cli import verification
 from rlmux.runtime.verification import Difference, Verdict
 
-EQUAL = Verdict(pipeline="a", num_equal=61, num_steps=61, difference=None, promise="exact")
+EQUAL = Verdict(
+    pipeline="a",
+    num_equal=61,
+    num_steps=61,
+    difference=None,
+    promise="exact",
+    num_equal_by_sum={"checksum": 61, "sha256": 7},
+)
 OTHER = Verdict(
     pipeline="b",
     num_equal=6,
     num_steps=9,
-    difference=Difference(step=7, logged="b1946ac92492d2347c", alone="4dd1c1e2a0a0a0a0"),
+    difference=Difference(step=7, compared="checksum", logged="b1946ac92492d2347c", alone="4dd1c1e2a0a0a0a0"),
     promise="statistical",
 )
 STUCK = Verdict(
     pipeline="c",
     num_equal=1,
     num_steps=2,
-    difference=Difference(step=2, logged="b1946ac92492d2347c", alone=None),
+    difference=Difference(step=2, compared="sha256", logged="b1946ac92492d2347c", alone=None),
     promise="exact",
     reason="reward: KeyError",
 )
-GAPS = Verdict(pipeline="d", num_equal=7, num_steps=9, difference=None, promise=None)
+GAPS = Verdict(
+    pipeline="d",
+    num_equal=7,
+    num_steps=9,
+    difference=None,
+    promise=None,
+    num_equal_by_sum={"checksum": 0, "sha256": 7},
+)
 NOTHING = Verdict(pipeline="e", num_equal=0, num_steps=0, difference=None, promise=None, reason="no hash")
 
 
 @pytest.mark.parametrize(
     ("verdict", "line"),
     [
-        (EQUAL, "a: equal at all 61 steps"),
+        (EQUAL, "a: equal at all 61 steps (checksum, sha256 at 7)"),
         (
             OTHER,
-            "b: differs at step 7 of 9: b1946ac92492 in the log, 4dd1c1e2a0a0 alone; its engines promise statistical",
+            "b: differs at step 7 of 9: checksum b1946ac92492 in the log, 4dd1c1e2a0a0 alone; its engines promise "
+            "statistical",
         ),
-        (STUCK, "c: differs at step 2 of 2: b1946ac92492 in the log, reward: KeyError alone"),
-        (GAPS, "d: equal at 7 steps; the log has no hash of the other 2"),
+        (STUCK, "c: differs at step 2 of 2: sha256 b1946ac92492 in the log, reward: KeyError alone"),
+        (GAPS, "d: equal at 7 steps (sha256); the log has no sum of the other 2"),
         (NOTHING, "e: nothing to compare: no hash"),
     ],
     ids=lambda value: value.pipeline if isinstance(value, Verdict) else "",
@@ -57,11 +72,13 @@ def test_json_says_where_it_differs(capsys):
         "is_equal": True,
         "steps_equal": 61,
         "steps": 61,
+        "steps_equal_by_sum": {"checksum": 61, "sha256": 7},
         "first_difference": None,
         "promise": "exact",
         "reason": "",
     }
     assert said["pipelines"]["b"]["first_difference"]["step"] == 7
+    assert said["pipelines"]["b"]["first_difference"]["compared"] == "checksum"
 
 
 def test_a_folder_without_a_run_is_a_mistake(rlmux):

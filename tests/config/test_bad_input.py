@@ -226,6 +226,10 @@ CASES = {
         [("slots: 32", "engine: vllm")],
         "two.yaml:11: pipelines.sort.rollout.engine.name is 'vllm'; accepted: vllm with python: PATH of its",
     ),
+    "an engine that nobody knows": (
+        [("slots: 32", "engine: nosuch")],
+        "two.yaml:11: pipelines.sort.rollout.engine.name is 'nosuch': unknown; accepted: rlmux, vllm, sglang, ",
+    ),
     "a server of another machine": (
         [("slots: 32", "engine: {name: vllm, url: 'http://example.com:80'}")],
         "two.yaml:11: pipelines.sort.rollout.engine.url is 'http://example.com:80'; accepted: http://127.0.0.1:PORT",
@@ -458,7 +462,7 @@ def test_a_reward_function_that_its_module_lacks_is_refused_with_the_nearest(com
     (tmp_path / "my_rewards.py").write_text("import re\ndef score(x): return 0\ndef length(x): return 1\n")
     replace = [("task: reverse", "task: {name: reverse, reward: 'my_rewards:scor'}")]
     message = complaint(good, replace=replace)
-    assert message.endswith("my_rewards.py has no 'scor'; nearest: score; accepted: re, score, length")
+    assert message.endswith("my_rewards.py has no 'scor'; nearest: score; accepted: score, length")
     (tmp_path / "my_rewards.py").write_text("def score(:\n")
     assert "my_rewards.py, line 1: not Python" in complaint(good, replace=replace)
 

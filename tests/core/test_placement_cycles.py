@@ -22,7 +22,7 @@ def simulated_period_s(loads, num_rounds=240):
         for j, one in enumerate(loads):
             start = max([trained_s[j] + one.sync_s, *(node_s.get(node, 0.0) for node in one.rollout_nodes)])
             end = start + one.rollout_s
-            node_s.update(dict.fromkeys(one.rollout_nodes, end))
+            node_s.update(dict.fromkeys(one.rollout_nodes, end - one.tail_s))
             trained_s[j] = max([end, *(train_s.get(node, 0.0) for node in one.train_nodes)]) + one.train_s
             train_s.update(dict.fromkeys(one.train_nodes, trained_s[j]))
         ends.append(trained_s[:])
@@ -110,6 +110,34 @@ trains_on_its_own = st.builds(
 def test_members_that_train_on_nodes_of_their_own_take_as_long_as_simulated(loads, syncs):
     """Two of them may share nothing at all: each goes at its own pace, and the slower one's is promised."""
     assert period_as_simulated(loads, syncs) >= 0
+
+
+def with_tails(loads, parts):
+    return [replace(one, tail_s=part * one.rollout_s / 4) for one, part in zip(loads, parts, strict=False)]
+
+
+quarters = st.lists(st.integers(0, 4), min_size=5, max_size=5)
+
+
+@given(st.lists(trains_on_its_own, min_size=1, max_size=5), st.lists(seconds, min_size=5, max_size=5), quarters)
+@settings(max_examples=300, deadline=None)
+def test_rollouts_whose_tails_leave_their_nodes_take_as_long_as_simulated(loads, syncs, parts):
+    assume(any(parts[: len(loads)]))
+    assert period_as_simulated(with_tails(loads, parts), syncs) >= 0
+
+
+@given(st.lists(on_one_node, min_size=2, max_size=5), st.lists(seconds, min_size=5, max_size=5), quarters)
+@settings(max_examples=300, deadline=None)
+def test_tails_that_leave_a_single_node_take_as_long_as_simulated(loads, syncs, parts):
+    """Here a bound often says the period without a search for the longest cycle."""
+    assume(any(parts[: len(loads)]))
+    assert period_as_simulated(with_tails(loads, parts), syncs) >= 0
+
+
+def test_the_next_rollout_begins_beside_a_tail():
+    tailed = replace(load(100, 20, "A"), tail_s=40.0)
+    assert meta_iteration_s([load(100, 20, "A")] * 2) == 200.0
+    assert meta_iteration_s([tailed] * 2) == 120.0
 
 
 def test_two_narrow_members_train_side_by_side_beside_a_wide_one():

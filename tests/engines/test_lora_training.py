@@ -20,7 +20,8 @@ from rlmux.core.model import Stage
 from rlmux.engines.lora import ADAPTER_FILE, trained_parameters
 from rlmux.engines.model_io import build_model
 from rlmux.engines.train import RL_STAGES, TorchTrainEngine
-from rlmux.engines.weights import read_tensors, weights_sha256
+from rlmux.engines.weight_checksum import weights_checksum
+from rlmux.engines.weights import read_tensors
 from rlmux.rl.config import (
     ADAPTER_TARGETS,
     AdapterConfig,
@@ -173,7 +174,7 @@ def test_checkpoints_and_published_weights_carry_the_adapter_alone(tmp_path):
     engine.save(tmp_path / "step_0")
     tensors, metadata = read_tensors(tmp_path / "v0.safetensors")
     assert set(tensors) == set(trained_parameters(engine.model))
-    assert metadata["weights_sha256"] == weights_sha256(tensors) == engine.weights_sha256()
+    assert metadata["weights_checksum"] == weights_checksum(tensors) == engine.weights_checksum()
     names = {path.name for path in (tmp_path / "step_0").iterdir()}
     assert {ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors"} <= names
     assert not names & {"model.safetensors", "config.json"}

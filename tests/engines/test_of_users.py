@@ -75,7 +75,7 @@ def test_what_is_no_engine_is_told_in_one_line(own, name, told):
 
 
 def test_a_name_that_nothing_answers_to_and_keys_that_do_not_fit_are_refused(own):
-    with pytest.raises(UserError, match="'vlm': unknown; accepted: rlmux, vllm, sglang, "):
+    with pytest.raises(UserError, match="name: unknown; accepted: rlmux, vllm, sglang, "):
         EngineConfig(name="vlm")
     with pytest.raises(UserError, match="does not go with an engine of your own"):
         EngineConfig(name="own_engines:Lean", python="/usr/bin/python3")

@@ -9,9 +9,12 @@ import torch
 
 from rlmux.core.errors import PipelineError
 from rlmux.core.model import Stage
+from rlmux.engines import train_state
+from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import RL_STAGES, TorchTrainEngine
-from rlmux.engines.weights import check_weights, read_tensors, write_tensors
+from rlmux.engines.weight_checksum import weights_checksum
+from rlmux.engines.weights import check_weights, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.pipeline_env import PipelineEnv
@@ -138,24 +141,45 @@ def test_weights_that_are_not_those_that_were_published_are_refused(tmp_path: Pa
     content = bytearray(loop.weights.read_bytes())
     content[-1] ^= 1
     loop.weights.write_bytes(content)
-    with pytest.raises(PipelineError, match=r"weights of version 1 in .* are damaged: their sha256 is [0-9a-f]{64}"):
+    with pytest.raises(PipelineError, match=r"weights of version 1 in .* are damaged: their checksum is [0-9a-f]{32}"):
         loop.rollout.load_weights(loop.weights, 1)
     assert loop.rollout.version == 0
 
 
-def test_a_checkpoints_weights_carry_the_hash_that_is_asserted_when_they_are_loaded(tmp_path: Path) -> None:
+def test_publishing_computes_a_checksum_once_and_no_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, computed = Loop(config(), tmp_path), []
+    monkeypatch.setattr(train_state, "weights_sha256", lambda tensors: pytest.fail("a hash of every byte"))
+    compute = train_state.weights_checksum
+    monkeypatch.setattr(train_state, "weights_checksum", lambda tensors: computed.append(1) or compute(tensors))
+    loop.run(3)
+    assert loop.trainer.weights_checksum() == read_tensors(loop.weights)[1]["weights_checksum"]
+    assert len(computed) == 3
+
+
+def test_a_checkpoints_weights_carry_both_sums_and_both_are_asserted_when_they_are_loaded(tmp_path: Path) -> None:
     loop = Loop(config(), tmp_path)
     loop.trainer.save(tmp_path / "step_0")
-    _, written = read_tensors(tmp_path / "step_0" / "model.safetensors")
-    assert written["weights_sha256"] == loop.trainer.weights_sha256()
-    loop.rollout.load_weights(tmp_path / "step_0" / "model.safetensors", 0)
+    path = tmp_path / "step_0" / "model.safetensors"
+    tensors, written = read_tensors(path)
+    assert written["weights_sha256"] == loop.trainer.weights_sha256() == weights_sha256(tensors)
+    assert written["weights_checksum"] == loop.trainer.weights_checksum() == weights_checksum(tensors)
+    state = read_checkpoint(tmp_path / "step_0")
+    assert {key: state[key] for key in ("weights_sha256", "weights_checksum")} == {
+        key: written[key] for key in ("weights_sha256", "weights_checksum")
+    }
+    loop.rollout.load_weights(path, 0)
+    for key, name in (("weights_sha256", "sha256"), ("weights_checksum", "checksum")):
+        write_tensors(path, tensors, {**written, key: "0"})
+        with pytest.raises(PipelineError, match=f"their {name} is [0-9a-f]+, and 0 was written"):
+            loop.rollout.load_weights(path, 0)
 
 
-def test_published_weights_without_a_hash_are_refused(tmp_path: Path) -> None:
+def test_published_weights_without_a_checksum_are_refused(tmp_path: Path) -> None:
     origin = Origin(run_id="r", pipeline="p", plan_sha256="0")
     path = tmp_path / "1.safetensors"
     write_tensors(path, {"weight": torch.zeros(1)}, {"version": "1", **origin.fields()})
-    with pytest.raises(PipelineError, match=r"weights of version 1 in .* are without a hash"):
+    with pytest.raises(PipelineError, match=r"weights of version 1 in .* are without a checksum"):
         check_weights(path, 1, origin)
-    write_tensors(path, {"weight": torch.zeros(1)}, {"version": "1", "weights_sha256": "0", **origin.fields()})
-    check_weights(path, 1, origin)
+    for key in ("weights_checksum", "weights_sha256"):  # the second alone: a checkpoint of before
+        write_tensors(path, {"weight": torch.zeros(1)}, {"version": "1", key: "0", **origin.fields()})
+        check_weights(path, 1, origin)

@@ -71,3 +71,13 @@ def test_host_memory_must_hold_both_phases(builders, policy):
     assert refused.reason == (
         "pipeline big keeps 11.000 GB on each node of pool 'gpus', which has 10.000 GB of host memory"
     )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_device_must_hold_either_state(builders, policy):
+    driver = builders.Driver(Scheduler(one_pool(device_memory_bytes=10e9), make_policy(policy)))
+    for name, train_bytes in (("fits", 10e9), ("large", 11e9)):
+        footprint = Footprint(rollout_device_bytes=9e9, train_device_bytes=train_bytes)
+        driver.submit(builders.pipeline(name, footprint=footprint))
+    (refused,) = driver.actions(Refuse)
+    assert refused.reason.startswith("pipeline large keeps a state of 11.000 GB on a device of pool 'gpus', which")

@@ -17,7 +17,8 @@ from rlmux.core.placement_view import PlacementView
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Split
 from rlmux.policies.optimal import Optimal
-from rlmux.policies.planning.partition import NodePrices, candidate_groups, cheapest_partition, demand_of
+from rlmux.policies.planning.partition import NodePrices, candidate_groups, demand_of
+from rlmux.policies.planning.set_partition import cheapest_partition
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.rollmux import RollMux
 from rlmux.sim.bounds import steady_slo_slack_usd, steady_solo_speed_usd
@@ -212,15 +213,20 @@ def test_a_pipeline_never_joins_fewer_training_nodes_than_it_needs():
 @pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux", "gavel", "gavel-steps", "random", "most-idle", "fifo"])
 def test_what_can_never_fit_is_refused_with_the_numbers(policy):
     small = cluster(rollout=1, train=1, host_bytes=8 * 2**30)
-    world = World(policy, small).submit(
+    pools = {name: dataclasses.replace(pool, device_memory_bytes=5e8) for name, pool in small.pools.items()}
+    world = World(policy, Cluster(pools=pools)).submit(
         pipeline("wide", num_train_nodes=3),
         pipeline("fat", footprint=Footprint(rollout_host_bytes=9 * 2**30)),
+        pipeline("large", footprint=Footprint(rollout_device_bytes=4e8, train_device_bytes=6e8)),
     )
     assert world.refusals["wide"] == Refusal(
         reason="pipeline wide needs 3 nodes of pool 't', which has 1", is_final=True
     )
     assert world.refusals["fat"].reason == (
         "pipeline fat keeps 9.664 GB on each node of pool 'r', which has 8.590 GB of host memory"
+    )
+    assert world.refusals["large"].reason == (
+        "pipeline large keeps a state of 0.600 GB on a device of pool 't', which has 0.500 GB"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 
 import pytest
@@ -56,6 +57,42 @@ def test_words_of_many_and_of_few_are_found_alike(writer, tmp_path, monkeypatch,
     assert found(writer, tmp_path, text="carry") == [(step, 0, at) for step in (1, 2) for at in (1, 3, 5)]
     assert found(writer, tmp_path, text="carry", sort="-step") == [(step, 0, at) for step in (2, 1) for at in (5, 3, 1)]
     assert found(writer, tmp_path, text="carry", step=2, least=0.2) == [(2, 0, 3), (2, 0, 5)]
+    best = [(step, 0, at) for at in (5, 3, 1) for step in (1, 2)]
+    assert found(writer, tmp_path, text="carry", sort="-reward") == best
+    assert found(writer, tmp_path, text="carry", sort="-reward", most=0.4) == best[2:]
+    assert found(writer, tmp_path, text="carry", sort="reward", least=0.2, step=1) == [(1, 0, 3), (1, 0, 5)]
+    assert found(writer, tmp_path, text="carry", sort="-step", step=1) == [(1, 0, 5), (1, 0, 3), (1, 0, 1)]
+    assert found(writer, tmp_path, text="carry", sort="-step", least=0.5) == [(2, 0, 5), (1, 0, 5)]
+    assert found(writer, tmp_path, text="carry", sort="-step", least=2.0) == []
+
+
+@pytest.mark.parametrize("many", [0, 3, 1000])
+def test_every_way_to_search_finds_what_a_filter_in_python_finds(writer, tmp_path, monkeypatch, many):
+    monkeypatch.setattr(samples, "_MANY", many)
+    draw, kept = random.Random(many), {}
+    for step in (1, 2, 3):
+        made = [
+            sample(at // 3, at % 3, draw.choice(["carry", "borrow", "carry on"]), reward=draw.randint(0, 4) / 4)
+            for at in range(9)
+        ]
+        writer.add(step, made)
+        kept |= {(step, one.prompt, one.sample): one for one in made}
+    for sort in samples.SORTS:
+        for asked in ({}, {"step": 2}, {"least": 0.5}, {"most": 0.25}, {"least": 0.25, "most": 0.75, "step": 3}):
+            expected = [
+                place
+                for place, one in kept.items()
+                if "carry" in one.turns[0][1]
+                and asked.get("step", place[0]) == place[0]
+                and asked.get("least", 0.0) <= one.reward <= asked.get("most", 1.0)
+            ]
+            key = sort.removeprefix("-")
+            if key == "step":
+                expected.sort(reverse=sort[0] == "-")
+            else:
+                sign = -1 if sort[0] == "-" else 1
+                expected.sort(key=lambda place: (sign * getattr(kept[place], key), place))
+            assert found(writer, tmp_path, text="carry", sort=sort, **asked) == expected, (sort, asked)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ nodes. There it is slow unless marked `quick_on_ray`, and skipped where ray is n
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -274,6 +275,19 @@ class Nodes:
         """A node that offers so many devices of each pool."""
         resources = {f"rlmux_{pool}": num for pool, num in num_devices.items()}
         return self.ray.add_node(num_cpus=1, num_gpus=num_gpus, resources=resources, object_store_memory=80_000_000)
+
+    def lose(self, rollout_node: Any) -> None:
+        """As if its machine had died; returns once Ray says so."""
+        from rlmux.runtime.ray_cluster import alive_nodes
+
+        self.rollout.remove(rollout_node)
+        self.ray.remove_node(rollout_node, allow_graceful=False)
+        while any(node["NodeID"] == rollout_node.node_id for node in alive_nodes()):
+            time.sleep(0.05)
+
+    def replace_lost(self) -> None:
+        while len(self.rollout) < 2:
+            self.rollout.append(self.add(rollout=1))
 
     def make_backend(self, **options: Any) -> Callable[..., WorkerBackend]:
         from rlmux.runtime.ray_backend import ray_backend

@@ -111,12 +111,14 @@ class Heard:
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
+        self.workers: list[Prompt] = []
         self.handed_over: list[list[str]] = []
         self.loaded: list[Path | None] = []
         self.while_loading: Callable[[], None] = lambda: None
 
     def spawn(self, *args: Any, **options: Any) -> Prompt:
-        return Prompt(self)
+        self.workers.append(Prompt(self))
+        return self.workers[-1]
 
     def forget(self, worker: Prompt) -> None:
         pass
@@ -254,6 +256,19 @@ def test_forwards_that_were_answered_are_not_done_again_for_a_worker_that_is_los
     heard.said.clear()
     bursts.begin(order(2, Stage.UPDATE))
     assert [what for what, *_ in heard.said] == ["b1", "finished"]
+
+
+def test_answers_that_are_given_again_break_no_row_of_lost_workers(bursts, heard):
+    bursts.train("l0", loss(is_forward_only=False))
+    for number in (1, 2):
+        bursts.begin(order(number, Stage.UPDATE))
+        assert heard.said[-1][0] == "finished"
+        worker = heard.workers[-1]
+        assert bursts.count_loss(worker) == number
+        bursts.forget(worker)
+    bursts.train("l1", loss(is_forward_only=False))
+    bursts.begin(order(3, Stage.UPDATE))
+    assert bursts.count_loss(heard.workers[-1]) == 1
 
 
 def test_requests_that_come_while_their_weights_are_loaded_are_one_batch_with_the_first(bursts, heard):

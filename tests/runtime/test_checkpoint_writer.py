@@ -15,9 +15,10 @@ from rlmux.runtime.checkpoints import CheckpointFolder, CheckpointWriter, prune
 
 
 def writes_at(signal: threading.Event, made: list[Path]):
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> str:
         assert signal.wait(timeout=30)
         made.append(folder)
+        return f"hash of {folder.name}"
 
     return lambda: write
 
@@ -28,7 +29,9 @@ def test_a_checkpoint_is_told_of_once_and_not_before_it_is_there(tmp_path):
     assert writer.written() == []
     may_write.set()
     writer.wait()
-    assert [each.folder for each in writer.written()] == made == [tmp_path / "step_1"]
+    (written,) = writer.written()
+    assert [written.folder] == made == [tmp_path / "step_1"]
+    assert written.weights_sha256 == "hash of step_1"
     assert writer.written() == []
 
 
@@ -61,7 +64,7 @@ def test_the_next_one_is_begun_when_the_one_before_is_there(tmp_path, monkeypatc
 def test_what_writing_raises_is_raised_by_the_next_call_once(tmp_path, ask):
     writer = CheckpointWriter()
 
-    def fail(folder: Path) -> None:
+    def fail(folder: Path) -> str:
         raise StorageError(f"{folder}: no space left")
 
     def ask_until_it_is_told() -> None:

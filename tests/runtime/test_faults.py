@@ -16,7 +16,7 @@ import torch
 from rlmux.core.actions import RunStage
 from rlmux.core.events import PipelineFailed, PipelineRestarted, WorkerLost
 from rlmux.core.model import Stage
-from rlmux.runtime.workers import TrainCall
+from rlmux.runtime.worker_calls import TrainCall
 from rlmux.runtime.workplace import WorkerOptions
 
 

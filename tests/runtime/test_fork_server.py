@@ -28,12 +28,15 @@ if __name__ == "__main__":
 
 
 UNGUARDED = """
+import os, signal
 from pathlib import Path
-from rlmux.runtime.processes import WorkerProcess, warm_up
+from rlmux.runtime.processes import WorkerProcess, fork_server_pid, warm_up
 
 with Path("runs").open("a") as runs:
     runs.write("again ")
 warm_up()
+server = fork_server_pid()
+os.kill(server, signal.SIGINT)  # Ctrl-C in a terminal while it imports torch
 workers = [WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0) for _ in range(2)]
 for worker in workers:
     said = []
@@ -47,6 +50,7 @@ for what in ("isenabled", "get_freeze_count"):
     collector.call(0.0, what, (), said.append)
     collector.receive(0.0)
 collector.end()
+assert fork_server_pid() == server, "Ctrl-C ended the fork server"
 assert said[0], "garbage piles up in workers"
 assert said[1] > 0, "what was imported is looked at in each of them"
 """
@@ -57,6 +61,7 @@ def test_workers_do_not_run_the_script_that_starts_them_again(tmp_path):
     script.write_text(UNGUARDED)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
     assert (tmp_path / "runs").read_text() == "again "
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.test_sampling import config, requests, sampled, weights  # noqa: F401 (a fixture)
+from tests.runtime.test_sampling import config, random_adapters, requests, sampled
 
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
@@ -30,6 +30,7 @@ class Place:
     def __init__(self) -> None:
         self.drivers: dict[PipelineId, PipelineDriver] = {}
         self.answers: queue.SimpleQueue[tuple[PipelineId, Answer]] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.shared: list[dict[str, int]] = []
         self.failed_pipelines: list[str] = []
         self.num_lost = 0
@@ -64,7 +65,7 @@ class Place:
         self.answers.put((pipeline, answer))
 
     def over(self, pipeline: PipelineId, reason: str) -> None:
-        """Nothing waits for it."""
+        self.ended.put(reason)
 
     def _begin(self) -> None:
         if self._running is None and self._waiting:
@@ -78,14 +79,31 @@ class Place:
 
 
 class Processes(LocalProcesses):
-    """Workers of this machine, and the process of each."""
+    """Workers of this machine, and the process of each, which a call may be the death of."""
 
     pids: list[int]
+    deadly_call: str | None = None
+
+    def kill_upon(self, worker: Any) -> None:
+        ask = worker.call
+
+        def call(now_s: float, method: str, *rest: Any) -> None:
+            ask(now_s, method, *rest)
+            if method == self.deadly_call:
+                os.kill(worker.pid, signal.SIGKILL)
+
+        worker.call = call
 
     def spawn(self, *args: Any, **options: Any) -> Any:
         worker = super().spawn(*args, **options)
         self.pids.append(worker.pid or 0)
+        self.kill_upon(worker)
         return worker
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> dict[str, Path]:
+    return random_adapters(tmp_path)
 
 
 @pytest.fixture
@@ -106,8 +124,8 @@ def host(processes: Processes) -> Iterator[tuple[ModelHost, Place]]:
 
 
 def test_pipelines_whose_common_sampling_worker_is_killed_go_on_alone_to_the_same_sequences(
-    host, processes, tmp_path, weights  # noqa: F811
-):  # fmt: skip
+    host, processes, tmp_path, weights
+):
     models, place = host
     names = [PipelineId("a"), PipelineId("b")]
     for name in names:
@@ -126,6 +144,16 @@ def test_pipelines_whose_common_sampling_worker_is_killed_go_on_alone_to_the_sam
     assert (len(processes.pids), place.num_lost, place.failed_pipelines) == (3, 2, [])
     alone = {**sampled(tmp_path, weights, "a", 240)[0], **sampled(tmp_path, weights, "b", 240)[0]}
     assert found == alone
+
+
+def test_a_request_that_ends_every_worker_is_given_up_after_four(host, processes, tmp_path, weights):
+    models, place = host
+    processes.deadly_call = "run_chunk"
+    name = PipelineId("a")
+    place.drivers[name] = models.open(name, config(name), tmp_path / name)
+    models.sample(name, requests(name, 1)[0], weights[name])
+    assert place.ended.get(timeout=LIMIT_S).endswith(", 4 times in a row")
+    assert (len(processes.pids), len(place.failed_pipelines), place.answers.empty()) == (4, 1, True)
 
 
 def taken(place: Place) -> tuple[tuple[str, str], Any]:

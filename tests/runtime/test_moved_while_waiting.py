@@ -6,7 +6,8 @@ import pickle
 from dataclasses import replace
 
 from rlmux.rl.types import TurnReply
-from rlmux.runtime.workers import EnvWorker, RolloutChunk, RolloutWorker
+from rlmux.runtime.worker_calls import RolloutChunk
+from rlmux.runtime.workers import EnvWorker, RolloutWorker
 
 
 def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real, one_thread):

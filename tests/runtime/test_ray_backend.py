@@ -203,35 +203,45 @@ def test_a_killed_fork_server_is_replaced_and_changes_nothing(real, pair, local,
 
 @pytest.mark.slow
 def test_a_lost_nodes_pipelines_go_on_elsewhere_from_their_last_checkpoint(real, nodes, tmp_path):
+    num_steps = 6
     pair = [
-        real.submission("sort", seed=1, num_steps=4),
-        real.submission("reverse", task="reverse", seed=2, num_steps=4),
+        real.submission("sort", seed=1, num_steps=num_steps),
+        real.submission("reverse", task="reverse", seed=2, num_steps=num_steps),
     ]
     alone = real.run(tmp_path / "alone", pair, policy="solo")
-    lost: list[float] = []
+    lost: list[NodeId] = []
 
     def lose_a_node(backend, recorder) -> bool:
-        has_begun = any(note.type == "checkpoint" and note.fields["step"] >= 1 for note in recorder.notes)
-        admitted = [action.placement for action in recorder.actions if isinstance(action, Admit)]
-        placed = {node.index for placement in admitted for node in placement.rollout_nodes}
-        if has_begun and not lost:
-            ray_id = backend.workplace.nodes[NodeId("rollout", max(placed))].ray_id
-            victim = next(node for node in nodes.rollout if node.node_id == ray_id)
-            nodes.rollout.remove(victim)
-            nodes.ray.remove_node(victim, allow_graceful=False)
-            lost.append(time.monotonic())
-        if lost and any(isinstance(event, NodeLost) for event in recorder.events) and len(nodes.rollout) < 2:
-            nodes.rollout.append(nodes.add(rollout=1))
+        node = node_of_a_pipeline_that_needs_it(recorder, num_steps)
+        if node is not None and not lost:
+            victim = next(one for one in nodes.rollout if one.node_id == backend.workplace.nodes[node].ray_id)
+            nodes.lose(victim)
+            lost.append(node)
+        if any(isinstance(event, NodeLost) for event in recorder.events):
+            nodes.replace_lost()
         return False
 
-    run = real.run(
-        tmp_path / "run", pair, on=real.cluster(rollout=2), make_backend=nodes.make_backend(), watch=lose_a_node
-    )
-    assert any(isinstance(event, NodeLost) for event in run.recorder.events)
+    try:
+        run = real.run(
+            tmp_path / "run", pair, on=real.cluster(rollout=2), make_backend=nodes.make_backend(), watch=lose_a_node
+        )
+    finally:
+        nodes.replace_lost()
+    assert [event.node for event in run.recorder.events if isinstance(event, NodeLost)] == lost != []
     assert run.status == {"sort": "finished", "reverse": "finished"}, run.recorder.notes
     assert run.sha256 == alone.sha256
-    rejoined = [event.node for event in run.recorder.events if isinstance(event, NodeJoined)]
-    assert set(rejoined) <= {event.node for event in run.recorder.events if isinstance(event, NodeLost)}
+    assert {event.node for event in run.recorder.events if isinstance(event, NodeJoined)} <= set(lost)
+
+
+def node_of_a_pipeline_that_needs_it(recorder, num_steps: int) -> NodeId | None:
+    """The rollout node of a pipeline that has a checkpoint to go back to, and rollouts still to ask for."""
+    furthest = {note.fields["pipeline"]: note.fields["step"] for note in recorder.notes if note.type == "step"}
+    saved = {note.fields["pipeline"]: note.fields["step"] for note in recorder.notes if note.type == "checkpoint"}
+    for action in recorder.actions:
+        has_saved = isinstance(action, Admit) and saved.get(action.pipeline, 0) >= 1
+        if has_saved and furthest[action.pipeline] < num_steps - 2:
+            return max(action.placement.rollout_nodes)
+    return None
 
 
 def test_fewer_nodes_than_the_file_asks_for_is_one_line_with_the_numbers(real, nodes, tmp_path):

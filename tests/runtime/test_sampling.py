@@ -31,6 +31,10 @@ def config(name: str) -> TrainingConfig:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> dict[str, Path]:
+    return random_adapters(tmp_path_factory.mktemp("weights"))
+
+
+def random_adapters(folder: Path) -> dict[str, Path]:
     """A file of random numbers for each tenant's adapter."""
     found = {}
     for seed, name in enumerate(ADAPTERS):
@@ -41,7 +45,7 @@ def weights(tmp_path_factory) -> dict[str, Path]:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-        found[name] = tmp_path_factory.mktemp(name) / "adapter.safetensors"
+        found[name] = folder / f"{name}.safetensors"
         write_tensors(found[name], parameters, {SHA256: weights_sha256(parameters)})
     return found
 

@@ -25,7 +25,7 @@ from rlmux.core.model import (
 )
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers import TrainCallResult
+from rlmux.runtime.worker_calls import TrainCallResult
 
 DEVICE = DeviceId("train", 0, 0)
 PLACE = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train_nodes=(NodeId("train", 0),))
@@ -72,7 +72,7 @@ class Pair:
         report = TrainReport(
             is_done=True, micro_batches_done=1, micro_batches_total=1, tokens=1, seconds=0.1, metrics={}
         )
-        return self.trainer(name).answer("run_stage", TrainCallResult(report=report, load_s=0.25, weights_sha256="0"))
+        return self.trainer(name).answer("run_stage", TrainCallResult(report=report, load_s=0.25, weights_checksum="0"))
 
     def prefetch(self, name: str) -> None:
         self.backend.execute(Prefetch(pipeline=PipelineId(name), phase=Phase.TRAIN, devices=(DEVICE,)))
@@ -96,7 +96,7 @@ def test_taking_in_a_batch_and_handing_out_weights_are_computing(real: Any, tmp_
     pair = Pair(real, tmp_path, 100.0)
     pair.sft_warmup(1, "a")
     report = TrainReport(is_done=True, micro_batches_done=1, micro_batches_total=1, tokens=1, seconds=0.5, metrics={})
-    result = TrainCallResult(report=report, load_s=0.0, input_s=0.25, hand_out_s=0.125, weights_sha256="0")
+    result = TrainCallResult(report=report, load_s=0.0, input_s=0.25, hand_out_s=0.125, weights_checksum="0")
     pair.trainer("a").answer("run_stage", result)
     (ended,) = [event for event in pair.backend.poll(0.0)[0] if isinstance(event, StageFinished)]
     assert ended.seconds == 0.875

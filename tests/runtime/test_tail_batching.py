@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.command_line import command
+from tests.runtime.killed_runs import check_killed_twice
 
-from rlmux.config.load import parse_spec
 from rlmux.core.actions import MigrateShard
 from rlmux.core.events import ChunkFinished, PipelineRestarted, WorkerLost
 from rlmux.core.model import Stage
 from rlmux.core.views import Choice, GroupView, PauseOrder
-from rlmux.policies import make_policy
 from rlmux.policies.planning.dispatching import start_oldest_first
 from rlmux.policies.rollmux import RollMux
-from rlmux.report.api import load_summary
 from rlmux.rl.config import TailBatchingConfig
-from rlmux.runtime import launch
-from rlmux.runtime.verification import verify
 from rlmux.runtime.workplace import WorkerOptions
 
 STEPS = 6
@@ -154,31 +146,6 @@ pipelines:
 """
 
 
-def weights(folder: Path) -> dict[str, str]:
-    return {name: one["weights_sha256"] for name, one in load_summary(folder)["pipelines"].items()}
-
-
-def kill_after(folder: Path, num_steps: int, words: list[str]) -> None:
-    """Start a run, or resume it, and kill its controller once a pipeline has so many steps."""
-    process = subprocess.Popen(command(*words), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    metrics = folder / "sort" / "metrics.jsonl"
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < num_steps:
-        assert process.poll() is None, "it ended before it was killed"
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-
-
 def test_killed_and_resumed_it_ends_with_the_weights_of_a_run_left_alone(tmp_path):
     """The queue of prompts comes back from the checkpoint; the verdict of `rlmux verify` is the same."""
-    file = tmp_path / "two.yaml"
-    file.write_text(FILE)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    spec = parse_spec(FILE, source="two.yaml", folder=tmp_path)
-    launch.start_run(spec, whole, policy=make_policy("rollmux"))
-    kill_after(killed, 2, ["run", str(file), "--out", str(killed)])
-    kill_after(killed, 4, ["resume", str(killed)])
-    subprocess.run(command("resume", str(killed)), check=True, capture_output=True)
-    assert weights(killed) == weights(whole)
-    (verdict,) = verify(killed, ["sort"], say=lambda _: None)
-    assert verdict.is_equal
+    check_killed_twice(tmp_path, FILE)

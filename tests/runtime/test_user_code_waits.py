@@ -18,7 +18,7 @@ from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers import RolloutChunkResult
+from rlmux.runtime.worker_calls import RolloutChunkResult
 
 DEVICE = DeviceId("rollout", 0, 0)
 REWARDS = """

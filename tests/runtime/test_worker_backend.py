@@ -34,7 +34,7 @@ from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult
+from rlmux.runtime.worker_calls import RolloutChunk, RolloutChunkResult
 
 LEFT, RIGHT = DeviceId("rollout", 0, 0), DeviceId("rollout", 1, 0)
 

@@ -19,7 +19,8 @@ from rlmux.engines.train import TorchTrainEngine
 from rlmux.rl.origin import Origin, plan_sha256
 from rlmux.runtime import workers
 from rlmux.runtime.sample_keeping import SampleKeeper
-from rlmux.runtime.workers import EnvWorker, HandOut, RolloutChunk, RolloutWorker, TrainCall, TrainWorker
+from rlmux.runtime.worker_calls import HandOut, RolloutChunk, TrainCall
+from rlmux.runtime.workers import EnvWorker, RolloutWorker, TrainWorker
 
 
 @pytest.mark.parametrize("is_core", [True, False])
@@ -70,7 +71,7 @@ def test_weights_of_another_run_plan_or_version_are_not_sampled_from(
     config, path = real.submission("a").config, tmp_path / "0.safetensors"
     hand_out = HandOut(weights=path, writers=(0,), checkpoint=None, num_kept=1)
     warmup = TrainCall(stage=Stage.SFT_WARMUP, max_seconds=60.0, is_load_needed=False, hand_out=hand_out)
-    assert TrainWorker(config, None, mine).run_stage(warmup).weights_sha256
+    assert TrainWorker(config, None, mine).run_stage(warmup).weights_checksum
     chunk = RolloutChunk(
         weights=(path, 0), requests=(), partials=(), replies=(), released=(), max_decode_steps=1, max_seconds=1.0,
         is_load_needed=False,

@@ -26,13 +26,15 @@ class Pages:
         *,
         limits: Limits = MANY,
         is_indexed: bool = True,
+        is_started: bool = True,
         listening: Listening | None = None,
         **more: Any,
     ) -> None:
         self.server = Server(listening or Listening())
         self.dashboard = Dashboard(folder, self.server, limits=limits, **more)
         self.server.start()
-        self.dashboard.start()
+        if is_started:
+            self.dashboard.start()
         self.url, self.token = self.server.url, self.dashboard.token
         self.client = httpx.Client(
             base_url=f"{self.url}/api/v1",
@@ -42,7 +44,7 @@ class Pages:
         )
         self.anyone = httpx.Client(verify=False, timeout=60)
         """A client that is not known. Plain HTTP: certificates would cost each half a second."""
-        if is_indexed:
+        if is_started and is_indexed:
             try:
                 self.until(lambda: all(not lane["is_indexing"] for lane in self.get("/lanes")["items"]))
             except BaseException:

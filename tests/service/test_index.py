@@ -8,11 +8,14 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.log_script import AlternatingRun, LogScript, append
+from tests.log_script import TRAIN, AlternatingRun, LogScript, append, order
 
+from rlmux.core.events import StageFinished
+from rlmux.core.model import Stage
 from rlmux.report.api import read_timeline
 from rlmux.report.intervals import Interval, Kind
 from rlmux.report.log import LogReader, RunLog
+from rlmux.report.step_rows import read_step_rows
 from rlmux.report.summary import step_times, summarize
 from rlmux.report.timeline import Timeline, exposed
 from rlmux.service.index import indexer
@@ -193,3 +196,32 @@ def test_an_index_is_up_to_date_until_its_log_grows(script, tmp_path):
         append(log, script.rows[len(script.rows) // 2 :])
     assert not is_up_to_date(folder, index)
     assert_is_report(index_of(folder), read_timeline(folder))
+
+
+def test_a_step_is_told_again_with_the_hash_that_its_checkpoint_brings(tmp_path):
+    script, orders = LogScript(), [order(step, "a", Stage.PUBLISH, TRAIN, step=step) for step in (1, 2)]
+    script.submit(0.0, "a", orders[0])
+    for step in (1, 2):
+        script.event(StageFinished(time_s=step + 0.5, order=step, seconds=0.4), *orders[step : step + 1])
+        script.note(step + 0.6, "step", pipeline="a", step=step, metrics={}, weights_checksum=f"c{step}")
+    num_before = len(script.rows)
+    script.note(3.0, "checkpoint", pipeline="a", step=1, seconds=0.1, stall_s=0.0, weights_sha256="s1")
+    log = RunLog.create(tmp_path / "run", script.header)
+    append(log, script.rows[:num_before])
+    log.commit()
+    made = LaneIndexer(tmp_path / "run", tmp_path / "index.db")
+    made.catch_up()
+    assert sums_of(tmp_path / "index.db") == [("c1", None), ("c2", None)]
+    append(log, script.rows[num_before:])
+    log.close()
+    made.catch_up()
+    made.close()
+    assert sums_of(tmp_path / "index.db") == [("c1", "s1"), ("c2", None)]
+    rows = read_step_rows(tmp_path / "run")["a"]
+    assert [(row["weights_checksum"], row["weights_sha256"]) for row in rows] == [("c1", "s1"), ("c2", None)]
+
+
+def sums_of(index: Path) -> list[tuple[str | None, str | None]]:
+    with IndexReader(index) as reader:
+        rows = [json.loads(text) for (text,) in reader.rows("SELECT json FROM step ORDER BY step")]
+    return [(row["weights_checksum"], row["weights_sha256"]) for row in rows]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.broker.room import until
 from tests.service.clients import weights_of
 from tests.service.conftest import FILE
 
-from rlmux.core.actions import Admit, Queue
+from rlmux.core.actions import Admit, Queue, RunStage
+from rlmux.core.events import WorkArrived
 from rlmux.report.log import LogReader
 
 PARAMS = {"max_tokens": 12, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
@@ -77,6 +79,40 @@ def test_what_is_malformed_or_not_served_is_refused_by_name_and_disturbs_nothing
     client.ask(f"sessions/{session}/finish", reason={"type": "success"})
     assert client.post("session_heartbeat", session_id=session).status_code == 410
     assert served.stop() == 0
+
+
+def test_one_sample_is_served_between_the_bursts_of_a_client_that_asked_for_hundreds(serve, connect):
+    served = serve()
+    clients = [connect(served, key) for key in ("tml-many", "tml-one")]
+    samplers = [base_sampler(client) for client in clients]
+    for number in (*range(1, 500), 0):  # none begins before number 0 is there: all are due at once
+        sample(clients[0], samplers[0], number)
+    assert clients[1].result(sample(clients[1], samplers[1], 0)).status_code == 200
+    behind = orders_since_asked(served).index("s1-sampling-0")
+    assert behind <= 1, "behind the order that was given at that moment, at most"
+    until(lambda: "s0-sampling-0" in orders_since_asked(served)[behind:])  # the flood goes on
+
+
+def orders_since_asked(served) -> list[str]:
+    """Pipelines of the orders since the second client asked."""
+    with LogReader(served.folder) as log:
+        said = [entry.value for entry in log.entries() if isinstance(entry.value, RunStage | WorkArrived)]
+    asked = next(place for place, one in enumerate(said) if one.pipeline == "s1-sampling-0")
+    return [one.pipeline for one in said[asked:] if isinstance(one, RunStage)]
+
+
+def base_sampler(client) -> str:
+    """A sampler of the base model, in a session of its own."""
+    session = client.ask("create_session", sdk_version="0")["session_id"]
+    wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "rlmux/tiny"}
+    return str(client.ask("create_sampling_session", **wanted)["sampling_session_id"])
+
+
+def sample(client, sampler: str, number: int) -> str:
+    """Ask for four long samples; returns the promise's id."""
+    params = {**PARAMS, "max_tokens": 60, "stop": []}
+    wanted = {"sampling_session_id": sampler, "prompt": PROMPT, "num_samples": 4, "sampling_params": params}
+    return str(client.ask("asample", seq_id=number, **wanted)["request_id"])
 
 
 def test_a_model_beyond_the_memory_waits_with_a_reason_and_begins_when_another_has_ended(serve, connect):

@@ -32,7 +32,10 @@ def test_requests_of_a_client_are_verified_alone_and_a_changed_hash_or_answer_is
     assert served.stop() == 0
     said: list[str] = []
     verdicts = verify_served(served.folder, ["s0-0", loaded], say=said.append)
-    assert [each.line() for each in verdicts] == ["s0-0: equal at all 2 steps", "s1-1: equal at all 1 steps"]
+    assert [each.line() for each in verdicts] == [
+        "s0-0: equal at all 2 steps (sha256)",
+        "s1-1: equal at all 1 steps (sha256)",
+    ]
     assert "s0-0: 4 answers are equal" in said
     with pytest.raises(UserError, match="accepted: s0-0, s1-0, s1-1"):
         verify_served(served.folder, ["s7-0"], say=said.append)

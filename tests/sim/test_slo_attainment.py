@@ -14,7 +14,7 @@ from rlmux.policies.rollmux import RollMux
 from rlmux.sim.api import plan
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster, profiled_arrival, profiles
-from rlmux.sim.world import TrueSeconds
+from rlmux.sim.world import Drifting, TrueSeconds
 
 
 def arrival(name, rollout_s, train_s, *, submit_s=0.0, num_steps=None, slo=10.0, colocated=None, **more):
@@ -95,6 +95,16 @@ def test_solo_time_is_that_of_the_pipelines_own_pools_wherever_it_runs():
 
 
 # --- predicted and measured ---------------------------------------------------------------------------------
+
+
+def test_what_is_predicted_counts_steps_that_are_done_with_what_they_took():
+    """Ten steps of 120 s alone, then ten of 100 s in cycles of 130 s: 2,500 s, and the SLO allows 1.2 times 2,200 s."""
+    falling = arrival("a", 60.0, 40.0, num_steps=20, slo=1.2)
+    curve = Drifting(ratios=(*(1.2,) * 10, 1.0))
+    falling = replace(falling, world=replace(falling.world, variation=curve))
+    result = simulate(on_one_node_each(falling, arrival("b", 70.0, 40.0, submit_s=1201.0, num_steps=50)), Fifo())
+    assert result.pipelines[0].completion_slowdown == pytest.approx(2500 / 2200, rel=0.02)
+    assert (result.slo_attainment, result.predicted_slo_attainment) == (1.0, 1.0)
 
 
 def three_of_7b(num_steps=1000, **more):

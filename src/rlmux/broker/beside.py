@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmux.broker.backend import take_line
 from rlmux.broker.desk import Desk
@@ -35,6 +35,9 @@ from rlmux.core.events import Event, PipelineCancelled, PipelineFailed, Pipeline
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, Pipeline, PipelineId, Resident
 from rlmux.runtime.backend import Note
 from rlmux.runtime.foreign import ForeignFront, News
+
+if TYPE_CHECKING:  # gRPC is imported where it is asked for
+    from rlmux.broker.grpc_front import GrpcFront
 
 _LOOK_EVERY_S = 0.1
 _ANOTHER = PipelineId("another pipeline")
@@ -51,9 +54,10 @@ class SharedDesk(Desk):
         """Calls that wait for a program to leave a pool."""
 
     def evict(self, name: PipelineId, pool: str, then: Callable[[], None]) -> None:
-        """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone."""
+        """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone. Where the file
+        says nothing of the pool's memory there is room for all: it has to end its permit only."""
         program, lodger = self.roster.programs.get(name), self.ledger.lodgers[pool].get(name)
-        if program is None or lodger is None:
+        if program is None or lodger is None or (lodger.place is not Place.HOLDS and self._has_room(pool)):
             then()
             return
         self._once_left[name, pool].append(then)
@@ -64,7 +68,11 @@ class SharedDesk(Desk):
         super()._end_permit_of(program, rank, message)
         for name, pool in [each for each in self._once_left if each[0] == program.id]:
             lodger = self.ledger.lodgers[pool].get(name)
-            if lodger is not None and lodger.place is Place.STAYS:
+            if lodger is None or lodger.place is not Place.STAYS:
+                continue
+            if self._has_room(pool):
+                self._call_waiting(name, pool)
+            else:
                 self._tell_to_leave(program, pool, _ANOTHER)
 
     def _on_left(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
@@ -79,15 +87,30 @@ class SharedDesk(Desk):
 
     def _tell_of(self, name: PipelineId, pool: str) -> None:
         if name not in self.ledger.lodgers[pool]:
-            for then in self._once_left.pop((name, pool), []):
-                then()
+            self._call_waiting(name, pool)
+
+    def _call_waiting(self, name: PipelineId, pool: str) -> None:
+        for then in self._once_left.pop((name, pool), []):
+            then()
+
+    def _has_room(self, pool: str) -> bool:
+        return math.isinf(self._cluster.pools[pool].device_memory_bytes)
 
 
 class PermitsBeside:
     """The thread that programs talk to; see the module's picture."""
 
-    def __init__(self, cluster: Cluster, front: ForeignFront, server: Server, **options: Any) -> None:
-        """`options`: those of a Desk, but its clock."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        front: ForeignFront,
+        server: Server,
+        *,
+        grpc_front: GrpcFront | None = None,
+        **options: Any,
+    ) -> None:
+        """`grpc_front`: another door, to the same desk. `options`: those of a Desk, but its clock."""
+        self.grpc_front = grpc_front
         self._cluster = cluster
         self._front = front
         self._server = server
@@ -116,9 +139,13 @@ class PermitsBeside:
 
     def start(self) -> None:
         self._thread.start()
+        if self.grpc_front is not None:
+            self.grpc_front.start(self._cluster, self.desk, self._server, self.do)
 
     def close(self) -> None:
         """End the thread, and every connection. Programs go on, and wait for the next server."""
+        if self.grpc_front is not None:
+            self.grpc_front.close()
         self._is_closing = True
         self._server.wake()
         if self._thread.is_alive():

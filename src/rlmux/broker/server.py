@@ -14,6 +14,7 @@ import os
 import selectors
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,20 +26,34 @@ _MAX_UNSENT_BYTES = 1 << 20
 _MAX_PATH_BYTES = 100
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Connection:
     """One process at the other end."""
 
-    socket: socket.socket
     pid: int | None
     """Process at the other end of a unix socket, as the system says it; None over TCP, or where it cannot be seen."""
     nonce: str = ""
     """What the program has to answer with its token; empty on a unix socket."""
     num_errors: int = 0
     """Lines of it that were answered with an error."""
+    is_gone: bool = False
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Inside(Connection):
+    """A process that speaks to the broker through another door of it, which brings its lines."""
+
+    deliver: Callable[[bytes], None]
+    """Takes the lines for it."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Outside(Connection):
+    """A process at the other end of a socket."""
+
+    socket: socket.socket
     received: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
-    is_gone: bool = False
 
 
 class Server:
@@ -47,7 +62,7 @@ class Server:
     def __init__(self, address: str) -> None:
         """`address`: "unix:PATH" or "tcp://HOST:PORT"; port 0 takes a free one."""
         self._selector = selectors.DefaultSelector()
-        self._connections: list[Connection] = []
+        self._connections: list[_Outside] = []
         self._path: Path | None = None
         if address.startswith("unix:"):
             self._path = Path(address.removeprefix("unix:"))
@@ -94,7 +109,9 @@ class Server:
 
     def send(self, connection: Connection, line: bytes) -> None:
         """Send a line; a connection that takes none for too long is dropped."""
-        if connection.is_gone:
+        if isinstance(connection, Inside):
+            connection.deliver(line)
+        if connection.is_gone or not isinstance(connection, _Outside):
             return
         connection.unsent += line
         if len(connection.unsent) > _MAX_UNSENT_BYTES:
@@ -118,7 +135,7 @@ class Server:
                 accepted.close()
                 return
             accepted.setblocking(False)
-            connection = Connection(accepted, None if self.is_tcp else _peer_pid(accepted))
+            connection = _Outside(socket=accepted, pid=None if self.is_tcp else _peer_pid(accepted))
             if self.is_tcp:
                 connection.nonce = os.urandom(16).hex()
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -127,7 +144,7 @@ class Server:
             if connection.nonce:
                 self.send(connection, f'{{"t": "challenge", "nonce": "{connection.nonce}"}}\n'.encode())
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: _Outside) -> None:
         with contextlib.suppress(BlockingIOError):
             try:
                 sent = connection.socket.send(connection.unsent) if connection.unsent else 0
@@ -141,7 +158,7 @@ class Server:
             self._selector.modify(connection.socket, wanted, connection)
 
 
-def _read(connection: Connection) -> list[bytes]:
+def _read(connection: _Outside) -> list[bytes]:
     """Whole lines that have come. A line without an end is cut where it is too long, and the rest goes with it."""
     try:
         data = connection.socket.recv(1 << 16)

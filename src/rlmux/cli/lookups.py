@@ -128,7 +128,7 @@ def export(place: str, name: str | None, to: str, out: str | None) -> None:
         return
     try:
         with path.open("a", encoding="utf-8", newline="") as file:
-            _write(rows, to, file, has_head=file.tell() == 0)
+            _write(rows, to, file, has_head=file.tell() == 0, columns=_columns_of(path))
     except OSError as error:
         raise UserError(f"--out {path}: {error.strerror}; accepted: a file that can be written") from None
     print(f"rlmux: {len(rows)} steps written to {path}, {len(known)} were there", file=sys.stderr)
@@ -152,16 +152,27 @@ def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -
         print(f"rlmux: {pipeline}: {len(new)} steps written to {to}, {len(known)} were there", file=sys.stderr)
 
 
-_COLUMNS = ("pipeline", "step", "end_s", "seconds", "solo_s", "slowdown", "weights_sha256", "metrics", "stages")
-"""Columns of CSV; the last two are JSON."""
+_COLUMNS = (
+    *("pipeline", "step", "end_s", "seconds", "solo_s", "slowdown"),
+    *("weights_sha256", "metrics", "stages", "weights_checksum"),
+)
+"""Columns of CSV; `metrics` and `stages` are JSON."""
 
 
-def _write(rows: Iterable[Mapping[str, Any]], to: str, file: TextIO, *, has_head: bool) -> None:
+def _columns_of(path: Path) -> Sequence[str]:
+    """The columns of a table that is there; ours for a new one."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.reader(file), _COLUMNS)
+
+
+def _write(
+    rows: Iterable[Mapping[str, Any]], to: str, file: TextIO, *, has_head: bool, columns: Sequence[str] = _COLUMNS
+) -> None:
     if to == "jsonl":
         for row in rows:
             file.write(json.dumps(row) + "\n")
         return
-    table = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+    table = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
     if has_head:
         table.writeheader()
     for row in rows:

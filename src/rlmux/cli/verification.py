@@ -40,6 +40,7 @@ def show(verdicts: Sequence[Verdict], *, as_json: bool) -> int:
                 "is_equal": verdict.is_equal,
                 "steps_equal": verdict.num_equal,
                 "steps": verdict.num_steps,
+                "steps_equal_by_sum": dict(verdict.num_equal_by_sum),
                 "first_difference": asdict(verdict.difference) if verdict.difference else None,
                 "promise": verdict.promise,
                 "reason": verdict.reason if not verdict.is_equal else "",

@@ -68,7 +68,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         limit=_limit(config.estimate),
         footprint=_footprint(config.footprint),
         switch=_warm_switch(config.estimate),
-        staleness=config.algorithm.staleness,
+        staleness=config.versions_behind,
         user=config.user or "",
         project=config.project or "",
         urgency=Urgency(config.urgency),

@@ -25,6 +25,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`rollout`", config.RolloutConfig),
     ("`rollout.engine`", config.EngineConfig),
     ("`rollout.tail_batching`", config.TailBatchingConfig),
+    ("`rollout.interruptible`", config.InterruptibleConfig),
     ("`train`", config.TrainConfig),
     ("`alerts.RULE`", tree.AlertConfig),
     ("`estimate`", tree.EstimateConfig),

@@ -36,7 +36,7 @@ def check_function(reference: str, folder: Path) -> None:
     if names is not None and function not in names:
         close = get_close_matches(function, names, n=1)
         hint = f"nearest: {close[0]}; " if close else ""
-        accepted = ", ".join(names) or "none, it is empty"
+        accepted = ", ".join(names) or "none, it has no function"
         raise UserError(f"{source} has no {function!r}; {hint}accepted: {accepted}")
 
 
@@ -55,7 +55,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _top_level_names(source: Path) -> list[str] | None:
-    """Names that could be functions; None where a star import or a condition hides them."""
+    """Names that could be functions, which a module is not; None where a star import or a condition hides them."""
     names: list[str] = []
     for statement in ast.parse(source.read_text(encoding="utf-8")).body:
         match statement:
@@ -63,10 +63,10 @@ def _top_level_names(source: Path) -> list[str] | None:
                 names.append(name)
             case ast.Assign(targets=targets):
                 names += [target.id for target in targets if isinstance(target, ast.Name)]
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+            case ast.ImportFrom(names=aliases):
                 if any(alias.name == "*" for alias in aliases):
                     return None
-                names += [alias.asname or alias.name.partition(".")[0] for alias in aliases]
+                names += [alias.asname or alias.name for alias in aliases]
             case ast.If() | ast.Try() | ast.With():
                 return None
     return names

@@ -232,7 +232,7 @@ class PipelineConfig(PipelineKeys):
     submit_at_s: NonNegativeFloat = 0.0
     """Seconds from the start of the run to the submission."""
     checkpoint_every: Count = 1
-    """Steps from one checkpoint to the next. The last step always has one."""
+    """Steps from one checkpoint, with the SHA-256 of its weights, to the next. The last step always has one."""
     keep_checkpoints: Count = 2
     """Checkpoints kept to fall back from damaged ones, beyond those that `algorithm.staleness` needs."""
     call_limit_s: PositiveFloat = 120.0
@@ -253,6 +253,9 @@ class PipelineConfig(PipelineKeys):
         if self.rollout.tail_batching is not None and self.algorithm.staleness > 0:
             text = "accepted: 0 with rollout.tail_batching, which is on-policy"
             raise MisfitError("algorithm.staleness", text, ("rollout.tail_batching", "accepted: none with staleness"))
+        if self.versions_behind > self.algorithm.staleness:
+            text = "accepted: 0 with algorithm.staleness 0, since training and rollout do not overlap then"
+            raise MisfitError("rollout.interruptible.overlap_ticks", text, ("algorithm.staleness", "accepted: 1 to 8"))
         if not self.is_filler:
             if self.algorithm.group_size < 2:
                 text = "accepted: 2 or more, since trajectories of one prompt are compared; 1 with urgency: filler"
@@ -266,10 +269,18 @@ class PipelineConfig(PipelineKeys):
             ("algorithm.staleness", self.algorithm.staleness > 0, "it trains nothing"),
             ("algorithm.kl_coef", self.algorithm.kl_coef > 0, "it trains nothing"),
             ("rollout.tail_batching", self.rollout.tail_batching is not None, "all of its answers are wanted"),
+            ("rollout.interruptible", self.rollout.interruptible is not None, "it trains nothing"),
             ("estimate.train_s", self.estimate is not None and self.estimate.train_s is not None, "it trains nothing"),
         ):
             if is_given:
                 raise MisfitError(key, f"does not go with urgency: filler, since {why}; accepted: no such key")
+
+    @property
+    def versions_behind(self) -> int:
+        """Versions by which the weights that a step's rollout begins with may be behind."""
+        if self.rollout.interruptible is None:
+            return self.algorithm.staleness
+        return min(1, self.rollout.interruptible.overlap_ticks)
 
     @property
     def is_filler(self) -> bool:

@@ -30,6 +30,15 @@ The proof needs node sets that are equal or disjoint. Counterexample: order a, a
 of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps per cycle for a member, are
 computed exactly (Karp's maximum cycle mean).
 
+The tail of a rollout may leave its nodes to the next slot's (`core/tails.py`): that one then follows tail_s before
+the rollout has ended, and a node's work is what the rollouts hold it for, rollout_s - tail_s. A simple cycle passes
+each phase once. One that leaves training for a rollout q times spans q + 1 meta-iterations or more, unless it is one
+member's own; its q runs of rollouts are the work of q node sets at most, and so are its runs of train phases. Where
+these sets are equal or disjoint, the period is therefore at most the larger of T_cycle, T_load and, for q from 1 to the
+number of members,
+
+    (min(q, rollout sets) T_rollout + min(q, train sets) T_train + q (longest tail + longest sync)) / (q + 1)
+
 A member with m steps per cycle has its n-th slot (from 0) at n / m of the meta-iteration, ties in the members' order:
 
     steps per cycle a: 1, b: 3    order  a b b b        steps per cycle a: 2, b: 3    order  a b b a b
@@ -63,6 +72,13 @@ class PhaseLoad:
     """Seconds between a train phase and the next rollout, which hold no node."""
     train_nodes: tuple[Hashable, ...] = (0,)
     """Nodes that all work on its training at once."""
+    tail_s: float = 0.0
+    """Seconds at the end of its rollout in which its nodes may begin the next one."""
+
+    @property
+    def held_s(self) -> float:
+        """Seconds from the begin of its rollout until its nodes may begin the next one."""
+        return self.rollout_s - self.tail_s
 
     @property
     def solo_s(self) -> float:
@@ -85,7 +101,7 @@ def _busiest_s(loads: Sequence[PhaseLoad]) -> tuple[float, float]:
     train_s_by_node: dict[Hashable, float] = {}
     for load in loads:
         for node in load.rollout_nodes:
-            rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.rollout_s * load.steps_per_cycle
+            rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.held_s * load.steps_per_cycle
         for node in load.train_nodes:
             train_s_by_node[node] = train_s_by_node.get(node, 0.0) + load.train_s * load.steps_per_cycle
     return max(rollout_s_by_node.values(), default=0.0), max(train_s_by_node.values(), default=0.0)
@@ -107,7 +123,27 @@ def meta_iteration_s(loads: Sequence[PhaseLoad]) -> float:
     rollout_s, train_s = _busiest_s(loads)
     if is_formula_exact(loads):
         return formula_s(cycle_s(loads), rollout_s, train_s, max((load.sync_s for load in loads), default=0.0))
-    return max(cycle_s(loads), rollout_s, train_s, _max_cycle_mean(_one_meta_iteration(loads)))
+    least_s = max(cycle_s(loads), rollout_s, train_s)
+    if _most_with_tails_s(loads, rollout_s, train_s) <= least_s:
+        return least_s
+    return max(least_s, _max_cycle_mean(_one_meta_iteration(loads)))
+
+
+def _most_with_tails_s(loads: Sequence[PhaseLoad], rollout_s: float, train_s: float) -> float:
+    """Seconds that the meta-iteration takes at most beside T_cycle and T_load, where there are tails; infinite where
+    there are none, or nothing is known."""
+    longest_tail_s = max(load.tail_s for load in loads)
+    if not longest_tail_s or any(load.steps_per_cycle > 1 for load in loads):
+        return math.inf
+    rollout_sets, train_sets = [load.rollout_nodes for load in loads], [load.train_nodes for load in loads]
+    if not (has_separate_node_sets(rollout_sets) and has_separate_node_sets(train_sets)):
+        return math.inf
+    num_rollout, num_train = len(set(rollout_sets)), len(set(train_sets))
+    between_s = longest_tail_s + max(load.sync_s for load in loads)
+    return max(
+        (min(q, num_rollout) * rollout_s + min(q, num_train) * train_s + q * between_s) / (q + 1)
+        for q in range(1, len(loads) + 1)
+    )
 
 
 def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
@@ -119,21 +155,26 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
         return False
     if is_formula_exact(loads):
         return meta_iteration_s(loads) <= period_s
+    if _most_with_tails_s(loads, *_busiest_s(loads)) <= period_s:
+        return True
     slots, num_ends = _numbered_slots(loads)
     ends_s = [0.0] * num_ends
     slack = 1e-9 * period_s
     for _ in range(2 * len(slots) + 2):
         before_s = ends_s[:]
         _play(slots, ends_s)
-        if _later_by(ends_s, before_s, period_s) <= slack:
+        least_s, most_s = _later_by(ends_s, before_s, period_s)
+        if most_s <= slack:
             return True
+        if least_s > slack:
+            return False  # what comes later by so much everywhere comes later by no less the next time
     return False
 
 
-_Phase = tuple[list[int], float]
+_Phase = tuple[list[int], float, float]
 _Slot = tuple[int, tuple[_Phase, _Phase], float]
-"""One slot of a meta-iteration: the member's number, (nodes' numbers, seconds) of its rollout and of its train phase,
-and the seconds of its sync."""
+"""One slot of a meta-iteration: the member's number, (nodes' numbers, seconds, seconds of its tail) of its rollout and
+of its train phase, and the seconds of its sync."""
 
 
 def _numbered_slots(loads: Sequence[PhaseLoad]) -> tuple[list[_Slot], int]:
@@ -147,7 +188,7 @@ def _numbered_slots(loads: Sequence[PhaseLoad]) -> tuple[list[_Slot], int]:
         load = loads[j]
         rollout = [rollout_numbers[node] for node in load.rollout_nodes]
         train = [train_numbers[node] for node in load.train_nodes]
-        slots.append((j, ((rollout, load.rollout_s), (train, load.train_s)), load.sync_s))
+        slots.append((j, ((rollout, load.rollout_s, load.tail_s), (train, load.train_s, 0.0)), load.sync_s))
     return slots, len(loads) + len(rollout_nodes) + len(train_nodes)
 
 
@@ -155,27 +196,33 @@ def _play(slots: Sequence[_Slot], ends_s: list[float]) -> None:
     """Play one meta-iteration: `ends_s` is when each member and each node was free, and becomes when it is again."""
     for member, phases, sync_s in slots:
         end_s = ends_s[member]
-        for nodes, phase_s in phases:
+        for nodes, phase_s, tail_s in phases:
             for node in nodes:
                 if ends_s[node] > end_s:
                     end_s = ends_s[node]
             end_s += phase_s
             for node in nodes:
-                ends_s[node] = end_s
+                ends_s[node] = end_s - tail_s
         ends_s[member] = end_s + sync_s
 
 
-def _later_by(ends_s: list[float], before_s: Sequence[float], period_s: float) -> float:
-    """Take a period off each end, but never below what it was before; returns the largest rise above that."""
-    rise_s = 0.0
+def _later_by(ends_s: list[float], before_s: Sequence[float], period_s: float) -> tuple[float, float]:
+    """Take a period off each end, but never below what it was before; returns the least and the largest rise above
+    that."""
+    least_s, most_s = math.inf, 0.0
     for number, before in enumerate(before_s):
         end_s = ends_s[number] - period_s
         if end_s <= before:
             ends_s[number] = before
+            least_s = 0.0
             continue
         ends_s[number] = end_s
-        rise_s = max(rise_s, end_s - before)
-    return rise_s
+        rise_s = end_s - before
+        if rise_s > most_s:
+            most_s = rise_s
+        if rise_s < least_s:
+            least_s = rise_s
+    return least_s, most_s
 
 
 def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:
@@ -188,7 +235,7 @@ def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:
 def is_formula_exact(loads: Sequence[PhaseLoad]) -> bool:
     """Whether the meta-iteration is known to take max(T_cycle, T_load)."""
     return all(
-        load.steps_per_cycle == 1 and load.train_nodes == loads[0].train_nodes for load in loads
+        load.steps_per_cycle == 1 and load.train_nodes == loads[0].train_nodes and not load.tail_s for load in loads
     ) and has_separate_node_sets([load.rollout_nodes for load in loads])
 
 
@@ -223,7 +270,9 @@ def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
             last_on_node[node] = slot
     rollout_rows: list[list[float]] = []
     train_rows: list[list[float]] = []
-    row_on_node = {node: _unit_row(2 * n, slot) for node, slot in last_on_node.items()}
+    row_on_node = {
+        node: _row_after(_unit_row(2 * n, slot), -loads[order[slot]].tail_s) for node, slot in last_on_node.items()
+    }
     row_of_member = {j: _row_after(_unit_row(2 * n, n + slot), loads[j].sync_s) for j, slot in last_of_member.items()}
     row_of_training = {node: _unit_row(2 * n, n + slot) for node, slot in last_training.items()}
     for j in order:
@@ -232,7 +281,7 @@ def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
         for node in load.rollout_nodes:
             row = [max(a, b) for a, b in zip(row, row_on_node[node], strict=True)]
         row = _row_after(row, load.rollout_s)
-        row_on_node.update(dict.fromkeys(load.rollout_nodes, row))
+        row_on_node.update(dict.fromkeys(load.rollout_nodes, _row_after(row, -load.tail_s)))
         rollout_rows.append(row)
         for node in load.train_nodes:
             row = [max(a, b) for a, b in zip(row, row_of_training[node], strict=True)]

@@ -18,12 +18,15 @@ from typing import NamedTuple
 from rlmux.core.cycles import PhaseLoad, fits_period, formula_s, is_formula_exact, meta_iteration_s
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Placement, Pool
 from rlmux.core.switches import Tenant, switch_seconds
+from rlmux.core.tails import numbers_left, with_tails
 
 MAX_PIPELINES_PER_GROUP = 5
 """Stands in for host memory where footprints are unknown (the paper keeps 2 to 5 on a node of 1 to 2 TB)."""
 
 
 _ROUNDING = 1e-9
+_NOTICEABLE = 1e-4
+"""Part of a period by which it must be shorter for tails to leave their nodes earlier, or at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ class GroupLoad:
     """Rollout nodes, in the order in which they joined the group."""
     train_nodes: tuple[NodeId, ...]
     rollout_loads_s: tuple[float, ...]
-    """Rollout seconds of one meta-iteration, by rollout node."""
+    """Rollout seconds of one meta-iteration, by rollout node, without tails that leave it to the next."""
     train_load_s: float
     """Training seconds of one meta-iteration on the busiest training node; of all members where both phases share
     nodes."""
@@ -98,6 +101,9 @@ class GroupLoad:
     """Whether a member rolls out on the training nodes; no pipeline can join unless the group `is_shared`."""
     pools: Mapping[str, Pool]
     """Pools of the cluster, by name."""
+    tail_left: int
+    """Trajectories of a step at which rollouts leave their nodes to the next member's; 0: they keep them to their
+    end."""
     has_switches: bool
     """Whether a member's switches have been measured: the seconds above count those that sharing devices brings."""
     is_formula_exact: bool
@@ -123,7 +129,7 @@ class GroupLoad:
         """Seconds of the strict meta-iteration with these steps per cycle for its members, in this cyclic order."""
         by_name = {member.pipeline.id: member for member in self.members}
         members = [replace(by_name[name], steps_per_cycle=count) for name, count in steps_per_cycle.items()]
-        return meta_iteration_s(_phase_loads(members, self.pools))
+        return meta_iteration_s(_shortest(members, self.pools)[0])
 
     @property
     def num_members(self) -> int:
@@ -145,7 +151,8 @@ class GroupLoad:
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
         is_narrow = train_nodes is not None and train_nodes != self.train_nodes
-        is_exact = is_narrow or _has_spare_bounds(self.members)  # what it is beside others, it is not alone
+        # With spare bounds, what it is beside others it is not alone.
+        is_exact = is_narrow or self._may_migrate(pipeline) or _has_spare_bounds(self.members)
         if is_exact or pipeline.switch or self.has_switches or self.longest_sync_s or sync_s(pipeline):
             loads = self._loads_with(pipeline, nodes, train_nodes)
             return sum(load.solo_s for load in loads) if self.is_colocated else meta_iteration_s(loads)
@@ -163,7 +170,11 @@ class GroupLoad:
         if train_nodes is None:
             train_nodes = nodes if self.is_shared else self.train_nodes
         placement = Placement(group=self.id, rollout_nodes=nodes, train_nodes=train_nodes)
-        return _phase_loads([*self.members, Member(pipeline=pipeline, placement=placement)], self.pools)
+        return _shortest([*self.members, Member(pipeline=pipeline, placement=placement)], self.pools)[0]
+
+    def _may_migrate(self, pipeline: Pipeline) -> bool:
+        """Whether tails may leave their nodes once the pipeline has joined."""
+        return pipeline.tail is not None or any(member.pipeline.tail for member in self.members)
 
     def slowdown_of(self, pipeline_id: PipelineId) -> float:
         """A member's mean step in the meta-iteration over T_solo; 1 where nothing is known.
@@ -175,8 +186,16 @@ class GroupLoad:
         return self.period_s / (member.steps_per_cycle * alone_s) if alone_s else 1.0
 
     def rollout_s_with(self, pipeline: Pipeline, node: NodeId) -> float:
-        """Rollout seconds of one meta-iteration on one of its nodes after the pipeline joined there, with switches."""
+        """Rollout seconds of one meta-iteration on one of its nodes after the pipeline joined there, with switches;
+        tails leave it as early as they may."""
         rollout_s, _ = phases_of(pipeline)
+        if self._may_migrate(pipeline):
+            placement = Placement(group=self.id, rollout_nodes=(node,), train_nodes=self.train_nodes)
+            newcomer = Member(pipeline=pipeline, placement=placement)
+            there = [*(one for one in self.members if node in one.placement.rollout_nodes), newcomer]
+            numbers = [0, *numbers_left([member.pipeline.tail for member in there])]
+            each = [_phase_loads(there, self.pools, tail_left=num_left) for num_left in numbers]
+            return min(sum(load.held_s * load.steps_per_cycle for load in loads) for loads in each)
         if not (pipeline.switch or self.has_switches):
             return self.rollout_loads_s[self.rollout_nodes.index(node)] + rollout_s
         there = [member for member in self.members if node in member.placement.rollout_nodes]
@@ -206,7 +225,7 @@ class GroupLoad:
         budget_s = min(self.budget_s, budget_of(pipeline))
         if budget_s == math.inf:
             return True
-        if self.is_formula_exact or self.is_colocated:
+        if self.is_formula_exact or self.is_colocated or self._may_migrate(pipeline):
             return self.period_with(pipeline, rollout_nodes, num_new_rollout_nodes) <= budget_s
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         return fits_period(self._loads_with(pipeline, (*rollout_nodes, *new)), budget_s)
@@ -229,13 +248,13 @@ def group_load(
     cluster: Cluster,
 ) -> GroupLoad:
     """Sum up a group from its members."""
-    loads = _phase_loads(members, cluster.pools)
+    loads, tail_left = _shortest(members, cluster.pools)
     rollout_s = dict.fromkeys(rollout_nodes, 0.0)
     train_s = dict.fromkeys(train_nodes, 0.0)
     held_bytes = dict.fromkeys(rollout_nodes + train_nodes, 0.0)
     for member, load in zip(members, loads, strict=True):
         for node in member.placement.rollout_nodes:
-            rollout_s[node] += load.rollout_s * load.steps_per_cycle
+            rollout_s[node] += load.held_s * load.steps_per_cycle
             held_bytes[node] += member.pipeline.footprint.rollout_host_bytes
         for node in member.placement.train_nodes:
             train_s[node] += load.train_s * load.steps_per_cycle
@@ -263,6 +282,7 @@ def group_load(
         num_without_footprint=sum(not has_footprint(member.pipeline) for member in members),
         is_colocated=is_colocated,
         pools=cluster.pools,
+        tail_left=tail_left,
         has_switches=any(member.pipeline.switch for member in members),
         is_formula_exact=seconds.is_formula_exact,
     )
@@ -313,12 +333,29 @@ def _has_spare_bounds(members: Sequence[Member]) -> bool:
     return len(members) == 1 and members[0].pipeline.slo_probability is not None
 
 
-def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool]) -> list[PhaseLoad]:
+def _shortest(members: Sequence[Member], pools: Mapping[str, Pool]) -> tuple[list[PhaseLoad], int]:
+    """What each member asks of a group of these, and the trajectories left at which their rollouts leave their nodes,
+    so that the meta-iteration is shortest; 0 where they keep them."""
+    loads = _phase_loads(members, pools)
+    tails = [member.pipeline.tail for member in members]
+    if len(members) == 1 or not any(tails) or any(member.is_colocated for member in members):
+        return loads, 0
+    best, best_s, best_left = loads, meta_iteration_s(loads), 0
+    for num_left in numbers_left(tails):
+        loads = _phase_loads(members, pools, tail_left=num_left)
+        if fits_period(loads, best_s * (1.0 - _NOTICEABLE)):
+            best, best_s, best_left = loads, meta_iteration_s(loads), num_left
+    return best, best_left
+
+
+def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool], tail_left: int = 0) -> list[PhaseLoad]:
     """What each member asks of a group of these, switches included."""
     tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
     added = switch_seconds(tenants, pools)
     has_spare_bounds = _has_spare_bounds(members)
     own = [one.load_of(one.pipeline.estimate) if has_spare_bounds else one.phase_load for one in members]
+    if tail_left:
+        own = with_tails(own, [one.pipeline.tail for one in members], tail_left)
     return [
         replace(load, rollout_s=load.rollout_s + rollout_s, train_s=load.train_s + train_s)
         if rollout_s or train_s

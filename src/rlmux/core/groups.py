@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from rlmux.core.group_look import NO_MEMBERS, MemberFacts
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, GroupId, Phase, Placement
 from rlmux.core.placement import PlacementLedger
@@ -50,6 +51,7 @@ class Groups:
         for key in run.phases_started:
             group.members_by_device.setdefault(key, {})[run.pipeline.id] = run
         group.members[run.pipeline.id] = run
+        group.facts = _facts_of(group)
         self.refresh_cycle(group, has_newcomer=True)
 
     def leave(self, run: PipelineRun) -> GroupState:
@@ -63,6 +65,7 @@ class Groups:
                 del group.members_by_device[key]
             self._leases.remove_state(run, *key)
         del group.members[run.pipeline.id]
+        group.facts = _facts_of(group)
         self._shares.let_go(run.rollout_devices + run.train_devices)
         if not group.members:
             del self._state.groups[group.id]
@@ -88,7 +91,7 @@ class Groups:
         group = self._state.group_of(run)
         if len(group.members) == 1 or not run.train_devices:
             return
-        if any(other.pipeline.work_arrives for other in group.members.values()):
+        if group.facts.has_arriving_work:
             for key in device_keys(run):
                 _level(group, run, key)
             return
@@ -118,6 +121,7 @@ class Groups:
         if not self._ledger.has_group(group.id):
             return  # in the ledger all members are relocated; their last steps end here
         has_changed = False
+        self.refresh_tails(group)
         for cycle_index, member in enumerate(self._ledger.group(group.id).members):
             run = group.members.get(member.pipeline.id)
             if run is not None:
@@ -131,11 +135,28 @@ class Groups:
                 for key, count in run.phases_started.items():
                     run.phases_started[key] = first + (0 if run.pipeline.work_arrives else count - least)
 
+    def refresh_tails(self, group: GroupState) -> None:
+        """Copy from the ledger when rollouts of the group leave their nodes to the next member's."""
+        if self._ledger.has_group(group.id):
+            group.tail_left = self._ledger.group(group.id).tail_left
+
 
 def device_keys(run: PipelineRun) -> list[tuple[Phase, DeviceId]]:
     """Every device of the pipeline with the phase that it serves there, rollout first."""
     rollout = [(Phase.ROLLOUT, device) for device in run.rollout_devices]
     return rollout + [(Phase.TRAIN, device) for device in run.train_devices]
+
+
+def _facts_of(group: GroupState) -> MemberFacts:
+    runs = list(group.members.values())
+    if not runs:
+        return NO_MEMBERS
+    return MemberFacts(
+        has_arriving_work=any(run.pipeline.work_arrives for run in runs),
+        has_wide_rollouts=any(len(run.rollout_devices) > 1 for run in runs),
+        has_tails=any(run.pipeline.tail is not None for run in runs),
+        serves_both_phases=set(runs[0].train_devices) <= set(runs[0].rollout_devices),
+    )
 
 
 def _cycles_ahead(other: PipelineRun, run: PipelineRun) -> int:

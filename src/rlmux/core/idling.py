@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from rlmux.core.cycle_slots import has_phase_to_begin
 from rlmux.core.model import DeviceId
 from rlmux.core.state import GroupState, ReadyWork, SchedulerState
-from rlmux.core.views import GroupView, has_phase_to_begin
+from rlmux.core.views import GroupView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

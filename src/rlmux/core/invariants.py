@@ -1,7 +1,8 @@
 """All is well: what must hold after every event, checked from scratch.
 
 1. A device's leases never exceed it, and every lease belongs to an order that computes there.
-2. State resident on a device fits it, and the state that an order computes with is resident there.
+2. State resident on a device fits it, and the state that an order computes with is resident there, but that of a tail
+   which has left its node to others.
 3. Every order belongs to a running (or cancelled, draining) pipeline of the device's group, and its seconds count from
    its begin.
 4. A shard, a training stage or a burst is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and
@@ -23,6 +24,7 @@ from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import DeviceState, PipelineRun, ReadyWork, SchedulerState, Work, WorkState
+from rlmux.core.tails import is_tail
 
 _TOLERANCE = 1e-9
 
@@ -61,8 +63,11 @@ def _check_devices(scheduler: Scheduler) -> None:
         for order_id in device.orders:
             order = state.orders[order_id]
             assert device.id in order.devices, f"order {order_id} leases {device.id} without computing there"
-            assert (order.pipeline, order.phase_on(device.id)) in device.residents, (
-                f"{order.pipeline} is not loaded on {device.id}"
+            is_apart = order.phase is Phase.ROLLOUT and is_tail(
+                state.runs[order.pipeline].pipeline, order.device_fraction
+            )
+            assert is_apart != ((order.pipeline, order.phase_on(device.id)) in device.residents), (
+                f"{order.pipeline} is {'still' if is_apart else 'not'} loaded on {device.id}"
             )
     of_runs = {order.id: order for run in state.runs.values() for order in run.orders.values()}
     assert of_runs == state.orders, f"pipelines have orders {sorted(of_runs)}, of {sorted(state.orders)}"

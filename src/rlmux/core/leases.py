@@ -6,8 +6,10 @@
     state of a pipeline for one phase, on one device:
         absent ── COLD ─▶ on the device ── evicted ─▶ off the device ── WARM ─▶ on the device
 
-A device's leases sum to at most 1. A state whose order computes is never evicted; among the others those of fillers
-leave first, then the least recently used. A filler's order is beside the leases: it computes while there are none.
+The tail of a rollout that has left its node to others computes on GPUs of its own: its state is no longer one of the
+device's. A device's leases sum to at most 1. A state whose order computes is never evicted; among the others those of
+fillers leave first, then the least recently used. A filler's order is beside the leases: it computes while there are
+none.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from rlmux.core.actions import Prefetch, Switch
 from rlmux.core.journal import Journal
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, Placement, Resident
 from rlmux.core.state import DeviceState, GroupState, Order, PipelineRun, SchedulerState
+from rlmux.core.tails import is_tail
 
 _FRACTION_TOLERANCE = 1e-9
 
@@ -123,8 +126,13 @@ class Leases:
                 raise self._journal.illegal_choice(f"gives order {order.id} {device_fraction} of {device}")
         if device_fraction != order.device_fraction:
             order.device_fraction = device_fraction
+            is_apart = order.phase is Phase.ROLLOUT and is_tail(
+                self._state.runs[order.pipeline].pipeline, device_fraction
+            )
             for device in order.devices:
                 self._state.devices[device].orders[order.id] = device_fraction
+                if is_apart:
+                    self._state.devices[device].residents.pop((order.pipeline, order.phase), None)
 
     def remove_state(self, run: PipelineRun, phase: Phase, device: DeviceId) -> None:
         """The pipeline's state is on the device no longer."""

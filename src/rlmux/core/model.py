@@ -261,6 +261,33 @@ class MigrationEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TailPoint:
+    """A moment of a rollout at which what is left of it may go on on a part of its node."""
+
+    num_left: int
+    """Trajectories of the step that are left."""
+    begins: float
+    """Part of the rollout's seconds after which no more are left."""
+    growth: float
+    """Part of the rollout's seconds by which it ends later if they go on there from then on, their contexts computed
+    again included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTail:
+    """How a rollout ends on nodes of several GPUs of which each is one device."""
+
+    points: tuple[TailPoint, ...]
+    """Moments at which its tail may leave the rest of its nodes, the earliest first."""
+    device_fraction: float
+    """Part of each node that the tail keeps."""
+
+    def at(self, num_left: int) -> TailPoint | None:
+        """The first moment at which no more trajectories are left than so many; None where it has none."""
+        return next((point for point in self.points if point.num_left <= num_left), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Bytes a resident pipeline keeps on each node it is pinned to."""
 
@@ -341,6 +368,8 @@ class Pipeline:
     """Seconds of its switches; None: not measured. Placement then counts nothing, dispatch what switches take."""
     migration: MigrationEstimate | None = None
     """Seconds of its migrations, by which the cheaper way is chosen; None: not known, KV caches are copied."""
+    tail: RolloutTail | None = None
+    """How its rollouts end, where a device stands for a node of several GPUs; None: not known, they keep it."""
     staleness: int = 0
     """Versions by which its rollouts lag behind, always; 0: on-policy."""
     first_step: int = 1

@@ -66,7 +66,9 @@ class Parking:
         if run.is_leaving:
             return True
         if run.is_parking and run.parks_for is not None:
-            run.is_parking = self._state.runs[run.parks_for].status is PipelineStatus.WAITING
+            waiting = self._state.runs[run.parks_for]
+            if waiting.status is not PipelineStatus.WAITING or waiting.num_parks:  # it started, or had its turn
+                self.forget(run)
         if not run.is_parking and self._turns.is_over(run):
             run.is_parking, run.parks_for = True, None
         has_quota = not (run.pipeline.work_arrives or run.pipeline.is_filler)
@@ -83,6 +85,9 @@ class Parking:
         run.promised_s = math.inf
         run.num_parks += run.parks_for is not None
         self.forget(run)
+        for other in self._parking_for(run.pipeline.id):
+            if not other.is_leaving:  # asked while this one waited before: it started without that
+                self.forget(other)
         steps.move_pipeline(run, PipelineInput.PARKED)
         waiting = self._state.waiting_fillers if run.pipeline.is_filler else self._state.waiting
         waiting[run.pipeline.id] = run
@@ -110,10 +115,12 @@ class Parking:
         if reservation is None or settings is None or not settings.parks:
             return None
         head = self._state.runs[reservation.pipeline]
-        is_under_way = any(
-            run.parks_for == head.pipeline.id for group in self._state.groups.values() for run in group.members.values()
-        )
-        return None if is_under_way or head.num_parks else head
+        return None if head.num_parks or self._parking_for(head.pipeline.id) else head
+
+    def _parking_for(self, name: PipelineId) -> list[PipelineRun]:
+        """Running pipelines that are to make room for this one."""
+        running = (run for group in self._state.groups.values() for run in group.members.values())
+        return [run for run in running if run.parks_for == name]
 
     def _fewest(self, head: PipelineRun, candidates: list[PipelineRun]) -> list[PipelineRun]:
         """The first of these with which gone the policy places the pipeline, without those that it does not need."""

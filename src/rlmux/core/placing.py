@@ -166,6 +166,9 @@ class Placing:
 
     def rebalance(self) -> None:
         """Let the policy relocate pipelines to nodes that have become free; each is relocated at a step boundary."""
+        if self._state.has_tails:
+            for group in self._state.groups.values():
+                self._groups.refresh_tails(group)
         relocations = []
         for choice in self._policy.rebalance(self._view):
             if isinstance(choice, FruitlessSearch):

@@ -33,6 +33,7 @@ actions again, which is how a run is resumed. Drivers and displays read it throu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rlmux.core.accounts import AccountRow, Bill, account_rows, bill_of
@@ -249,6 +250,9 @@ class Scheduler:
         pipeline = event.pipeline
         if pipeline.id in self._state.runs:
             raise self._journal.illegal(f"pipeline {pipeline.id} was submitted before")
+        if pipeline.tail is not None and not getattr(self.policy, "migrates_tails", False):
+            pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do
+        self._state.has_tails = self._state.has_tails or pipeline.tail is not None
         run = PipelineRun(pipeline, event.time_s, self._state.next_in_sequence())
         run.restart_step = -1 if pipeline.has_sft_warmup and pipeline.first_step == 1 else pipeline.first_step - 1
         self._state.runs[pipeline.id] = run

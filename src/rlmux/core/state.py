@@ -21,6 +21,7 @@ from enum import StrEnum
 from rlmux.core.actions import Switch
 from rlmux.core.burst_seconds import BurstSeconds
 from rlmux.core.estimates import StepHistory
+from rlmux.core.group_look import NO_MEMBERS, GroupLook, MemberFacts
 from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import (
     Account,
@@ -81,8 +82,7 @@ class ReadyWork:
     is_waiting: bool = False
     """A shard in state WAITING_FOR_ENV."""
     migrate_to: DeviceId | None = None
-    """The device to which this shard was paused to migrate. Set while the policy is asked once: it makes the migration,
-    or the shard is ready like any other."""
+    """Device to which this shard was paused to migrate, while the policy is asked once; then it is like any other."""
     kind: tuple[Phase, ...] = ()
     """Kind of a burst; empty for work of a planned step."""
     rollout_devices: tuple[DeviceId, ...] = ()
@@ -228,19 +228,6 @@ class Order:
     def phase_on(self, device: DeviceId) -> Phase:
         """The phase whose state it uses on the device."""
         return Phase.ROLLOUT if device in self.rollout_devices else self.phase
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLook:
-    """What a plan of a group depends on, in whole steps: most progress reports leave it as it is."""
-
-    ready: tuple[tuple[int, bool], ...]
-    """Sequence of each ready work, and whether it waits for an environment."""
-    running: tuple[tuple[OrderId, bool, int], ...]
-    """Each order that computes: its id, whether it is pausing, and the bit length of its active count."""
-    num_idle: int
-    """Orders whose every slot waits for an environment."""
-    num_migrating: int
 
 
 @dataclass(slots=True)
@@ -394,12 +381,16 @@ class GroupState:
     """Orders of its members that compute, in the order they were given."""
     members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
     """Pipelines pinned to each device for each phase."""
+    facts: MemberFacts = NO_MEMBERS
+    """What its members say together; `Groups` keeps it."""
     planned: GroupLook | None = None
     """Look of the group when its policy last planned it; None before the first time."""
     planned_s: float = 0.0
     """Time of that plan."""
     announced: dict[int, None] = field(default_factory=dict)
     """Ready work, by sequence, whose state the driver was told to read ahead."""
+    tail_left: int = 0
+    """Trajectories of a step at which its members' rollouts leave their nodes to the next; 0: they keep them."""
 
 
 @dataclass(slots=True)
@@ -418,6 +409,8 @@ class SchedulerState:
 
     runs: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """Every pipeline that was submitted, in that order."""
+    has_tails: bool = False
+    """Whether one was submitted whose tails may leave their nodes; groups are looked through for them only then."""
     waiting: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """The pipelines of status WAITING that are no fillers."""
     reservation: Reservation | None = None
@@ -488,8 +481,7 @@ class SchedulerState:
         )
 
     def can_migrate(self, run: PipelineRun, source: DeviceId, target: DeviceId) -> bool:
-        """Whether the source's trajectories may leave for the target: none are on their way to the source, which would
-        arrive behind those that leave, and the target's own are not leaving."""
+        """Whether the source's trajectories may leave for the target: none are still to come, the target's own stay."""
         if run.shards[target].state is WorkState.MIGRATING:
             return False
         return not any(order.migrates_from is not None and order.devices[0] == source for order in run.orders.values())

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 
+from rlmux.core.cycle_slots import CycleSlot, has_phase_to_begin
 from rlmux.core.estimates import StepEstimates
 from rlmux.core.group_load import sync_s
+from rlmux.core.group_look import GroupLook
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.state import (
-    GroupLook,
     GroupState,
     Order,
     PipelineRun,
@@ -195,6 +196,16 @@ class MemberView:
         """When its open (or last) rollout was opened."""
         return self._run.history.step_began_s
 
+    @property
+    def due_s(self) -> float:
+        """Time by which the open step must end for the mean of all its steps to keep the SLO; infinite without one."""
+        return self._run.history.due_s
+
+    def cycle_place(self, phase: Phase, device: DeviceId, num_later: int = 0) -> tuple[float, int]:
+        """Where its next phase there has its slot in the meta-iteration, or the one so many later; the lesser first."""
+        num_begun = self._run.phases_started[phase, device] + num_later
+        return num_begun / self._run.steps_per_cycle, self._run.cycle_index
+
     def live_shard(self, device: DeviceId) -> tuple[int | None, float]:
         """Sequences of the shard there at the last report, None before the first; solo seconds of earlier orders."""
         return self._run.history.live_shard(device)
@@ -210,22 +221,6 @@ class MemberView:
             burst = self._run.bursts.get((Phase.ROLLOUT,))
             return burst.work.devices if burst is not None and burst.is_open and burst.work is not None else ()
         return tuple(device for device, shard in self._run.shards.items() if shard.state is not WorkState.DONE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CycleSlot:
-    """A member's next phase on a device, by the estimates."""
-
-    gap_s: float
-    """Seconds until it can begin, at least; 0 where it is ready, or may run ahead of its published version."""
-    seconds: float
-    """Solo seconds of the phase."""
-    switch_s: float
-    """Seconds to bring its state to the device; 0 where it is there now."""
-    forced_s: float
-    """Seconds to bring its state back, should another phase go first that evicts it; 0 where it is not there now."""
-    laxity_s: float
-    """Seconds that its step may still wait in all without breaking the SLO; negative: it is late already."""
 
 
 class GroupView:
@@ -266,7 +261,17 @@ class GroupView:
     @property
     def has_arriving_work(self) -> bool:
         """Whether a member's work arrives: no plan can know what it does next."""
-        return any(run.pipeline.work_arrives for run in self._group.members.values())
+        return self._group.facts.has_arriving_work
+
+    @property
+    def has_wide_rollouts(self) -> bool:
+        """Whether a member rolls out on several devices: trajectories migrate nowhere else."""
+        return self._group.facts.has_wide_rollouts
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether tails of a member's rollouts may leave their nodes to others."""
+        return self._group.facts.has_tails
 
     @property
     def look(self) -> GroupLook:
@@ -292,8 +297,7 @@ class GroupView:
     @property
     def serves_both_phases(self) -> bool:
         """The first member trains on devices that it rolls out on, and so do all."""
-        run = next(iter(self._group.members.values()))
-        return set(run.train_devices) <= set(run.rollout_devices)
+        return self._group.facts.serves_both_phases
 
     @property
     def running(self) -> tuple[OrderView, ...]:
@@ -319,7 +323,16 @@ class GroupView:
     def is_free(self, devices: Iterable[DeviceId]) -> bool:
         """No order computes on any of these."""
         states = self._state.devices
-        return not any(states[device].orders for device in devices)
+        return not any([states[device].orders for device in devices])  # noqa: C419 - a generator takes twice as long
+
+    def free_fraction(self, device: DeviceId) -> float:
+        """Part of the device that no order holds."""
+        return max(0.0, 1.0 - sum(self._state.devices[device].orders.values()))
+
+    @property
+    def tail_left(self) -> int:
+        """Trajectories of a step at which rollouts leave their nodes to the next member's; 0: they keep them."""
+        return self._group.tail_left
 
     def memory_bytes(self, device: DeviceId) -> float:
         """Bytes that all states which compute on the device at once must fit into."""
@@ -354,9 +367,9 @@ class GroupView:
         that is RollMux section 5.1: one rollout and one training phase of each member in a cycle. A pipeline whose work
         arrives has a slot while work of it is ready, and a burst of both phases takes none.
         """
-        if len(work.kind) > 1:
+        if len(self._group.members) == 1 or len(work.kind) > 1:
             return True
-        return all(self._is_next(work, device) for device in work.devices)
+        return all([self._is_next(work, device) for device in work.devices])  # noqa: C419 - as above
 
     def cycle_slot(self, work: ReadyWork) -> CycleSlot:
         """The phase that begins with this work."""
@@ -469,23 +482,3 @@ class GroupView:
 def _phase_s(run: PipelineRun, phase: Phase) -> float:
     estimates = run.history.estimates()
     return estimates.shard_s if phase is Phase.ROLLOUT else estimates.train_s
-
-
-def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
-    """Whether this pipeline will begin another such phase on this device, and its user code is not what that waits
-    for."""
-    phase, device = key
-    if run.pipeline.work_arrives:
-        burst = run.bursts.get((phase,))
-        return burst is not None and burst.state is WorkState.READY and not burst.is_begun
-    last = run.pipeline.num_steps
-    if phase is Phase.ROLLOUT:
-        shard = run.shards.get(device)
-        is_next_open = shard is not None and shard.is_ready and not shard.work.is_continuation
-        has_another = last is None or run.rollout_step < last
-    else:
-        training = run.training
-        is_ready = training.state is WorkState.READY and training.work is not None
-        is_next_open = is_ready and training.work is not None and not training.work.is_continuation
-        has_another = last is None or run.train_step < last
-    return is_next_open or (has_another and not run.waits_for_user_code)

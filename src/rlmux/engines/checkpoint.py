@@ -4,6 +4,7 @@
       config.json  model.safetensors  tokenizer files    a Hugging Face model
       optimizer.safetensors                              moments
       reference.safetensors                              with a KL penalty only
+      backlog.bin                                        with interruptible rollouts only
       state.json                                         numbers, and length and sha256 of each file and of itself
 
 Invariant: a folder without `.tmp-` or `.old-` in its name is whole: state.json is written last, everything is

@@ -25,6 +25,7 @@ from rlmux.engines.shared_base import build_trained_model
 from rlmux.engines.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train_state import TrainState
 from rlmux.engines.training_forward import prepare_forward, score_tokens
+from rlmux.engines.weight_checksum import CHECKSUM
 from rlmux.rl.arriving import (
     ForwardBackward,
     ForwardBackwardDone,
@@ -128,7 +129,8 @@ class DatumTrainEngine:
         return OptimizerStepDone(grad_norm=norm)
 
     def load_state(self, request: LoadState) -> str:
-        """Take over a checkpoint of the same model; returns the hash of its weights. Raises UserError for another."""
+        """Take over a checkpoint of the same model; returns the checksum of its weights. Raises UserError for
+        another."""
         try:
             self.restore(request.folder)
         except CheckpointError as error:
@@ -136,29 +138,27 @@ class DatumTrainEngine:
         if not request.with_optimizer:
             self._state.reset_optimizer()
             self._version = 0
-        return self._state.weights_sha256()
+        return self._state.weights_checksum()
 
     # --- files ----------------------------------------------------------------------------------------------
 
     def save_weights(self, path: Path) -> str:
-        """Write the weights for rollout workers; returns their hash."""
+        """Write the weights for rollout workers; returns their checksum."""
         self._state.write_weights(path, {"version": str(self._version)})
-        return self._state.weights_sha256()
+        return self._state.weights_checksum()
 
     def save_state(self, folder: Path) -> str:
         """Write a checkpoint; returns the hash of its weights."""
         if not self._files:
             self._files = model_files(self._model_config, self._state.model, self._vocabulary, self._config)
-        sha256 = self._state.weights_sha256()
         state = {
             "pipeline": self._config.name,
             "version": self._version,
             "sft_warmup_updates": 0,
             "optimizer_updates": self._state.num_updates,
-            "weights_sha256": sha256,
+            CHECKSUM: self._state.weights_checksum(),
         }
-        TrainSnapshot(state=state, files=self._files, marks={}, tensors=self._state.copies()).write(folder)
-        return sha256
+        return TrainSnapshot(state=state, files=self._files, marks={}, tensors=self._state.copies()).write(folder)
 
     def restore(self, folder: Path) -> None:
         """Take over a checkpoint whole. Raises CheckpointError for one that is damaged or of another model."""

@@ -43,7 +43,8 @@ from rlmux.engines.ranks import Ranks, touching_others
 from rlmux.engines.residency import return_freed_memory
 from rlmux.engines.train_tensors import OPTIMIZER_FILE, REFERENCE_FILE, TrainTensors, require_same_model
 from rlmux.engines.training_forward import TokenScores, score_tokens
-from rlmux.engines.weights import MODEL_FILE, SHA256, weights_sha256, write_copies
+from rlmux.engines.weight_checksum import CHECKSUM, weights_checksum
+from rlmux.engines.weights import MODEL_FILE, weights_sha256, write_copies
 from rlmux.rl.config import TrainConfig, TrainingConfig
 
 
@@ -69,8 +70,8 @@ class ShardedState(TrainTensors):
         }
         self._reference: dict[str, Tensor] | None = None
         """This rank's rows of the weights that the KL penalty compares with; None without one."""
-        self._sha256: str | None = None
-        """Hash of the present weights, once it was asked for."""
+        self._checksum: str | None = None
+        """Checksum of the present weights, once the whole of them was gathered for it."""
         (nothing,) = cut([TrainingSequence(prompt_tokens=[0], tokens=[0], is_sampled=[True], weight=0.0)], 1)
         self._nothing = replace(nothing, token_share=0.0).to(device)
         """A micro-batch that adds nothing to a gradient."""
@@ -140,7 +141,7 @@ class ShardedState(TrainTensors):
             weights = _rows_of(self._parameters[name])
             self._optimizers[name].update(weights, gradient, learning_rate, numbers or self._numbers)
         self.drop_gradients()
-        self._sha256 = None
+        self._checksum = None
         return norm
 
     @staticmethod
@@ -181,24 +182,29 @@ class ShardedState(TrainTensors):
     def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
         self.require_loaded()
         masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0 or path is not None)
-        self._know_sha256(masters)
+        self._know_checksum(masters)
         if path is None:
             return
         computed_with = {name: each.to(self._dtype) for name, each in masters.items()}
-        sha256 = self.weights_sha256() if self._dtype == torch.float32 else weights_sha256(computed_with)
-        write_copies(path, computed_with, {SHA256: sha256, **metadata})
+        checksum = self.weights_checksum() if self._dtype == torch.float32 else weights_checksum(computed_with)
+        write_copies(path, computed_with, {CHECKSUM: checksum, **metadata})
+
+    def weights_checksum(self) -> str:
+        self.require_loaded()
+        if self._checksum is None:
+            self._know_checksum(self._whole(self._parameters.get, is_kept=self.ranks.rank == 0))
+        assert self._checksum is not None
+        return self._checksum
+
+    def _know_checksum(self, masters: Mapping[str, Tensor]) -> None:
+        """The first rank computes it of what it alone has."""
+        if self._checksum is None:
+            self._checksum = self.ranks.of_first(weights_checksum(masters) if self.ranks.rank == 0 else "")
 
     def weights_sha256(self) -> str:
         self.require_loaded()
-        if self._sha256 is None:
-            self._know_sha256(self._whole(self._parameters.get, is_kept=self.ranks.rank == 0))
-        assert self._sha256 is not None
-        return self._sha256
-
-    def _know_sha256(self, masters: Mapping[str, Tensor]) -> None:
-        """The first rank hashes what it alone has."""
-        if self._sha256 is None:
-            self._sha256 = self.ranks.of_first(weights_sha256(masters) if self.ranks.rank == 0 else "")
+        masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0)
+        return self.ranks.of_first(weights_sha256(masters) if self.ranks.rank == 0 else "")
 
     def copies(self) -> dict[str, dict[str, Tensor]]:
         """What `TrainState.copies` returns, on the first rank; nothing on others, which have to call it too."""
@@ -259,7 +265,7 @@ class ShardedState(TrainTensors):
         self._read_moments(folder / OPTIMIZER_FILE)
         for optimizer in self._optimizers.values():
             optimizer.num_updates = num_updates
-        self._sha256 = None
+        self._checksum = None
         self.drop_gradients()
 
     def _read(self, path: Path, into: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rlmux.engines.checkpoint import write_checkpoint
 from rlmux.engines.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config_file
-from rlmux.engines.weights import MODEL_FILE, SHA256, write_copies
+from rlmux.engines.weight_checksum import CHECKSUM
+from rlmux.engines.weights import MODEL_FILE, SHA256, weights_sha256, write_copies
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.vocabulary import Vocabulary
 
@@ -27,7 +28,7 @@ class TrainSnapshot:
     """A train engine's state between two optimizer steps."""
 
     state: Mapping[str, Any]
-    """Numbers for state.json."""
+    """Numbers for state.json, the weights' checksum among them."""
     files: Mapping[str, bytes]
     """Small files by name: the model's config, the tokenizer's files."""
     marks: Mapping[str, str]
@@ -35,18 +36,20 @@ class TrainSnapshot:
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Tensors by file name and tensor name, in host memory."""
 
-    def write(self, folder: Path) -> None:
-        """Write a checkpoint folder; returns when it would survive a power cut."""
-        write_checkpoint(folder, self._write_files, {**self.state, **self.marks})
+    def write(self, folder: Path) -> str:
+        """Write a checkpoint folder; returns the SHA-256 of its weights when it would survive a power cut."""
+        (weights,) = self.tensors.keys() & {MODEL_FILE, ADAPTER_FILE}
+        sums: dict[str, str] = {CHECKSUM: self.state[CHECKSUM], SHA256: weights_sha256(self.tensors[weights])}
 
-    def _write_files(self, folder: Path) -> None:
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
-        for name, copies in self.tensors.items():
-            metadata = {"version": str(self.state["version"]), **self.marks}
-            if name in (MODEL_FILE, ADAPTER_FILE):
-                metadata[SHA256] = self.state["weights_sha256"]
-            write_copies(folder / name, copies, metadata)
+        def write_files(aside: Path) -> None:
+            for name, content in self.files.items():
+                (aside / name).write_bytes(content)
+            for name, copies in self.tensors.items():
+                metadata = {"version": str(self.state["version"]), **self.marks}
+                write_copies(aside / name, copies, metadata | (sums if name == weights else {}))
+
+        write_checkpoint(folder, write_files, {**self.state, **sums, **self.marks})
+        return sums[SHA256]
 
 
 def model_files(config: Any, model: Any, vocabulary: Vocabulary, training: TrainingConfig) -> dict[str, bytes]:

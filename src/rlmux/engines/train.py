@@ -41,7 +41,9 @@ from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
 from rlmux.engines.train_tensors import TrainTensors
 from rlmux.engines.training_forward import prepare_forward
+from rlmux.engines.weight_checksum import CHECKSUM
 from rlmux.rl.algorithms import ALGORITHMS
+from rlmux.rl.backlog import BACKLOG_FILE
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.types import TrainingBatch, TrainReport
@@ -60,7 +62,7 @@ class TorchTrainEngine:
 
     Ranks         join_ranks, check_ranks, waits_for_ranks
     Learning      begin_step, run_stage, version, is_warm
-    Weights       export_weights, weights_sha256
+    Weights       export_weights, weights_checksum, weights_sha256
     Checkpoints   snapshot, save, restore
     Residency     offload, load, prefetch, leave_cache, resident_bytes
     """
@@ -97,6 +99,8 @@ class TorchTrainEngine:
         self._version = 0
         self._prompts: dict[str, Any] | None = None
         """The queue of prompts after the step under way, or the last one; None without tail batching."""
+        self._backlog: bytes | None = None
+        """The backlog after the step under way, or the last one; None without interruptible rollouts."""
         if not self.waits_for_ranks:
             self._take(TrainState(nn.Module.to(model, self._device), config, is_base_shared=is_shared))
         self._file_by_name: dict[str, bytes] = {}
@@ -160,7 +164,7 @@ class TorchTrainEngine:
 
     def check_ranks(self) -> None:
         """Raises PipelineError where the weights of the ranks are not equal, bit for bit."""
-        if not self._state.ranks.is_same(self.weights_sha256()):
+        if not self._state.ranks.is_same(self.weights_checksum()):
             raise PipelineError(
                 f"pipeline {self._config.name}: the weights of version {self._version} differ between its "
                 f"{self._state.ranks.count} training ranks"
@@ -187,6 +191,7 @@ class TorchTrainEngine:
                 f"trajectories and {len(batch.advantages)} advantages instead of {expected}"
             )
         self._prompts = None if batch.round is None else dict(batch.round.queue_after)
+        self._backlog = batch.backlog
         max_gap = config.algorithm.max_logprob_gap or max(max_logprob_gap, self._least_bound)
         self._step = RlStep(batch, config, self._state, max_logprob_gap=max_gap)
         self._state.drop_gradients()
@@ -237,8 +242,12 @@ class TorchTrainEngine:
         self._state.write_weights(path, {"version": str(self._version), **self._marks})
         return self._version
 
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters, computed once for each version."""
+        return self._state.weights_checksum()
+
     def weights_sha256(self) -> str:
-        """Hash of all parameters in name order."""
+        """Hash of all parameters in name order, computed anew: a checkpoint has that of its version."""
         return self._state.weights_sha256()
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -256,10 +265,10 @@ class TorchTrainEngine:
                 "version": self._version,
                 "sft_warmup_updates": self._sft_warmup.num_updates_done,
                 "optimizer_updates": self._state.num_updates,
-                "weights_sha256": self.weights_sha256(),
+                CHECKSUM: self.weights_checksum(),
                 **({} if self._prompts is None else {PROMPTS: self._prompts}),
             },
-            files=self._small_files(),
+            files={**self._small_files(), **({} if self._backlog is None else {BACKLOG_FILE: self._backlog})},
             marks=self._marks,
             tensors=self._state.copies(),
         )
@@ -287,6 +296,7 @@ class TorchTrainEngine:
         self._step = None
         self._version = int(state["version"])
         self._prompts = state.get(PROMPTS)
+        self._backlog = (folder / BACKLOG_FILE).read_bytes() if BACKLOG_FILE in state["files"] else None
 
     def _require_version(self) -> None:
         if self._step is not None and self._step.is_half_trained:

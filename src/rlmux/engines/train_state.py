@@ -27,7 +27,8 @@ from rlmux.engines.ranks import Ranks
 from rlmux.engines.train_tensors import OPTIMIZER_FILE, REFERENCE_FILE, TrainTensors, require_same_model
 from rlmux.engines.training_forward import TokenScores, score_tokens
 from rlmux.engines.tree_sum import TreeSum
-from rlmux.engines.weights import MODEL_FILE, SHA256, own_copies, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.weight_checksum import CHECKSUM, weights_checksum
+from rlmux.engines.weights import MODEL_FILE, own_copies, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.config import TrainingConfig
 
 
@@ -54,8 +55,8 @@ class TrainState(TrainTensors):
         """Gradients of losses that were asked for one by one, and whose update is to come; None: there are none."""
         self._reference: Tensor | None = None
         """Flat weights [parameters] that the KL penalty compares with; None without one."""
-        self._sha256: str | None = None
-        """Hash of the present weights, once it was asked for: published and kept weights are hashed once."""
+        self._checksum: str | None = None
+        """Checksum of the present weights, once it was asked for."""
 
     @property
     def num_updates(self) -> int:
@@ -118,7 +119,7 @@ class TrainState(TrainTensors):
             gradients.mul_(most / norm)
         self._optimizer.update(self._flat.weights, gradients, learning_rate, numbers or self._numbers)
         self._flat.round()
-        self._sha256 = None
+        self._checksum = None
         return norm
 
     def keep_gradients(self) -> None:
@@ -155,20 +156,25 @@ class TrainState(TrainTensors):
     # --- files ----------------------------------------------------------------------------------------------
 
     def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
-        """Write the weights that the model computes with, and their hash, as one safetensors file, atomically."""
+        """Write the weights that the model computes with, and their checksum, as one safetensors file, atomically."""
         self.require_loaded()
         if path is None:
             return
         working = self._flat.named(self._flat.working)
-        sha256 = weights_sha256(working) if self._flat.is_rounded else self.weights_sha256()
-        write_tensors(path, working, {SHA256: sha256, **metadata})
+        checksum = weights_checksum(working) if self._flat.is_rounded else self.weights_checksum()
+        write_tensors(path, working, {CHECKSUM: checksum, **metadata})
+
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters, float32, computed once for each version."""
+        self.require_loaded()
+        if self._checksum is None:
+            self._checksum = weights_checksum(self._flat.named())
+        return self._checksum
 
     def weights_sha256(self) -> str:
-        """Hash of all parameters in name order, float32."""
+        """Hash of all parameters in name order, float32, computed anew."""
         self.require_loaded()
-        if self._sha256 is None:
-            self._sha256 = weights_sha256(self._flat.named())
-        return self._sha256
+        return weights_sha256(self._flat.named())
 
     def copies(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
@@ -200,7 +206,7 @@ class TrainState(TrainTensors):
         self._optimizer.moments.restore(moments)
         self._flat.copy_from(weights)
         self._flat.round()
-        self._sha256 = None
+        self._checksum = None
         self._optimizer.num_updates = num_updates
         self._reference = reference
         self.drop_gradients()

@@ -118,14 +118,18 @@ class TrainTensors(ABC):
 
     @abstractmethod
     def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
-        """Write the weights that the model computes with, and their hash, as one safetensors file, atomically.
+        """Write the weights that the model computes with, and their checksum, as one safetensors file, atomically.
 
         None: this rank writes nothing, and gives its part.
         """
 
     @abstractmethod
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters, float32, computed once for each version."""
+
+    @abstractmethod
     def weights_sha256(self) -> str:
-        """Hash of all parameters in name order, float32."""
+        """Hash of all parameters in name order, float32, computed anew."""
 
     @abstractmethod
     def copies(self) -> dict[str, dict[str, Tensor]]:

@@ -1,6 +1,7 @@
-"""Weights as files and as hashes.
+"""Weights as files, with what proves that they are what was written.
 
-    train engine ──write_tensors──▶ NAME.tmp-PID ──rename──▶ NAME ──read_tensors──▶ rollout engine
+    train engine ──write_tensors──▶ NAME.tmp-PID ──rename──▶ NAME ──read_weights──▶ rollout engine
+                                    a checksum in every one; SHA-256 in those of checkpoints
 
 Invariant: a file that can be seen under its own name is whole. Tied parameters are written once.
 """
@@ -20,12 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
+from rlmux.engines.weight_checksum import CHECKSUM, weights_checksum
 from rlmux.rl.origin import Origin
 
 MODEL_FILE = "model.safetensors"
 """Name of the weights in a checkpoint."""
 SHA256 = "weights_sha256"
-"""Key of the weights' hash in a file's metadata."""
+"""Key of the weights' hash in a file's metadata, checkpoints and logs."""
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -37,6 +39,10 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+_SUMS = {CHECKSUM: weights_checksum, SHA256: weights_sha256}
+"""What a file may name of its tensors, and how it is computed."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -76,24 +82,24 @@ def check_weights(path: Path, version: int, origin: Origin) -> None:
     complaint = origin.complaint_about(written)
     if complaint is None and written.get("version") != str(version):
         complaint = f"of version {written.get('version', 'unnamed')}"
-    if complaint is None and SHA256 not in written:
-        complaint = "without a hash"
+    if complaint is None and not _SUMS.keys() & written.keys():
+        complaint = "without a checksum"
     if complaint is not None:
         raise PipelineError(f"weights of version {version} in {path} are {complaint}")
 
 
 def read_weights(path: Path, version: int) -> dict[str, Tensor]:
-    """The tensors of a file of weights, once their hash is found to be the one that was written with them.
+    """The tensors of a file of weights, once they are found to be those that were written: by every sum that it names.
 
-    Raises PipelineError, with both, where it is another. A file that names none is taken as it is.
+    Raises PipelineError, with both sums, where one is another. A file that names none is taken as it is.
     """
     tensors, written = read_tensors(path)
-    found = weights_sha256(tensors)
-    if found != written.get(SHA256, found):
-        raise PipelineError(
-            f"weights of version {version} in {path} are damaged: their sha256 is {found}, and {written[SHA256]} was "
-            "written"
-        )
+    for key, compute in _SUMS.items():
+        if key in written and (found := compute(tensors)) != written[key]:
+            raise PipelineError(
+                f"weights of version {version} in {path} are damaged: their {key.removeprefix('weights_')} is {found}, "
+                f"and {written[key]} was written"
+            )
     return tensors
 
 

@@ -17,9 +17,9 @@ from rlmux.policies.planning.partition import (
     NodePrices,
     PipelineDemand,
     candidate_groups,
-    cheapest_partition,
     demand_of,
 )
+from rlmux.policies.planning.set_partition import cheapest_partition
 from rlmux.sim.bounds import steady_slo_slack_usd, steady_solo_speed_usd
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import Steady

@@ -11,23 +11,19 @@ decodes that has more of them than it had then comes from the decode-cost model.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import MigrationEstimate, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.policies import make_policy
-from rlmux.sim import tables
-from rlmux.sim.models.costs import RolloutCosts, rollout_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished, copy_s, recompute_s
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster, profiles, switch_seconds
+from rlmux.sim.workloads.rollout_tails import COST_MODELS, NUM_GPUS, MeasuredPace, measured_pace
 from rlmux.sim.world import SwitchSeconds, TrueSeconds
 
-NUM_GPUS = 8
 _PROFILE_BATCH = 256
-_COST_MODELS = {"7B": "qwen2.5-7b", "14B": "qwen2.5-14b"}
 _FRESH = -1.0
 """Context of a response that has not begun: its prompt's prefill is in its measured end."""
 
@@ -38,27 +34,6 @@ PUBLISHED = {
     ("14B_8k", "14B_8k"): 1.28,
 }
 """Throughput with migration over throughput without, by pair."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredPace:
-    """Seconds of decode iterations: the measured ones, longer or shorter as a GPU decodes more or fewer responses than
-    it did when they were measured."""
-
-    costs: RolloutCosts
-    tokens_per_s: float
-    """Tokens of one response in a second, in the measurement."""
-    finish_s: tuple[float, ...]
-    """Seconds from the begin of the rollout to the end of each response, on all eight GPUs, ascending."""
-
-    def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
-        middle = context + num_iterations / 2
-        num_left = len(self.finish_s) - bisect_right(self.finish_s, middle / self.tokens_per_s)
-        measured = self.costs.decode_step_s(max(1.0, num_left / NUM_GPUS), middle)
-        return num_iterations / self.tokens_per_s * self.costs.decode_step_s(active, middle) / measured
-
-    def prefill_s(self, tokens: float) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,29 +100,17 @@ def tailed_pipeline(profile: str) -> TailedPipeline:
     Training is the profile's, scaled from its batch of 256 to these 128.
     """
     model, _, cap = profile.partition("_")
-    if model not in _COST_MODELS or cap not in ("4k", "8k"):
+    if model not in COST_MODELS or cap not in ("4k", "8k"):
         raise UserError(f"no rollout of {profile!r} was measured; accepted: 7B_4k, 7B_8k, 14B_4k, 14B_8k")
-    limit = 4096 if cap == "4k" else 8192
-    rows = [row for row in tables.rows("rollout_finish_times") if row["model"] == model]
-    tokens_per_s = max(float(row["response_tokens"]) for row in rows) / max(float(row["finish_s"]) for row in rows)
-    pace = MeasuredPace(
-        costs=rollout_costs(_COST_MODELS[model], "H20-96GB-SXM", 1),
-        tokens_per_s=tokens_per_s,
-        finish_s=tuple(sorted(_cut(row, limit) for row in rows)),
-    )
-    phases = profiles()[profile].disaggregated
+    pace = measured_pace(model, 4096 if cap == "4k" else 8192)
+    train_s = profiles()[profile].disaggregated.train_s * len(pace.finish_s) / _PROFILE_BATCH
     return TailedPipeline(
-        by_stage={Stage.GENERATE: pace.finish_s[-1], Stage.UPDATE: phases.train_s * len(rows) / _PROFILE_BATCH},
+        by_stage={Stage.GENERATE: pace.finish_s[-1], Stage.UPDATE: train_s},
         name=profile,
         pace=pace,
-        train_s=phases.train_s * len(rows) / _PROFILE_BATCH,
+        train_s=train_s,
         switch=switch_seconds(model),
     )
-
-
-def _cut(row: Mapping[str, str], limit: int) -> float:
-    """When the response would have ended at that many tokens."""
-    return float(row["finish_s"]) * min(1.0, limit / float(row["response_tokens"]))
 
 
 def migration_gain(first: str, second: str) -> TailGain:

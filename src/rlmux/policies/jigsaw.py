@@ -18,7 +18,7 @@ not while no other work waits, and not when contexts are so long that migrating 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlmux.core.idling import Idling
@@ -28,10 +28,11 @@ from rlmux.core.placement_view import PlacementView
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView
-from rlmux.policies.planning.dispatching import start_oldest_first, start_where_free
+from rlmux.policies.planning.cycle_priorities import in_cycle_order
+from rlmux.policies.planning.dispatching import start_in_cycle_order, start_oldest_first, start_where_free
 from rlmux.policies.planning.forecast import Forecast, forecast_group, is_idle, solo_step_s
 from rlmux.policies.planning.greedy import greedy
-from rlmux.policies.planning.lookahead import BUDGET, plan
+from rlmux.policies.planning.lookahead import BUDGET, plan, play_out
 from rlmux.policies.planning.migration import (
     begin_migrations,
     continue_migrations,
@@ -43,10 +44,14 @@ from rlmux.policies.planning.migration import (
 from rlmux.policies.planning.problem import Problem, Schedule, SiblingMigration
 from rlmux.policies.planning.shared_placement import MAX_MEMBERS, place_on_shared_nodes
 from rlmux.policies.planning.side_by_side import fit_together, start_side_by_side
+from rlmux.policies.planning.tails import begin_tail_migrations
 from rlmux.policies.planning.tool_waits import yield_devices
 
 PATIENCE_STEPS = 2
 """Steps of the longest member that work waits, ready, before devices are kept for it."""
+LEAST_GAIN = 0.05
+"""Part of the strict cycle's seconds that another schedule must save before the cycle is left: estimates are no
+better."""
 _STARTS_PER_STEP_S = 500.0
 """Starts that a decision plays out for each second of a step, where steps take less than a second: the next decision is
 near then, and a device stands still meanwhile (a start takes some 7 µs)."""
@@ -70,6 +75,11 @@ class Jigsaw:
     budget: int = BUDGET
     """Starts on a device that one decision may play out; fewer where steps take less than a second."""
     max_members: int = MAX_MEMBERS
+    mean_weight: float = 0.1
+    """Weight of the mean completion time beside the makespan, of the steps that are looked ahead to."""
+    keeps_cycle: bool = False
+    """True where pools are kept apart by phase: the strict cycle is kept unless another schedule is expected to be
+    clearly shorter, and a step is due as its pipeline's SLO asks in the mean of its steps."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_on_shared_nodes(pipeline, view, max_members=self.max_members)
@@ -91,7 +101,7 @@ class Jigsaw:
         if not pairs and not self._is_choice(view, sharing):
             yield from start_side_by_side(view, (), sharing)
             return
-        forecast = forecast_group(view)
+        forecast = forecast_group(view, is_due_by_mean=self.keeps_cycle)
         problem = Problem(
             work_items=tuple(forecast.work_items),
             sibling_migrations=self._sibling_migrations(view, forecast, sharing) if self.migrates else (),
@@ -99,11 +109,20 @@ class Jigsaw:
             sharing=sharing,
             kept=forecast.kept,
             num_kept=forecast.num_kept,
+            mean_weight=self.mean_weight,
         )
-        schedule = plan(problem, budget=self._budget(view)) if self.looks_ahead else greedy(problem)
-        yield from begin_migrations(view, forecast, problem, schedule, pairs)
-        works = overdue_first(view, _works_to_start(view, forecast, schedule))
-        has_started = yield from start_side_by_side(view, works, sharing)
+        cycles = tuple(in_cycle_order(view, forecast, problem)) if self.keeps_cycle else ()
+        if self.looks_ahead:
+            schedule = plan(problem, budget=self._budget(view), openings=cycles)
+        else:
+            schedule = greedy(problem)
+        if cycles and not _is_worth_leaving(schedule, [play_out(problem, cycle) for cycle in cycles]):
+            yield from begin_tail_migrations(view)
+            works = [choice.work for choice in start_in_cycle_order(view)]
+        else:
+            yield from begin_migrations(view, forecast, problem, schedule, pairs)
+            works = _works_to_start(view, forecast, schedule)
+        has_started = yield from start_side_by_side(view, overdue_first(view, works), sharing)
         if not has_started and not view.running and not view.migrating and not has_migrated:
             yield from start_where_free(view, [work for work in view.ready if not work.is_waiting])
 
@@ -152,6 +171,17 @@ class Jigsaw:
                 num_rollouts.get(member.id, 0) and len(member.unfinished_rollout_devices) > 1 for member in view.members
             )
         )
+
+
+def _is_worth_leaving(schedule: Schedule, cycles: Sequence[Schedule]) -> bool:
+    """Whether the schedule keeps more of the SLOs than the strict cycle, or its pipelines end clearly sooner.
+
+    Not by makespans: a cycle's pipelines end one after another, and the first begins its next cycle meanwhile.
+    """
+    cycle = min(cycles, key=lambda one: one.score)
+    if schedule.missed_s < cycle.missed_s - 1e-6:
+        return True
+    return schedule.mean_end_s < (1.0 - LEAST_GAIN) * cycle.mean_end_s
 
 
 def _works_to_start(view: GroupView, forecast: Forecast, schedule: Schedule) -> list[ReadyWork]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from rlmux.core.model import PipelineId
 from rlmux.core.placement_choice import Relocation
 from rlmux.core.placement_view import PlacementView
-from rlmux.policies.planning.partition import Partition
 from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
+from rlmux.policies.planning.set_partition import Partition
 from rlmux.policies.rlmux import RlMux
 
 

@@ -9,10 +9,13 @@ under the strict meta-iteration that its groups run. A pipeline that fits no gro
 nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are sunk
 cost: pipelines spread over free nodes before they share.
 
-Inside a group whose nodes are kept apart by phase, the order of the cycle decides, and tails of rollouts leave devices
-that another pipeline waits for. Where nodes serve both phases of
-every member (one pool; a table that says it helps; nodes that cost nothing and pipelines without an estimate), its
-dispatch is `jigsaw`'s: sub-stages of all members, look-ahead, sharing, migrated tails.
+Inside a group one of three rules decides what starts:
+
+    nodes serve both phases of every member    look-ahead over sub-stages, as `jigsaw`: one pool; a table that says
+                                               it helps; nodes that cost nothing and pipelines without an estimate
+    pools apart, a table says that it helps    the same inside each pool, weighed against the strict cycle
+    pools apart, no table                      the order of the cycle, gaps filled; tails leave devices that others
+                                               wait for
 
 Where steps are given and nodes are paid as they are used, it counts dollars for the work instead of dollars per hour:
 slowness has a price, budgets follow from the steps and the time that are left, and members train on as many nodes as
@@ -26,7 +29,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import ClassVar
 
 from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
 from rlmux.core.idling import Idling
@@ -43,9 +48,11 @@ from rlmux.policies.planning.economic_placement import cheapest_place
 from rlmux.policies.planning.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
 from rlmux.policies.planning.economy import Economy
 from rlmux.policies.planning.mending import mend_slos
+from rlmux.policies.planning.node_tails import share_nodes_with_tails
 from rlmux.policies.planning.ranking import GroupRanking
 from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
+from rlmux.policies.planning.side_by_side import fit_together
 from rlmux.policies.planning.tails import migrate_tails
 
 
@@ -53,6 +60,8 @@ from rlmux.policies.planning.tails import migrate_tails
 class RlMux:
     name: str = "rlmux"
     reacts_to_progress: bool = True
+    shares_in_halves: ClassVar[bool] = True
+    """Whether a simulated device's table has its most even split, too: two alike then leave nothing of it unused."""
     sharing: SharingTable = NO_SHARING
     """Pairs of sub-stages that were measured to help on these devices."""
     max_neighbourhood: int = 16
@@ -77,6 +86,11 @@ class RlMux:
     dollars per hour count there, too."""
     hold_up_usd: float = 4.0
     """Dollars that a move costs there for each rollout node, beside cold starts."""
+    mean_weight: float = 0.3
+    """Weight of the mean completion time beside the makespan in the look-ahead, where sub-stages share devices: what
+    ends first begins its next step beyond it."""
+    keeps_pools_apart: bool = False
+    """Whether nodes of a pool for one phase never serve the other, whatever a table says of them."""
     move_horizon_h: float = 3.0
     """Hours within which a move must have paid for itself there."""
     limits: SearchLimits = field(default_factory=SearchLimits)
@@ -90,9 +104,15 @@ class RlMux:
     """A cache of this object alone: `replace` makes a new one. Dropping what it knows changes no decision."""
     _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
     """The policy inside groups whose nodes serve both phases of every member."""
+    _both_grains: Jigsaw = field(init=False, repr=False, compare=False)
+    """The policy inside groups whose pools are kept apart, where sub-stages may share a device."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_sub_stages", Jigsaw(sharing=self.sharing))
+        sub_stages = Jigsaw(sharing=self.sharing)
+        if self.sharing.entries:
+            sub_stages = replace(sub_stages, mean_weight=self.mean_weight)
+        object.__setattr__(self, "_sub_stages", sub_stages)
+        object.__setattr__(self, "_both_grains", replace(sub_stages, keeps_cycle=True))
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         if self._shares_devices(pipeline, view):
@@ -149,18 +169,30 @@ class RlMux:
         return tuple(fruitless)
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if view.num_members > 1 and view.serves_both_phases:
-            yield from self._sub_stages.dispatch(view)
-            return
-        if self.migrates_tails:
-            yield from migrate_tails(view)
-        yield from start_in_cycle_order_or_overtake(view) if self.overtakes else start_in_cycle_order(view)
+        planner = self._planner(view)
+        if planner is not None:
+            return planner.dispatch(view)
+        start = start_in_cycle_order_or_overtake if self.overtakes else start_in_cycle_order
+        if self.migrates_tails and (view.has_wide_rollouts or view.has_tails):
+            return chain(migrate_tails(view), share_nodes_with_tails(view), start(view))
+        return start(view)
 
     def idling(self, view: GroupView) -> Idling:
         """As `jigsaw` where its dispatch is; else a device waits for the first slot while no other phase may begin."""
-        if view.num_members > 1 and view.serves_both_phases:
-            return self._sub_stages.idling(view)
+        planner = self._planner(view)
+        if planner is not None:
+            return planner.idling(view)
         return Idling(cycle_lead=math.inf if self.overtakes else 1.0)
+
+    def _planner(self, view: GroupView) -> Jigsaw | None:
+        """The look-ahead over sub-stages that is asked in this group; None where the order of the cycle decides."""
+        if view.num_members < 2:
+            return None
+        if view.serves_both_phases:
+            return self._sub_stages
+        if self.sharing.entries and not view.has_arriving_work and fit_together(view):
+            return self._both_grains
+        return None
 
     def _prices_slowness(self, view: PlacementView) -> bool:
         """Whether what a step takes is weighed against dollars: nodes never run out, and each has a price."""
@@ -196,6 +228,8 @@ class RlMux:
         """
         if view.cluster.pool_for(Phase.ROLLOUT) is None:
             return True
+        if self.keeps_pools_apart:
+            return False
         num_rollout, num_train = view.num_nodes(Phase.ROLLOUT), view.num_nodes(Phase.TRAIN)
         if num_rollout + num_train == math.inf:
             return False

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 from rlmux.core.group_load import GroupLoad
@@ -31,6 +32,7 @@ from rlmux.core.views import Choice, GroupView
 from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
 from rlmux.policies.planning.dispatching import start_in_cycle_order
 from rlmux.policies.planning.mending import mend_slos
+from rlmux.policies.planning.node_tails import share_nodes_with_tails
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
 from rlmux.policies.planning.tails import migrate_tails
 
@@ -67,9 +69,9 @@ class RollMux:
         return mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if self.migrates_tails:
-            yield from migrate_tails(view)
-        yield from start_in_cycle_order(view)
+        if self.migrates_tails and (view.has_wide_rollouts or view.has_tails):
+            return chain(migrate_tails(view), share_nodes_with_tails(view), start_in_cycle_order(view))
+        return start_in_cycle_order(view)
 
     def idling(self, view: GroupView) -> Idling:
         """A device waits for the member whose slot is first, at most for a cycle of the others."""

@@ -1,4 +1,4 @@
-"""Whether two pipelines are the same run: plans by their hash, weights by that of every step that both have.
+"""Whether two pipelines are the same run: plans by their hash, weights by the sums of every step that both have.
 
 same plan, equal weights at all 61 steps
 same plan, equal weights up to step 36, others at step 37
@@ -18,7 +18,7 @@ class Identity:
     is_same_plan: bool | None
     """Whether all that decides their weights is equal; None where one of the logs does not say."""
     num_compared: int
-    """Steps whose weights both logs have a hash of."""
+    """Steps of whose weights both logs have the same kind of sum: a checksum, or SHA-256."""
     last_equal: int | None
     """Last of the compared steps before any differs; None where there is none."""
     first_other: int | None
@@ -27,7 +27,7 @@ class Identity:
     def __str__(self) -> str:
         plans = {None: "plans not known", True: "same plan", False: "other plans"}[self.is_same_plan]
         if not self.num_compared:
-            return f"{plans}, no step whose weights both logs have a hash of"
+            return f"{plans}, no step whose weights both logs have a sum of"
         if self.first_other is None:
             steps = "the one step" if self.num_compared == 1 else f"all {self.num_compared} steps"
             return f"{plans}, equal weights at {steps}"
@@ -37,12 +37,19 @@ class Identity:
 
 
 def identity(
-    plans: tuple[str | None, str | None], hashes: tuple[Mapping[int, str | None], Mapping[int, str | None]]
+    plans: tuple[str | None, str | None], sums: tuple[Mapping[int, Mapping[str, str]], Mapping[int, Mapping[str, str]]]
 ) -> Identity:
-    """`plans`: hash of each plan. `hashes`: hash of the weights after each step, of each pipeline."""
-    first, second = ({step: sha256 for step, sha256 in its.items() if sha256} for its in hashes)
-    steps = sorted(first.keys() & second.keys())
-    others = [step for step in steps if first[step] != second[step]]
+    """`plans`: hash of each plan. `sums`: of each pipeline, the sums of the weights after each step, by name.
+
+    Weights are equal where every sum is that both have.
+    """
+    first, second = sums
+    steps = sorted(step for step in first.keys() & second.keys() if first[step].keys() & second[step].keys())
+    others = [
+        step
+        for step in steps
+        if any(first[step][name] != second[step][name] for name in first[step].keys() & second[step].keys())
+    ]
     equal = [step for step in steps if not others or step < others[0]]
     return Identity(
         is_same_plan=None if None in plans else plans[0] == plans[1],

@@ -209,9 +209,14 @@ class SampleReader:
         source, order = "trajectory", _order(sort)
         if words := _words_asked(asked):
             condition = "id IN (SELECT rowid FROM words WHERE words MATCH ?)"
-            if sort.endswith("step") and self._are_many(words):  # as few are looked at as a page takes
-                source, condition = "words CROSS JOIN trajectory ON trajectory.id = words.rowid", "words MATCH ?"
-                order = "words.rowid DESC" if sort == "-step" else "words.rowid"
+            if self._are_many(words):  # as few are looked at as a page takes
+                if sort.endswith("step") and not self._are_few_by_reward(asked):
+                    source, condition = "words CROSS JOIN trajectory ON trajectory.id = words.rowid", "words MATCH ?"
+                    order = "words.rowid DESC" if sort == "-step" else "words.rowid"
+                    conditions = [each.replace("id BETWEEN", "words.rowid BETWEEN") for each in conditions]
+                else:  # `+id` is in no index: that of what is sorted by, or of the reward, leads and the words follow
+                    condition = f"+{condition}"
+                    order = order.replace("id", "+id") if sort.endswith("step") else order
             conditions, values = [condition, *conditions], [words, *values]
         where = "WHERE " + " AND ".join(conditions) if conditions else ""
         found = self._connection.execute(
@@ -223,6 +228,14 @@ class SampleReader:
         counted = "SELECT count(*) FROM (SELECT 1 FROM words WHERE words MATCH ? LIMIT ?)"
         (found,) = self._connection.execute(counted, (words, _MANY + 1)).fetchone()
         return bool(found > _MANY)
+
+    def _are_few_by_reward(self, asked: Mapping[str, Any]) -> bool:
+        conditions, values = _conditions({key: asked[key] for key in ("least", "most") if key in asked})
+        if not conditions:
+            return False
+        counted = f"SELECT count(*) FROM (SELECT 1 FROM trajectory WHERE {' AND '.join(conditions)} LIMIT ?)"
+        (found,) = self._connection.execute(counted, (*values, _MANY + 1)).fetchone()
+        return bool(found <= _MANY)
 
     def one(self, step: int, prompt: int, sample: int) -> dict[str, Any] | None:
         """A trajectory with its text; None where it was not kept."""

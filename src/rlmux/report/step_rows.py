@@ -1,6 +1,6 @@
 """The table of a pipeline's steps, a row each: what pages, the API and `rlmux export` tell. Keys are stable.
 
-step  end_s  seconds  solo_s  slowdown  weights_sha256  metrics.NAME  stages.STAGE
+step  end_s  seconds  solo_s  slowdown  weights_checksum  weights_sha256  metrics.NAME  stages.STAGE
 """
 
 from __future__ import annotations
@@ -9,28 +9,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.model import PipelineId
 from rlmux.report.follow import Follower
 from rlmux.report.follow_steps import PublishedStep
 from rlmux.report.history import without_collector
 from rlmux.report.log import NOT_SHOWN, Entry, LogReader
 from rlmux.report.records import PipelineRecord
+from rlmux.report.weight_sums import SUM_NOTES, SUMS, StepSums
+
+BARE = tuple(type for type in NOT_SHOWN if type not in SUM_NOTES)
+"""Notes that the table needs nothing of."""
 
 
 def read_step_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Every published step of every pipeline of a run, in order. Raises LogError where its log cannot be read."""
-    sha256: dict[tuple[PipelineId, int], str] = {}
+    sums = StepSums()
     with LogReader(folder) as log, without_collector():
         follower = Follower(log.header)
-        for part in log.parts(bare=NOT_SHOWN):
+        for part in log.parts(bare=BARE):
             follower.add(part)
-            if isinstance(part, Entry) and part.type == "step" and (found := shas_of(part.value)):  # type: ignore[arg-type]
-                sha256[found[:2]] = found[2]
+            if isinstance(part, Entry) and part.kind == "note":
+                sums.add(part.type, part.value)  # type: ignore[arg-type]
         steps = follower.look().steps
     history = follower.history
     return {
         str(name): [
-            step_row(published, record, sha256.get((name, step)))
+            step_row(published, record, sums.of(name, step))
             for step, published in steps.get(name, {}).items()
             if published is not None
         ]
@@ -38,7 +41,7 @@ def read_step_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def step_row(published: PublishedStep, record: PipelineRecord, sha256: str | None) -> dict[str, Any]:
+def step_row(published: PublishedStep, record: PipelineRecord, sums: Mapping[str, str]) -> dict[str, Any]:
     """One step of the table."""
     time = published.time
     return {
@@ -47,13 +50,7 @@ def step_row(published: PublishedStep, record: PipelineRecord, sha256: str | Non
         "seconds": time.seconds,
         "solo_s": time.solo_s,
         "slowdown": time.seconds / time.solo_s if time.solo_s > 0.0 else None,
-        "weights_sha256": sha256,
+        **{key: sums.get(name) for key, name in SUMS.items()},
         "metrics": record.metrics.get(time.step, {}),
         "stages": published.stages,
     }
-
-
-def shas_of(notes: Mapping[str, Any]) -> tuple[PipelineId, int, str] | None:
-    """(pipeline, step, hash) of a `step` note that has one."""
-    sha256 = notes.get("weights_sha256")
-    return (PipelineId(str(notes["pipeline"])), int(notes["step"]), str(sha256)) if sha256 else None

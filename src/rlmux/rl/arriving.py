@@ -42,6 +42,11 @@ class ForwardBackward:
     complaint: str | None = None
     """What is wrong with it, known before it reached an engine; None: nothing."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens of all datums."""
+        return sum(len(datum.tokens) for datum in self.datums)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardDone:
@@ -126,6 +131,11 @@ class SampleRequest:
     """Tokens at the end of the prompt whose log-probs are asked for."""
     write: Callable[[SampleDone], Any] | None = None
     """Makes the answer that is sent back; None: it is the SampleDone."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that it may sample, at most."""
+        return sum(each.max_new_tokens for each in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from rlmux.rl.backlog import num_trajectories_of
 from rlmux.rl.types import RoundRecord, TrainingBatch
 
 
@@ -34,6 +35,8 @@ class BatchMetrics:
     """What the reward function logged, by metric."""
     round: RoundRecord | None
     """What tail batching made of the step; None without it."""
+    version_metrics: Mapping[str, float]
+    """What interruptible rollouts made of the step, by metric; empty without them."""
 
     @property
     def round_metrics(self) -> dict[str, int]:
@@ -63,7 +66,20 @@ def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
         token_runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
         logged=batch.logged,
         round=batch.round,
+        version_metrics={} if batch.backlog is None else _version_metrics(batch, batch.backlog),
     )
+
+
+def _version_metrics(batch: TrainingBatch, backlog: bytes) -> dict[str, float]:
+    """Staleness is of trajectories."""
+    versions = [each.versions for each in batch.trajectories]
+    staleness = [batch.step - 1 - min(each) for each in versions]
+    return {
+        "interrupted_trajectories": sum(min(each) < max(each) for each in versions),
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        "backlog_trajectories": num_trajectories_of(backlog),
+    }
 
 
 def count_sampled(is_sampled: Sequence[bool]) -> int:

@@ -314,7 +314,7 @@ class EngineConfig(FromFile):
         if self.is_of_user:
             if not plugins.is_plugin("engine", self.name):
                 known = ", ".join((*ENGINES, *plugins.names("engine")))
-                raise MisfitError("name", f"is {self.name!r}: unknown; accepted: {known}, or module:name of your own")
+                raise MisfitError("name", f"unknown; accepted: {known}, or module:name of your own")
             for key in ("python", "url"):
                 if getattr(self, key):
                     raise MisfitError(key, "does not go with an engine of your own; accepted with: vllm, sglang")
@@ -359,6 +359,19 @@ class TailBatchingConfig(FromFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptibleConfig(FromFile):
+    """Rollouts that never wait for their longest answers: those go on in the next step, by its weights (AReaL;
+    docs/interruptible.md). `interruptible: {}` has the defaults; `algorithm.staleness` bounds how old a token gets."""
+
+    num_slots: Annotated[int, Ge(1), Le(65536)] | None = None
+    """Slots of the plan clock, which decides what a step trains on; without: `rollout.slots`. With several workers, the
+    slots of all of them. Changes the results, as `rollout.workers` does not."""
+    overlap_ticks: Annotated[int, Ge(0), Le(1_000_000)] = 0
+    """Tokens of each seated answer that are sampled beside a step's training, before its weights arrive: about the
+    seconds of training over those of a decode step. 0: training stops the rollout. Above 0 it needs a staleness."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(FromFile):
     """How answers are sampled, and on how many devices."""
 
@@ -383,10 +396,15 @@ class RolloutConfig(FromFile):
     tail_batching: TailBatchingConfig | None = None
     """Sampling more than a step needs, so that few steps wait for the longest answers; without: each step samples what
     it trains on."""
+    interruptible: InterruptibleConfig | None = None
+    """Answers that go on over several steps; without: a step's rollout ends with its last answer."""
 
     def __post_init__(self) -> None:
-        if self.tail_batching is not None and self.engine.name != "rlmux":
-            raise MisfitError("tail_batching", "does not go with an engine of others; accepted: our own engine")
+        modes = [mode for mode in ("tail_batching", "interruptible") if getattr(self, mode) is not None]
+        if modes and self.engine.name != "rlmux":
+            raise MisfitError(modes[0], "does not go with an engine of others; accepted: our own engine")
+        if len(modes) > 1:
+            raise MisfitError("interruptible", "does not go with tail_batching; accepted: one of them")
         if self.dtype != "float32" and self.engine.name == "rlmux":
             raise MisfitError("dtype", "accepted: float32; bfloat16 goes with an engine of others")
 

@@ -27,6 +27,9 @@ NOT_OF_THE_PLAN = {
 }
 """Fields that decide how fast a pipeline is, or when it fails, and never what its weights are."""
 
+_MODES = {("rollout", "interruptible")}
+"""Mappings that change results by being there, be it with nothing in them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -68,7 +71,7 @@ def _stated(value: Any, path: tuple[str, ...]) -> dict[str, Any]:
             continue
         if is_dataclass(now):
             within = _stated(now, here)
-            if within:
+            if within or here in _MODES:
                 stated[one.name] = within
         elif now != (one.default_factory() if one.default_factory is not MISSING else one.default):
             stated[one.name] = now

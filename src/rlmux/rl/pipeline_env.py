@@ -11,7 +11,8 @@
 Invariants: everything that comes out is a function of the config and of the turns that came in, whatever their
 order and grouping; a turn delivered twice is answered alike and counted once; steps may overlap. Nothing here
 depends on what else the machine runs. Under tail batching (`prompt_rounds.py`) more requests are made than a step
-trains on: only turns of those that are kept come in, and only they are scored.
+trains on: only turns of those that are kept come in, and only they are scored. Interruptible rollouts
+(`epoch_clock.py`) have requests of several steps under way, and say of which trajectories a batch is made.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import Conversations
 from rlmux.rl.episode import Episode
+from rlmux.rl.epoch_clock import Admitted, ClockState
 from rlmux.rl.learned_lengths import LearnedLengths
 from rlmux.rl.prompt_rounds import PromptQueue, Round, check_task
 from rlmux.rl.rewards import Response, Reward
@@ -57,9 +59,10 @@ class PipelineEnv:
         *,
         on_answer: Callable[[], None] = lambda: None,
         prompts: PromptQueue | None = None,
+        clock: ClockState | None = None,
     ) -> None:
         """`on_answer`: called after each call of the user's code. `prompts`: where the pipeline stands in them, with
-        tail batching; None: at its first step.
+        tail batching; `clock`: with interruptible rollouts; None: at its first step.
 
         Raises UserError for an unknown task or algorithm and for options out of range.
         """
@@ -78,6 +81,8 @@ class PipelineEnv:
         self._last_finished_step = 0
         self._queue = prompts or PromptQueue()
         """The prompts of tail batching after the last finished step."""
+        self._admitted = None if config.rollout.interruptible is None else Admitted(config, clock or ClockState())
+        """Which prompts interruptible rollouts may sample; None: each step those that it trains on."""
         self._lengths = LearnedLengths() if config.rollout.order == "longest" else None
         self._conversations = Conversations(self._task, self._vocabulary, self._limit_s, on_answer)
         self._unanswered: dict[TrajectoryId, FinishedTurn] = {}
@@ -102,11 +107,20 @@ class PipelineEnv:
             raise IllegalTransitionError(
                 f"pipeline {self._config.name}: step {step} was to begin after step {self._last_finished_step} ended"
             )
+        if self._admitted is not None:
+            for admitted in self._admitted.steps_new_in(step):
+                self._begin(admitted, self._admitted.is_open)
+            return [episode.request for episodes in self._episodes_by_step.values() for episode in episodes.values()]
         if step not in self._episodes_by_step:
-            self._episodes_by_step[step] = {
-                request.id: Episode(request=request, prompt=prompt) for prompt, request in self._requests_of(step)
-            }
+            self._begin(step)
         return [episode.request for episode in self._episodes_by_step[step].values()]
+
+    def _begin(self, step: int, is_wanted: Callable[[TrajectoryId], bool] = lambda _: True) -> None:
+        self._episodes_by_step[step] = {
+            request.id: Episode(request=request, prompt=prompt)
+            for prompt, request in self._requests_of(step)
+            if is_wanted(request.id)
+        }
 
     def unfinished_requests(self, step: int) -> list[TrajectoryRequest]:
         """Requests of a begun step whose trajectories are not over: sampled again after a crash."""
@@ -152,22 +166,18 @@ class PipelineEnv:
             return True
         return self._num_unscored(step) == 0
 
-    def finish_step(self, step: int) -> TrainingBatch:
-        """The step's batch in id order; again for the last few steps.
+    def finish_step(self, step: int, ids: Sequence[TrajectoryId] | None = None) -> TrainingBatch:
+        """The step's batch in id order; again for the last few steps. `ids`: what it is made of, where rollouts are
+        interruptible.
 
         Raises IllegalTransitionError while a trajectory is not scored.
         """
         if step in self._batch_by_step:
             return self._batch_by_step[step]
-        if not self.is_step_complete(step):
-            missing = self._num_unscored(step)
-            raise IllegalTransitionError(
-                f"pipeline {self._config.name}: step {step} was to finish with {missing} trajectories unscored"
-            )
-        scored = [episode for episode in self._begun(step).values() if episode.reward is not None]
+        scored = self._take_scored(step, ids)
         trajectories = [episode.to_trajectory() for episode in scored]
         advantages: list[float] = []
-        for _, group in groupby(trajectories, key=lambda trajectory: trajectory.id.prompt):
+        for _, group in groupby(trajectories, key=lambda trajectory: trajectory.id[:2]):
             rewards = [trajectory.reward for trajectory in group]
             is_compared = len(rewards) > 1  # a filler may ask for one answer of each prompt
             advantages += self._algorithm.advantages(rewards) if is_compared else [0.0]
@@ -175,18 +185,35 @@ class PipelineEnv:
             step=step,
             trajectories=tuple(trajectories),
             advantages=tuple(advantages),
-            logged=self._reward.take_logged(step),
+            logged=self._reward.take_logged(dict.fromkeys(each.id.step for each in trajectories)),
             round=self._end_round(step, trajectories),
         )
         if self._lengths is not None:
             self._lengths.learn(_answer_lengths(scored))
-        self._conversations.drop_step(step)
-        del self._episodes_by_step[step]
+        for over in [each for each in (*self._episodes_by_step,) if not self._episodes_by_step[each]]:
+            self._conversations.drop_step(over)
+            del self._episodes_by_step[over]
         self._batch_by_step[step] = batch
         for old in [kept for kept in self._batch_by_step if kept <= step - _KEPT_BATCHES]:
             del self._batch_by_step[old]
         self._last_finished_step = max(self._last_finished_step, step)
         return batch
+
+    def _take_scored(self, step: int, ids: Sequence[TrajectoryId] | None) -> list[Episode]:
+        """The episodes of the step's batch; the env forgets them, and those that the step does without."""
+        if ids is None:
+            if missing := self._num_unscored(step):
+                raise IllegalTransitionError(
+                    f"pipeline {self._config.name}: step {step} was to finish with {missing} trajectories unscored"
+                )
+            episodes, self._episodes_by_step[step] = self._begun(step), {}
+            return [episode for episode in episodes.values() if episode.reward is not None]
+        unscored = [id for id in ids if self._begun(id.step)[id].reward is None]
+        if unscored:
+            raise IllegalTransitionError(
+                f"pipeline {self._config.name}: step {step} was to finish with {len(unscored)} trajectories unscored"
+            )
+        return [self._episodes_by_step[id.step].pop(id) for id in ids]
 
     def _round(self, step: int) -> Round:
         """The prompts of a step, and how many answers each is asked for."""
@@ -252,7 +279,8 @@ class PipelineEnv:
         newest = max(self._episodes_by_step, default=0)
         if turn.id.step not in self._episodes_by_step and turn.id.step <= max(newest, self._last_finished_step):
             return None
-        return self._begun(turn.id.step)[turn.id]
+        episodes = self._begun(turn.id.step)
+        return episodes[turn.id] if self._admitted is None else episodes.get(turn.id)
 
     def _score(self, ended: Sequence[Episode]) -> None:
         """Reward each ended episode by itself, or its whole prompt group once all of that is over."""

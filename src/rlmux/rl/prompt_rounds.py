@@ -79,12 +79,13 @@ class PromptQueue:
 
 
 def check_task(config: TrainingConfig, task: Task) -> None:
-    """Raises UserError for tail batching of a task whose answers have several turns."""
-    if config.rollout.tail_batching is not None and not task.is_single_turn:
-        raise UserError(
-            f"rollout.tail_batching: does not go with task {config.task.name!r}, whose answers have several turns; "
-            "accepted: a task of one turn, or no tail_batching"
-        )
+    """Raises UserError for rollouts by a plan clock of a task whose answers have several turns."""
+    for mode in ("tail_batching", "interruptible"):
+        if getattr(config.rollout, mode) is not None and not task.is_single_turn:
+            raise UserError(
+                f"rollout.{mode}: does not go with task {config.task.name!r}, whose answers have several turns; "
+                f"accepted: a task of one turn, or no {mode}"
+            )
 
 
 def more_than(count: int, factor: float) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -69,9 +69,13 @@ class Reward:
         self.is_grouped = self._function is not None and _is_trl(self._function)
         """All responses of a prompt group must be given at once, in sample order; otherwise one at a time."""
 
-    def take_logged(self, step: int) -> dict[str, float]:
-        """Means of what the user's function logged in this step, by metric, sorted; forgotten here."""
-        return {name: sum(all_) / len(all_) for name, all_ in sorted(self._logged.pop(step, {}).items())}
+    def take_logged(self, steps: Iterable[int]) -> dict[str, float]:
+        """Means of what the user's function logged in these steps, by metric, sorted; forgotten here."""
+        logged: dict[str, list[float]] = {}
+        for step in steps:
+            for name, numbers in self._logged.pop(step, {}).items():
+                logged.setdefault(name, []).extend(numbers)
+        return {name: sum(all_) / len(all_) for name, all_ in sorted(logged.items())}
 
     def call(self, prompt: Prompt, responses: Sequence[Response], step: int) -> Any:
         """What the user's function returns in this step, perhaps awaitable."""

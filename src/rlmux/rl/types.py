@@ -161,7 +161,8 @@ class TrainingBatch:
 
     step: int
     trajectories: Sequence[Trajectory]
-    """All prompts_per_step * group_size trajectories, sorted by id. Under tail batching ids have gaps."""
+    """All prompts_per_step * group_size trajectories, sorted by id. Under tail batching ids have gaps; of interruptible
+    rollouts they may be of several steps."""
     advantages: Sequence[float]
     """Advantage of each trajectory, in the same order; `rl/algorithms.py` has the formulas."""
     logged: Mapping[str, float] = field(default_factory=dict)
@@ -170,6 +171,8 @@ class TrainingBatch:
     """Origin of the trajectories; None: not marked."""
     round: RoundRecord | None = None
     """What tail batching made of the step; None without it."""
+    backlog: bytes | None = None
+    """A packed `rl.backlog.Backlog` that interruptible rollouts go on from after the step; None without them."""
 
 
 class SubStageIterations(NamedTuple):

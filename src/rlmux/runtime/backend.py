@@ -80,7 +80,7 @@ class Backend(Protocol):
         """Events and notes since the last poll, oldest first; waits up to `timeout_s` if there are none."""
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
-        """Hash of the newest published weights; None before the first publication."""
+        """Hash of the weights of the newest checkpoint; None before the first one."""
 
     def close(self) -> None:
         """End every worker. Safe to call twice."""

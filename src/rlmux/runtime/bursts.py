@@ -14,7 +14,7 @@ does them once more, to the same bits.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Resident, Stage
-from rlmux.rl.arriving import Loss, OptimizerStep, PackedLoss, SampleRequest, SaveState, SaveWeights, TrainRequest
+from rlmux.rl.arriving import Loss, OptimizerStep, SampleRequest, SaveState, SaveWeights, TrainRequest
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.burst_workers import Answer, BurstReport, DatumWorker, SampleWorker
 from rlmux.runtime.call_loop import Answer as CallAnswer
@@ -121,7 +121,7 @@ class PipelineBursts:
         self._samplers = samplers
         self._base = shared_base(config)
         self._sampler: Sampler | None = None
-        self._samples = SampleQueue(pipeline_id, config.adapter, lambda answer: listener.answered(pipeline_id, answer))
+        self._samples = SampleQueue(pipeline_id, config.adapter, self._answer_sample)
         self._options = options
         self._start_timer = start_timer
         self._now_s = now_s
@@ -131,6 +131,10 @@ class PipelineBursts:
         self._since_checkpoint: list[tuple[str, TrainRequest]] = []
         self._num_handed_over = 0
         """Requests that the train worker has and has not answered; they are the last of `_since_checkpoint`."""
+        self._answered_since_checkpoint: set[str] = set()
+        """Ids of requests of `_since_checkpoint` that some worker has answered."""
+        self._num_losses: Counter[Phase] = Counter()
+        """Workers lost in a row, by phase: without an answer in between that none before had given."""
         self._worker_by_phase: dict[Phase, tuple[Worker, DeviceId]] = {}
         self._task_by_order: dict[OrderId, Task] = {}
         self._order_by_phase: dict[Phase, OrderId] = {}
@@ -156,7 +160,7 @@ class PipelineBursts:
     def sample(self, request: SampleRequest, weights: Path | None) -> None:
         """Sample with the weights of a file; None: with the model's first."""
         self._samples.waiting.append((request, weights))
-        self._tell(Phase.ROLLOUT, _sample_units(request))
+        self._tell(Phase.ROLLOUT, request.max_new_tokens)
 
     def withdraw(self, ids: Sequence[str]) -> None:
         """Forget sampling requests that wait, which is told. What a worker has begun is finished and answered."""
@@ -252,9 +256,7 @@ class PipelineBursts:
             report: BurstReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
             spent.add(report.seconds, report.tokens)
             self._num_handed_over = report.num_active + report.num_waiting
-            for answer in report.answers:
-                self._listener.answered(self.id, answer)
-            self._forget_forwards({answer.id for answer in report.answers})
+            self._answer_trained(report.answers)
             if not self._num_handed_over and (update := self._newest_update()) is not None:
                 if saves := list(self._take_saves()):
                     yield from self._hand_over_training(worker, saves)
@@ -263,6 +265,19 @@ class PipelineBursts:
             if spent.seconds >= self._longest_train_s():
                 break
         self._end(order, Phase.TRAIN, spent, has_more=bool(self._num_handed_over or self._to_train))
+
+    def _answer_trained(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self._listener.answered(self.id, answer)
+        answered = {answer.id for answer in answers}
+        if answered - self._answered_since_checkpoint:
+            self._num_losses[Phase.TRAIN] = 0
+        self._forget_forwards(answered)
+        self._answered_since_checkpoint |= answered & {name for name, _ in self._since_checkpoint}
+
+    def _answer_sample(self, answer: Answer) -> None:
+        self._num_losses[Phase.ROLLOUT] = 0
+        self._listener.answered(self.id, answer)
 
     def _forget_forwards(self, answered: AbstractSet[str]) -> None:
         """Answered losses without gradients changed nothing: they need not be done again."""
@@ -312,6 +327,8 @@ class PipelineBursts:
         kept = [each for each in (previous, folder) if each is not None]
         self.sha256 = yield self._calls.call(worker, "keep_update", folder, kept)
         self._checkpoint, self._since_checkpoint = folder, []
+        self._answered_since_checkpoint = set()
+        self._num_losses[Phase.TRAIN] = 0
         self._listener.checkpointed(self.id, request_id, folder, self.sha256)
 
     def _has_more(self, phase: Phase, has_stepped: bool = False) -> Generator[CallAnswer, Any, bool]:
@@ -338,7 +355,7 @@ class PipelineBursts:
             self._front.paused(order.order, **spent.fields())
             return
         if has_more:  # before the end, so that the client is not taken for thinking
-            samples = [_sample_units(request) for request in self._samples.all_work()]
+            samples = [request.max_new_tokens for request in self._samples.all_work()]
             trained = [_train_units(request) for _, request in self._to_train]
             self._front.arrived(self.id, (phase,), sum(samples if phase is Phase.ROLLOUT else trained))
         self._front.finished(order.order, **spent.fields())
@@ -408,12 +425,22 @@ class PipelineBursts:
         """It is one of the pipeline's workers."""
         return any(mine is worker for mine, _ in self._worker_by_phase.values())
 
+    def count_loss(self, worker: Worker) -> int:
+        """A worker was lost; returns how many of its phase were, in a row. What is done again does not break a row: a
+        request that ends every worker would else be tried for ever."""
+        phase = self._phase_of(worker)
+        self._num_losses[phase] += 1
+        return self._num_losses[phase]
+
     def forget(self, worker: Worker) -> tuple[Phase, DeviceId]:
         """A worker was lost: what it had not answered is to be done again. Returns its phase and device."""
-        phase = next(phase for phase, (mine, _) in self._worker_by_phase.items() if mine is worker)
+        phase = self._phase_of(worker)
         device = self._worker_by_phase[phase][1]
         self._end_worker(phase)
         return phase, device
+
+    def _phase_of(self, worker: Worker) -> Phase:
+        return next(phase for phase, (mine, _) in self._worker_by_phase.items() if mine is worker)
 
     def _end_worker(self, phase: Phase) -> None:
         worker, _ = self._worker_by_phase.pop(phase)
@@ -466,11 +493,4 @@ def _is_save(request: TrainRequest) -> bool:
 
 def _train_units(request: TrainRequest) -> int:
     """Tokens of a training request."""
-    if isinstance(request, PackedLoss):
-        return request.num_tokens
-    return sum(len(datum.tokens) for datum in request.datums) if isinstance(request, Loss) else 0
-
-
-def _sample_units(request: SampleRequest) -> int:
-    """Tokens that a request may sample, at most."""
-    return sum(each.max_new_tokens for each in request.trajectories)
+    return request.num_tokens if isinstance(request, Loss) else 0

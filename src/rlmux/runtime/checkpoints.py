@@ -27,6 +27,7 @@ from rlmux.core.errors import CheckpointError
 from rlmux.core.model import PipelineId
 from rlmux.engines.checkpoint import PROMPTS, read_checkpoint, read_state
 from rlmux.engines.files import sync_path
+from rlmux.rl.backlog import BACKLOG_FILE, Backlog
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.prompt_rounds import PromptQueue
@@ -57,6 +58,25 @@ def queue_of(checkpoint: Path, config: TrainingConfig) -> PromptQueue | None:
         return None
     state = read_state(checkpoint)
     return PromptQueue.of_fields(state.get(PROMPTS), str(checkpoint)) if int(state["version"]) else None
+
+
+def backlog_of(checkpoint: Path, config: TrainingConfig) -> Backlog:
+    """What interruptible rollouts go on from; empty without them, and before the first step.
+
+    Raises CheckpointError where a checkpoint should have one.
+    """
+    if config.rollout.interruptible is None or not int(read_state(checkpoint)["version"]):
+        return Backlog()
+    file = checkpoint / BACKLOG_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{checkpoint} has no {BACKLOG_FILE}: it was written without rollout.interruptible")
+    return Backlog.unpack(file.read_bytes(), str(file))
+
+
+def is_due(submission: Submission, step: int, checkpoint_every: int) -> bool:
+    """Whether a step has a checkpoint. Where there are gaps between them, each comes with the versions that staleness
+    needs."""
+    return step == submission.config.num_steps or -step % checkpoint_every <= submission.pipeline.staleness
 
 
 class Checkpoint(NamedTuple):
@@ -199,6 +219,8 @@ class Written(NamedTuple):
     """Seconds from the snapshot until it was durable, beside other work."""
     stall_s: float
     """Seconds that training waited: for the checkpoint before it to be written, and for the snapshot."""
+    weights_sha256: str
+    """Hash of its weights, computed as it was written."""
 
 
 def checkpoint_note(pipeline: PipelineId, written: Written) -> Note:
@@ -208,6 +230,7 @@ def checkpoint_note(pipeline: PipelineId, written: Written) -> Note:
         "step": CheckpointFolder.step_of(written.folder),
         "seconds": round(written.seconds, 6),
         "stall_s": round(written.stall_s, 6),
+        "weights_sha256": written.weights_sha256,
     }
     return Note(type="checkpoint", fields=fields)
 
@@ -227,10 +250,11 @@ class CheckpointWriter:
         self._being_written: Future[Written] | None = None
         self._written: list[Written] = []
 
-    def begin(self, folder: Path, snapshot: Callable[[], Callable[[Path], None]]) -> None:
+    def begin(self, folder: Path, snapshot: Callable[[], Callable[[Path], str]]) -> None:
         """Wait for the checkpoint before, have a snapshot taken, and begin to write it.
 
-        `snapshot` returns what writes it into a folder. Raises what writing the one before raised.
+        `snapshot` returns what writes it into a folder and returns the hash of its weights. Raises what writing the
+        one before raised.
         """
         started_s = time.perf_counter()
         self.wait()
@@ -251,7 +275,7 @@ class CheckpointWriter:
             self._written.append(being_written.result())
 
 
-def _write(folder: Path, write: Callable[[Path], None], stall_s: float) -> Written:
+def _write(folder: Path, write: Callable[[Path], str], stall_s: float) -> Written:
     started_s = time.perf_counter()
-    write(folder)
-    return Written(folder, time.perf_counter() - started_s, stall_s)
+    weights_sha256 = write(folder)
+    return Written(folder, time.perf_counter() - started_s, stall_s, weights_sha256)

@@ -21,11 +21,11 @@ def deal_out(
     requests: Sequence[TrajectoryRequest], devices: Sequence[DeviceId]
 ) -> dict[DeviceId, list[TrajectoryRequest]]:
     """The requests of each device, in the order given. `requests`: in id order."""
-    groups = {prompt: list(group) for prompt, group in groupby(requests, key=lambda request: request.id.prompt)}
+    groups = {prompt: list(group) for prompt, group in groupby(requests, key=lambda request: request.id[:2])}
     tokens = {prompt: sum(request.expected_tokens for request in group) for prompt, group in groups.items()}
     known = [count / len(groups[prompt]) for prompt, count in tokens.items() if count]
     if not known:
-        place_of = {prompt: prompt % len(devices) for prompt in groups}
+        place_of = {prompt: number % len(devices) for number, prompt in enumerate(groups)}
     else:
         usual = fmean(known)
         load = {prompt: count or usual * len(groups[prompt]) for prompt, count in tokens.items()}

@@ -58,6 +58,8 @@ def check_run(folder: Path, *, may_be_damaged: bool = False) -> None:
         problem = f"holds no run (no {RUN_LOG})" if folder.is_dir() else "no such folder"
         there = sorted(str(log.parent) for log in Path("runs").glob(f"*/{RUN_LOG}"))
         hint = f", such as {', '.join(there[-3:])}" if there else ""
+        if (folder / RUN_HEADER).is_file():
+            hint = f"; its log is gone, and what its other files hold is left: rlmux resume {folder} --salvage"
         raise UserError(f"{folder}: {problem}; accepted: the folder of a run{hint}")
 
 
@@ -76,5 +78,5 @@ def is_of_server(folder: Path) -> bool:
     """Whether the folder is that of `rlmux serve`."""
     from rlmux.report.log import LogReader
 
-    with LogReader(folder) as log:
+    with telling_of_salvage(folder), LogReader(folder) as log:
         return bool((log.header.get("spec") or {}).get("is_server"))

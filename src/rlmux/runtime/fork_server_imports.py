@@ -6,6 +6,10 @@ imports have made is not looked at again afterwards either: workers go on sharin
 
 import contextlib
 import gc
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 gc.disable()
 try:

@@ -32,7 +32,7 @@ from rlmux.runtime.workplace import Worker, Workplace
 
 _WAIT_S = 0.25
 _MAX_LOSSES = 3
-"""Deaths of a pipeline's workers in a row that it survives without an answer in between."""
+"""Deaths in a row of a pipeline's workers of one phase that it survives, no request being answered in between."""
 
 
 class ModelHost:
@@ -57,7 +57,6 @@ class ModelHost:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pipelines: dict[PipelineId, PipelineBursts] = {}
         self._samplers = Samplers()
-        self._num_losses: dict[PipelineId, int] = {}
         self._timers: list[tuple[float, int, Answer]] = []
         self._numbers = count()
         self._is_closing = False
@@ -155,7 +154,6 @@ class ModelHost:
             return
         try:
             worker.receive(time.monotonic())
-            self._num_losses.update((each.id, 0) for each in owners)
         except RlmuxError as error:
             if len(owners) == 1 and not isinstance(error, WorkerLostError):
                 self._fail(owners[0], str(error))
@@ -167,7 +165,7 @@ class ModelHost:
 
     def _replace(self, bursts: PipelineBursts, worker: Worker, reason: str) -> None:
         """A worker was lost: its order ends, and its work is ready for a successor."""
-        losses = self._num_losses[bursts.id] = self._num_losses.get(bursts.id, 0) + 1
+        losses = bursts.count_loss(worker)
         if losses > _MAX_LOSSES:
             self._fail(bursts, f"{reason}, {losses} times in a row")
             return

@@ -32,10 +32,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.hidden_main import hidden_main
 from rlmux.runtime.activity import Activity, activity_of
 from rlmux.runtime.heartbeat import beat_with
 from rlmux.runtime.reaper import marking
@@ -68,7 +68,7 @@ class _Call(NamedTuple):
 
 def warm_up() -> None:
     """Start the fork server, so that it imports torch while its caller reads its file; a borrowed one runs already."""
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     if _is_borrowing():
         return
@@ -76,8 +76,22 @@ def warm_up() -> None:
     if _IMPORTS not in server._preload_modules:
         server._stop()  # it was started without our imports: every worker would have to import torch itself
     _FORKSERVER.set_forkserver_preload([_IMPORTS])
-    with marking():
+    resource_tracker.ensure_running()  # it lets interrupts through again when it has started
+    with marking(), _without_interrupts():
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started meanwhile begins with Ctrl-C put off: it goes to all processes of a terminal.
+
+    A fork server ignores it from its first import on (`fork_server_imports`).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def fork_server_address() -> str:
@@ -274,7 +288,7 @@ def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
     if not _is_borrowing():
         _ending_of_fork_server(fork_server_pid())  # one that has ended is reaped, and forgotten, below
     process = _FORKSERVER.Process(target=_serve, args=work, name=name, daemon=True)
-    with _hidden_main(), contextlib.nullcontext() if _is_borrowing() else marking():
+    with hidden_main(), contextlib.nullcontext() if _is_borrowing() else marking():
         process.start()  # a fork server that was killed is started again here
     return process
 
@@ -283,17 +297,6 @@ def _is_borrowing() -> bool:
     from multiprocessing import forkserver
 
     return vars(forkserver)["_forkserver"].ensure_running is _borrowed
-
-
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Hide the script from the child, which would run it once more and gain nothing but its imports."""
-    script = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = script
 
 
 def _serve(

@@ -26,7 +26,7 @@ import ray
 from rlmux.core.errors import RlmuxError, WorkerLostError
 from rlmux.runtime.activity import Activity
 from rlmux.runtime.processes import WorkerProcess, borrow_fork_server, portable_error, warm_up
-from rlmux.runtime.workers import HandOut, RolloutChunk, StepBatch, TrainCall
+from rlmux.runtime.worker_calls import HandOut, RolloutChunk, StepBatch, TrainCall
 
 _MEMORY = Path("/dev/shm")
 

@@ -5,7 +5,8 @@
         │                                                    └─ replies, released    │ finished turns
         └───────────── on_turns: one call at a time, with all turns that have ended ─┘
 
-Under tail batching (rollout_race.py) only turns that are kept reach the env worker, and what is lost is cut.
+Under tail batching (rollout_race.py) only turns that are kept reach the env worker, and what is lost is cut. An
+interruptible rollout (rollout_legs.py) has one or two legs a step; between them it may wait for weights.
 
 A shard's order runs chunk after chunk. It waits only for its worker's answer, or, when there is nothing that it could
 compute, for user code: for the step's prompts, an environment's reply, a migrated shard or a Pause. A shard that is
@@ -22,8 +23,9 @@ from rlmux.core.actions import MigrateShard, Switch
 from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
 from rlmux.core.fillers import CHUNK_S
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.rl.backlog import Backlog
 from rlmux.rl.packed_turns import PackedTurns
-from rlmux.rl.types import ChunkReport, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.call_loop import Answer, CallLoop, Task, Work
 from rlmux.runtime.dealing import deal_out
 from rlmux.runtime.orders import RunningOrder, RunningOrders
@@ -31,10 +33,12 @@ from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
 from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
+from rlmux.runtime.rollout_epochs import RolloutEpochs
+from rlmux.runtime.rollout_legs import RolloutLegs
 from rlmux.runtime.rollout_race import RolloutRace
 from rlmux.runtime.rollout_record import RolloutRecord
 from rlmux.runtime.rollout_shard import RolloutShard
-from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult, StepBatch
+from rlmux.runtime.worker_calls import RolloutChunk, RolloutChunkResult, StepBatch
 from rlmux.runtime.workplace import WorkerOptions
 
 _PATIENCE_S = 0.02
@@ -89,6 +93,10 @@ class RolloutDriver:
         self._is_asking = False
         self._race: RolloutRace | None = None
         """The race of the step under way; None where it trains on all that it samples."""
+        self._legs: RolloutLegs | None = None
+        """The legs of an interruptible rollout; None for others, and before the first step."""
+        self._newest_version = workers.furthest_step
+        """The newest weight version that rollout workers can load."""
         self._migration_by_source: dict[DeviceId, Task] = {}
         self._record_by_step: dict[int, RolloutRecord] = {}
 
@@ -108,7 +116,7 @@ class RolloutDriver:
         if order.is_pausing and self._workers.submission.pipeline.is_filler:
             return order.paused(self._outbox.now_s(), is_waiting=False)
         yield from self._promises.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
-        while True:
+        while not self._shards[device].is_over:
             order.is_calling = True
             result: RolloutChunkResult = yield self._begin_chunk(order, device)
             order.is_calling = False
@@ -116,17 +124,21 @@ class RolloutDriver:
             seconds = result.input_s + report.seconds
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
             self._pass_on_turns(shard, result)
-            if _is_over(shard, report):
+            if self._is_over(shard, report):
                 shard.unfinished.clear()
-                return order.finished(self._outbox.now_s())
+                break
             can_compute = self._can_compute(shard, report)
             if not order.is_pausing:
                 self._report_progress(order, report)
-                if not can_compute:
+                if not can_compute and not self._awaits_weights:
                     yield order.wait_for_input(self._calls.promise(), self._outbox.now_s())
-            if order.is_pausing and (shard.unfinished or not shard.to_cut):  # else a call that only cuts ends it
+                    can_compute = shard.has_input or shard.is_over
+            is_pausing = order.is_pausing or (self._awaits_weights and not can_compute)
+            if is_pausing and (shard.unfinished or not shard.to_cut):  # else a call that only cuts ends it
                 shard.is_waiting_for_env |= not can_compute
                 return order.paused(self._outbox.now_s(), is_waiting=not can_compute)
+        self._shards[device].has_finished = True
+        return order.finished(self._outbox.now_s())
 
     def migrate(self, action: MigrateShard) -> None:
         """Move all of a device's shard to another device's."""
@@ -136,8 +148,15 @@ class RolloutDriver:
         """The step's batch, once everything that was sampled is scored: answers come in the order of the calls."""
         if self._turns_to_ask:
             self._start(self._ask_environments())
-        batch: StepBatch = yield self._calls.call(self._workers.env_worker, "finish_step", step)
+        over = () if self._legs is None else (self._legs.end_step(),)
+        batch: StepBatch = yield self._calls.call(self._workers.env_worker, "finish_step", step, *over)
         return batch
+
+    def weights_arrived(self, version: int) -> None:
+        """Rollout workers can load this version from now on."""
+        self._newest_version = version
+        if self._legs is not None:
+            self._pass_on(self._legs.weights_arrived(version))
 
     def prepare(self, step: int) -> None:
         """Have a step's requests made, once the orders of now are out: devices come first."""
@@ -153,7 +172,8 @@ class RolloutDriver:
         self._version_by_device.pop(device, None)
         self._unloaded.discard(device)
         if device in self._shards:
-            self._shards[device] = self._shards[device].begun_anew()
+            begun_from = (lambda _: None) if self._legs is None else self._legs.begun_from
+            self._shards[device] = self._shards[device].begun_anew(begun_from)
         lost = [order.task for order in self._orders_on(device)]
         for task in [*lost, self._migration_by_source.get(device)]:
             if task is not None:
@@ -183,6 +203,10 @@ class RolloutDriver:
     def _fetch_requests(self, step: int) -> Work:
         answer: tuple[Sequence[TrajectoryRequest], bool]
         self._fetching.add(step)
+        if self._legs is None and self._workers.config.rollout.interruptible is not None:
+            backlog: Backlog = yield self._calls.call(self._workers.env_worker, "take_backlog")
+            epochs = RolloutEpochs(self._workers.config, backlog, self._workers.submission.origin)
+            self._legs = RolloutLegs(epochs, self._newest_version, self._resume)
         answer = yield self._calls.call(self._workers.env_worker, "begin_step", step)
         self._fetching.discard(step)
         if all(shard.step < step for shard in self._shards.values()):  # else it was asked twice
@@ -203,6 +227,10 @@ class RolloutDriver:
     def _split_requests(self, step: int) -> None:
         """Deal the step's requests out to the devices."""
         requests = self._requests_by_step.pop(step)
+        if self._legs is not None:
+            self._shards = {device: RolloutShard(step) for device in self._workers.rollout}
+            self._pass_on(self._legs.open_step(step, requests, self._shards))
+            return
         self._race = RolloutRace.of(requests, self._workers.config)
         dealt = deal_out(requests, list(self._workers.rollout))
         self._shards = {device: RolloutShard(step) for device in dealt}
@@ -213,7 +241,9 @@ class RolloutDriver:
     # ------------------------------------------------------------------ chunks
 
     def _begin_chunk(self, order: RunningOrder, device: DeviceId) -> Answer:
-        options, version, worker = self._options, order.action.weight_version, self._workers.rollout[device]
+        options, worker = self._options, self._workers.rollout[device]
+        version = order.action.weight_version if self._legs is None else self._legs.version
+        most_steps = options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps
         initial = None if self._workers.submission.pipeline.has_sft_warmup else 0
         needs_weights = self._version_by_device.get(device, initial) != version
         is_load_needed = device in self._unloaded
@@ -224,8 +254,8 @@ class RolloutDriver:
         chunk = RolloutChunk(
             weights=(self._workers.weights_path(version), version) if needs_weights else None,
             **self._shards[device].take_inputs(),
-            max_decode_steps=options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps,
-            max_seconds=self._chunk_s if self._race is None else min(_RACE_CHUNK_S, self._chunk_s),
+            max_decode_steps=most_steps if self._legs is None else int(min(most_steps, self._legs.most_steps)),
+            max_seconds=min(_RACE_CHUNK_S, self._chunk_s) if self._race or self._legs else self._chunk_s,
             is_load_needed=is_load_needed,
             device_fraction=order.device_fraction,
         )
@@ -250,6 +280,9 @@ class RolloutDriver:
     def _pass_on_turns(self, shard: RolloutShard, result: RolloutChunkResult) -> None:
         record = self._record_by_step.setdefault(shard.step, RolloutRecord())
         record.computed(result.report.iterations)
+        if self._legs is not None:
+            self._pass_on(self._legs.take(shard, result))
+            return
         turns = result.turns if self._race is None else self._run_race(self._race, shard, result)
         trajectories = turns.ids()
         if not trajectories:
@@ -262,6 +295,14 @@ class RolloutDriver:
         if not self._is_asking and not is_reward_next:  # else `finish_step` asks
             self._is_asking = True
             self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
+
+    def _pass_on(self, turns: Sequence[FinishedTurn]) -> None:
+        """Turns of an interruptible rollout that are known to be trained on, of any shard."""
+        if turns:
+            self._turns_to_ask.append((next(iter(self._shards.values())), PackedTurns.pack(turns)))
+            if not self._is_asking:
+                self._is_asking = True
+                self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
 
     def _run_race(self, race: RolloutRace, shard: RolloutShard, result: RolloutChunkResult) -> PackedTurns:
         """The turns that are known to be trained on now, of any shard; every shard drops what is lost."""
@@ -322,7 +363,7 @@ class RolloutDriver:
     def _resume(self, shard: RolloutShard) -> None:
         """It may have something to compute now: an order that had nothing goes on, or the scheduler learns of it."""
         device = next((device for device, other in self._shards.items() if other is shard), None)
-        if device is None or not shard.has_input:
+        if device is None or not (shard.has_input or shard.is_over):
             return  # of a step that is over, or nothing new
         if orders := self._orders_on(device):
             orders[0].wake()
@@ -343,7 +384,10 @@ class RolloutDriver:
             partials = yield self._calls.call(worker, "take_partials", copies_kv)
         source, target = self._shards[action.source], self._shards[action.target]
         num_trajectories = source.migrate_to(target, partials)
-        self._shards[action.source] = RolloutShard(action.step)
+        is_over = source.is_over
+        self._shards[action.source] = RolloutShard(action.step, is_back=True, is_over=is_over, has_finished=True)
+        if self._legs is not None:
+            self._pass_on(self._legs.settle())
         now_s = self._outbox.now_s()
         self._outbox.add(
             TrajectoriesMigrated(
@@ -360,6 +404,13 @@ class RolloutDriver:
 
     def _start(self, work: Work) -> Task:
         return self._calls.start(work, pipeline=self._pipeline)
+
+    @property
+    def _awaits_weights(self) -> bool:
+        return self._legs is not None and self._legs.awaits_weights
+
+    def _is_over(self, shard: RolloutShard, report: ChunkReport) -> bool:
+        return _is_over(shard, report) if self._legs is None else self._legs.is_over(shard)
 
     def _orders_on(self, device: DeviceId) -> list[RunningOrder]:
         return [

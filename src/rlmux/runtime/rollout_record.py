@@ -14,7 +14,7 @@ from typing import Any
 from rlmux.core.model import SubStage
 from rlmux.rl.types import SubStageIterations, TrajectoryId
 from rlmux.runtime.backend import Note
-from rlmux.runtime.workers import StepBatch
+from rlmux.runtime.worker_calls import StepBatch
 
 
 @dataclass(slots=True)

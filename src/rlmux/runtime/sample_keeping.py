@@ -55,9 +55,12 @@ class SampleKeeper:
             self._is_room.release()
 
     def _samples(self, batch: TrainingBatch) -> Iterator[Sample]:
+        groups = dict.fromkeys(trajectory.id[:2] for trajectory in batch.trajectories)
+        is_mixed = len({step for step, _ in groups}) > 1  # then prompts of several steps have the same place
+        number_of = {group: number if is_mixed else group[1] for number, group in enumerate(groups)}
         for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True):
             yield Sample(
-                prompt=trajectory.id.prompt,
+                prompt=number_of[trajectory.id[:2]],
                 sample=trajectory.id.sample,
                 prompt_text=self._vocabulary.decode(trajectory.prompt_tokens),
                 turns=self._turns(trajectory),

@@ -8,13 +8,13 @@
     time ≈ payload / link  +  one chunk's round inside        per-receiver copies: R · payload / link
 
 A shard is a contiguous range of bytes, so the layouts of the two sides do not matter. Every receiver checks the sum
-that sender 0 announced; a version that does not match is never handed out. Runs over process groups of
-torch.distributed: gloo for host memory, NCCL for buffers on GPUs. Ranks: senders first, then receivers.
+that sender 0 announced, computed where the bytes lie; a version that does not match is never handed out. Runs over
+process groups of torch.distributed: gloo for host memory, NCCL for buffers on GPUs. Ranks: senders first, then
+receivers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import time
 from dataclasses import dataclass
@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from rlmux.core.errors import RlmuxError
+from rlmux.engines.weight_checksum import weights_checksum
 
 _C: Any = dist
 """Classes that torch does not say it exports."""
-_HEADER = struct.Struct("<qq32s")
-"""Layout of the announcement: version, number of bytes, sha256."""
+_HEADER = struct.Struct("<qq16s")
+"""Layout of the announcement: version, number of bytes, checksum."""
 _HEADER_TAG = 0
 _MAX_ROUNDS_UNDER_WAY = 2
 _TIMEOUT = timedelta(seconds=60)
@@ -127,8 +128,7 @@ class WeightSender:
         return under_way
 
     def _announce(self, payload: torch.Tensor, version: int) -> None:
-        digest = _sha256(payload)
-        packed = bytearray(_HEADER.pack(version, payload.numel(), digest))
+        packed = bytearray(_HEADER.pack(version, payload.numel(), _checksum(payload)))
         header = torch.frombuffer(packed, dtype=torch.uint8).to(payload.device)
         for receiver in range(self._layout.num_receivers):
             self._world.send([header], self._layout.receiver_rank(receiver), _HEADER_TAG).wait()
@@ -158,14 +158,14 @@ class WeightReceiver:
         layout = self._layout
         header = self._empty(_HEADER.size)
         self._world.recv([header], 0, _HEADER_TAG).wait()
-        version, num_bytes, digest = _HEADER.unpack(header.cpu().numpy().tobytes())
+        version, num_bytes, checksum = _HEADER.unpack(header.cpu().numpy().tobytes())
         shards = self._empty(layout.num_receivers, layout.shard_bytes(num_bytes))
         if scheme is Scheme.HIERARCHICAL:
             self._share_out(shards, num_bytes)
         else:
             self._take_all(shards, num_bytes)
         payload = shards.view(-1)[:num_bytes]
-        if _sha256(payload) != digest:
+        if _checksum(payload) != checksum:
             raise SyncError(f"weights of version {version}: the {num_bytes} bytes received are not those sent")
         return payload, version
 
@@ -246,9 +246,8 @@ def _gloo(store: Any, rank: int, size: int, address: str) -> dist.ProcessGroup:
     return group
 
 
-def _sha256(payload: torch.Tensor) -> bytes:
-    contents: Any = payload.cpu().numpy()
-    return hashlib.sha256(contents).digest()
+def _checksum(payload: torch.Tensor) -> bytes:
+    return bytes.fromhex(weights_checksum({"": payload}))
 
 
 def _finish_round(shards: torch.Tensor, work: Any, parts: list[torch.Tensor], begin: int, end: int) -> None:

@@ -19,15 +19,15 @@ from rlmux.core.events import Event
 from rlmux.core.model import Phase, PipelineId, Stage
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.call_loop import Answer, CallLoop
-from rlmux.runtime.checkpoints import Written, checkpoint_note
+from rlmux.runtime.checkpoints import is_due
 from rlmux.runtime.orders import RunningOrder
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers, all_of
 from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
+from rlmux.runtime.worker_calls import HandOut, StepBatch, TrainCall, TrainCallResult, joined
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
-from rlmux.runtime.workers import HandOut, StepBatch, TrainCall, TrainCallResult, joined
 from rlmux.runtime.workplace import Worker, WorkerOptions
 
 Carrying = Generator[Answer, Any, Event]
@@ -61,8 +61,8 @@ class TrainDriver:
         """Batches of steps that are scored and not published."""
         self._trainer_step = 0
         """The step whose batch the trainer has."""
-        self._sha256_by_version: dict[int, str] = {}
-        """Hashes of weights that were handed out and are not published."""
+        self._checksum_by_version: dict[int, str] = {}
+        """Checksums of weights that were handed out and are not published."""
         self._metrics: dict[str, float] = {}
         """Figures of the stages since the last publication."""
 
@@ -91,11 +91,11 @@ class TrainDriver:
             result = yield from self._train(order, is_load_needed=is_load_needed)
             is_load_needed = False
             report = result.report
-            self._note_checkpoints(result.written)
+            self._supervisor.count_checkpoints(self._workers, result.written)
             seconds = result.input_s + report.seconds + result.hand_out_s
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.tokens)
-            if result.weights_sha256 is not None:
-                self._sha256_by_version[action.step] = result.weights_sha256
+            if result.weights_checksum is not None:
+                self._checksum_by_version[action.step] = result.weights_checksum
             if report.is_done:
                 self._metrics.update(report.metrics)
                 return order.finished(self._outbox.now_s())
@@ -110,11 +110,13 @@ class TrainDriver:
         """
         step, trainer = order.action.step, self._workers.trainer
         if step == self._workers.config.num_steps:
-            self._note_checkpoints((yield self._calls.call(trainer, "finish_checkpoint")))
-        self._take_in_publication(step, self._sha256_by_version.pop(step))
+            written = yield self._calls.call(trainer, "finish_checkpoint")
+            self._supervisor.count_checkpoints(self._workers, written)
+        self._take_in_publication(step, self._checksum_by_version.pop(step))
         receivers = list(self._workers.rollout.values())
         senders = [self._workers.trainers[rank] for rank in self._calls.senders(self._workers.trainers)]
         yield self._calls.deliver(self._workers.published_path(step), senders, receivers)
+        self._rollout.weights_arrived(step)
         return order.finished(self._outbox.now_s())
 
     # ------------------------------------------------------------------ training
@@ -150,13 +152,11 @@ class TrainDriver:
 
     def _hand_out(self, step: int) -> HandOut:
         """What the trainer is to make of the step's weights."""
-        is_last = step == self._workers.config.num_steps
-        # Where there are gaps between checkpoints, each comes with the versions that staleness needs.
-        is_due = -step % self._options.checkpoint_every <= self._workers.config.algorithm.staleness
+        has_checkpoint = is_due(self._workers.submission, step, self._options.checkpoint_every)
         return HandOut(
             weights=self._workers.published_path(step),
             writers=tuple(self._calls.senders(self._workers.trainers)),
-            checkpoint=self._workers.checkpoints.path(step) if is_last or is_due else None,
+            checkpoint=self._workers.checkpoints.path(step) if has_checkpoint else None,
             num_kept=self._num_kept(),
         )
 
@@ -166,15 +166,15 @@ class TrainDriver:
 
     # ------------------------------------------------------------------ publishing
 
-    def _take_in_publication(self, version: int, sha256: str) -> None:
+    def _take_in_publication(self, version: int, checksum: str) -> None:
         """The step is over: what it was like is noted, and weights that staleness no longer needs go."""
-        self._supervisor.count_publication(self._workers, version, sha256)
-        oldest_needed = version - self._workers.config.algorithm.staleness - 1
+        self._supervisor.count_step(self._workers, version)
+        oldest_needed = version - self._workers.submission.pipeline.staleness - 1
         self._workers.published_path(oldest_needed - 1).unlink(missing_ok=True)
         batch = self._batch_by_step.pop(version, None)
         if batch is not None:
             fields = _step_fields(self._workers.id, version, batch, self._metrics)
-            self._outbox.note("step", **fields, weights_sha256=sha256)
+            self._outbox.note("step", **fields, weights_checksum=checksum)
             self._note_rollout(version, batch)
         self._metrics = {}
 
@@ -192,11 +192,6 @@ class TrainDriver:
         keep, staleness = self._options.keep_checkpoints, self._workers.submission.pipeline.staleness
         return keep + staleness if self._options.checkpoint_every == 1 else keep * (staleness + 1)
 
-    def _note_checkpoints(self, written: Sequence[Written]) -> None:
-        for each in written:
-            self._workers.checkpoints.mark_written(each.folder)
-            self._outbox.add_note(checkpoint_note(self._workers.id, each))
-
 
 def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dict[str, float]) -> dict[str, Any]:
     return {
@@ -211,6 +206,7 @@ def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dic
             "response_len_max": batch.metrics.response_tokens_max,
             "turns_mean": batch.metrics.turns_mean,
             **batch.metrics.round_metrics,
+            **batch.metrics.version_metrics,
             **batch.metrics.logged,
             **{name: None if math.isnan(value) else value for name, value in metrics.items()},
         },

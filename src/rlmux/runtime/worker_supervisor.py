@@ -32,7 +32,7 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.answers import ANSWERS_NAME, answered_steps
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.call_loop import CallLoop, Work
-from rlmux.runtime.checkpoints import CheckpointFolder, checkpoint_folder, checkpoint_note
+from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_folder, checkpoint_note
 from rlmux.runtime.memory import HostMemory
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers, rank_devices
@@ -84,7 +84,7 @@ class WorkerSupervisor:
         self._parking: set[PipelineId] = set()
         """Pipelines whose processes end once a checkpoint is written (membership tests only)."""
         self._sha256: dict[PipelineId, str] = {}
-        """Hashes of the newest published weights, kept when a pipeline is over."""
+        """Hashes of the weights of the newest checkpoints, kept when a pipeline is over."""
 
     # ------------------------------------------------------------------ queries
 
@@ -119,16 +119,18 @@ class WorkerSupervisor:
             event.pipeline for event in events if isinstance(event, PipelineRestarted)
         )
 
-    def count_publication(self, workers: PipelineWorkers, version: int, sha256: str) -> None:
-        """A version was published, and its step is over."""
-        self._sha256[workers.id] = sha256
-        self.count_step(workers, version)
-
     def count_step(self, workers: PipelineWorkers, step: int) -> None:
         """A step is over. One that was never reached before forgives all losses so far."""
         if step > workers.furthest_step:
             workers.furthest_step = step
             workers.num_losses_by_worker.clear()
+
+    def count_checkpoints(self, workers: PipelineWorkers, written: Sequence[Written]) -> None:
+        """Checkpoints of a pipeline would survive a power cut."""
+        for each in written:
+            workers.checkpoints.mark_written(each.folder)
+            self._sha256[workers.id] = each.weights_sha256
+            self._outbox.add_note(checkpoint_note(workers.id, each))
 
     # ------------------------------------------------------------------ orders
 
@@ -159,8 +161,7 @@ class WorkerSupervisor:
         self._calls.start(self._relocate(workers), pipeline=None)
 
     def _relocate(self, workers: PipelineWorkers) -> Work:
-        for written in (yield self._calls.call(workers.trainer, "finish_checkpoint")):
-            self._outbox.add_note(checkpoint_note(workers.id, written))
+        self.count_checkpoints(workers, (yield self._calls.call(workers.trainer, "finish_checkpoint")))
         self._restart(workers)
 
     def park(self, action: Park) -> None:
@@ -178,8 +179,7 @@ class WorkerSupervisor:
 
     def _park(self, workers: PipelineWorkers) -> Work:
         if workers.trainers:
-            for written in (yield self._calls.call(workers.trainer, "finish_checkpoint")):
-                self._outbox.add_note(checkpoint_note(workers.id, written))
+            self.count_checkpoints(workers, (yield self._calls.call(workers.trainer, "finish_checkpoint")))
         self._end_parked(workers)
 
     def _end_parked(self, workers: PipelineWorkers) -> None:

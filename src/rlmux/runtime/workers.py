@@ -11,132 +11,49 @@ another. The controller never looks inside a batch: it passes on the bytes that 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rlmux.core.errors import PipelineError, StorageError
-from rlmux.core.model import Stage
-from rlmux.rl.batch_metrics import BatchMetrics, batch_metrics
+from rlmux.rl.backlog import Backlog
+from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
-from rlmux.rl.packed_turns import NO_TURNS, PackedTurns
+from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.promise import ProbeReport
 from rlmux.rl.types import (
-    ChunkReport,
     PartialTrajectory,
     TrainingBatch,
-    TrainReport,
     TrajectoryId,
     TrajectoryRequest,
     TurnReply,
 )
 from rlmux.runtime.answers import AnswerFile
-from rlmux.runtime.checkpoints import CheckpointWriter, Written, damage_of, mark_latest, prune, queue_of
+from rlmux.runtime.checkpoints import (
+    CheckpointWriter,
+    Written,
+    backlog_of,
+    damage_of,
+    mark_latest,
+    prune,
+    queue_of,
+)
 from rlmux.runtime.heartbeat import beat, beating
 from rlmux.runtime.packed_partials import packed, unpacked
+from rlmux.runtime.rollout_epochs import StepOver
 from rlmux.runtime.sample_keeping import SampleKeeper
+from rlmux.runtime.worker_calls import HandOut, RolloutChunk, RolloutChunkResult, StepBatch, TrainCall, TrainCallResult
 
 if TYPE_CHECKING:
     from rlmux.engines.ranks import RankStore
     from rlmux.engines.rollout_protocol import RolloutEngine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutChunk:
-    """The argument of one bounded call of a rollout worker, with everything that must happen before it decodes."""
-
-    weights: tuple[Path, int] | None
-    """(file, version) to load first."""
-    requests: Sequence[TrajectoryRequest]
-    partials: Sequence[PartialTrajectory]
-    replies: Sequence[TurnReply]
-    released: Sequence[TrajectoryId]
-    max_decode_steps: int
-    max_seconds: float
-    is_load_needed: bool
-    device_fraction: float = 1.0
-    """The part of the device that the worker may use, in this call and until another comes."""
-    cut: Sequence[TrajectoryId] = ()
-    """Unfinished trajectories to forget."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutChunkResult:
-    """The answer to a RolloutChunk."""
-
-    report: ChunkReport
-    """The engine's report, without the turns."""
-    load_s: float
-    """Seconds of loading state and weights."""
-    turns: PackedTurns = NO_TURNS
-    """Turns that the chunk finished."""
-    input_s: float = 0.0
-    """Seconds of taking in requests, replies and migrated trajectories, before the report's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandOut:
-    """What a train worker makes of its weights while it still has its device: the last call of a step's training."""
-
-    weights: Path
-    """File for rollout workers."""
-    writers: tuple[int, ...]
-    """Ranks that write that file, each on its machine; the first of all is among them."""
-    checkpoint: Path | None
-    """Folder of the checkpoint that is written beside what comes next; None: this step has none."""
-    num_kept: int
-    """Checkpoints that are left once this one is there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainCall:
-    """The argument of one bounded call of a train worker, with everything that must happen before it trains."""
-
-    stage: Stage
-    payload: bytes | None = None
-    """A pickled TrainingBatch, with which its step begins; None: the step is under way, or the stage needs no batch."""
-    max_logprob_gap: float = math.inf
-    """Nats by which that batch's log-probs may differ from the trainer's, as `TorchTrainEngine.begin_step` takes it."""
-    max_seconds: float
-    is_load_needed: bool
-    device_fraction: float = 1.0
-    """The part of the device that the worker may use, in this call and until another comes."""
-    hand_out: HandOut | None = None
-    """What becomes of the weights with the end of the stage; None: nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainCallResult:
-    """The answer to a TrainCall."""
-
-    report: TrainReport
-    load_s: float
-    """Seconds of loading state."""
-    input_s: float = 0.0
-    """Seconds of taking in the step's batch, before the report's own."""
-    hand_out_s: float = 0.0
-    """Seconds of handing out the weights, after the report's own."""
-    weights_sha256: str | None = None
-    """Hash of the weights that were handed out; None where they were not."""
-    written: Sequence[Written] = ()
-    """Checkpoints that are there now and were not told of before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """A scored step, as the env worker hands it over."""
-
-    payload: bytes
-    """A pickled TrainingBatch, made and read by our own workers."""
-    metrics: BatchMetrics
 
 
 class EnvWorker:
@@ -153,14 +70,16 @@ class EnvWorker:
     ) -> None:
         """`samples`: file to keep trajectories in; `answers`: file of a filler's answers; None: they are not kept.
         `code_folder`: where the user's modules are looked for first, whatever others' are named. `restore_from`: the
-        checkpoint that the pipeline goes on from, which has its queue of prompts under tail batching."""
+        checkpoint that the pipeline goes on from, which has its queue of prompts under tail batching, or the backlog of
+        interruptible rollouts."""
         if code_folder is not None:
             sys.path.insert(0, str(code_folder))
         from rlmux.rl.pipeline_env import PipelineEnv
 
         self._origin = origin
         prompts = None if restore_from is None else queue_of(restore_from, config)
-        self._env = PipelineEnv(config, on_answer=beat, prompts=prompts)
+        self._backlog = Backlog() if restore_from is None else backlog_of(restore_from, config)
+        self._env = PipelineEnv(config, on_answer=beat, prompts=prompts, clock=self._backlog.clock)
         self._keeper = None if samples is None else SampleKeeper(samples, self._env.vocabulary)
         self._answers = None if answers is None else AnswerFile(answers, self._env.vocabulary)
 
@@ -179,8 +98,16 @@ class EnvWorker:
     ) -> tuple[list[TurnReply], list[TrajectoryId]]:
         return self._env.on_turns([turn for packed in finished for turn in packed.unpack()], patience_s)
 
-    def finish_step(self, step: int) -> StepBatch:
-        batch = replace(self._env.finish_step(step), origin=self._origin)
+    def take_backlog(self) -> Backlog:
+        """What interruptible rollouts go on from; given away."""
+        backlog, self._backlog = self._backlog, Backlog()
+        return backlog
+
+    def finish_step(self, step: int, over: StepOver | None = None) -> StepBatch:
+        """`over`: what interruptible rollouts made of the step; None for others."""
+        batch = replace(self._env.finish_step(step, None if over is None else over.ids), origin=self._origin)
+        if over is not None:
+            batch = replace(batch, backlog=over.backlog)
         if self._answers is not None:
             self._answers.write(batch)
         payload = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
@@ -268,6 +195,7 @@ class RolloutWorker:
                 self._engine.load_weights(*chunk.weights)
         load_s = time.perf_counter() - start
         start = time.perf_counter()
+        handed_back = self.take_partials(copies_kv=False) if chunk.hands_back else None
         if chunk.cut:
             self._engine.take_partials(chunk.cut, with_kv=False)
         if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
@@ -281,7 +209,9 @@ class RolloutWorker:
         input_s = time.perf_counter() - start
         report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
         turns = PackedTurns.pack(report.finished)
-        return RolloutChunkResult(report=replace(report, finished=()), turns=turns, load_s=load_s, input_s=input_s)
+        return RolloutChunkResult(
+            report=replace(report, finished=()), turns=turns, load_s=load_s, input_s=input_s, partials=handed_back
+        )
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
         taken = self._engine.take_partials(None, with_kv=copies_kv)
@@ -374,16 +304,16 @@ class TrainWorker:
                 self._engine.load()
         load_s = time.perf_counter() - start
         report = self._engine.run_stage(call.stage, max_seconds=call.max_seconds)
-        start, sha256 = time.perf_counter(), None
+        start, checksum = time.perf_counter(), None
         if report.is_done and call.hand_out is not None:
             with beating():
-                sha256 = self._hand_out(call.hand_out)
+                checksum = self._hand_out(call.hand_out)
         return TrainCallResult(
             report=report,
             load_s=load_s,
             input_s=input_s,
             hand_out_s=time.perf_counter() - start,
-            weights_sha256=sha256,
+            weights_checksum=checksum,
             written=self._checkpoints.written(),
         )
 
@@ -391,8 +321,9 @@ class TrainWorker:
         """Write the weights for rollout workers, and begin to write a checkpoint beside what comes next.
 
         The first rank writes the checkpoint, once all were found to have the same weights; ranks that have parts of a
-        model give theirs. `run_stage` and `finish_checkpoint` tell when that is there. Returns the hash
-        of the weights; None on other ranks. Raises PipelineError where ranks have different weights.
+        model give theirs. `run_stage` and `finish_checkpoint` tell when that is there, with the weights' SHA-256,
+        which the thread that writes it computes. Returns the checksum of the weights; None on other ranks. Raises
+        PipelineError where ranks have different weights.
         """
         if hand_out.checkpoint is not None:
             self._engine.check_ranks()
@@ -405,7 +336,7 @@ class TrainWorker:
             self._checkpoints.begin(hand_out.checkpoint, partial(self._snapshot, hand_out.num_kept))
         elif hand_out.checkpoint is not None and self._engine.is_sharded:
             self._engine.snapshot()
-        return self._engine.weights_sha256() if is_first else None
+        return self._engine.weights_checksum() if is_first else None
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the checkpoint that is being written. Returns those not told of before."""
@@ -413,14 +344,15 @@ class TrainWorker:
             self._checkpoints.wait()
         return self._checkpoints.written()
 
-    def _snapshot(self, keep: int) -> Callable[[Path], None]:
+    def _snapshot(self, keep: int) -> Callable[[Path], str]:
         snapshot = self._engine.snapshot()
 
-        def write(folder: Path) -> None:
+        def write(folder: Path) -> str:
             with _storing(folder):
-                snapshot.write(folder)
+                sha256 = snapshot.write(folder)
                 mark_latest(folder)
                 prune(folder.parent, keep)
+            return sha256
 
         return write
 
@@ -432,20 +364,6 @@ class TrainWorker:
         """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
         if not self.is_core:  # reading would take a core from the worker that computes there
             self._engine.prefetch()
-
-
-def joined(results: Sequence[TrainCallResult]) -> TrainCallResult:
-    """What a call of all ranks came to, in their order: the seconds of the one that was last, and all tokens."""
-    first = results[0]
-    slowest = max(results, key=lambda one: one.load_s + one.input_s + one.report.seconds + one.hand_out_s)
-    tokens = sum(one.report.tokens for one in results)
-    return replace(
-        first,
-        report=replace(first.report, tokens=tokens, seconds=slowest.report.seconds),
-        load_s=slowest.load_s,
-        input_s=slowest.input_s,
-        hand_out_s=slowest.hand_out_s,
-    )
 
 
 def _check_samples(found: Origin | None, expected: Origin | None) -> None:

@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmux.broker.backend import token_check
 from rlmux.broker.beside import PermitsBeside
-from rlmux.broker.run import SOCKET_NAME, environment_token
+from rlmux.broker.run import SOCKET_NAME, environment_token, open_grpc
 from rlmux.broker.server import Server as PermitServer
 from rlmux.config.serve import ServeSpec, parse_serve_file
 from rlmux.core.errors import UserError
@@ -39,6 +40,9 @@ from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import Ledger
 from rlmux.service.tinker.routes import routes
+
+if TYPE_CHECKING:  # gRPC is imported where it is asked for
+    from rlmux.broker.grpc_front import GrpcFront
 
 TINKER = "/tinker"
 """Path of the Tinker door."""
@@ -143,10 +147,7 @@ def serve(
         )
     finally:
         server.close()
-        if doors.permits is not None:
-            doors.permits.close()
-        if doors.dashboard is not None:
-            doors.dashboard.close()
+        doors.close()
 
 
 def _refuse(text: str, source: str) -> Sequence[Submission]:
@@ -183,10 +184,18 @@ class Doors:
         self._spec = spec
         self._folder = folder
         self._server = server
-        self._permit_server = permit_server(spec)
         self._serving = Serving(spec, folder)
         self._tinker: TinkerFront | None = None
         self.front = self._serving.front
+        self._permit_server: PermitServer | None = None
+        self._grpc_front: GrpcFront | None = None
+        try:
+            self._permit_server = permit_server(spec)
+            if (permits := spec.serve.permits) and permits.grpc:
+                self._grpc_front = open_grpc(permits.grpc, "serve.permits.grpc", spec.cluster)
+        except BaseException:
+            self.close()
+            raise
 
     def open(self, *, is_resuming: bool) -> str:
         """Take in what the ledger holds, and answer requests from now on; returns the server's URL."""
@@ -218,6 +227,7 @@ class Doors:
             self._spec.cluster,
             self.front,
             self._permit_server or PermitServer(f"unix:{self._folder / SOCKET_NAME}"),
+            grpc_front=self._grpc_front,
             policy=self._spec.policy,
             is_allowed=token_check(environment_token()),
             leave_limit_s=given.leave_limit_s,
@@ -227,6 +237,17 @@ class Doors:
         if is_resuming:
             self.permits.take_up(self._folder)
         self.permits.start()
+
+    def close(self) -> None:
+        """End what was opened, and give back addresses that were taken for it."""
+        if self.permits is not None:
+            self.permits.close()
+        else:
+            for each in (self._grpc_front, self._permit_server):
+                if each is not None:
+                    each.close()
+        if self.dashboard is not None:
+            self.dashboard.close()
 
     def charge(self, pipeline: PipelineId, device_s: float) -> None:
         """A pipeline's work took so many device-seconds. Called by the controller's thread."""

@@ -17,10 +17,10 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlmux.core.errors import UserError
+from rlmux.service.http_head import MAX_HEAD_BYTES, BoundedHttp
 from rlmux.service.listening import Listening, Proxied
 
 _START_LIMIT_S = 30.0
-_MAX_HEADER_BYTES = 16384
 _BACKLOG = 2048
 """Connections that may wait to be taken."""
 _KEEP_ALIVE_S = 30
@@ -105,7 +105,8 @@ class Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            http=BoundedHttp,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_graceful_shutdown=2,
             timeout_keep_alive=_KEEP_ALIVE_S,
             proxy_headers=False,  # by default uvicorn believes what any program of this machine says of its address

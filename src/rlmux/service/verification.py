@@ -129,7 +129,10 @@ def _verify_one(spec: ServeSpec, record: _Record, say: Say) -> Verdict:
         finally:
             again.close()
             backend.close()
-    return replace(verdict, num_equal=again.num_equal, difference=again.difference, reason=again.reason)
+    by_sum = {"sha256": again.num_equal}
+    return replace(
+        verdict, num_equal=again.num_equal, num_equal_by_sum=by_sum, difference=again.difference, reason=again.reason
+    )
 
 
 class _Again:
@@ -184,7 +187,7 @@ class _Again:
             if number not in alone:
                 break
             if alone[number] != logged[number]:
-                self.difference = Difference(step=step, logged=logged[number], alone=alone[number])
+                self.difference = Difference(step=step, compared="sha256", logged=logged[number], alone=alone[number])
                 self._end()
                 return
             self.num_equal += 1
@@ -194,7 +197,7 @@ class _Again:
             self._compare_answers()
             if self.difference is None and self.num_equal < len(logged):
                 missing = list(logged.values())[self.num_equal]
-                self.difference = Difference(step=self.num_equal + 1, logged=missing, alone=None)
+                self.difference = Difference(step=self.num_equal + 1, compared="sha256", logged=missing, alone=None)
             self._end()
 
     def _num_updates(self) -> int:
@@ -217,7 +220,7 @@ class _Again:
             num_answers += 1
             if alone != logged and self.difference is None:
                 shas = [hashlib.sha256(body).hexdigest() for body in (logged.body, alone.body if alone else b"")]
-                self.difference = Difference(step=step, logged=shas[0], alone=shas[1])
+                self.difference = Difference(step=step, compared="sha256", logged=shas[0], alone=shas[1])
                 self.reason = f"the answer to {each.id}"
         if self.difference is None:
             self._say(f"{self._record.pipeline}: {num_answers} answers are equal")

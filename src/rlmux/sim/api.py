@@ -33,6 +33,8 @@ from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads import spot as spot_trace
 from rlmux.sim.workloads.arrivals import Workload, check_ends
 
+_MOST_REFUSALS = 3
+"""Reasons of refusals that are told one by one."""
 WorkloadMaker = Callable[[int], Workload]
 """Makes the workload of a seed."""
 
@@ -72,7 +74,7 @@ def simulate(
         "about": tasks[0].workload.about,
         "num_seeds": len(seeds),
         "seeds": list(seeds),
-        "notes": notes_of(tasks[0].workload, policies),
+        "notes": [*notes_of(tasks[0].workload, policies), *_refusals(by_policy)],
         "policies": {name: over_seeds(runs) for name, runs in by_policy.items()},
     }
     if out is not None:
@@ -103,6 +105,18 @@ def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
     if workload.cluster.is_one_pool:
         notes += _beyond_alone(workload)
     return notes
+
+
+def _refusals(by_policy: Mapping[str, Sequence[SimResult]]) -> list[str]:
+    """Why pipelines were refused, each reason once, with the policies that gave it; of the first seed."""
+    policies_by_reason: dict[str, list[str]] = {}
+    for policy, runs in by_policy.items():
+        for pipeline in runs[0].pipelines:
+            if pipeline.refused:
+                policies_by_reason.setdefault(pipeline.refused, []).append(policy)
+    notes = [f"refused by {', '.join(named)}: {reason}" for reason, named in policies_by_reason.items()]
+    more = len(notes) - _MOST_REFUSALS
+    return notes if more <= 0 else [*notes[:_MOST_REFUSALS], f"{more} more reasons why pipelines were refused"]
 
 
 def _beyond_alone(workload: Workload) -> list[str]:

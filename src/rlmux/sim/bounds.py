@@ -83,9 +83,20 @@ def _usd_per_step(
     for stage, seconds in world.by_stage.items():
         phase = PHASE_BY_STAGE[stage]
         if stage in pipeline.stages and phase in usd_by_phase:
-            may_migrate = phase is Phase.ROLLOUT and world.finish_fractions
-            usd += 0.0 if may_migrate else seconds * num_by_phase[phase] * usd_by_phase[phase] / 3600
+            if phase is Phase.ROLLOUT:
+                seconds *= _held_part(world)
+            usd += seconds * num_by_phase[phase] * usd_by_phase[phase] / 3600
     return usd
+
+
+def _held_part(world: TrueSeconds) -> float:
+    """Least part of a rollout's node-seconds that it holds its nodes for; 0 where that depends on the schedule."""
+    if world.finish_fractions:
+        return 0.0
+    if world.tail is None:
+        return 1.0
+    fraction = world.tail.device_fraction
+    return min(1.0, *(p.begins + (1.0 - p.begins + p.growth) * fraction for p in world.tail.points))
 
 
 def _node_usd(cluster: Cluster, phase: Phase) -> float:

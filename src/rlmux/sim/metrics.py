@@ -8,7 +8,7 @@ slowdowns      of a pipeline: time / solo time of the steps in it; `step_slowdow
                To its last step's end; where it left before its steps were done, to then, if that makes it larger:
                the open step counts as if it ended there
 predicted      a member is late where its group's meta-iteration breaks its SLO; where it has a number of steps, also
-               over all of them, those that are done included
+               over all of them: those that are done with what they took
 kept SLOs      part of all submitted pipelines; a refused one is missed, and one without a finished step if it was
                there longer than its first step may take
 utilisation    of a pool: device time computing or switching / time its nodes were held
@@ -272,10 +272,11 @@ class Collector:
         slowdown, slo_slowdown = predicted_slowdown(group, pipeline), pipeline.slo_slowdown * (1 + 1e-9)
         if slowdown <= slo_slowdown or pipeline.num_steps is None:
             return slowdown > slo_slowdown
-        progress, alone_s = self._progress[pipeline.id], solo_s(pipeline)
-        num_steps = pipeline.num_steps - pipeline.first_step + 1
+        progress = self._progress[pipeline.id]
+        num_left = pipeline.num_steps - pipeline.first_step + 1 - progress.steps
+        left_s = num_left * solo_s(pipeline)
         so_far_s = now_s - progress.arrival.submit_s
-        return so_far_s + (num_steps - progress.steps) * slowdown * alone_s > slo_slowdown * num_steps * alone_s
+        return so_far_s + slowdown * left_s > slo_slowdown * (progress.alone_s + left_s)
 
     def _group_usd_per_hour(self, group: GroupLoad) -> float:
         pools = self._workload.cluster.pools

@@ -136,7 +136,8 @@ def _with_table(policy: Policy, table: InterferenceTable | None) -> Policy:
     """The policy with this table, unless it was given one."""
     if table is None or policy.sharing is None or policy.sharing.entries:
         return policy
-    return with_sharing(policy, sharing_table(table))
+    has_halves = getattr(policy, "shares_in_halves", False)
+    return with_sharing(policy, sharing_table(table, table.grid.with_half() if has_halves else table.grid.usual()))
 
 
 class Simulation:

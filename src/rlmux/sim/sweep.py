@@ -3,20 +3,23 @@
     tasks ─▶ process pool ─▶ results in the order of the tasks; `progress(done, total)` as they come in
 
 A result depends on its task alone, so a sweep gives the same results on one core and on many. Workers end with the
-process that asked for the sweep, however that ended.
+sweep: when it is interrupted, and with the process that asked for it, however that ended. They do not run its script.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from rlmux.core.policy import Policy
+from rlmux.hidden_main import hidden_main
 from rlmux.policies import make_policy
 from rlmux.sim.decision_cost import DecisionCost, Stopwatch
 from rlmux.sim.results import SimResult
@@ -77,21 +80,27 @@ def spread(
             tell(done, len(inputs))
         return tuple(results)
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_end_with_parent) as pool:
-        futures = [pool.submit(function, one) for one in inputs]
-        for done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            tell(done, len(inputs))
-        return tuple(future.result() for future in futures)
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(num_processes, context, initializer=_end_with, initargs=(theirs,))
+    with theirs, ours, pool:
+        try:
+            with hidden_main():  # workers are started as work is handed in
+                futures = [pool.submit(function, one) for one in inputs]
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                tell(done, len(inputs))
+        except BaseException:  # an interrupt, too: what the others compute is of no use to anyone, and takes minutes
+            ours.close()
+            raise
+    return tuple(future.result() for future in futures)
 
 
-def _end_with_parent() -> None:
-    """Have this worker end when its parent has: one that is killed closes no queue, and its workers would stay."""
+def _end_with(pipe: Connection) -> None:
+    """Have this worker end when the pipe does: its sweep was interrupted, or the process that asked is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's to answer
 
     def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
+        pipe.poll(None)
         os._exit(1)
 
-    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+    threading.Thread(target=wait, name="end-with-pipe", daemon=True).start()

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Protocol
 
-from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage, SubStage, SwitchEstimate
+from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, RolloutTail, Stage, SubStage, SwitchEstimate
 from rlmux.sim import tables
-from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds, Work
+from rlmux.sim.models.work import SoloSeconds, TailedSeconds, TrajectorySeconds, Work
 
 _NORMAL = NormalDist()
 _MASK = (1 << 64) - 1
@@ -97,6 +97,9 @@ class TrueSeconds:
     move_s: float = 0.0
     """Solo seconds that migrated trajectories lose on their target: their contexts are computed again."""
 
+    tail: RolloutTail | None = None
+    """How a rollout really ends, where a device stands for a node of several GPUs; None: as `finish_fractions` says."""
+
     @property
     def gpu(self) -> str | None:
         """The GPU whose interference is known; None: an order on a shared device is as fast as its device fraction."""
@@ -105,6 +108,8 @@ class TrueSeconds:
     def shard(self, step: int, index: int, num_devices: int) -> Work:
         """The rollout shard of the `index`-th of so many devices, with nothing of it done."""
         seconds = self.seconds(Stage.GENERATE, step)
+        if self.tail is not None:
+            return TailedSeconds(seconds, self.tail)
         if not self.finish_fractions:
             return SoloSeconds(seconds, SubStage.DENSE_DECODE)
         mine = self.finish_fractions[index::num_devices]
@@ -139,10 +144,18 @@ class TrueSeconds:
         )
 
     @classmethod
-    def of_phases(cls, phases: PhaseSeconds, *, sync_s: float = 0.0, variation: Variation = STEADY) -> TrueSeconds:
-        """Two stages and a sync: all that is known of a pipeline when only its phases were measured."""
+    def of_phases(
+        cls,
+        phases: PhaseSeconds,
+        *,
+        sync_s: float = 0.0,
+        variation: Variation = STEADY,
+        tail: RolloutTail | None = None,
+    ) -> TrueSeconds:
+        """Two stages and a sync: all that is known of a pipeline when only its phases were measured, and perhaps how
+        its rollouts end."""
         by_stage = {Stage.GENERATE: phases.rollout_s, Stage.UPDATE: phases.train_s, Stage.PUBLISH: sync_s}
-        return cls(by_stage=by_stage, variation=variation)
+        return cls(by_stage=by_stage, variation=variation, tail=tail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

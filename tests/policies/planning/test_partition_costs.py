@@ -31,12 +31,13 @@ CLUSTER = Cluster(
     }
 )
 seconds = st.floats(0, 20)
+longer = st.floats(1, 1.6)
 state_bytes = st.sampled_from([None, 2.0, 6.0])
 
 
 @st.composite
 def pipelines(draw):
-    """Some hold their devices longer than they compute, but not so long that their SLO is broken by that alone."""
+    """Some hold their devices longer than they compute, now and then so long that their SLO is broken by that alone."""
     slos = draw(st.lists(st.floats(1, 3), min_size=1, max_size=5))
     estimates = [
         PhaseSeconds(rollout_s=draw(st.floats(10, 100)), train_s=draw(st.floats(10, 100)), sync_s=draw(seconds))
@@ -47,7 +48,7 @@ def pipelines(draw):
             id=PipelineId(f"p{number}"),
             num_steps=None,
             estimate=estimate,
-            held=draw(st.sampled_from([None, _longer(estimate, min(slo, 1.3) * (1 - 1e-9))])),
+            held=draw(st.one_of(st.none(), st.builds(_longer, st.just(estimate), longer, longer))),
             colocated_estimate=draw(st.sampled_from([None, PhaseSeconds(rollout_s=60.0, train_s=60.0)])),
             slo_slowdown=slo,
             switch=draw(st.one_of(st.none(), st.builds(SwitchEstimate, rollout_s=seconds, train_s=seconds))),
@@ -57,9 +58,9 @@ def pipelines(draw):
     ]
 
 
-def _longer(estimate: PhaseSeconds, factor: float) -> PhaseSeconds:
+def _longer(estimate: PhaseSeconds, rollout: float, train: float) -> PhaseSeconds:
     return PhaseSeconds(
-        rollout_s=estimate.rollout_s * factor, train_s=estimate.train_s * factor, sync_s=estimate.sync_s
+        rollout_s=estimate.rollout_s * rollout, train_s=estimate.train_s * train, sync_s=estimate.sync_s
     )
 
 
@@ -95,7 +96,8 @@ def test_every_group_that_the_search_proposes_keeps_its_slos_in_the_books(made):
     found += CycleStepFinder().candidate_groups(demands, PRICES, found)
     for candidate in found:
         group = in_the_books(candidate, made)
-        assert group.period_s <= group.budget_s * (1 + 1e-9), candidate
+        is_beyond_alone = len(candidate.members) == 1 and not demands[candidate.members[0]].takes_neighbours
+        assert group.period_s <= group.budget_s * (1 + 1e-9) or is_beyond_alone, candidate
 
 
 def test_a_pair_whose_switches_break_an_slo_is_not_proposed():

@@ -68,3 +68,15 @@ def test_caches_are_copied_or_computed_again_by_what_is_cheaper(copy_s, recomput
     estimate = MigrationEstimate(copy_s=copy_s, recompute_s=recompute_s)
     _, migrations = run(*(arrival(name, migration=estimate) for name in "ab"))
     assert migrations[0].copies_kv is copies_kv
+
+
+def test_no_shard_migrates_because_of_another_pipelines_only_shard_which_is_no_tail():
+    asked = (("wide", 2, 100.0, 40.0), ("narrow", 1, 100.0, 10.0), ("short", 1, 50.0, 10.0))
+    arrivals = []
+    for name, num_nodes, rollout_s, train_s in asked:
+        phases = PhaseSeconds(rollout_s=rollout_s, train_s=train_s)
+        pipeline = Pipeline(id=PipelineId(name), num_steps=6, num_rollout_nodes=num_nodes, estimate=phases)
+        arrivals.append(Arrival(submit_s=0.0, pipeline=pipeline, world=TrueSeconds.of_phases(phases)))
+    cluster = h20_h800_cluster(num_rollout_nodes=2, num_train_nodes=1)
+    result = simulate(Workload(name="nodes", cluster=cluster, arrivals=tuple(arrivals)), make_policy("rollmux"))
+    assert result.num_migrations == 0

@@ -183,6 +183,38 @@ def test_a_session_ends_after_twelve_quiet_hours_and_after_seven_days():
     assert access.of_session(busy) is None
 
 
+def test_a_session_outlives_its_server_but_not_its_logout_nor_its_token(tmp_path):
+    now = [0.0]
+
+    def server(*tokens: str) -> Access:
+        access = Access(clock=lambda: now[0])
+        for token in tokens:
+            access.add_token(token, scopes=["admin"])
+        access.watch(tmp_path)
+        return access
+
+    first = server("t1", "t2")
+    stays, ended, of_other = (first.login(token=token) for token in ("t1", "t1", "t2"))
+    first.logout(ended)
+    assert (tmp_path / "sessions.json").stat().st_mode & 0o777 == 0o600
+    second = server("t1")
+    assert [second.of_session(cookie) is not None for cookie in (stays, ended, of_other)] == [True, False, False]
+    now[0] = 11 * 3600.0
+    assert second.of_session(stays) is not None
+    now[0] = 22 * 3600.0
+    assert server("t1").of_session(stays) is not None
+    assert stays not in (tmp_path / "sessions.json").read_text()
+
+
+def test_a_damaged_file_of_sessions_is_one_line(tmp_path):
+    kept = tmp_path / "sessions.json"
+    kept.touch(mode=0o600)
+    for text in ("[1]", '{"a": 1}', '{"a": {"token": ""}}', "{"):
+        kept.write_text(text)
+        with pytest.raises(UserError, match=r"sessions\.json: is damaged; accepted: remove it"):
+            Access().watch(tmp_path)
+
+
 def test_logins_and_requests_are_counted(tmp_path, finished_run, dashboard):
     shown = dashboard(finished_run, limits=Limits(requests_per_s=0.001, burst=20), is_indexed=False)
     headers = {"Origin": shown.url}

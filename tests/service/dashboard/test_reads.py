@@ -230,8 +230,8 @@ def test_two_runs_are_compared_step_by_step(tmp_path, dashboard):
         script.note(0.1, "plan", pipeline="a/b", plan_sha256="same")
         for step in range(1, 6):
             script.event(StageFinished(time_s=step + 0.5, order=step, seconds=0.4), *orders[step : step + 1])
-            sha256 = f"{step}{'!' * (step == flipped)}"
-            script.note(step + 0.6, "step", pipeline="a/b", step=step, metrics={}, weights_sha256=sha256)
+            checksum = f"{step}{'!' * (step == flipped)}"
+            script.note(step + 0.6, "step", pipeline="a/b", step=step, metrics={}, weights_checksum=checksum)
         script.write(tmp_path / run)
     pages = dashboard(tmp_path)
     found = pages.get("/compare", of=["one/a%2Fb", "two/a%2Fb"])

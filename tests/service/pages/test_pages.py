@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ def test_a_page_leads_to_the_login_and_back_only_within_the_service(shown, conte
     assert page.url.startswith(f"{shown.url}/fleet")
 
 
+def test_a_page_whose_session_ends_leads_to_the_login(shown, context):
+    browser = context()
+    session = {"Origin": shown.url, "Content-Type": "application/json"}
+    assert browser.request.post(f"{shown.url}/api/v1/login", data={"ticket": shown.ticket()}, headers=session).ok
+    page = browser.new_page()
+    page.goto(f"{shown.url}/fleet")
+    page.wait_for_selector(".pulse:text('run is over')")
+    assert browser.request.post(f"{shown.url}/api/v1/logout", headers=session).ok
+    page.wait_for_url("**/login?next=%2Ffleet*")
+
+
 def test_the_fleet_has_the_lanes_shares_and_pipelines(shown, enter):
     page = enter(shown, "/fleet")
     lane = shown.get("/lanes/demo")
@@ -62,8 +74,25 @@ def test_the_fleet_has_the_lanes_shares_and_pipelines(shown, enter):
     assert {name for name in page.locator(".name").all_inner_texts() if name} >= {"sort", "tools"}
 
 
+def test_a_run_whose_log_was_never_read_says_so_and_appears_by_itself(finished_run, tmp_path, context):
+    folder = shutil.copytree(finished_run, tmp_path / "demo", ignore=shutil.ignore_patterns("index*"))
+    served, wrong = Pages(folder, is_started=False), []
+    try:
+        page = context().new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(f"{served.url}/login#t={served.ticket()}")
+        page.wait_for_selector("text=This page does so by itself")
+        served.dashboard.start()
+        page.wait_for_selector("text=Where the time of all devices went")
+        assert wrong == []
+    finally:
+        served.close()
+
+
 def percent(part: float) -> str:
     value = part * 100
+    if 0 < value < 0.05:
+        return "< 0.1 %"
     return f"{value:.1f} %" if value != 0 and value < 9.95 else f"{value:.0f} %"
 
 
@@ -130,7 +159,8 @@ def test_a_measured_window_has_the_apis_shares(shown, enter):
     per_pixel_s = (timeline["end_s"] - timeline["start_s"]) / (box["width"] - GUTTER)
     t0, t1 = (timeline["start_s"] + (x - GUTTER) * per_pixel_s for x in (400, 700))
     measured = shown.get("/timeline/demo/measure", t0=t0, t1=t1)
-    shares = [float(text.split()[0]) for text in page.locator(".measure td:last-child").all_inner_texts()]
+    told = page.locator(".measure td:last-child").all_inner_texts()
+    shares = [float(text.removeprefix("< ").split()[0]) for text in told]
     assert shares == pytest.approx([100 * item["share"] for item in measured["items"]], abs=0.6)
     page.keyboard.press("Escape")
     assert page.locator(".measure").count() == 0
@@ -165,7 +195,11 @@ def test_curves_have_every_metric_and_logs_their_control_characters_as_signs(sho
     page = enter(shown, "/pipelines/demo/sort")
     names = shown.get("/pipelines/demo/sort")["metrics"]
     page.wait_for_selector(".chart canvas")
-    assert {text.split("\n")[0] for text in page.locator(".chart h3").all_inner_texts()} >= set(names)
+    drawn = {text.split("\n")[0].split(" ")[0] for text in page.locator(".chart h3").all_inner_texts()}
+    constant = {text.split(" ")[0] for text in page.inner_text(".constants").split(" · ")}
+    assert (drawn | constant, drawn & constant) == (set(names), set())
+    series = shown.get("/pipelines/demo/sort/metrics")["series"]
+    assert constant == {name for name in names if len(set(series[name]["y"])) == 1}
     page.keyboard.press("4")
     page.wait_for_selector("pre:has-text('red')")
     assert page.inner_text("pre") == "step 1\nred and ␇ a bell\n"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tests.service.clients import training_body
 
 from rlmux.rl.config import ModelConfig
@@ -20,7 +22,8 @@ from rlmux.service.tinker.ledger import Ledger
 from rlmux.service.tinker.routes import routes
 from rlmux.service.tinker.served import ServedModel
 
-SEQUENCES, REQUESTS = 30, 34
+REQUESTS = 34
+LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 SERVED = ServedModel(
     name="rlmux/tiny", model=ModelConfig(), vocab_size=97, stop_tokens=(1,), max_prompt_tokens=16, max_new_tokens=16,
@@ -166,9 +169,11 @@ async def breaking(place: Place, request: tuple[str, bytes], requests: Sequence[
         await place.post(*scratch)
 
 
-def test_any_order_and_repetition_of_requests_hands_over_the_same_and_nothing_broken_is_a_500(tmp_path):
+@pytest.mark.parametrize("num_sequences", [30, pytest.param(2000, marks=LONG)])
+def test_any_order_and_repetition_of_requests_hands_over_the_same_and_nothing_broken_is_a_500(tmp_path, num_sequences):
     expected = asyncio.run(ordered(tmp_path / "ordered"))
     assert sum(map(len, expected.values())) == 22
-    for number in range(SEQUENCES):
+    for number in range(num_sequences):
         found = asyncio.run(shuffled(tmp_path / str(number), random.Random(number)))
         assert found == expected, f"sequence {number}"
+        shutil.rmtree(tmp_path / str(number))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlmux.service.serve import Doors
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
-_PAGES_NEED = ("fastapi", "uvicorn", "prometheus_client")
+_PAGES_NEED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 _SERVING_NEEDS = (*_PAGES_NEED, "google.protobuf")
 Listen = Annotated[
     str | None,
@@ -340,5 +340,7 @@ def _say(url: str, doors: Doors, opens: bool) -> None:
     typer.echo("export TINKER_API_KEY=tml-anything")
     if doors.permits is not None:
         typer.echo(f"export RLMUX_BROKER={doors.permits.address}")
+        if doors.permits.grpc_front is not None:
+            typer.echo(f"export TIMESLICE_ORCH_ADDR={doors.permits.grpc_front.address}")
     if doors.dashboard is not None:
         _say_pages(doors.dashboard, opens)

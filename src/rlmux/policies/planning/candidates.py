@@ -121,22 +121,27 @@ def impossible(
     """Why even an empty cluster could not take the pipeline, or None.
 
     `needs` are nodes by phase, by default what the pipeline asks for; colocated, a node holds both
-    footprints.
+    footprints, and a device either of the states.
     """
     footprint = pipeline.footprint
     host_bytes = {Phase.ROLLOUT: footprint.rollout_host_bytes, Phase.TRAIN: footprint.train_host_bytes}
+    state_bytes = {
+        Phase.ROLLOUT: footprint.rollout_device_bytes or 0.0,
+        Phase.TRAIN: footprint.train_device_bytes or 0.0,
+    }
     if is_colocated:
         host_bytes = dict.fromkeys(host_bytes, sum(host_bytes.values()))
+        state_bytes = dict.fromkeys(state_bytes, max(state_bytes.values()))
     if needs is None:
         needs = {Phase.ROLLOUT: pipeline.num_rollout_nodes, Phase.TRAIN: pipeline.num_train_nodes}
     for phase, count in needs.items():
-        reason = _why_never(view.cluster.pool_for(phase), phase, count, host_bytes[phase])
+        reason = _why_never(view.cluster.pool_for(phase), phase, count, host_bytes[phase], state_bytes[phase])
         if reason:
             return Refusal(reason=f"pipeline {pipeline.id} {reason}", is_final=True)
     return None
 
 
-def _why_never(pool: Pool | None, phase: Phase, count: int, host_bytes: float) -> str:
+def _why_never(pool: Pool | None, phase: Phase, count: int, host_bytes: float, state_bytes: float) -> str:
     if count == 0:
         return ""
     if pool is None:
@@ -147,6 +152,11 @@ def _why_never(pool: Pool | None, phase: Phase, count: int, host_bytes: float) -
         return (
             f"keeps {host_bytes / 1e9:.3f} GB on each node of pool {pool.name!r}, which has "
             f"{pool.host_memory_bytes / 1e9:.3f} GB of host memory"
+        )
+    if state_bytes > pool.device_memory_bytes:
+        return (
+            f"keeps a state of {state_bytes / 1e9:.3f} GB on a device of pool {pool.name!r}, which has "
+            f"{pool.device_memory_bytes / 1e9:.3f} GB"
         )
     return ""
 

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
-from rlmux.core.cycles import PhaseLoad, fits_period
+from rlmux.core.cycles import PhaseLoad
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
+from rlmux.policies.planning.packing import PackingBook
 from rlmux.policies.planning.partition import (
     CandidateGroup,
     NodePrices,
     PipelineDemand,
     crowded_rollouts,
     crowded_trainings,
-    pack_rollouts,
 )
 
 MAX_STEPS_PER_CYCLE = 4
@@ -42,6 +42,8 @@ class CycleStepFinder:
     """
 
     def __init__(self) -> None:
+        self.packing = PackingBook()
+        """What the same kinds of pipelines came to under other budgets."""
         self._known: dict[tuple[int, ...], CandidateGroup | None] = {}
         """Cheapest group of the prices and demands with these numbers; None if there is none."""
         self._numbers: dict[NodePrices | PipelineDemand, int] = {}
@@ -59,9 +61,11 @@ class CycleStepFinder:
             prices=prices,
             cost_by_mask={candidate.mask: candidate.cost_usd for candidate in one_step_each},
             known=self._known,
+            packing=self.packing,
             numbers=[self._numbers.setdefault(demand, len(self._numbers)) for demand in demands],
         )
-        order = sorted(range(len(demands)), key=lambda i: (-demands[i].solo_s, demands[i].budget_s, i))
+        social = [index for index, demand in enumerate(demands) if demand.takes_neighbours]
+        order = sorted(social, key=lambda i: (-demands[i].solo_s, demands[i].budget_s, i))
         search.extend((), (self._numbers.setdefault(prices, len(self._numbers)),), 0, order)
         return search.found
 
@@ -75,6 +79,7 @@ class _CycleStepSearch:
     cost_by_mask: Mapping[int, float]
     """Dollars per hour of each group with one step per cycle each, by the bits of its members."""
     known: dict[tuple[int, ...], CandidateGroup | None]
+    packing: PackingBook
     numbers: Sequence[int]
     """Number of each demand in the keys of `known`."""
     found: list[CandidateGroup] = field(default_factory=list)
@@ -85,8 +90,7 @@ class _CycleStepSearch:
             below_usd = self.cost_by_mask.get(grown_mask, math.inf)
             candidate = self._best(grown, grown_key, below_usd) if members else None
             if candidate is not None:
-                mapped = tuple(grown[i] for i in candidate.members)
-                self.found.append(replace(candidate, mask=grown_mask, members=mapped))
+                self.found.append(_numbered(candidate, grown, grown_mask))
             if (candidate is not None or below_usd < math.inf) and len(grown) < MAX_MEMBERS:
                 self.extend(grown, grown_key, grown_mask, later[position + 1 :])
 
@@ -96,11 +100,28 @@ class _CycleStepSearch:
         `below_usd` is what they cost with one step per cycle each: a function of the same members and prices.
         """
         if key not in self.known:
-            self.known[key] = _cheapest_group([self.demands[i] for i in members], self.prices, below_usd)
+            demands = [self.demands[i] for i in members]
+            self.known[key] = _cheapest_group(demands, self.prices, below_usd, self.packing)
         return self.known[key]
 
 
-def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd: float) -> CandidateGroup | None:
+def _numbered(candidate: CandidateGroup, members: Sequence[int], mask: int) -> CandidateGroup:
+    """The group with these numbers for its members."""
+    return CandidateGroup(
+        mask,
+        tuple([members[i] for i in candidate.members]),
+        candidate.cost_usd,
+        candidate.num_train_nodes,
+        candidate.num_rollout_nodes,
+        candidate.pins,
+        candidate.is_colocated,
+        candidate.steps_per_cycle,
+    )
+
+
+def _cheapest_group(
+    demands: list[PipelineDemand], prices: NodePrices, below_usd: float, packing: PackingBook
+) -> CandidateGroup | None:
     """The cheapest group of all these with several steps per cycle for some; None where none is below `below_usd`."""
     if sum(demand.train_bytes for demand in demands) > prices.train_host_bytes:
         return None
@@ -121,7 +142,7 @@ def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd
         order = sorted(range(len(demands)), key=lambda i: cycle_rank(steps_per_cycle[i], demands[i].solo_s))
         busy = [_times(demands[i], steps_per_cycle[i]) for i in order]
         for num_rollout in count(1):
-            pins = pack_rollouts(busy, period_s, prices, at_least=num_rollout)
+            pins = packing.pack(busy, period_s, prices, at_least=num_rollout)
             if pins is None:
                 break
             num_used = 1 + max(max(nodes) for nodes in pins)
@@ -140,7 +161,7 @@ def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd
                     order, crowded_rollouts([demands[i] for i in order], pins, prices), pins, strict=True
                 )
             ]
-            if fits_period(loads, period_s):
+            if packing.fits(loads, period_s):
                 in_order = tuple(steps_per_cycle[i] for i in order)
                 best = CandidateGroup(0, tuple(order), cost, num_train, num_used, pins, False, in_order)
                 below_usd = cost

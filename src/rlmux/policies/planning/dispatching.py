@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rlmux.core.model import DeviceId
+from rlmux.core.cycle_slots import CycleSlot
+from rlmux.core.model import DeviceId, Phase
 from rlmux.core.state import ReadyWork
-from rlmux.core.views import CycleSlot, GroupView, RunWork
+from rlmux.core.tails import is_tail
+from rlmux.core.views import GroupView, RunWork
+
+LEAST_FREE = 0.5
+"""Part of a node beside tails with which a rollout begins."""
 
 
 def start_oldest_first(view: GroupView) -> Iterator[RunWork]:
     """Oldest ready work first, continuations before all; no device idles beside work that could start on it."""
-    return start_where_free(view, sorted(view.ready, key=age))
+    return start_where_free(view, _by_age(view))
 
 
 def start_in_cycle_order(view: GroupView) -> Iterator[RunWork]:
@@ -29,12 +34,19 @@ def start_in_cycle_order(view: GroupView) -> Iterator[RunWork]:
     own user code. SFT warm-ups come before the first
     cycle and take no slot.
     """
-    in_order = (
-        work
-        for work in sorted(view.ready, key=age)
-        if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work)
-    )
-    return start_where_free(view, in_order)
+    taken: set[DeviceId] = set()
+    kept = devices_kept_for_bursts(view)
+    for work in _by_age(view):
+        if work.is_waiting or not taken.isdisjoint(work.devices):
+            continue
+        fraction = free_fraction(view, work)
+        if (
+            fraction
+            and may_take(work, kept)
+            and (work.is_continuation or work.step == 0 or view.is_next_in_cycle(work))
+        ):
+            taken.update(work.devices)
+            yield RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction)
 
 
 def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
@@ -49,15 +61,16 @@ def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
     taken: set[DeviceId] = set()
     kept = devices_kept_for_bursts(view)
     out_of_order: list[ReadyWork] = []
-    for work in sorted(view.ready, key=age):
-        if work.is_waiting or not (taken.isdisjoint(work.devices) and view.is_free(work.devices)):
+    for work in _by_age(view):
+        if work.is_waiting or not taken.isdisjoint(work.devices):
             continue
-        if not may_take(work, kept):
+        fraction = free_fraction(view, work)
+        if not fraction or not may_take(work, kept):
             continue
         if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work):
             taken.update(work.devices)
-            yield RunWork(work=work)
-        else:
+            yield RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction)
+        elif fraction == 1.0:
             out_of_order.append(work)
     for work in out_of_order:
         if taken.isdisjoint(work.devices) and _may_overtake(view, work):
@@ -114,21 +127,34 @@ def start_where_free(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[Ru
     taken: set[DeviceId] = set()
     kept = devices_kept_for_bursts(view)
     for work in works:
-        if (
-            not work.is_waiting
-            and taken.isdisjoint(work.devices)
-            and view.is_free(work.devices)
-            and may_take(work, kept)
-        ):
+        if work.is_waiting or not taken.isdisjoint(work.devices):
+            continue
+        fraction = free_fraction(view, work)
+        if fraction and may_take(work, kept):
             taken.update(work.devices)
-            yield RunWork(work=work)
+            yield RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction)
+
+
+def free_fraction(view: GroupView, work: ReadyWork) -> float:
+    """Part of its devices that the work can have now: all of them where they are free; what tails that have left their
+    node hold not, for a rollout; else 0."""
+    if view.is_free(work.devices):
+        return 1.0
+    if not view.has_tails or work.phase is not Phase.ROLLOUT or len(work.devices) > 1:
+        return 0.0
+    device = work.devices[0]
+    free = view.free_fraction(device)
+    if free < LEAST_FREE:
+        return 0.0
+    beside = [order for order in view.running if device in order.devices]
+    return free if all(is_tail(view.pipeline(order.pipeline), order.device_fraction) for order in beside) else 0.0
 
 
 def devices_kept_for_bursts(view: GroupView) -> dict[DeviceId, int]:
     """Devices that are kept for bursts which wait for others besides, and the oldest such burst's place in the order of
     becoming ready. Otherwise they would wait for ever while shorter work alternates on each."""
     kept: dict[DeviceId, int] = {}
-    for work in view.ready:
+    for work in view.ready if view.has_arriving_work else ():
         if work.is_burst and len(work.devices) > 1 and not view.is_free(work.devices):
             for device in work.devices:
                 kept[device] = min(kept.get(device, work.sequence), work.sequence)
@@ -140,6 +166,12 @@ def may_take(work: ReadyWork, kept: Mapping[DeviceId, int]) -> bool:
     if not kept or work.is_continuation:
         return True
     return all(kept.get(device, work.sequence) >= work.sequence for device in work.devices)
+
+
+def _by_age(view: GroupView) -> Sequence[ReadyWork]:
+    """The group's ready work: continuations first, then what became ready first."""
+    ready = view.ready
+    return ready if len(ready) < 2 else sorted(ready, key=age)
 
 
 def age(work: ReadyWork) -> tuple[bool, int]:

@@ -22,9 +22,10 @@ from rlmux.core.placement_choice import Relocation
 from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.economy import Economy
 from rlmux.policies.planning.layouts import Kind, Layout, LayoutBook
-from rlmux.policies.planning.partition import CandidateGroup, cheapest_partition, demand_of
+from rlmux.policies.planning.partition import CandidateGroup, demand_of
 from rlmux.policies.planning.ranking import BudgetWatch, GroupRanking
 from rlmux.policies.planning.regrouping import prices_of, relocations_to, targets_of
+from rlmux.policies.planning.set_partition import cheapest_partition
 
 _ROUNDING = 1e-9
 _MAX_DETOURS = 6

@@ -54,8 +54,12 @@ class Forecast:
         return index in self.works and not self.works[index].is_continuation
 
 
-def forecast_group(view: GroupView) -> Forecast:
-    """What the members run, have ready and will do in their next steps."""
+def forecast_group(view: GroupView, *, is_due_by_mean: bool = False) -> Forecast:
+    """What the members run, have ready and will do in their next steps.
+
+    `is_due_by_mean`: a step is due when the mean of all its pipeline's steps would break the SLO, as cycle slots have
+    it; else each step is due by itself.
+    """
     members = view.members
     numbers: dict[DeviceId, int] = {}
     for member in members:
@@ -75,7 +79,8 @@ def forecast_group(view: GroupView) -> Forecast:
         num_steps = min(3, max(1, round(longest_s / solo_s))) if solo_s > 0 else 1
         if per_step * (num_steps + 1) > MAX_WORK_ITEMS:
             num_steps = 1 if 2 * per_step <= MAX_WORK_ITEMS else 0
-        _MemberForecast(view, forecast, member, number, ready[member.id], running[member.id]).add(num_steps)
+        works, orders = ready[member.id], running[member.id]
+        _MemberForecast(view, forecast, member, number, works, orders, is_due_by_mean).add(num_steps)
     if any(item.switch_s for item in forecast.work_items):
         _add_kept_states(view, forecast)
     return forecast
@@ -131,6 +136,8 @@ class _MemberForecast:
     """The pipeline's number in the work items."""
     ready: list[ReadyWork]
     running: list[OrderView]
+    is_due_by_mean: bool
+    """Whether what its earlier steps took less, or more, counts for the next."""
     estimates: StepEstimates = field(init=False)
     train_devices: tuple[int, ...] = field(init=False)
     trains: dict[int, int] = field(default_factory=dict)
@@ -289,4 +296,6 @@ class _MemberForecast:
         if slo == math.inf or member.pipeline.staleness or step < member.rollout_step:
             return None
         solo_s = solo_step_s(member)
+        if self.is_due_by_mean and member.due_s < math.inf:
+            return member.due_s - self.view.now_s + (step - member.rollout_step) * slo * solo_s
         return member.step_began_s - self.view.now_s + (step - member.rollout_step + 1) * slo * solo_s

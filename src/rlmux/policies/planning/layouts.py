@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from rlmux.core.cycles import PhaseLoad, fits_period, meta_iteration_s
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
+from rlmux.core.tails import numbers_left, tail_seconds
 from rlmux.policies.planning.partition import NodePrices, PipelineDemand, do_fit
 
 Pins = tuple[tuple[int, ...], ...]
@@ -101,11 +102,18 @@ def _layouts(kinds: Sequence[Kind], prices: NodePrices) -> Iterator[Layout]:
     fewest = max(one.num_rollout_nodes for one in demands)
     most = sum(one.num_rollout_nodes for one in demands)
     enough_s = _without_waits_s(demands, trainings)
+    lefts = (0, *numbers_left([one.tail for one in demands])) if len(kinds) > 1 else (0,)
     least_s = math.inf
     for num_rollout in range(fewest, most + 1):
         if least_s <= enough_s:
             return  # more rollout nodes cannot make it shorter
-        best = _shortest(_rollouts(demands, num_rollout, prices, least_s), trainings, syncs_s, least_s)
+        best: tuple[float, Pins, Pins] | None = None
+        for num_left in lefts:
+            below_s = least_s if best is None else best[0]
+            rollouts = _rollouts(demands, num_rollout, prices, below_s, num_left)
+            found = _shortest(rollouts, trainings, syncs_s, below_s)
+            if found is not None and found[0] < below_s:
+                best = found
         if best is None or best[0] >= least_s:
             continue
         least_s, pins, train_pins = best
@@ -148,6 +156,8 @@ class _Pinned(NamedTuple):
     pins: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]
     """Seconds of each member's phase, switches included."""
+    tails_s: tuple[float, ...]
+    """Seconds at the end of each member's phase in which its nodes may begin the next."""
 
 
 class _OnePhase(NamedTuple):
@@ -159,14 +169,28 @@ class _OnePhase(NamedTuple):
     """Bytes of its state on each device."""
     num_nodes: int
     host_bytes: float
+    growth_s: float = 0.0
+    """Seconds by which the phase ends later where its tail leaves its nodes."""
+    tail_s: float = 0.0
+    """Seconds of that tail."""
+    tail_fraction: float = 0.0
+    """Part of each node that the tail keeps."""
 
 
-def _rollouts(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices, below_s: float) -> list[_Pinned]:
+def _rollouts(
+    demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices, below_s: float, num_left: int
+) -> list[_Pinned]:
     """Every way to pin the rollouts to exactly so many nodes that keeps each of them busy for less than `below_s`, the
-    shortest first."""
+    shortest first; with tails that leave shared nodes once so many trajectories are left, 0 for none."""
     phases = [
         _OnePhase(
-            one.rollout_s, one.rollout_switch_s, one.rollout_device_bytes, one.num_rollout_nodes, one.rollout_bytes
+            one.rollout_s,
+            one.rollout_switch_s,
+            one.rollout_device_bytes,
+            one.num_rollout_nodes,
+            one.rollout_bytes,
+            *(tail_seconds(one.rollout_s, one.tail, num_left) if num_left else (0.0, 0.0)),
+            one.tail.device_fraction if one.tail else 0.0,
         )
         for one in demands
     ]
@@ -196,7 +220,8 @@ def _pinned(
         if index == len(phases):
             found.append(_pinned_so(phases, tuple(nodes_of), states, device_bytes))
             return
-        seconds, _, state_bytes, num_asked, need_bytes = phases[index]
+        seconds, _, state_bytes, num_asked, need_bytes, growth_s, tail_s, _ = phases[index]
+        seconds += growth_s - tail_s
         for nodes in _next_nodes(num_used, num_asked, num_nodes):
             num_used_then = max(num_used, nodes[-1] + 1)
             if num_used_then + num_to_come[index] < num_nodes:
@@ -218,7 +243,7 @@ def _pinned(
 
 
 _NodeState = tuple[int, float, float, float]
-"""Members pinned to a node, their seconds without switches, their bytes in host memory and on each device."""
+"""Members pinned to a node, their seconds without switches and tails, their bytes in host memory and on each device."""
 
 
 @cache
@@ -237,14 +262,28 @@ def _pinned_so(phases: Sequence[_OnePhase], pins: Pins, states: Sequence[_NodeSt
     is_crowded = [count > 1 and not do_fit(on_device_bytes, device_bytes) for count, _, _, on_device_bytes in states]
     seconds: list[float] = []
     busy_s = [0.0] * len(states)
-    for phase, nodes in zip(phases, pins, strict=True):
-        taken_s = phase.seconds
+    tails_s: list[float] = []
+    for index, (phase, nodes) in enumerate(zip(phases, pins, strict=True)):
+        taken_s, tail_s = phase.seconds, 0.0
+        if any(states[node][0] > 1 for node in nodes):
+            tail_s = phase.tail_s
+            taken_s += (phase.growth_s if tail_s else 0.0) + _lost_s(phases, pins, index)
         if phase.switch_s and any(is_crowded[node] for node in nodes):
             taken_s += phase.switch_s
         seconds.append(taken_s)
+        tails_s.append(tail_s)
         for node in nodes:
-            busy_s[node] += taken_s
-    return _Pinned(max(busy_s), pins, tuple(seconds))
+            busy_s[node] += taken_s - tail_s
+    return _Pinned(max(busy_s), pins, tuple(seconds), tuple(tails_s))
+
+
+def _lost_s(phases: Sequence[_OnePhase], pins: Pins, index: int) -> float:
+    """Seconds that a member loses to the longest tail on its nodes, as `core.tails.with_tails` counts them."""
+    lost_s = 0.0
+    for other, phase in enumerate(phases):
+        if phase.tail_s and other != index and not set(pins[index]).isdisjoint(pins[other]):
+            lost_s = max(lost_s, phase.tail_s * phase.tail_fraction)
+    return lost_s
 
 
 def _shortest(
@@ -258,9 +297,16 @@ def _shortest(
             break
         rollout, training = rollouts[r], trainings[t]
         loads = [
-            PhaseLoad(rollout_s=rollout_s, train_s=train_s, rollout_nodes=nodes, sync_s=sync_s, train_nodes=train_nodes)
-            for rollout_s, nodes, train_s, train_nodes, sync_s in zip(
-                rollout.seconds, rollout.pins, training.seconds, training.pins, syncs_s, strict=True
+            PhaseLoad(
+                rollout_s=rollout_s,
+                train_s=train_s,
+                rollout_nodes=nodes,
+                sync_s=sync_s,
+                train_nodes=train_nodes,
+                tail_s=tail_s,
+            )
+            for rollout_s, nodes, tail_s, train_s, train_nodes, sync_s in zip(
+                rollout.seconds, rollout.pins, rollout.tails_s, training.seconds, training.pins, syncs_s, strict=True
             )
         ]
         if best is None or fits_period(loads, best[0] * (1.0 - _NOTICEABLE)):

@@ -23,29 +23,38 @@ BUDGET = 400
 """Starts on one device that a decision may play out: about 3 ms of one core."""
 
 
-def plan(problem: Problem, *, budget: int = BUDGET) -> Schedule:
-    """The best schedule found by playing out about `budget` starts, a work item counting once for each device."""
+def plan(problem: Problem, *, budget: int = BUDGET, openings: Sequence[Priorities] = ()) -> Schedule:
+    """The best schedule found by playing out about `budget` starts, a work item counting once for each device.
+
+    `openings`: priorities that are tried before all others, so that the schedule is never worse than theirs.
+    """
     work_items = problem.work_items
     if not work_items:
         return EMPTY_SCHEDULE
     num_starts = sum(max(1, len(item.devices)) for item in work_items)
     # On whole devices a start takes half the time: there are no rates to update.
     num_playouts = (budget if problem.sharing.entries else 2 * budget) // num_starts
-    return _Search(problem, max(1, num_playouts)).best()
+    return _Search(problem, max(1, num_playouts), openings).best()
+
+
+def play_out(problem: Problem, priorities: Priorities) -> Schedule:
+    """The schedule that these priorities make."""
+    return Playout(Setting(problem), priorities).schedule()
 
 
 class _Search:
     """Openings first, then improvement of the best of them, then of the next, while playouts are left."""
 
-    def __init__(self, problem: Problem, num_playouts: int) -> None:
+    def __init__(self, problem: Problem, num_playouts: int, openings: Sequence[Priorities]) -> None:
         self.problem = problem
+        self.openings = openings
         self.setting = Setting(problem)
         self.num_left = num_playouts
         self.num_tried = 0
 
     def best(self) -> Schedule:
         tried = []
-        for priorities in _openings(self.problem):
+        for priorities in (*self.openings, *_openings(self.problem)):
             tried.append((priorities, self.try_out(priorities)))
             if self.num_left <= 0:
                 break

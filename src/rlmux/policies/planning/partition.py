@@ -1,27 +1,26 @@
-"""Cheapest partition of a few pipelines into co-execution groups, under strict meta-iterations.
+"""Groups into which a few pipelines could be put, under strict meta-iterations.
 
-    demands ─▶ candidate groups: every feasible one at its cheapest node count ─▶ set partition by branch and bound
+    demands ─▶ candidate groups: every feasible one at its cheapest node count ─▶ the cheapest (set_partition.py)
 
 A group is feasible when every member's solo step, the training node's load and every rollout node's load
 fit the smallest budget among the members (SLO times T_solo), and host memory or the cap holds; that is
 max(T_cycle, T_load) <= budget. Switches and syncs are in these seconds as the ledger counts them: a warm switch for
 each phase on nodes whose states do not all fit, the longest sync beside the busiest rollout node. A pipeline may also
 stand alone on its training nodes, colocated.
-
-The search is exact when it ends within its node limit; otherwise `bound_usd` says how far off it may be.
-The bound is a dual one: prices of pipelines such that no candidate group costs less than its members' prices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, phases_of, solo_s, sync_s
-from rlmux.core.model import GroupId, Pipeline
+from rlmux.core.model import GroupId, Pipeline, RolloutTail
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +65,10 @@ class PipelineDemand(NamedTuple):
     rollout_device_bytes: float = math.inf
     """Bytes of its rollout state on each device; infinite where unknown, since it fills the device then."""
     train_device_bytes: float = math.inf
+    takes_neighbours: bool = True
+    """False for a pipeline whose own step is beyond its SLO, which a neighbour could only make worse."""
+    tail: RolloutTail | None = None
+    """How its rollouts end, where their tails may leave their nodes to others."""
 
     @property
     def solo_s(self) -> float:
@@ -80,10 +83,11 @@ def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
     footprint, switch = pipeline.footprint, pipeline.switch
     rollout_s, train_s = phases_of(pipeline)
     alone_s = max(solo_s(pipeline), rollout_s + train_s + sync_s(pipeline))
+    budget_s = budget_of(pipeline)
     return PipelineDemand(
         rollout_s=rollout_s,
         train_s=train_s,
-        budget_s=max(alone_s, budget_of(pipeline) * (1.0 - slo_margin)),
+        budget_s=max(alone_s, budget_s * (1.0 - slo_margin)),
         num_rollout_nodes=pipeline.num_rollout_nodes,
         num_train_nodes=pipeline.num_train_nodes,
         rollout_bytes=footprint.rollout_host_bytes,
@@ -95,6 +99,8 @@ def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
         train_switch_s=switch.train_s if switch else 0.0,
         rollout_device_bytes=_or_all(footprint.rollout_device_bytes),
         train_device_bytes=_or_all(footprint.train_device_bytes),
+        takes_neighbours=alone_s <= budget_s * (1.0 + _ROUNDING),
+        tail=pipeline.tail,
     )
 
 
@@ -129,12 +135,16 @@ class CandidateGroup:
     """The group that is like this already; None where pipelines have to move for it."""
 
 
+Pack = Callable[[Sequence[PipelineDemand], float, NodePrices], tuple[tuple[int, ...], ...] | None]
+"""`pack_rollouts`, or what answers as it does."""
+
+
 def candidate_groups(
-    demands: Sequence[PipelineDemand], prices: NodePrices, max_members: int = 8
+    demands: Sequence[PipelineDemand], prices: NodePrices, max_members: int = 8, pack: Pack | None = None
 ) -> list[CandidateGroup]:
     """Every feasible group of the demands with one step per cycle each, once, at its cheapest."""
     order = sorted(range(len(demands)), key=lambda i: (demands[i].budget_s, i))
-    builder = _CandidateBuilder(demands, prices, max_members, order)
+    builder = _CandidateBuilder(demands, prices, max_members, order, pack or pack_rollouts)
     for position in range(len(order)):
         builder.start(position)
     return builder.candidates
@@ -144,8 +154,9 @@ class _CandidateBuilder:
     """Grows groups from their tightest member upwards, so that the budget is known from the start."""
 
     def __init__(
-        self, demands: Sequence[PipelineDemand], prices: NodePrices, max_members: int, order: list[int]
+        self, demands: Sequence[PipelineDemand], prices: NodePrices, max_members: int, order: list[int], pack: Pack
     ) -> None:
+        self.pack = pack
         self.demands = demands
         self.prices = prices
         self.max_members = max_members
@@ -207,7 +218,7 @@ class _CandidateBuilder:
         crowded = self._crowded_trainings(members)
         if sum(one.train_s for one in crowded) > budget_s or any(one.solo_s > budget_s for one in crowded):
             return
-        pins = pack_rollouts(crowded, budget_s, self.prices)
+        pins = self.pack(crowded, budget_s, self.prices)
         if pins is None or not _fit_cycle(crowded, pins, budget_s, self.prices):
             return
         num_rollout = 1 + max(max(nodes) for nodes in pins)
@@ -221,11 +232,12 @@ class _CandidateBuilder:
             if same is not None:
                 self.candidates.pop()
             self.candidates.append(CandidateGroup(mask, members, cost, num_train, num_rollout, pins, False))
-        if len(members) < self.max_members:
+        if demand.takes_neighbours and len(members) < self.max_members:
             room_s = budget_s - train_s
             for later in range(position + 1, len(self.order)):
                 other = self.demands[self.order[later]]
-                if other.train_s <= room_s and other.rollout_s + other.train_s <= budget_s:
+                is_short = other.train_s <= room_s and other.rollout_s + other.train_s <= budget_s
+                if is_short and other.takes_neighbours:
                     self._grow(later, members, train_s, train_bytes, num_counted, budget_s)
 
 
@@ -357,138 +369,3 @@ def _pin(
         for number, node in zip(numbers, looks, strict=True):
             nodes[number] = node
     return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """The groups chosen, and what is proven about them."""
-
-    groups: tuple[CandidateGroup, ...]
-    cost_usd: float
-    """Dollars per hour, with what moving there costs if costs were given."""
-    bound_usd: float
-    """Dollars per hour below which no partition costs."""
-    is_proven: bool
-    """Whether the search ended within its limit: no partition is cheaper."""
-
-    @property
-    def gap(self) -> float:
-        """(cost - proven bound) / cost; 0 where the partition is proven to be the cheapest."""
-        return 1.0 - self.bound_usd / self.cost_usd if self.cost_usd else 0.0
-
-
-def cheapest_partition(
-    candidates: Sequence[CandidateGroup],
-    num_demands: int,
-    *,
-    costs: Sequence[float] | None = None,
-    max_nodes: int = 20_000,
-    upper: float = math.inf,
-    num_rounds: int = 12,
-) -> Partition | None:
-    """Choose groups that hold every demand exactly once, at least cost; None if nothing is below `upper`.
-
-    `costs` stand in for the groups' own dollars, for instance with what moving there costs.
-    """
-    search = _Search(candidates, num_demands, costs or [candidate.cost_usd for candidate in candidates], num_rounds)
-    return search.run(max_nodes, upper)
-
-
-class _Search:
-    """Branch and bound over the candidate groups, cheapest by reduced cost first."""
-
-    def __init__(
-        self, candidates: Sequence[CandidateGroup], num_demands: int, costs: Sequence[float], num_rounds: int
-    ) -> None:
-        self.candidates = candidates
-        self.costs = costs
-        self.num_demands = num_demands
-        self.prices = self._dual_prices(num_rounds)
-        self.bound = sum(self.prices)
-        self.best: tuple[int, ...] = ()
-        self.best_cost = math.inf
-        self.num_nodes = 0
-
-    def run(self, max_nodes: int, upper: float) -> Partition | None:
-        self.best_cost = upper
-        self.max_nodes = max_nodes
-        reduced = [
-            cost - sum(self.prices[i] for i in candidate.members)
-            for candidate, cost in zip(self.candidates, self.costs, strict=True)
-        ]
-        self.reduced = reduced
-        self.by_demand: list[list[int]] = [[] for _ in range(self.num_demands)]
-        for k in sorted(range(len(self.candidates)), key=lambda k: reduced[k]):
-            for i in self.candidates[k].members:
-                self.by_demand[i].append(k)
-        self._descend((1 << self.num_demands) - 1, self.bound, ())
-        if not self.best and self.num_demands:
-            return None
-        is_proven = self.num_nodes < max_nodes
-        return Partition(
-            groups=tuple(self.candidates[k] for k in self.best),
-            cost_usd=self.best_cost,
-            bound_usd=self.best_cost if is_proven else min(self.bound, self.best_cost),
-            is_proven=is_proven,
-        )
-
-    def _descend(self, open_mask: int, bound: float, chosen: tuple[int, ...]) -> None:
-        """Branch on the open demand with the fewest groups; `bound` is the root's plus the reduced costs chosen."""
-        if bound >= self.best_cost - 1e-9:
-            return
-        if open_mask == 0:
-            self.best, self.best_cost = chosen, bound
-            return
-        self.num_nodes += 1
-        if self.num_nodes >= self.max_nodes:
-            return
-        fewest: list[int] = []
-        fewest_len = 1 << 30
-        slack = self.best_cost - bound
-        for i in range(self.num_demands):
-            if open_mask >> i & 1:
-                fits = []
-                for k in self.by_demand[i]:
-                    if self.reduced[k] >= slack:
-                        break
-                    if self.candidates[k].mask & ~open_mask == 0:
-                        fits.append(k)
-                        if len(fits) >= fewest_len:
-                            break
-                if len(fits) < fewest_len:
-                    fewest, fewest_len = fits, len(fits)
-                    if fewest_len <= 1:
-                        break
-        for k in fewest:
-            self._descend(open_mask & ~self.candidates[k].mask, bound + self.reduced[k], (*chosen, k))
-
-    def _dual_prices(self, num_rounds: int) -> list[float]:
-        """Feasible prices by coordinate ascent from an even split, the order reversed each round."""
-        prices = [math.inf] * self.num_demands
-        weights = [math.inf] * self.num_demands
-        for candidate, cost in zip(self.candidates, self.costs, strict=True):
-            if len(candidate.members) == 1:
-                weights[candidate.members[0]] = min(weights[candidate.members[0]], cost)
-        for candidate, cost in zip(self.candidates, self.costs, strict=True):
-            total = sum(weights[i] for i in candidate.members)
-            for i in candidate.members:
-                share = cost * weights[i] / total if 0 < total < math.inf else cost / len(candidate.members)
-                prices[i] = min(prices[i], share)
-        slacks = [
-            cost - sum(prices[i] for i in candidate.members)
-            for candidate, cost in zip(self.candidates, self.costs, strict=True)
-        ]
-        holding: list[list[int]] = [[] for _ in range(self.num_demands)]
-        for k, candidate in enumerate(self.candidates):
-            for i in candidate.members:
-                holding[i].append(k)
-        for round_index in range(num_rounds):
-            share = 0.5 if round_index < num_rounds - 1 else 1.0
-            order = range(self.num_demands) if round_index % 2 else range(self.num_demands - 1, -1, -1)
-            for i in order:
-                rise = share * min((slacks[k] for k in holding[i]), default=0.0)
-                if rise > 0:
-                    prices[i] += rise
-                    for k in holding[i]:
-                        slacks[k] -= rise
-        return prices

@@ -27,8 +27,6 @@ _DONE_S = 1e-9
 """Solo seconds left below which a work item has ended."""
 _ROUNDING = 1e-12
 """Part of the time since now that counts as rounding besides: less than that, added to it, may leave it as it is."""
-_MEAN_WEIGHT = 0.1
-"""Weight of the mean completion time beside the makespan."""
 
 
 class Setting:
@@ -362,7 +360,8 @@ class Playout:
             sibling_migrations=self.sibling_migrations,
             sibling_migrations_now=tuple(self.sibling_migrations_now),
             idle_migrations_now=self._idle_migrations_now(),
-            score=(missed_s, max(self.end_s, default=0.0) + _MEAN_WEIGHT * mean_s),
+            score=(missed_s, max(self.end_s, default=0.0) + self.setting.problem.mean_weight * mean_s),
+            mean_end_s=mean_s,
             num_tried=1,
         )
 

@@ -82,6 +82,8 @@ class Problem:
     """Numbers of the states on each device, most recently used first; () counts no switches."""
     num_kept: tuple[float, ...] = ()
     """Count of states that fit on each device at once."""
+    mean_weight: float = 0.1
+    """Weight of the mean completion time beside the makespan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,15 @@ class Schedule:
     """Indices of the migrations to idle devices whose work item starts at this moment, or runs."""
     score: tuple[float, float]
     """Seconds by which deadlines are missed, then weighted makespan; the smaller the better."""
+    mean_end_s: float
+    """Mean over the pipelines of when their last work item ends."""
     num_tried: int
     """Schedules that were played out to find this one."""
+
+    @property
+    def missed_s(self) -> float:
+        """Seconds by which deadlines are missed."""
+        return self.score[0]
 
     @property
     def makespan_s(self) -> float:
@@ -118,5 +127,6 @@ EMPTY_SCHEDULE = Schedule(
     sibling_migrations_now=(),
     idle_migrations_now=(),
     score=(0.0, 0.0),
+    mean_end_s=0.0,
     num_tried=0,
 )

@@ -24,12 +24,11 @@ from rlmux.policies.planning.cycle_steps import CycleStepFinder
 from rlmux.policies.planning.partition import (
     CandidateGroup,
     NodePrices,
-    Partition,
     PipelineDemand,
     candidate_groups,
-    cheapest_partition,
     demand_of,
 )
+from rlmux.policies.planning.set_partition import Partition, cheapest_partition
 
 TIGHT_WEIGHT = 3.0
 """Moves that the move of a member without slack counts as."""
@@ -307,14 +306,12 @@ def partition_of(
     demands, prices = [demand_of(member.pipeline, slo_margin) for member in members], prices_of(view)
     if view.num_nodes(Phase.TRAIN) < math.inf:
         demands = [demand._replace(colocated_s=math.inf) for demand in demands]  # no other pipeline could join it
-    candidates = candidate_groups(demands, prices)
+    candidates = candidate_groups(demands, prices, pack=step_finder.packing.pack if step_finder else None)
     if step_finder is not None:
         candidates += step_finder.candidate_groups(demands, prices, candidates)
-    indices_by_group: dict[GroupId, list[int]] = {}
-    for index, member in enumerate(members):
-        indices_by_group.setdefault(member.placement.group, []).append(index)
+    groups_by_index = [member.placement.group for member in members]
     costs = [
-        candidate.cost_usd + usd_per_move * _moving_weight(candidate, demands, indices_by_group)
+        candidate.cost_usd + usd_per_move * _moving_weight(candidate, demands, groups_by_index)
         for candidate in candidates
     ]
     partition = cheapest_partition(
@@ -328,14 +325,21 @@ def partition_of(
 
 
 def _moving_weight(
-    candidate: CandidateGroup, demands: Sequence[PipelineDemand], indices_by_group: Mapping[GroupId, Sequence[int]]
+    candidate: CandidateGroup, demands: Sequence[PipelineDemand], groups_by_index: Sequence[GroupId]
 ) -> float:
     """What the moves that make this group count: of every member that is not in the group that will host it."""
-    steps_per_cycle = candidate.steps_per_cycle or (1,) * len(candidate.members)
-    reach_s = [count * demands[i].budget_s for i, count in zip(candidate.members, steps_per_cycle, strict=True)]
-    weights = {i: move_weight(s, min(reach_s)) for i, s in zip(candidate.members, reach_s, strict=True)}
-    staying = max(sum(weights.get(i, 0.0) for i in indices) for indices in indices_by_group.values())
-    return sum(weights.values()) - staying
+    members = candidate.members
+    reach_s = [demands[i].budget_s for i in members]
+    if candidate.steps_per_cycle:
+        reach_s = [count * budget_s for count, budget_s in zip(candidate.steps_per_cycle, reach_s, strict=True)]
+    tightest_s = min(reach_s)
+    moving = 0.0
+    staying: dict[GroupId, float] = {}
+    for i, longest_s in zip(members, reach_s, strict=True):
+        weight = move_weight(longest_s, tightest_s)
+        moving += weight
+        staying[groups_by_index[i]] = staying.get(groups_by_index[i], 0.0) + weight
+    return moving - max(staying.values())
 
 
 def prices_of(view: PlacementView) -> NodePrices:

@@ -56,9 +56,14 @@ class _Shard:
 def migrate_tails(view: GroupView) -> Iterator[Choice]:
     """Migrate what was paused for it, pause the shards whose tails are to migrate now, and let no shard wait for
     another pipeline's tail."""
-    if view.num_members < 2 or view.has_arriving_work:
+    if view.num_members < 2 or view.has_arriving_work or not view.has_wide_rollouts:
         return
     yield from continue_migrations(view)
+    yield from begin_tail_migrations(view)
+
+
+def begin_tail_migrations(view: GroupView) -> Iterator[Choice]:
+    """Pause the shards whose tails are to migrate now, and let no shard wait for another pipeline's tail."""
     waiting = [work for work in view.ready if _begins_a_shard(work) and not view.is_free(work.devices)]
     if not waiting:
         return
@@ -68,10 +73,11 @@ def migrate_tails(view: GroupView) -> Iterator[Choice]:
             rollouts.setdefault(order.pipeline, []).append(order)
     members = {member.id: member for member in view.members}
     for pipeline, orders in rollouts.items():
+        if len(members[pipeline].rollout_devices) < 2:
+            continue
         wanted = {work.devices[0] for work in waiting if work.pipeline != pipeline and view.is_next_in_cycle(work)}
         if wanted:
-            spare_s = _spare_s(view, members[pipeline])
-            yield from _pause_for_tail(members[pipeline], orders, wanted, spare_s, view.now_s)
+            yield from _pause_for_tail(view, members[pipeline], orders, wanted)
     yield from _spread_over_siblings(view, members, rollouts, waiting)
 
 
@@ -101,16 +107,18 @@ def _late_s(member: MemberView) -> float:
 
 
 def _pause_for_tail(
-    member: MemberView, orders: Sequence[OrderView], wanted: set[DeviceId], spare_s: float, now_s: float
+    view: GroupView, member: MemberView, orders: Sequence[OrderView], wanted: set[DeviceId]
 ) -> Iterator[PauseOrder]:
     """Pause all shards of the rollout but the one that would end last, if only its tail is left and that pays."""
-    shards = _shards_at_their_end(member, orders, now_s)
+    shards = _shards_at_their_end(member, orders, view.now_s)
     if len(shards) < 2:
         return
     last = max(shards, key=lambda shard: shard.left_s)
     leaving = [shard for shard in shards if shard is not last and shard.device in wanted]
     late_s = _late_s(member)
-    if sum(shard.left_s for shard in leaving) <= late_s * len(member.rollout_devices) or late_s > spare_s:
+    if sum(shard.left_s for shard in leaving) <= late_s * len(member.rollout_devices):
+        return
+    if late_s > _spare_s(view, member):
         return
     for shard in leaving:
         yield PauseOrder(order=shard.order.id, migrate_to=last.device)
@@ -165,6 +173,8 @@ def _tail_s(
     """Expected seconds until the device's tail ends; 0 where it holds none."""
     for pipeline, orders in rollouts.items():
         member = members[pipeline]
+        if len(member.rollout_devices) == 1:
+            continue  # its only shard, which nothing has left for
         if len(orders) == 1 and orders[0].devices == (device,) and member.unfinished_rollout_devices == (device,):
             run_s = member.live_shard(device)[1] + orders[0].solo_s(view.now_s)
             return member.estimates.remaining_time(None, run_s).high_s  # a tail is the longest of its rollout

@@ -3,8 +3,8 @@
     admin.token, tokens.json (0600) ──▶ bearer token ──────────────────────▶ Who
     ticket (60 s, once) or token ── login ──▶ session cookie ──▶ Who (12 h after the last request, 7 days at most)
 
-Secrets are kept as their SHA-256: they are random, so that a fast hash is enough. Sessions and tickets live as long as
-the process. The class is used by one thread, that of the server's event loop.
+Secrets are kept as their SHA-256: they are random, so that a fast hash is enough. Tickets live as long as the process,
+sessions longer (sessions.py). The class is used by one thread, that of the server's event loop.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.service.dashboard import kept_file, people, tokens
 from rlmux.service.dashboard.people import People
+from rlmux.service.dashboard.sessions import Sessions
 
 TOKEN_NAME = "admin.token"
 TICKET_S = 60.0
-SESSION_S, LONGEST_SESSION_S = 12 * 3600.0, 7 * 86400.0
 LOGINS_PER_MINUTE = 5
 _PROXY = "proxy "
 """Beginning of the key of a caller that a proxy names; no hash has a blank."""
 _MAX_KNOWN = 10_000
-"""Addresses, tickets and sessions that are remembered."""
+"""Addresses and tickets that are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +73,6 @@ NOBODY = Who(user="", scopes=frozenset(), key="", is_limited=True, role="", may_
 
 
 @dataclass(slots=True)
-class _Session:
-    token: str
-    """Hash of the token that it was made from; empty for a ticket's."""
-    begun: float
-    used: float
-
-
-@dataclass(slots=True)
 class _Bucket:
     """Requests that a caller may make at once: they come back with time."""
 
@@ -110,16 +102,19 @@ class Access:
         self._stamps: tuple[object, object] = (None, None)
         self._people: People | None = None
         self._tickets: dict[str, float] = {}
-        self._sessions: dict[str, _Session] = {}
+        self._sessions = Sessions(clock)
         self._buckets: dict[str, _Bucket] = {}
 
     def add_token(self, token: str, *, scopes: Collection[str], user: str | None = None) -> None:
         key = _hash(token)
-        self._tokens[key] = Who(user=user or _user(), scopes=frozenset(scopes), key=key)
+        id = tokens.id_of(token)
+        self._tokens[key] = Who(user=user or _user(), scopes=frozenset(scopes), key=key, token=id)
 
     def watch(self, folder: Path) -> None:
-        """Accept the tokens of the folder's file too, as it is at each request. Raises UserError for a bad one."""
+        """Accept the tokens of the folder's file too, as it is at each request, and keep sessions there. Raises
+        UserError for a bad file."""
         self._folder = folder
+        self._sessions.keep_in(folder)
         self._read_again()
 
     def _read_again(self) -> None:
@@ -163,7 +158,7 @@ class Access:
         """The token, and every session that was made from it, ends with the next request."""
         key = _hash(token)
         self._tokens.pop(key, None)
-        self._sessions = {name: one for name, one in self._sessions.items() if one.token != key}
+        self._sessions.end_of_token(key)
 
     def make_ticket(self) -> str:
         """A secret that one login may use within a minute."""
@@ -179,25 +174,22 @@ class Access:
 
     def of_session(self, cookie: str) -> Who | None:
         """The caller of a session, which lasts on from now."""
-        key, now = _hash(cookie), self._clock()
-        session = self._sessions.get(key)
+        key = _hash(cookie)
+        session = self._sessions.find(key)
         if session is None:
             return None
-        ends = min(session.used + SESSION_S, session.begun + LONGEST_SESSION_S)
         who = self._accepted().get(session.token) if session.token else _owner()
-        if now >= ends or who is None:
-            del self._sessions[key]
+        if who is None:
+            self._sessions.end(key)
             return None
-        session.used = now
-        ends = min(now + SESSION_S, session.begun + LONGEST_SESSION_S)
-        return replace(who, key=key, expires_at=ends, is_session=True, token="")
+        self._sessions.use(session)
+        return replace(who, key=key, expires_at=session.ends, is_session=True, token="")
 
     def login(self, *, ticket: str | None = None, token: str | None = None) -> str | None:
         """The cookie of a new session; None where neither is good."""
-        now = self._clock()
         if ticket is not None:
             ends = self._tickets.pop(_hash(ticket), 0.0)
-            if now >= ends:
+            if self._clock() >= ends:
                 return None
             of_token = ""
         else:
@@ -206,8 +198,7 @@ class Access:
                 return None
             of_token = known.key
         cookie = secrets.token_urlsafe(32)
-        _drop_oldest(self._sessions)
-        self._sessions[_hash(cookie)] = _Session(of_token, now, now)
+        self._sessions.begin(_hash(cookie), of_token)
         return cookie
 
     def of_proxy(self, user: str) -> Who:
@@ -230,7 +221,7 @@ class Access:
         return self._accepted().get(who.key)
 
     def logout(self, cookie: str) -> None:
-        self._sessions.pop(_hash(cookie), None)
+        self._sessions.end(_hash(cookie))
 
     def may_ask(self, caller: str) -> bool:
         """Count a request of a caller: a key, or an address."""

@@ -18,7 +18,7 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.report.log import SCHEMA_VERSION
 from rlmux.service.dashboard import pages
-from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access, Limits, Who, token_of
+from rlmux.service.dashboard.access import TOKEN_NAME, Access, Limits, Who, token_of
 from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.audit_reads import AuditReads
 from rlmux.service.dashboard.control import Control
@@ -33,6 +33,7 @@ from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.questions import Questions
 from rlmux.service.dashboard.reads import Reads, Trouble, parse_place, parse_sort
 from rlmux.service.dashboard.samples import SampleReads
+from rlmux.service.dashboard.sessions import LONGEST_SESSION_S
 from rlmux.service.dashboard.stream import Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
 from rlmux.service.dashboard.webhook import Webhook

@@ -59,14 +59,10 @@ class Questions:
         folder, index = self._reads.folders(asked.path["lane"])
         if self._reads.sight(asked.path["lane"], asked.who).hides_some:
             raise ProblemError(403, "the lane has pipelines that you are not shown", accepted="the role operator")
-        if (
-            asked.who is not None
-            and not asked.who.may_run_code
-            and isinstance(asked.body, dict)
-            and "file" in asked.body
-        ):
-            raise ProblemError(403, "a file may name code, which you may not run", accepted="a question without a file")
         question = _checked(asked.body)
+        if asked.who is not None and not asked.who.may_run_code and _may_name_code(question):
+            why = "a file, a setting or a policy may name code, which you may not run"
+            raise ProblemError(403, why, accepted=f"a question without; policies: {', '.join(POLICIES)}")
         if not self._answering.acquire(timeout=LIMIT_S):
             raise ProblemError(503, "another question is being answered; ask again")
         try:
@@ -105,6 +101,10 @@ def _checked(body: Any) -> dict[str, Any]:
         if not all(isinstance(text, str) and len(text) <= _MAX_TEXT and "\0" not in text for text in texts):
             raise ProblemError(400, f"{key} is no text, or too long", where="body", accepted=_ACCEPTED)
     return body
+
+
+def _may_name_code(question: Mapping[str, Any]) -> bool:
+    return bool({"file", "set"} & set(question)) or question.get("policy", next(iter(POLICIES))) not in POLICIES
 
 
 def _command(folder: Path, question: Mapping[str, Any], file: str) -> str:

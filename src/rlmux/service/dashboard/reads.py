@@ -21,6 +21,7 @@ from rlmux.report.acknowledged import acknowledge, with_acknowledged
 from rlmux.report.comparison import identity
 from rlmux.report.log import LOG_NAME
 from rlmux.report.samples import SAMPLES_NAME
+from rlmux.report.weight_sums import SUMS
 from rlmux.service.dashboard.access import NOBODY, SERVER, Who
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
@@ -262,17 +263,20 @@ class Reads:
         wanted = asked.query.get("of", [])
         if len(wanted) != 2:
             raise ProblemError(400, f"{len(wanted)} pipelines", where="?of", accepted="of=L/NAME, twice")
-        rows, plans, hashes = zip(*(self._compared(asked, *place) for place in wanted), strict=True)
-        found = identity(plans, hashes)
+        rows, plans, sums = zip(*(self._compared(asked, *place) for place in wanted), strict=True)
+        found = identity(plans, sums)
         return {"items": rows, "identity": {**asdict(found), "says": str(found)}}
 
-    def _compared(self, asked: Asked, lane: str, name: str) -> tuple[dict[str, Any], str | None, dict[int, str | None]]:
-        """(row, plan, hash of the weights by step) of one pipeline."""
+    def _compared(
+        self, asked: Asked, lane: str, name: str
+    ) -> tuple[dict[str, Any], str | None, dict[int, dict[str, str]]]:
+        """(row, plan, sums of the weights by step and key) of one pipeline."""
         with self.open(lane, asked.who) as reader:
             row, detail = self._pipeline(reader, name)
             found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
-        hashes = {int(step): json.loads(text)["weights_sha256"] for step, text in found}
-        return {"lane": lane, **row}, detail["plan_sha256"], hashes
+        rows = {int(step): json.loads(text) for step, text in found}
+        sums = {step: {key: its[key] for key in SUMS if its[key]} for step, its in rows.items()}
+        return {"lane": lane, **row}, detail["plan_sha256"], sums
 
     def steps(self, asked: Asked) -> Any:
         query, name = asked.query, asked.path["name"]

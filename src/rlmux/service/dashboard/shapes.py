@@ -415,7 +415,10 @@ class Step(Shape):
     seconds: float
     solo_s: float | None
     slowdown: float | None
+    weights_checksum: str | None
+    """Checksum of the weights that the step published; null in logs of older versions."""
     weights_sha256: str | None
+    """SHA-256 of the same weights, once their checkpoint is durable; null before, and where there is none."""
     metrics: dict[str, float | None]
     stages: dict[str, float]
 

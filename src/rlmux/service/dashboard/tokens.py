@@ -46,6 +46,12 @@ def make_token() -> tuple[str, str]:
     return f"rlx_{id}_{_random(32)}", id
 
 
+def id_of(token: str) -> str:
+    """The part of a token that people see; empty for one of another form."""
+    parts = token.split("_")
+    return parts[1] if len(parts) == 3 else ""
+
+
 def add(folder: Path, user: str, scopes: Sequence[str], *, days: float, now: float) -> str:
     """Keep a new token of a user; returns it. Raises UserError for scopes that there are not."""
     unknown = [scope for scope in scopes if scope not in SCOPES]

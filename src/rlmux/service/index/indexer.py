@@ -28,9 +28,10 @@ from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.folder_lock import living_owner
 from rlmux.report.follow import Follower, Look
 from rlmux.report.history import without_collector
-from rlmux.report.log import LOG_NAME, NOT_SHOWN, Entry, LogReader
+from rlmux.report.log import LOG_NAME, Entry, LogReader
 from rlmux.report.segments import last_seq_of
-from rlmux.report.step_rows import shas_of, step_row
+from rlmux.report.step_rows import BARE, step_row
+from rlmux.report.weight_sums import StepSums
 from rlmux.service.index import rows
 from rlmux.service.index.columns import Places
 from rlmux.service.index.lanes import Root, log_signature
@@ -64,7 +65,7 @@ class LaneIndexer:
         self._num_pins = 0
         self._open_pins: list[int] = []
         """Numbers of the pins that had no end at the last look."""
-        self._sha256: dict[tuple[PipelineId, int], str] = {}
+        self._sums = StepSums()
         self._plans: dict[str, str] = {}
         """Hash of each pipeline's plan."""
         self._accounts: dict[str, Any] | None = None
@@ -94,7 +95,7 @@ class LaneIndexer:
         """Follow the new rows. Yields, ever more rarely, between two moments of the log."""
         begun_s = time.monotonic()
         due_s = begun_s + _SHOWN_AFTER_S
-        for part in self._log.parts(after=self._seq, bare=NOT_SHOWN):
+        for part in self._log.parts(after=self._seq, bare=BARE):
             is_moment = isinstance(part, Entry) and part.time_s > self._follower.history.last_s
             if is_moment and time.monotonic() > due_s:
                 yield
@@ -116,9 +117,9 @@ class LaneIndexer:
             self._plans[str(fields["pipeline"])] = str(fields["plan_sha256"])
         elif type == "accounts":
             self._accounts = fields
-        found = shas_of(fields) if type == "step" else None
+        found = self._sums.add(type, fields)
         if found is not None:
-            self._sha256[found[:2]] = found[2]
+            self._follower.steps.touch(found.pipeline, found.step)
 
     def _write(self, look: Look, signature: str) -> None:
         was_closed = self._index.fact("open_from_s") is None and self._index.fact("seq")
@@ -186,8 +187,8 @@ class LaneIndexer:
         for pipeline, its_steps in look.steps.items():
             record = follower.history.pipelines[pipeline]
             for step, published in its_steps.items():
-                sha256 = self._sha256.get((pipeline, step))
-                text_or_none = None if published is None else dumps(step_row(published, record, sha256))
+                sums = self._sums.of(pipeline, step)
+                text_or_none = None if published is None else dumps(step_row(published, record, sums))
                 steps.append((pipeline, step, text_or_none, seq))
         index.set_rows("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?)", steps)
         self._write_pins()

@@ -60,6 +60,8 @@ class Submissions:
         if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_CHARS:
             accepted = f"1 to {_MAX_KEY_CHARS} characters, new for each submission and the same when it is sent again"
             raise ProblemError(400, "not a key", where="Idempotency-Key", accepted=accepted)
+        if asked.who is not None:  # a key is its user's own
+            key = f"{asked.who.user} {key}"
         fields = _fields_of(asked.body)
         sha256 = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         found = self._ledger.of_key(key) or self._add(key, sha256, fields, asked.who)

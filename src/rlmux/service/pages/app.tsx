@@ -43,7 +43,20 @@ function Shown({ path }: { path: string }) {
   if (page === "compare") return <Compare />;
   if (page === "whatif") return <WhatIf />;
   if (page === "fleet" || page === "") return <Fleet />;
-  return <p class="empty">There is no page {path}.</p>;
+  return <NoPage path={path} />;
+}
+
+function NoPage({ path }: { path: string }) {
+  return (
+    <>
+      <div class="heading">
+        <h1>There is no such page</h1>
+      </div>
+      <p class="empty">
+        <span class="mono">{path}</span> · <a href={address("/fleet")}>to the fleet</a>
+      </p>
+    </>
+  );
 }
 
 setTheme();

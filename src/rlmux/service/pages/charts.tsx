@@ -27,6 +27,8 @@ interface Props {
 }
 
 const HEIGHT = 150;
+/** Steps from one mark of an axis to the next: there is no half a step. */
+const WHOLE = [1, 10, 100, 1000, 10_000, 100_000].flatMap((ten) => [ten, 2 * ten, 5 * ten]);
 
 /** A box with a plot in it, as wide as the page leaves it and in the colours of the theme; made anew when `needs` change. */
 function usePlot(make: (host: HTMLElement) => uPlot, needs: readonly unknown[]) {
@@ -87,7 +89,7 @@ function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Pro
       scales: { x: { time: false }, y: { range: rangeOf } },
       series,
       ...(hasBand && { bands: [{ series: [first, first + 1] as [number, number], fill: `color-mix(in srgb, ${stroke} 22%, transparent)` }] }),
-      axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map((tick) => (unit === "step" ? String(tick) : `${tick} s`)) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
+      axes: [{ ...axis, size: 24, ...(unit === "step" && { incrs: WHOLE }), values: (_, ticks) => ticks.map((tick) => (unit === "step" ? String(tick) : `${tick} s`)) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
       hooks: {
         setCursor: [
           (plot) => {
@@ -102,6 +104,32 @@ function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Pro
     },
     data,
     host,
+  );
+}
+
+/** What a curve is at every step; null for one that changes, or has fewer than two steps. */
+export function constantOf({ y, min, max }: Curve): number | null {
+  const values = [...y, ...(min ?? []), ...(max ?? [])].filter((value): value is number => value !== null);
+  const first = values[0];
+  return first !== undefined && y.length > 1 && values.every((value) => value === first) ? first : null;
+}
+
+/** Metrics without a curve: they are the same at every step. */
+export function Constants({ values }: { values: readonly (readonly [string, number | null])[] }) {
+  const constant = values.filter((one): one is [string, number] => one[1] !== null);
+  if (constant.length === 0) return null;
+  return (
+    <section aria-label="the same at every step">
+      <h2>The same at every step</h2>
+      <div class="why constants">
+        {constant.map(([name, value], index) => (
+          <>
+            {index > 0 && " · "}
+            {name} <b>{figure(value)}</b>
+          </>
+        ))}
+      </div>
+    </section>
   );
 }
 
@@ -135,7 +163,7 @@ function lay(host: HTMLElement, curves: readonly [Curve, Curve], colours: readon
       cursor: { sync: { key: "compare" }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: rangeOf } },
       series: [{}, { stroke: stroke(0), width: 1.6, spanGaps: true }, { stroke: stroke(1), width: 1.6, dash: [5, 3], spanGaps: true }],
-      axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map(String) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
+      axes: [{ ...axis, size: 24, incrs: WHOLE, values: (_, ticks) => ticks.map(String) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
     },
     data,
     host,

@@ -1,11 +1,11 @@
 // Two pipelines side by side, of one lane or of two: whether they are the same run, their figures, their curves on one axis.
 import { useData } from "./api";
-import { Overlay } from "./charts";
+import { type Curve, Constants, Overlay, constantOf } from "./charts";
 import { Trouble } from "./frame";
 import { useShown, of } from "./lane";
 import { address, amend, usePlace } from "./place";
 import type { Compared, Metrics, Page, Row } from "./shapes";
-import { count, figure, percent, seconds, times } from "./words";
+import { count, percent, reward, seconds, times } from "./words";
 
 /** Colours of the first and the second, whatever they are called. */
 const COLOURS = [0, 1] as const;
@@ -67,8 +67,8 @@ function Figures({ rows, names }: { rows: [Row, Row]; names: [string, string] })
   const lines: [string, (row: Row) => string][] = [
     ["state", (row) => row.status],
     ["steps", (row) => count(row.step)],
-    ["reward, first", (row) => figure(row.reward_first)],
-    ["reward, last", (row) => figure(row.reward_last)],
+    ["reward, first", (row) => reward(row.reward_first)],
+    ["reward, last", (row) => reward(row.reward_last)],
     ["a step takes", (row) => seconds(row.step_s_mean)],
     ["of alone", (row) => times(row.step_slowdown)],
     ["tokens", (row) => count(row.tokens)],
@@ -113,12 +113,22 @@ function Curves({ a, b, names }: { a: string; b: string; names: [string, string]
   const [one, two] = [first.value.series, second.value.series];
   const shared = first.value.names.filter((name) => name in two);
   if (shared.length === 0) return <p class="empty">They have no metric in common.</p>;
+  const constants = shared.map((metric) => [metric, constantOfBoth(one[metric], two[metric])] as const);
   return (
-    <div class="charts">
-      {shared.map((metric) => {
-        const curves = [one[metric], two[metric]] as const;
-        return curves[0] && curves[1] && <Overlay key={metric} title={metric} curves={[curves[0], curves[1]]} colours={COLOURS} names={names} />;
-      })}
-    </div>
+    <>
+      <div class="charts">
+        {constants.map(([metric, value]) => {
+          const curves = [one[metric], two[metric]] as const;
+          return value === null && curves[0] && curves[1] && <Overlay key={metric} title={metric} curves={[curves[0], curves[1]]} colours={COLOURS} names={names} />;
+        })}
+      </div>
+      <Constants values={constants} />
+    </>
   );
+}
+
+/** What both are at every step; null where one changes or they differ. */
+function constantOfBoth(one: Curve | undefined, two: Curve | undefined): number | null {
+  const [first, second] = [one, two].map((curve) => (curve ? constantOf(curve) : null));
+  return first !== undefined && first === second ? first : null;
 }

@@ -8,7 +8,7 @@ import { announce } from "./live";
 import { Dot, PipelineName, Stack, Tiles, type Part } from "./parts";
 import { address } from "./place";
 import { KINDS, type Alert, type Charge, type Device, type Happening, type Kind, type Lane, type Page, type Row } from "./shapes";
-import { count, figure, moment, percent, seconds, stageName, times } from "./words";
+import { count, moment, percent, reward, seconds, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
 
@@ -155,10 +155,12 @@ function Cell({ device, isOver }: { device: Device; isOver: boolean }) {
   return (
     <a class="cell" href={address("/timeline", { q: `device:${device.id}` })} style={isOver ? {} : edge}>
       <b>{device.id}</b> <span class="muted small">{percent(device.utilization)} busy</span>
-      <p>
-        {isOver ? "" : isBusy && device.pipeline ? <Dot name={device.pipeline} pipelines={pipelines} /> : null}
-        {isOver ? "the run does not go on" : doing}
-      </p>
+      {!isOver && (
+        <p>
+          {isBusy && device.pipeline ? <Dot name={device.pipeline} pipelines={pipelines} /> : null}
+          {doing}
+        </p>
+      )}
       <Shares seconds={device.seconds} whole_s={whole_s} />
     </a>
   );
@@ -214,7 +216,7 @@ function Brief({ rows }: { rows: Row[] }) {
             </td>
             <td class={`state ${row.status}`}>{row.doing || row.status}</td>
             <td class="number">step {row.step}{row.num_steps ? ` of ${row.num_steps}` : ""}</td>
-            <td class="number">reward {figure(row.reward_last)}</td>
+            <td class="number">reward {reward(row.reward_last)}</td>
             <td class="number">{row.step_slowdown === null ? "" : `${times(row.step_slowdown)} of alone`}</td>
           </tr>
         ))}

@@ -4,9 +4,9 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { Refusal, post, useData } from "./api";
 import { allKeys, useKeys } from "./keys";
 import { ShownLane, chosenLane, of } from "./lane";
-import { follow, usePulse } from "./live";
+import { announce, follow, usePulse } from "./live";
 import { address, go, laneOf, usePlace } from "./place";
-import type { Lane, Page, Timeline, Who } from "./shapes";
+import type { Lane, NewLane, Page, Timeline, Who } from "./shapes";
 import { ago, count } from "./words";
 
 /** Rows behind the log from which on a page says so; a live one is always a few behind. */
@@ -26,15 +26,21 @@ const OF_ADMINS = [["/audit", "Audit", "a"]] as const;
 export function Frame({ children }: { children: ComponentChildren }) {
   const place = usePlace();
   const { path } = place;
-  const lanes = useData<Page<Lane>>("/lanes", ["lane:*"]);
-  const lane = chosenLane(lanes.value?.items ?? [], laneOf(place));
+  const lanes = useData<Page<Lane | NewLane>>("/lanes", ["lane:*"]);
+  const chosen = chosenLane(lanes.value?.items ?? [], laneOf(place));
+  const lane = chosen?.state === "unknown" ? null : chosen;
   const timeline = useData<Timeline>(lane && `/timeline/${of(lane.name)}`, lane ? [`timeline:${lane.name}`] : []);
   const who = useData<Who>("/whoami");
   const places = who.value?.scopes.includes("admin") ? [...PLACES, ...OF_ADMINS] : PLACES;
   const help = useRef<HTMLDialogElement>(null);
   useEffect(() => {
-    if (lane) follow(lane.name);
-  }, [lane?.name]);
+    if (chosen) follow(chosen.name);
+  }, [chosen?.name]);
+  useEffect(() => {
+    if (chosen?.state !== "unknown") return;
+    const timer = setInterval(() => announce(`lane:${chosen.name}`), 1000); // the stream has no word of it yet
+    return () => clearInterval(timer);
+  }, [chosen?.name, chosen?.state]);
   useKeys([
     ...places.map(([to, name, key]) => ({ keys: `g ${key}`, does: name, run: () => go(address(to)) })),
     { keys: "/", does: "search", run: () => document.querySelector<HTMLInputElement>("[data-search]")?.focus() },
@@ -55,7 +61,7 @@ export function Frame({ children }: { children: ComponentChildren }) {
         ))}
       </nav>
       <header class="top">
-        {lane && <LanePicker lane={lane} lanes={lanes.value?.items ?? []} />}
+        {chosen && <LanePicker lane={chosen} lanes={lanes.value?.items ?? []} />}
         <span class="space" />
         {lane && <Freshness lane={lane} />}
         <button onClick={turnTheme} title="light or dark (T)" aria-label="light or dark">
@@ -69,9 +75,10 @@ export function Frame({ children }: { children: ComponentChildren }) {
       <main>
         <Trouble error={lanes.error ?? timeline.error} />
         {lane?.banner && <p class="banner">{lane.banner}</p>}
+        {chosen && !lane && <p class="banner soft">{chosen.banner}. This page does so by itself.</p>}
         {lane && lane.is_indexing && lane.seq - lane.index_seq > MANY_ROWS && <p class="banner soft">The log is being read: {count(lane.index_seq)} of {count(lane.seq)} rows are shown.</p>}
-        {lanes.value && !lane && <p class="empty">No run is here yet. A folder that `rlmux run` writes below the one that is served appears by itself.</p>}
-        {lane && pipelines && <ShownLane.Provider value={{ lane, lanes: lanes.value?.items ?? [], pipelines }}>{children}</ShownLane.Provider>}
+        {lanes.value && !chosen && <NoRun />}
+        {lane && pipelines && <ShownLane.Provider value={{ lane, lanes: (lanes.value?.items ?? []).filter((each) => each.state !== "unknown"), pipelines }}>{children}</ShownLane.Provider>}
       </main>
       <dialog ref={help}>
         <Keys />
@@ -80,7 +87,20 @@ export function Frame({ children }: { children: ComponentChildren }) {
   );
 }
 
-function LanePicker({ lane, lanes }: { lane: Lane; lanes: Lane[] }) {
+function NoRun() {
+  return (
+    <>
+      <div class="heading">
+        <h1>No run is here yet</h1>
+      </div>
+      <p class="empty">
+        A folder that <code class="mono">rlmux run</code> writes below the one that is served appears by itself.
+      </p>
+    </>
+  );
+}
+
+function LanePicker({ lane, lanes }: { lane: { name: string }; lanes: { name: string }[] }) {
   const { path } = usePlace();
   const at = path.startsWith("/pipelines/") ? "/pipelines" : path; // another lane has other pipelines
   return (

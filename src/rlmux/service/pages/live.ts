@@ -103,8 +103,10 @@ function open(): void {
   };
   now.onerror = () => {
     wasLost = true;
-    tell({ pulse: { ...pulse, state: "lost" } });
-    if (now.readyState === EventSource.CLOSED) again(); // otherwise it tries again by itself
+    const isRefused = now.readyState === EventSource.CLOSED; // otherwise it tries again by itself
+    // A stream does not say why it is refused; a read does, and leads to the login where the session has ended.
+    tell({ pulse: { ...pulse, state: "lost" }, ...(isRefused && { message: { key: "reset", data: {} } }) });
+    if (isRefused) again();
   };
   for (const name of EVENTS) now.addEventListener(name, (event) => tell(reportOf(name, event)));
   now.addEventListener("hello", () => tell({ pulse: { state: "live", heard_ms: Date.now() } }));

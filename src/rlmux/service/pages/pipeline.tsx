@@ -3,7 +3,7 @@ import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { get, useData } from "./api";
 import { CancelButton, useActs } from "./acts";
-import { Chart } from "./charts";
+import { Chart, Constants, constantOf } from "./charts";
 import { paintOf, shadeOf } from "./colours";
 import { Trouble } from "./frame";
 import { useKeys } from "./keys";
@@ -15,7 +15,7 @@ import type { Detail, Metrics, Page, Step } from "./shapes";
 import { Samples } from "./samples";
 import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
 import { Waits } from "./waits";
-import { count, figure, moment, percent, seconds, stageName, times } from "./words";
+import { count, moment, percent, reward, seconds, stageName, times } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
@@ -43,7 +43,7 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
   const tab = query.get("tab") ?? "curves";
   useKeys(TABS.map(([key, title], index) => ({ keys: String(index + 1), does: title, run: () => amend({ tab: key }) })));
   const acts = useActs(lane);
-  if (!detail.value) return <Trouble error={detail.error} />;
+  if (!detail.value) return detail.error ? <NotShown name={name} error={detail.error} /> : null;
   const doesWait = shown.is_going_on && detail.value.status === "waiting";
   return (
     <>
@@ -85,12 +85,26 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
   );
 }
 
+function NotShown({ name, error }: { name: string; error: Error }) {
+  return (
+    <>
+      <div class="heading">
+        <h1>{name}</h1>
+        <a class="small" href={address("/pipelines")}>
+          all pipelines
+        </a>
+      </div>
+      <Trouble error={error} />
+    </>
+  );
+}
+
 function Figures({ detail }: { detail: Detail }) {
   return (
     <Tiles
       tiles={[
         ["step", <>{count(detail.step)}{detail.num_steps !== null && <small>of {count(detail.num_steps)}</small>}</>],
-        ["reward", <>{figure(detail.reward_last)}<small>from {figure(detail.reward_first)}</small></>],
+        ["reward", <>{reward(detail.reward_last)}<small>from {reward(detail.reward_first)}</small></>],
         ["a step takes", seconds(detail.step_s_mean)],
         ["of alone", <>{times(detail.step_slowdown)}{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
         ...boundTiles(detail),
@@ -160,7 +174,7 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
         </label>
         {metrics.value.steps > 800 && <span class="muted small">each point is several of {count(metrics.value.steps)} steps: mean, with lowest and highest</span>}
       </div>
-      {sectioned(names).map(([title, members]) => (
+      {sectioned(names.filter((metric) => series[metric] && constantOf(series[metric]) === null)).map(([title, members]) => (
         <section key={title}>
           <h2>{title}</h2>
           <div class="charts">
@@ -171,6 +185,7 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
           </div>
         </section>
       ))}
+      <Constants values={names.map((metric) => [metric, series[metric] ? constantOf(series[metric]) : null])} />
     </>
   );
 }
@@ -223,6 +238,12 @@ function Bars({ rows, largest_s }: { rows: { name: string; seconds: number; shar
   );
 }
 
+/** What a log says of a step's weights: a checksum of every step, SHA-256 of those with a checkpoint. */
+function sums(step: Step): string {
+  const found = [["checksum", step.weights_checksum], ["SHA-256", step.weights_sha256]];
+  return found.flatMap(([name, sum]) => (sum ? [`${name} ${sum}`] : [])).join(", ");
+}
+
 function Steps({ path, lane }: { path: string; lane: string }) {
   const first = useData<Page<Step>>(`${path}/steps?limit=1000`, [`pipeline:${lane}`]);
   const [further, setFurther] = useState<Step[]>([]);
@@ -241,6 +262,15 @@ function Steps({ path, lane }: { path: string; lane: string }) {
       {cursor && <button onClick={more}>Later steps</button>}
       <table>
         <thead>
+          {stages.length > 0 && (
+            <tr>
+              <td colSpan={5} />
+              <th class="number over" colSpan={stages.length} scope="colgroup">
+                time by stage
+              </th>
+              <td />
+            </tr>
+          )}
           <tr>
             <th class="number">step</th>
             <th class="number">ended</th>
@@ -262,11 +292,11 @@ function Steps({ path, lane }: { path: string; lane: string }) {
               </td>
               <td class="number">{seconds(step.seconds)}</td>
               <td class="number">{times(step.slowdown)}</td>
-              <td class="number">{figure(step.metrics.reward_mean)}</td>
+              <td class="number">{reward(step.metrics.reward_mean)}</td>
               {stages.map((stage) => (
                 <td class="number">{seconds(step.stages[stage])}</td>
               ))}
-              <td class="mono">{step.weights_sha256?.slice(0, 12)}</td>
+              <td class="mono" title={sums(step)}>{(step.weights_checksum ?? step.weights_sha256)?.slice(0, 12)}</td>
             </tr>
           ))}
         </tbody>

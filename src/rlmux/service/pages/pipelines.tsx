@@ -7,7 +7,7 @@ import { colourOf, of, useShown } from "./lane";
 import { PipelineName, Spark } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page, Row } from "./shapes";
-import { count, figure, seconds, times } from "./words";
+import { count, reward, seconds, times } from "./words";
 
 const STATUSES = ["running", "waiting", "finished", "failed", "cancelled", "refused", "stopped"];
 const COLUMNS: readonly (readonly [string, string, string])[] = [
@@ -110,7 +110,7 @@ function ListRow({ row, isChosen, colour }: { row: Row; isChosen: boolean; colou
       </td>
       <td>
         <span class="reward">
-          {figure(row.reward_first)} <Spark values={row.rewards} colour={colour} /> <b>{figure(row.reward_last)}</b>
+          {reward(row.reward_first)} <Spark values={row.rewards} colour={colour} /> <b>{reward(row.reward_last)}</b>
         </span>
       </td>
       <td class={`number ${row.keeps_slo === false ? "bad" : ""}`}>

@@ -7,7 +7,7 @@ import { visible } from "./log";
 import { TokenLegend, Tokens } from "./tokens";
 import { amend, usePlace } from "./place";
 import type { Found, Sample, SamplePage } from "./shapes";
-import { count, figure } from "./words";
+import { count, reward } from "./words";
 
 const FILTERS = ["step", "least", "most", "stop", "text", "sort"] as const;
 
@@ -86,7 +86,7 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
           <table>
             <thead>
               <tr>
-                <th>place</th>
+                <th title="step.prompt.sample">place</th>
                 <th class="number">reward</th>
                 <th class="number">tokens</th>
                 <th>answer</th>
@@ -100,7 +100,7 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
                       {placeOf(one)}
                     </button>
                   </td>
-                  <td class="number">{figure(one.reward)}</td>
+                  <td class="number">{reward(one.reward)}</td>
                   <td class="number">
                     {count(one.tokens)}
                     {one.stop === "length" && <span title="cut by its length"> ✂</span>}
@@ -138,7 +138,7 @@ function One({ path, place }: { path: string; place: string }) {
   return (
     <section class="sample" aria-label={`trajectory ${place}`}>
       <p class="small">
-        reward <b>{figure(one.reward)}</b> · advantage {figure(one.advantage)} · {count(one.tokens)} tokens · {one.turns === 1 ? "1 turn" : `${one.turns} turns`} · ended by{" "}
+        reward <b>{reward(one.reward)}</b> · advantage {reward(one.advantage)} · {count(one.tokens)} tokens · {one.turns === 1 ? "1 turn" : `${one.turns} turns`} · ended by{" "}
         {one.stop === "length" ? "its length" : "a stop"} · weights of version {one.first_version === one.last_version ? one.last_version : `${one.first_version} to ${one.last_version}`}
       </p>
       <Group one={one} />
@@ -166,11 +166,12 @@ function Group({ one }: { one: Sample }) {
   const top = Math.max(1e-9, ...one.group.map((each) => Math.abs(each.reward)));
   return (
     <p class="group" aria-label="rewards of its prompt group">
+      <span class="muted small">rewards of its prompt group</span>
       {one.group.map((each) => (
         <button
           class={each.sample === one.sample ? "chosen" : ""}
-          title={`sample ${each.sample}: reward ${figure(each.reward)}, ${each.tokens} tokens`}
-          aria-label={`sample ${each.sample}, reward ${figure(each.reward)}`}
+          title={`sample ${each.sample}: reward ${reward(each.reward)}, ${each.tokens} tokens`}
+          aria-label={`sample ${each.sample}, reward ${reward(each.reward)}`}
           onClick={() => amend({ open: placeOf({ ...one, sample: each.sample }) })}
         >
           <i style={{ height: `${2 + (22 * Math.max(0, each.reward)) / top}px` }} />

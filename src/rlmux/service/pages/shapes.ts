@@ -55,6 +55,15 @@ export interface Lane {
   banner: string | null;
 }
 
+/** A lane whose log has not been read yet. */
+export interface NewLane {
+  name: string;
+  state: "unknown";
+  banner: string | null;
+  is_indexing: boolean;
+  takes_submissions: boolean;
+}
+
 /** Device-seconds with one name; `share` of all there were. */
 export interface Charge {
   kind: Kind;
@@ -280,6 +289,7 @@ export interface Step {
   seconds: number;
   solo_s: number | null;
   slowdown: number | null;
+  weights_checksum: string | null;
   weights_sha256: string | null;
   metrics: Record<string, number | null>;
   stages: Record<string, number>;

@@ -129,7 +129,7 @@ function Share({ row, largest }: { row: AccountRow; largest: number }) {
         <b style={{ left: place(row.fair_share) }} />
       </span>
       <span class={row.is_over_share ? "bad" : ""}>
-        {figure(row.share)} {row.is_over_share ? "over" : ""}
+        {percent(row.share)} {row.is_over_share ? "over" : ""}
       </span>
     </div>
   );
@@ -216,7 +216,7 @@ function usd(value: number): string {
 /** The line of `rlmux why` on a project's share. */
 export function shareInWords({ project, user, share, fair_share, is_over_share }: Pick<AccountRow, "project" | "share" | "fair_share" | "is_over_share"> & { user?: string }): string {
   const who = project || user || "it";
-  return `${who} ${is_over_share ? "is over its share" : "is within its share"}: ${figure(share)} of a pool of late, by its weight, where ${figure(fair_share)} is fair`;
+  return `${who} ${is_over_share ? "is over its share" : "is within its share"}: ${percent(share)} of a pool of late, by its weight, where ${percent(fair_share)} is fair`;
 }
 
 export function quotaInWords(quota: AccountRow["quota"]): string {
@@ -231,8 +231,9 @@ export function quotaInWords(quota: AccountRow["quota"]): string {
   return limits.filter(Boolean).join(", ") || "–";
 }
 
+/** Hours of devices; below one, minutes and seconds. */
 export function hours(value: number): string {
-  return `${value !== 0 && Math.abs(value) < 0.1 ? value.toFixed(4) : figure(value)} h`;
+  return value !== 0 && Math.abs(value) < 1 ? seconds(value * 3600) : `${figure(value)} h`;
 }
 
 function deviceSeconds(value_h: number): string {

@@ -24,8 +24,19 @@ export function TimelinePage() {
   const { lane } = useShown();
   const timeline = useData<Timeline>(`/timeline/${of(lane.name)}`, [`timeline:${lane.name}`, `lane:${lane.name}`]);
   if (!timeline.value) return <Trouble error={timeline.error} />;
-  if (timeline.value.end_s <= timeline.value.start_s) return <p class="empty">Nothing has run yet.</p>;
+  if (timeline.value.end_s <= timeline.value.start_s) return <Nothing />;
   return <View key={lane.name} timeline={timeline.value} />;
+}
+
+function Nothing() {
+  return (
+    <>
+      <div class="heading">
+        <h1>Timeline</h1>
+      </div>
+      <p class="empty">Nothing has run yet. The first order of a device appears here by itself.</p>
+    </>
+  );
 }
 
 function View({ timeline }: { timeline: Timeline }) {

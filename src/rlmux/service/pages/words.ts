@@ -5,6 +5,7 @@ export const NONE = "–";
 export function percent(part: number | null | undefined): string {
   if (part == null) return NONE;
   const value = part * 100;
+  if (value > 0 && value < 0.05) return "< 0.1 %";
   return `${value !== 0 && value < 9.95 ? value.toFixed(1) : value.toFixed(0)} %`;
 }
 
@@ -36,6 +37,13 @@ export function figure(value: number | null | undefined): string {
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-4) return value.toExponential(2);
   return size >= 1000 ? count(value) : String(Number(value.toPrecision(3)));
+}
+
+/** A reward with three decimals, so that a column of them lines up; what that does not tell is a figure. */
+export function reward(value: number | null | undefined): string {
+  if (value == null || !Number.isFinite(value)) return NONE;
+  const size = Math.abs(value);
+  return size >= 1000 || (size > 0 && size < 0.0005) ? figure(value) : value.toFixed(3);
 }
 
 /** `sft_warmup` as people write it. */

@@ -102,6 +102,10 @@ class FractionGrid:
         wanted = [self.nearest(0.2 + 0.7 * i / 3) for i in range(4)]
         return (*sorted(set(wanted) - {NO_SPLIT}), NO_SPLIT)
 
+    def with_half(self) -> tuple[float, ...]:
+        """The same and the most even split."""
+        return tuple(sorted({*self.usual(), self.nearest(0.5)}))
+
 
 def fraction_grid(device: str, num_units: int | None = None) -> FractionGrid:
     """Splits of a known GPU; any other name is a device of `num_units` equal units (cores)."""

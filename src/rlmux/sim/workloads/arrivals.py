@@ -13,7 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.model import (
+    Cluster,
+    Footprint,
+    Phase,
+    PhaseSeconds,
+    Pipeline,
+    PipelineId,
+    Pool,
+    RolloutTail,
+    Stage,
+)
 from rlmux.core.offers import ShareSettings
 from rlmux.sim import tables
 from rlmux.sim.clients import ClientBurst
@@ -166,10 +176,12 @@ def profiled_arrival(
     has_footprint: bool = False,
     variation: Variation = STEADY,
     slo_probability: float | None = None,
+    tail: RolloutTail | None = None,
 ) -> Arrival:
     """A pipeline whose estimate is the profile's means, in a world where these hold up to the variation.
 
     `costs`: switches and weight sync take what was measured for the model, in the world and in the estimate alike.
+    `tail`: how rollouts end, likewise; with both phases on training nodes they keep these.
     """
     row = _switch_row(profile.model)
     sync_s = sync_seconds(profile.model) if costs else 0.0
@@ -196,8 +208,9 @@ def profiled_arrival(
             limit=None if slo_probability is None else at_token_limit(profile.disaggregated),
             footprint=footprint,
             switch=switch.estimate if costs else None,
+            tail=tail,
         ),
-        world=TrueSeconds.of_phases(profile.disaggregated, sync_s=sync_s, variation=variation),
+        world=TrueSeconds.of_phases(profile.disaggregated, sync_s=sync_s, variation=variation, tail=tail),
         colocated_world=TrueSeconds.of_phases(profile.colocated, variation=variation),
         switch=switch,
     )

@@ -41,6 +41,7 @@ from rlmux.sim.workloads.arrivals import (
     switch_seconds,
     sync_seconds,
 )
+from rlmux.sim.workloads.rollout_tails import measured_tail
 from rlmux.sim.world import NO_SWITCH, STEADY, Drifting, TrueSeconds, Variation, drift_curve
 
 __all__ = ["Arrival", "Workload", "build", "load", "micro_gpus", "names", "params_of"]
@@ -136,6 +137,7 @@ def weave(
     host_memory_gb: float | None = None,
     drift: str = "none",
     slo_probability: float | None = None,
+    tails: str = "none",
 ) -> Workload:
     """The 200 production pipelines.
 
@@ -148,6 +150,8 @@ def weave(
     `drift` is none, up, down or mixed (section 8.8).
     `slo_probability`: asked for by every pipeline. The trace says nothing of steps at the token limit; twice the mean
     is taken.
+    `tails`: whether the tail of a rollout can leave seven of its node's eight GPUs to another pipeline
+    (`rollout_tails.py`): none, as the published replay has it; copied or recomputed, by what becomes of its KV caches.
     """
     low, high = _slo_range(slo)
     _require_probability(slo_probability)
@@ -155,6 +159,7 @@ def weave(
     _require_choice("departure", departure, _DEPARTURES)
     _require_choice("costs", costs, (True, False))
     _require_choice("drift", drift, ("none", "up", "down", "mixed"))
+    _require_choice("tails", tails, ("none", "copied", "recomputed"))
     generator = random.Random(seed)
     drift_generator = random.Random(f"{seed}/drift")
     by_name = profiles()
@@ -175,6 +180,7 @@ def weave(
                 has_footprint=host_memory_gb is not None,
                 variation=_drift(drift, profile.model, duration_s / profile.disaggregated.solo_s, drift_generator),
                 slo_probability=slo_probability,
+                tail=None if tails == "none" else measured_tail(profile.name, copies_kv=tails == "copied"),
             )
         )
     return Workload(
@@ -183,7 +189,7 @@ def weave(
         arrivals=tuple(arrivals),
         seed=seed,
         about=f"200 production pipelines, SLO U({low:g}, {high:g}), 32B trains on {train_nodes_32b} node(s), "
-        f"{_terms(departure, costs)}",
+        f"{_terms(departure, costs)}{'' if tails == 'none' else f', tails of rollouts are {tails}'}",
     )
 
 

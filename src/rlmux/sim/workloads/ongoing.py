@@ -151,7 +151,7 @@ class _Left:
 
 
 def _turned(left: Sequence[_Left]) -> list[Arrival]:
-    """In their order, from the one whose open step is furthest on."""
+    """Arrivals in their order, beginning with the one whose open step is furthest on."""
     first = max(range(len(left)), key=lambda number: left[number].part_done, default=0)
     return [one.arrival for one in (*left[first:], *left[:first])]
 

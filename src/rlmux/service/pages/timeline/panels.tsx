@@ -42,7 +42,7 @@ export function MeasureTable({ lane, span }: { lane: string; span: Span }) {
               <td class="muted">{item.kind}</td>
               <td>
                 <i class={`swatch ${item.kind === "busy" && item.pipeline !== null ? `c${colourOf(pipelines, item.pipeline)}` : `f-${paintOf(item.cause)}`}`} />
-                {item.kind === "busy" && item.pipeline !== null ? `${item.pipeline} ${item.label}` : item.label}
+                {named(item)}
               </td>
               <td class="number">{seconds(item.seconds)}</td>
               <td class="number">{percent(item.share)}</td>
@@ -52,6 +52,12 @@ export function MeasureTable({ lane, span }: { lane: string; span: Span }) {
       </table>
     </section>
   );
+}
+
+/** A row's name; one that a pipeline has names it. */
+function named({ kind, pipeline, label }: Measured["items"][number]): string {
+  if (pipeline === null || label.split(" ").includes(pipeline)) return label;
+  return kind === "busy" ? `${pipeline} ${label}` : `${label} of ${pipeline}`;
 }
 
 /** What held a device at a moment, and what each pipeline that has the device did then. */

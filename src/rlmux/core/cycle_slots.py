@@ -1,0 +1,43 @@
+"""Slots of a co-execution group's cycle: what one holds, and which pipelines have one to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlmux.core.model import DeviceId, Phase
+from rlmux.core.state import PipelineRun, WorkState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CycleSlot:
+    """A member's next phase on a device, by the estimates."""
+
+    gap_s: float
+    """Seconds until it can begin, at least; 0 where it is ready, or may run ahead of its published version."""
+    seconds: float
+    """Solo seconds of the phase."""
+    switch_s: float
+    """Seconds to bring its state to the device; 0 where it is there now."""
+    forced_s: float
+    """Seconds to bring its state back, should another phase go first that evicts it; 0 where it is not there now."""
+    laxity_s: float
+    """Seconds that its step may still wait in all without breaking the SLO; negative: it is late already."""
+
+
+def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
+    """Whether this pipeline will begin another such phase on this device, and not once its user code is done."""
+    phase, device = key
+    if run.pipeline.work_arrives:
+        burst = run.bursts.get((phase,))
+        return burst is not None and burst.state is WorkState.READY and not burst.is_begun
+    last = run.pipeline.num_steps
+    if phase is Phase.ROLLOUT:
+        shard = run.shards.get(device)
+        is_next_open = shard is not None and shard.is_ready and not shard.work.is_continuation
+        has_another = last is None or run.rollout_step < last
+    else:
+        training = run.training
+        is_ready = training.state is WorkState.READY and training.work is not None
+        is_next_open = is_ready and training.work is not None and not training.work.is_continuation
+        has_another = last is None or run.train_step < last
+    return is_next_open or (has_another and not run.waits_for_user_code)

@@ -1,0 +1,103 @@
+"""A checksum of weights for every version: cheap, exact, and computed where the tensors are.
+
+    tensor's bytes ─▶ int64 words [rows, 4096] ─┬─▶ words · odd numbers          mod 2^64 ─┬─▶ blake2b ─▶ 32 hex digits
+                                                └─▶ (words >> 32) · odd numbers  mod 2^64 ─┘
+
+Each row of words gives two sums of products with fixed numbers, so a word counts by its value and its place; the
+second sum is there for the upper halves, whose upper bits the first one all but loses. Names, types, shapes and the
+sums of all rows go into one short hash. Integer sums have no order: the result is the same on every device and with any
+number of threads.
+
+It finds what goes wrong by chance: bits that flip, a file cut short, rows or versions mixed up. A change of one word is
+always found. It is no proof against a person who wants another model to look like this one: that is SHA-256, which
+checkpoints have. A change of this computation takes another key in files and logs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+CHECKSUM = "weights_checksum"
+"""Key of the checksum in files' metadata, checkpoints and logs."""
+_ROW_WORDS = 4096
+_WORD_BYTES = 8
+_SMALL_WORDS = 16 * _ROW_WORDS
+"""Tensors of fewer words are summed as one, at the end: a norm for itself costs more calls than it has words."""
+_ROWS_AT_ONCE = {"cpu": 16, "cuda": 4096}
+"""Rows whose upper halves are computed at once: what a core's cache holds, and enough for a GPU to be busy."""
+
+
+def weights_checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Checksum of names, types, shapes and bytes in name order."""
+    digest = hashlib.blake2b(digest_size=16)
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        words = _words(tensor)
+        (small if len(words) < _SMALL_WORDS else large).append(words)
+    if small:
+        large.append(torch.cat([words.to(small[0].device) for words in small]))
+    sums_by_device: dict[torch.device, _Sums] = {}
+    for words in large:
+        if words.device not in sums_by_device:
+            sums_by_device[words.device] = _Sums(words.device)
+        digest.update(sums_by_device[words.device].of(words).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes as int64; a copy, filled up with zeros, only where they do not begin or end with a word."""
+    flat = tensor.contiguous().flatten()
+    begin, num_bytes = flat.storage_offset() * flat.element_size(), flat.numel() * flat.element_size()
+    if begin % _WORD_BYTES == 0 and num_bytes % _WORD_BYTES == 0:
+        return flat.view(torch.int64)
+    filled = torch.zeros(-(-num_bytes // _WORD_BYTES) * _WORD_BYTES, dtype=torch.uint8, device=flat.device)
+    filled[:num_bytes] = flat.clone().view(torch.uint8)
+    return filled.view(torch.int64)
+
+
+class _Sums:
+    """Two sums for each row of words on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers, self._upper_numbers = (each.to(device) for each in _numbers())
+        num_words = _ROWS_AT_ONCE.get(device.type, _ROWS_AT_ONCE["cpu"]) * _ROW_WORDS
+        self._upper = torch.empty(num_words, dtype=torch.int64, device=device)
+        """Scratch: memory that is new each time costs more than the sums."""
+
+    def of(self, words: Tensor) -> Tensor:
+        """The first sums of all rows, then their second ones; the last row may be shorter."""
+        num_whole = len(words) // _ROW_WORDS * _ROW_WORDS
+        found = [self._of_rows(some, _ROW_WORDS) for some in torch.split(words[:num_whole], len(self._upper))]
+        if num_whole < len(words):
+            found.append(self._of_rows(words[num_whole:], len(words) - num_whole))
+        return torch.cat([first for first, _ in found] + [second for _, second in found])
+
+    def _of_rows(self, words: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        upper = torch.bitwise_right_shift(words, 32, out=self._upper[: len(words)])
+        return (
+            _products(words.view(-1, length), self._numbers[:length]),
+            _products(upper.view(-1, length), self._upper_numbers[:length]),
+        )
+
+
+def _products(rows: Tensor, numbers: Tensor) -> Tensor:
+    """The sum of products of each row, which wraps around."""
+    if rows.device.type == "cpu":
+        return torch.mv(rows, numbers)  # in one pass; other devices have no product of integer matrices
+    return (rows * numbers).sum(1)
+
+
+@cache
+def _numbers() -> tuple[Tensor, Tensor]:
+    """Odd numbers without a pattern, the same everywhere."""
+    drawn = hashlib.shake_128(b"rlmux weights").digest(2 * _ROW_WORDS * _WORD_BYTES)
+    both = torch.frombuffer(bytearray(drawn), dtype=torch.int64) | 1
+    return both[:_ROW_WORDS], both[_ROW_WORDS:]

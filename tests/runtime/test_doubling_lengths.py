@@ -1,0 +1,79 @@
+"""Real runs in which the answers of one pipeline become several times as long from one step to the next."""
+
+from __future__ import annotations
+
+import json
+import string
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.command_line import command
+
+from rlmux.core.actions import ExpectSteps, Relocate
+from rlmux.report.log import LogReader
+from rlmux.rl.tasks.file_rows import FileTask
+
+STEPS, PROMPTS = 30, 16
+LETTERS = string.ascii_letters + string.digits
+SHORT, LONG = LETTERS[:12], LETTERS[:48]
+SPEC = f"""
+cluster:
+  pools:
+    rollout: {{devices: 2}}
+    train: {{devices: 2}}
+policy: rollmux
+defaults:
+  model: {{hidden_size: 32, heads: 2, kv_heads: 1, intermediate_size: 64}}
+  sft_warmup: {{updates: 150, batch_size: 16, learning_rate: 1e-2}}
+  algorithm: {{prompts_per_step: {PROMPTS}, group_size: 8, learning_rate: 1e-5}}
+  rollout: {{max_new_tokens: 64, slots: 4}}
+  slo_probability: 0.9
+pipelines:
+  - name: longer
+    steps: {STEPS}
+    slo_slowdown: 8
+    task: {{name: file, path: longer.jsonl}}
+  - name: steady
+    steps: {2 * STEPS}
+    slo_slowdown: 3
+    task: {{name: file, path: steady.jsonl}}
+"""
+
+
+def write_rows(path: Path, num_rows: int, first_long: int) -> None:
+    """Rows whose answers are long from the prompt `first_long` on, in the order in which a run of seed 0 asks them."""
+
+    def write(answers: list[str]) -> None:
+        rows = [{"prompt": f"{'l' if one == LONG else 's'}:", "answer": one} for one in answers]
+        path.write_text("".join(json.dumps({**row, "row": n}) + "\n" for n, row in enumerate(rows)))
+
+    write([SHORT] * num_rows)
+    task = FileTask(str(path), prompt_key="prompt", answer_key="answer", is_answer_needed=True, seed=0, render_chat=str)
+    answers = [SHORT] * num_rows
+    for index in range(first_long, num_rows):
+        answers[task.prompt(index).data["row"]] = LONG
+    write(answers)
+
+
+@pytest.mark.slow  # ninety real steps
+def test_an_slo_beside_lengths_that_grow_in_mid_run_is_kept_or_said_to_be_lost(tmp_path: Path) -> None:
+    write_rows(tmp_path / "longer.jsonl", STEPS * PROMPTS, STEPS // 2 * PROMPTS)
+    write_rows(tmp_path / "steady.jsonl", 2 * STEPS * PROMPTS, 2 * STEPS * PROMPTS)
+    (tmp_path / "two.yaml").write_text(SPEC)
+    words = command("run", str(tmp_path / "two.yaml"), "--out", str(tmp_path / "run"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["pipelines"]
+    with LogReader(tmp_path / "run") as reader:
+        actions = [entry.value for entry in reader.entries()]
+    bounds_s = [
+        one.bounded.bound.rollout_s
+        for one in actions
+        if isinstance(one, ExpectSteps) and one.pipeline == "longer" and one.bounded
+    ]
+    assert bounds_s[-1] > 1.8 * min(bounds_s), "the bound follows the lengths"
+    moved = [one.pipeline for one in actions if isinstance(one, Relocate)]
+    told = [one for one in actions if isinstance(one, ExpectSteps) and one.pipeline == "steady" and one.reason]
+    assert moved or told, "what was planned for short answers is held up by the long ones"
+    assert summary["steady"]["keeps_slo"] or told

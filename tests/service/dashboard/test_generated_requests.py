@@ -1,0 +1,145 @@
+"""Requests that are generated from the document of the API, right ones and wrong ones: each is answered as the document
+says, and none is the server's fault."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from tests.service.dashboard.test_openapi import answer_schema, faults, submit
+from tests.service.lane_here import Endless, Lane
+from tests.service.pages_server import Pages
+
+from rlmux.service.lanes.bundles import Bundles
+from rlmux.service.lanes.ledger import Ledger
+from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.submissions import Submissions
+
+THERE = {"lane": "cpu", "name": "first"}
+"""What right requests ask for."""
+RARELY = {("POST", "/lanes/{lane}/whatif"): 40}
+"""Addresses that begin a process for each answer: every so many requests of theirs one is sent."""
+LEFT_OUT = {("POST", "/logout"), ("POST", "/bundles")}
+"""What ends a session, and what takes bytes that no document describes (test_bundles.py)."""
+NUM = 3_000
+FULL = (503, 507)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    root: Path = tmp_path_factory.mktemp("service") / "root"
+    with open_root(root):
+        lane = Lane(root, "solo", Endless())
+        bundles = Bundles(root)
+        submissions = Submissions({"cpu": lane}, Ledger(root), bundles)  # type: ignore[dict-item]
+        pages = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *bundles.addresses()))
+        for name in ("first", "second"):
+            assert submit(pages, {"name": name, "user": "ann"}).status_code == 201
+        pages.until(lambda: {row["name"] for row in pages.get("/pipelines")["items"]} == {"first", "second"})
+        yield pages
+        pages.close()
+        lane.close()
+
+
+class Asker:
+    """Sends what is generated, and counts what is answered."""
+
+    def __init__(self, pages: Pages, root: dict[str, Any], client: httpx.Client) -> None:
+        self.root = root
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self.wrong: dict[str, str] = {}
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._client = client
+        self._headers = {"Authorization": f"Bearer {pages.token}"}
+        self._base = f"{pages.url}/api/v1"
+
+    @property
+    def num(self) -> int:
+        return sum(self.statuses.values())
+
+    def sending(self, kind: str) -> Callable[[Any], None]:
+        def send(case: Any) -> None:
+            self.send(case, kind)
+
+        return send
+
+    def send(self, case: Any, kind: str) -> None:
+        address = (case.method.upper(), case.path)
+        self._asked[address] += 1
+        if self._asked[address] % RARELY.get(address, 1):
+            return
+        told = case.as_transport_kwargs(base_url=self._base, headers=self._headers)
+        sent = {key: told[key] for key in ("headers", "params", "json", "cookies") if told.get(key) is not None}
+        sent["headers"] = {key: str(value).encode("utf-8", "replace") for key, value in sent["headers"].items()}
+        body = told.get("data")
+        if isinstance(body, str | bytes):
+            sent["content"] = body
+        with self._client.stream(told["method"], told["url"], **sent) as answer:
+            status, media_type = answer.status_code, answer.headers.get("content-type", "")
+            if media_type.startswith("text/event-stream"):
+                text = value = None
+            else:
+                answer.read()
+                text, value = answer.text, answer.json() if "json" in media_type else None
+        self.statuses[kind, status] += 1
+        fault = self._fault(*address, status, media_type, text, value)
+        if fault is not None:
+            self.wrong.setdefault(f"{address} {status}", f"{case.as_curl_command()}\n{fault}")
+
+    def _fault(
+        self, method: str, path: str, status: int, media_type: str, text: str | None, value: Any
+    ) -> object | None:
+        if status >= 500 and status not in FULL:
+            return text
+        if text is not None and "Traceback" in text and status != 200:
+            return text
+        if method == "HEAD" or (status in (404, 405) and "json" not in media_type):
+            return None
+        schema = answer_schema(self.root, method, path, status)
+        if value is None or schema is None:
+            return None
+        return faults(value, schema, self.root) or None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_thousand_requests_made_from_the_document_are_answered_as_it_says(served):
+    """Of each address half as the document allows, about what is there, and half not."""
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, of the dev extra")
+    right, wrong = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+    root = served.get("/openapi.json")
+    every = [found.ok() for found in schemathesis.openapi.from_dict(root).get_all_operations()]
+    operations = [one for one in every if (one.method.upper(), one.path) not in LEFT_OUT]
+    threads = threading.active_count()
+    quiet = settings(
+        max_examples=NUM // (2 * len(operations)),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    with httpx.Client(verify=False, timeout=120) as client:
+        asker = Asker(served, root, client)
+        for mode in (right, wrong):
+            for operation in operations:
+                there = {
+                    name: value for name, value in THERE.items() if mode is right and f"{{{name}}}" in operation.path
+                }
+                cases = operation.as_strategy(mode, path_parameters=there)
+                with contextlib.suppress(Unsatisfiable):  # what takes nothing cannot be asked wrongly
+                    quiet(given(case=cases)(asker.sending(mode.value)))()
+    print(asker.statuses)
+    assert asker.wrong == {}, "\n\n".join(asker.wrong.values())
+    assert asker.num > 2_000, asker.num
+    assert asker.statuses["positive", 200] > 300, asker.statuses
+    assert asker.statuses["negative", 400] > 300, asker.statuses
+    assert served.get("/health")["ok"]
+    assert threading.active_count() <= threads + 40, "threads of the pool, and no more"

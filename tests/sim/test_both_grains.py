@@ -1,0 +1,59 @@
+"""Sub-stages inside groups: what `rlmux` makes of pools that are kept apart, and of those that it may share.
+
+All pairs: `benchmarks/both_grains.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.policies import make_policy
+from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads.substage_pairs import GSM8K_06B, MATH_06B, MATH_4B, MATH_8B, crowd
+
+
+def seconds(workload, policy: str, **options) -> float:
+    result = simulate(workload, make_policy(policy, **options), checks=True)
+    assert all(one.steps == 3 for one in result.pipelines)
+    return 3600 * result.hours
+
+
+def apart(*pair, **options):
+    return crowd(pair, num_gpus=8, num_steps=3, deployment="disaggregated", **options)
+
+
+def test_in_pools_kept_apart_sub_stages_beside_each_other_end_sooner_than_the_cycle():
+    workload = apart(MATH_06B, MATH_06B)
+    assert seconds(workload, "rlmux", keeps_pools_apart=True) < 0.8 * seconds(workload, "rollmux")
+
+
+def test_the_cycle_is_kept_where_no_other_schedule_is_clearly_shorter():
+    """Rollout and training take as long as each other: two pipelines in turns leave nothing idle."""
+    workload = apart(MATH_8B, MATH_8B)
+    cycle_s = seconds(workload, "rollmux")
+    assert seconds(workload, "rlmux", keeps_pools_apart=True) == pytest.approx(cycle_s, rel=0.001)
+
+
+@pytest.mark.parametrize("slo_slowdown", [1.3, 1.6])
+def test_in_pools_kept_apart_every_slo_holds_that_the_cycle_holds(slo_slowdown):
+    workload = apart(MATH_4B, MATH_4B, slo_slowdown=slo_slowdown)
+    kept = [
+        simulate(workload, make_policy(name, **options), checks=True).slo_attainment
+        for name, options in (("rollmux", {}), ("rlmux", {"keeps_pools_apart": True}))
+    ]
+    assert kept == [1.0, 1.0]
+
+
+def test_pools_kept_apart_serve_their_own_phase_alone():
+    workload = apart(GSM8K_06B, GSM8K_06B)
+    made = simulate(workload, make_policy("rlmux", keeps_pools_apart=True), spans_until_s=1e9)
+    assert {(span.stage == "generate", device.pool) for span in made.spans for device in span.devices} == {
+        (True, "rollout"),
+        (False, "train"),
+    }
+
+
+@pytest.mark.parametrize("deployment", ["shared", "disaggregated"])
+def test_halves_of_a_device_end_two_alike_sooner_than_the_smaller_part_for_each(deployment):
+    workload = crowd((MATH_4B, MATH_4B), num_gpus=8, num_steps=3, deployment=deployment)
+    assert seconds(workload, "rlmux") < 0.995 * seconds(workload, "jigsaw")
