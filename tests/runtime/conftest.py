@@ -366,6 +366,9 @@ class Workplace:
         lost, self.lost = self.lost, []
         return lost
 
+    def wake(self) -> None:
+        pass
+
     def senders(self, trainers: Any) -> list[int]:
         return [0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,15 @@ def test_what_cannot_be_said_of_a_node_is_told(real):
     with pytest.raises(UserError, match="a notice of -1 seconds; accepted: 0 or more"):
         notice_of(scheduler, "rollout-0", -1.0, 0.0)
     with pytest.raises(UserError, match="node 'rollout-0' is there; accepted: one that is gone, or about to go"):
-        return_of(scheduler, "rollout-0", 0.0)
+        return_of(scheduler, "rollout-0")
     event, _ = notice_of(scheduler, "rollout-0", 5.0, 1.0)
-    assert event == NoticeGiven(time_s=1.0, node=FIRST, gone_at_s=6.0)
-    scheduler.handle(event)
+    assert event == NoticeGiven(node=FIRST, gone_at_s=6.0)
+    scheduler.handle(replace(event, time_s=1.0))
     assert notice_of(scheduler, "rollout-0", 2.0, 2.0)[0].gone_at_s == 4.0, "it may be told again"
     scheduler.handle(NodeLost(time_s=6.0, node=FIRST))
     with pytest.raises(UserError, match="node 'rollout-0' is gone already; accepted: one that is there"):
         notice_of(scheduler, "rollout-0", 5.0, 7.0)
-    scheduler.handle(return_of(scheduler, "rollout-0", 7.0)[0])
+    scheduler.handle(replace(return_of(scheduler, "rollout-0")[0], time_s=7.0))
 
 
 def test_the_command_needs_a_run_that_goes_on(tmp_path):

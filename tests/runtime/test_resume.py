@@ -22,14 +22,14 @@ import pytest
 from tests import command_line
 
 from rlmux.core.actions import ExpectSteps
-from rlmux.core.errors import UserError
-from rlmux.core.events import PipelineSubmitted
-from rlmux.core.model import PhaseSeconds, PipelineStatus
+from rlmux.core.errors import IllegalTransitionError, UserError
+from rlmux.core.events import PipelineSubmitted, StageFinished
+from rlmux.core.model import OrderId, PhaseSeconds, PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.engines import checkpoint
 from rlmux.policies import make_policy
 from rlmux.report.codec import encode
-from rlmux.report.log import LogReader
+from rlmux.report.log import LOG_NAME, LogReader
 from rlmux.runtime import local, worker_backend
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory import with_machine_memory
@@ -131,6 +131,45 @@ def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair
         None,
         learned[0].measured.median,
     ]
+
+
+class EndsAnOrderThatNeverWas:
+    """A backend with a defect: after a step of a pipeline it reports the end of an order that was never given."""
+
+    def __init__(self, backend, step: int) -> None:
+        self._backend, self._step = backend, step
+
+    def __getattr__(self, name: str):
+        return getattr(self._backend, name)
+
+    def poll(self, timeout_s: float):
+        events, notes = self._backend.poll(timeout_s)
+        if any(note.type == "step" and note.fields["step"] == self._step for note in notes):
+            events = [*events, StageFinished(order=OrderId(999), seconds=1.0)]
+        return events, notes
+
+
+def test_a_defect_of_ours_stops_the_run_with_one_line_and_it_is_resumed_to_the_same_weights(
+    real, pair, undisturbed, tmp_path
+):
+    folder = tmp_path / "run"
+
+    def broken_backend(*args, **options):
+        return EndsAnOrderThatNeverWas(local.local_backend(*args, **options), step=2)
+
+    with pytest.raises(IllegalTransitionError) as raised:
+        run(real, pair, folder, make_backend=broken_backend)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert text.startswith("this is a defect of rlmux, not of your file: order 999 is not running; to report it, send ")
+    assert text.endswith(f"nothing that was finished is lost; resume with: rlmux resume {folder}")
+    assert str(folder / LOG_NAME) in text
+    with LogReader(folder) as reader:
+        (defect,) = [one.value["text"] for one in reader.entries() if one.kind == "note" and one.type == "defect"]
+    assert "recent events" in defect
+    result = resume(real, pair, folder)
+    assert result.is_complete
+    assert weights(result.summary) == weights(undisturbed.summary)
 
 
 def test_a_resumed_pipeline_is_planned_with_the_bounds_that_it_had(real, tmp_path):

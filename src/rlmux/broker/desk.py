@@ -167,7 +167,7 @@ class Desk:
     def submit(self, program: Program) -> None:
         """Make a program known to the scheduler."""
         self.roster.add(program)
-        self.events.append(PipelineSubmitted(time_s=self.now_s(), pipeline=pipeline_of(program)))
+        self.events.append(PipelineSubmitted(pipeline=pipeline_of(program)))
 
     def _take_over(self, program: Program, rank: Rank, hello: dict[str, Any]) -> None:
         """What a process holds that connected before: this broker may be another one than then."""
@@ -218,7 +218,7 @@ class Desk:
         ask.ranks.add(rank.number)
         if len(ask.ranks) == program.world and not ask.is_open:
             ask.is_open = True
-            self.events.append(WorkArrived(time_s=self.now_s(), pipeline=program.id, phases=ask.kind, units=ask.units))
+            self.events.append(WorkArrived(pipeline=program.id, phases=ask.kind, units=ask.units))
 
     def _on_withdraw(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         ask = program.ask
@@ -235,16 +235,14 @@ class Desk:
         if program.order is not None:
             self._finish_order(program, 0.0, 0.0)
         elif ask is not None and ask.is_open:
-            self.events.append(WorkWithdrawn(time_s=self.now_s(), pipeline=program.id, phases=ask.kind))
+            self.events.append(WorkWithdrawn(pipeline=program.id, phases=ask.kind))
 
     def _on_progress(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         if program.fence != message["fence"] or program.order is None or rank.number != min(program.ranks):
             return
         left, held_s = max(0, message["total"] - message["done"]), self.now_s() - program.granted_s
         order = program.order.order
-        self.events.append(
-            ChunkFinished(time_s=self.now_s(), order=order, num_active=left, num_waiting=0, seconds=held_s)
-        )
+        self.events.append(ChunkFinished(order=order, num_active=left, num_waiting=0, seconds=held_s))
 
     def _on_done(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         fence = message["fence"]
@@ -283,7 +281,7 @@ class Desk:
     def _finish_order(self, program: Program, seconds: float, switch_s: float) -> None:
         order, program.order = program.order, None
         assert order is not None
-        self.events.append(StageFinished(time_s=self.now_s(), order=order.order, seconds=seconds, switch_s=switch_s))
+        self.events.append(StageFinished(order=order.order, seconds=seconds, switch_s=switch_s))
 
     def _on_left(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         pool = message["pool"]
@@ -422,10 +420,10 @@ class Desk:
         elif rank.has_said_bye and held is None:
             if program.order is not None:
                 self._finish_order(program, 0.0, 0.0)
-            self.events.append(ClientFinished(time_s=self.now_s(), pipeline=program.id))
+            self.events.append(ClientFinished(pipeline=program.id))
         else:
             reason = program.end_reason or _how_it_ended(rank, held)
-            self.events.append(PipelineFailed(time_s=self.now_s(), pipeline=program.id, reason=reason))
+            self.events.append(PipelineFailed(pipeline=program.id, reason=reason))
         self._try_to_grant()
 
     # ------------------------------------------------------------------ small things

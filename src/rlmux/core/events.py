@@ -2,20 +2,27 @@
 
     driver ── event ──▶ Scheduler.handle ──▶ [actions] ──▶ driver
 
+A driver dates its events in one place, as they enter a tick (`Controller`, `Simulation`): `time_s` never decreases,
+whatever thread or process an event comes from. Until then an event is `UNDATED`, and `handle` refuses it.
+
 An event that ends an order names it. Seconds inside events are the driver's measurements (or the simulator's truth).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rlmux.core.model import ARRIVING_KINDS, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
 from rlmux.core.offers import AccountSpent, AccountUsage, ShareSettings
 
+UNDATED = math.nan
+"""`time_s` of an event that has not entered a tick: seconds since the run began are not known for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSubmitted:
-    time_s: float
+    time_s: float = UNDATED
     pipeline: Pipeline
 
 
@@ -23,7 +30,7 @@ class PipelineSubmitted:
 class PipelineCancelled:
     """The user wants it gone; running orders end first (they are paused)."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
 
 
@@ -31,7 +38,7 @@ class PipelineCancelled:
 class PipelineHeld:
     """The user wants it not to start until `HoldReleased`."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
 
 
@@ -39,7 +46,7 @@ class PipelineHeld:
 class HoldReleased:
     """The user lets it start again, or go on where it was parked."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
 
 
@@ -47,7 +54,7 @@ class HoldReleased:
 class ParkRequested:
     """The user wants it to give its nodes back at its next step boundary, and to wait until `HoldReleased`."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
 
 
@@ -55,7 +62,7 @@ class ParkRequested:
 class PipelineParked:
     """What `Park` ordered is done: its checkpoint is written, its processes have ended, its devices are free."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
 
 
@@ -63,7 +70,7 @@ class PipelineParked:
 class SharesSet:
     """What users and projects are entitled to beside others, from now on."""
 
-    time_s: float
+    time_s: float = UNDATED
     shares: ShareSettings
 
 
@@ -71,7 +78,7 @@ class SharesSet:
 class UsageRestored:
     """What users and projects had used in earlier parts of the run."""
 
-    time_s: float
+    time_s: float = UNDATED
     usage: tuple[AccountUsage, ...]
     spent: tuple[AccountSpent, ...] = ()
     """Dollars of accounts with a budget."""
@@ -81,14 +88,14 @@ class UsageRestored:
 class TimeReached:
     """The time that `Remind` asked for has come."""
 
-    time_s: float
+    time_s: float = UNDATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRanked:
     """The user gives it another place among the user's own waiting pipelines."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
     rank: int
 
@@ -97,7 +104,7 @@ class PipelineRanked:
 class PipelineFailed:
     """The pipeline's own fault. Its running orders have ended with it: no other event will name them."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
     reason: str
 
@@ -106,7 +113,7 @@ class PipelineFailed:
 class WorkArrived:
     """Work of one kind is there for a pipeline whose work arrives (`core/bursts.py` says what opens)."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
     phases: tuple[Phase, ...]
     """Kind of the work, one of `ARRIVING_KINDS`: the phases of whose devices it needs all."""
@@ -123,7 +130,7 @@ class WorkArrived:
 class WorkWithdrawn:
     """The client takes back its work of one kind that does not run."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
     phases: tuple[Phase, ...]
     """Kind of the work, as in `WorkArrived`."""
@@ -137,7 +144,7 @@ class ClientFinished:
     """The client of a pipeline whose work arrives is done: the pipeline is finished. Running orders end first (they are
     paused)."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
 
 
@@ -145,7 +152,7 @@ class ClientFinished:
 class StageFinished:
     """The order's work is complete."""
 
-    time_s: float
+    time_s: float = UNDATED
     order: OrderId
     seconds: float
     """Seconds of computing, switches left out."""
@@ -159,7 +166,7 @@ class StageFinished:
 class StagePaused:
     """The order stopped at a safe point with work left; the work is ready again."""
 
-    time_s: float
+    time_s: float = UNDATED
     order: OrderId
     seconds: float
     """Seconds of computing, switches left out."""
@@ -175,7 +182,7 @@ class StagePaused:
 class ReplyArrived:
     """An environment has replied to a paused shard that had nothing to compute: it has now."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
     device: DeviceId
 
@@ -184,7 +191,7 @@ class ReplyArrived:
 class RewardOverdue:
     """Rewards have taken longer than a co-execution group waits for them; the order goes on."""
 
-    time_s: float
+    time_s: float = UNDATED
     order: OrderId
 
 
@@ -192,7 +199,7 @@ class RewardOverdue:
 class ChunkFinished:
     """Progress of a running order; the order goes on."""
 
-    time_s: float
+    time_s: float = UNDATED
     order: OrderId
     num_active: int
     """Sequences that are decoding."""
@@ -210,7 +217,7 @@ class ChunkFinished:
 class TrajectoriesMigrated:
     """A MigrateShard order is complete: its source holds nothing of that step any more."""
 
-    time_s: float
+    time_s: float = UNDATED
     order: OrderId
     num_trajectories: int
     seconds: float
@@ -221,7 +228,7 @@ class WorkerLost:
     """A rollout worker died and was replaced: the order that it ran has ended, and what it had not handed over is to be
     done again."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
     device: DeviceId
 
@@ -231,7 +238,7 @@ class PipelineRestarted:
     """A pipeline's env worker or trainer died and came back from a checkpoint. Its running orders have ended, and all
     that came after the restored step is to be done again (with the same result)."""
 
-    time_s: float
+    time_s: float = UNDATED
     pipeline: PipelineId
     restored_step: int
     """Last step whose result is kept; 0: the SFT warm-up is; -1: nothing is."""
@@ -239,7 +246,7 @@ class PipelineRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost:
-    time_s: float
+    time_s: float = UNDATED
     node: NodeId
 
 
@@ -247,7 +254,7 @@ class NodeLost:
 class NoticeGiven:
     """A node is about to go, as a cloud takes it back or a machine is to be mended."""
 
-    time_s: float
+    time_s: float = UNDATED
     node: NodeId
     gone_at_s: float
     """Time at which it is gone, whatever is there then."""
@@ -255,7 +262,7 @@ class NoticeGiven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    time_s: float
+    time_s: float = UNDATED
     node: NodeId
 
 

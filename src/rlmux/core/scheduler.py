@@ -199,8 +199,8 @@ class Scheduler:
         """Apply one fact and return the orders that follow from it, in the order they are to be carried out."""
         state = self._state
         actions = self._journal.begin(event)
-        if event.time_s < state.now_s:
-            raise self._journal.illegal(f"time goes back from {state.now_s}")
+        if not event.time_s >= state.now_s:
+            raise self._journal.illegal(f"time goes from {state.now_s} to {event.time_s}: it has no date, or goes back")
         state.now_s = event.time_s
         self._handlers[type(event)](event)
         state = self._state

@@ -1,10 +1,11 @@
 """The loop in real time: what happened, what to do about it, do it.
 
-    backend ── events ──▶ scheduler.handle ──▶ log (event and its actions, one transaction) ──▶ backend.execute
-       ▲                                                                                            │
-       └────────────────────────────────────────────────────────────────────────────────────────────┘
+    backend ── events ──▶ date ──▶ scheduler.handle ──▶ log (event and its actions, one transaction) ──▶ backend.execute
+       ▲                                                                                                     │
+       └─────────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-A pass of the loop is a tick. Nothing is done before it is in the log. The loop holds no state of its own beyond the
+A pass of the loop is a tick. Events get their time as they enter one, whichever thread or process they come from.
+Nothing is done before it is in the log. The loop holds no state of its own beyond the
 submissions that are not due yet; requests from outside reach it through `run_api`, between two ticks.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from rlmux.core.actions import Action, MigrateShard, Remind, RunStage
@@ -58,6 +60,8 @@ class Controller:
         self._run_api = run_api
         self._has_news = has_news
         self._is_stopping = False
+        self._tick_s = 0.0
+        """Time of the newest events."""
         self._reminders: list[float] = []
         """A heap of times at which the scheduler is to be told that they are there."""
         self.control_s = 0.0
@@ -114,9 +118,9 @@ class Controller:
         now_s = self._backend.now_s()
         due: list[Event] = []
         while upcoming and upcoming[0].submit_at_s <= now_s:
-            due.append(PipelineSubmitted(time_s=now_s, pipeline=upcoming.pop(0).pipeline))
+            due.append(PipelineSubmitted(pipeline=upcoming.pop(0).pipeline))
         while self._reminders and self._reminders[0] <= now_s:
-            due.append(TimeReached(time_s=now_s))
+            due.append(TimeReached())
             heapq.heappop(self._reminders)
         return due
 
@@ -128,6 +132,7 @@ class Controller:
 
     def _tick(self, events: Sequence[Event], notes: Sequence[Note]) -> None:
         start_s = time.thread_time()
+        events = self._date(events)
         actions = self._decide(events)
         now_s = self._backend.now_s()
         if self._log is not None:
@@ -144,6 +149,11 @@ class Controller:
         self.control_s += time.thread_time() - start_s
         if not events and not self._scheduler.query.has_orders():
             self._check_not_stuck()
+
+    def _date(self, events: Sequence[Event]) -> list[Event]:
+        """The one gate at which events get their time: that of the tick they enter, which never decreases."""
+        self._tick_s = max(self._tick_s, self._backend.now_s())
+        return [replace(event, time_s=self._tick_s) for event in events]
 
     def _decide(self, events: Sequence[Event]) -> list[Action]:
         """Hand every event to the scheduler; events and what they led to go to the log."""

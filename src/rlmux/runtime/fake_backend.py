@@ -61,7 +61,7 @@ class FakeBackend:
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         if self._parked:
-            return [PipelineParked(time_s=self._now_s, pipeline=self._parked.pop(0))], ()
+            return [PipelineParked(pipeline=self._parked.pop(0))], ()
         while self._ends:
             end_s, _, order, is_whole = self._ends[0]
             if end_s > self._now_s + timeout_s:
@@ -88,6 +88,6 @@ class FakeBackend:
     def _end(self, order: OrderId, end_s: float, is_whole: bool) -> Event:
         action, started_s = self._running.pop(order)
         if isinstance(action, MigrateShard):
-            return TrajectoriesMigrated(time_s=end_s, order=order, num_trajectories=1, seconds=end_s - started_s)
+            return TrajectoriesMigrated(order=order, num_trajectories=1, seconds=end_s - started_s)
         event = StageFinished if is_whole else StagePaused
-        return event(time_s=end_s, order=order, seconds=end_s - started_s)
+        return event(order=order, seconds=end_s - started_s)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlmux.core.actions import (
@@ -118,52 +118,51 @@ class ForeignFront:
                 raise UserError(f"pipeline {pipeline.id!r} is in this run already; accepted: a name of its own")
             self._names[pipeline.id] = None
             self._drivers[pipeline.id] = driver
-        self._say(PipelineSubmitted(time_s=0.0, pipeline=pipeline))
+        self._say(PipelineSubmitted(pipeline=pipeline))
 
     def arrived(self, pipeline: PipelineId, phases: tuple[Phase, ...], units: int = 0) -> None:
         """Work is there; see `WorkArrived`."""
-        self._say(WorkArrived(time_s=0.0, pipeline=pipeline, phases=phases, units=units))
+        self._say(WorkArrived(pipeline=pipeline, phases=phases, units=units))
 
     def withdrawn(self, pipeline: PipelineId, phases: tuple[Phase, ...]) -> None:
         """Work that does not run is taken back."""
-        self._say(WorkWithdrawn(time_s=0.0, pipeline=pipeline, phases=phases))
+        self._say(WorkWithdrawn(pipeline=pipeline, phases=phases))
 
     def client_finished(self, pipeline: PipelineId) -> None:
         """The program is done."""
-        self._say(ClientFinished(time_s=0.0, pipeline=pipeline))
+        self._say(ClientFinished(pipeline=pipeline))
 
     def cancelled(self, pipeline: PipelineId) -> None:
         """Its user wants it gone."""
-        self._say(PipelineCancelled(time_s=0.0, pipeline=pipeline))
+        self._say(PipelineCancelled(pipeline=pipeline))
 
     def failed(self, pipeline: PipelineId, reason: str) -> None:
         """Its own fault ends it, and its orders with it. `reason` is one line."""
-        self._say(PipelineFailed(time_s=0.0, pipeline=pipeline, reason=reason))
+        self._say(PipelineFailed(pipeline=pipeline, reason=reason))
 
     def worker_lost(self, pipeline: PipelineId, device: DeviceId) -> None:
         """What it ran on the device has ended and is to be done again."""
-        self._say(WorkerLost(time_s=0.0, pipeline=pipeline, device=device))
+        self._say(WorkerLost(pipeline=pipeline, device=device))
 
     def restarted(self, pipeline: PipelineId) -> None:
         """All that it ran has ended and is to be done again."""
-        self._say(PipelineRestarted(time_s=0.0, pipeline=pipeline, restored_step=0))
+        self._say(PipelineRestarted(pipeline=pipeline, restored_step=0))
 
     def finished(self, order: OrderId, *, seconds: float, switch_s: float = 0.0, tokens: int = 0) -> None:
         """The order's work is complete; seconds as in `StageFinished`."""
-        self._say(StageFinished(time_s=0.0, order=order, seconds=seconds, switch_s=switch_s, tokens=tokens))
+        self._say(StageFinished(order=order, seconds=seconds, switch_s=switch_s, tokens=tokens))
 
     def paused(self, order: OrderId, *, seconds: float, switch_s: float = 0.0, tokens: int = 0) -> None:
         """The order stopped at a safe point with work left."""
-        self._say(StagePaused(time_s=0.0, order=order, seconds=seconds, switch_s=switch_s, tokens=tokens))
+        self._say(StagePaused(order=order, seconds=seconds, switch_s=switch_s, tokens=tokens))
 
     def progress(
         self, order: OrderId, *, num_active: int, num_waiting: int = 0, tokens: int = 0, seconds: float = 0.0
     ) -> None:
         """The order goes on; fields as in `ChunkFinished`."""
-        chunk = ChunkFinished(
-            time_s=0.0, order=order, num_active=num_active, num_waiting=num_waiting, tokens=tokens, seconds=seconds
+        self._say(
+            ChunkFinished(order=order, num_active=num_active, num_waiting=num_waiting, tokens=tokens, seconds=seconds)
         )
-        self._say(chunk)
 
     def left(self, resident: Resident, order: OrderId) -> None:
         """The state that was to leave for that order is off its devices."""
@@ -224,7 +223,7 @@ class ForeignFront:
             return bool(self._events)
 
     def take(self) -> tuple[list[Event], list[Note], list[tuple[Resident, OrderId]]]:
-        """(events without a time, notes, states that have left) since the last call."""
+        """(events, notes, states that have left) since the last call."""
         with self._lock:
             taken = self._events, self._notes, self._left
             self._events, self._notes, self._left = [], [], []
@@ -298,9 +297,8 @@ class ForeignBackend:
         for resident, order in left:
             self._leave(resident, order)
         said, self._said = [*self._said, *said], []
-        now_s = self._own.now_s()
-        dated = [replace(event, time_s=now_s) for event in said if self._is_true(event)]
-        return [*events, *dated], [*notes, *more_notes]
+        true = [event for event in said if self._is_true(event)]
+        return [*events, *true], [*notes, *more_notes]
 
     def close(self) -> None:
         for driver in self._front.drivers():

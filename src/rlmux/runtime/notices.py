@@ -22,15 +22,15 @@ def notice_of(scheduler: Scheduler, text: str, seconds: float, now_s: float) -> 
     outcome = (
         f"goes in {seconds:g} s; pipelines there leave at their next step boundaries, and no other is placed there"
     )
-    return NoticeGiven(time_s=now_s, node=node, gone_at_s=now_s + seconds), outcome
+    return NoticeGiven(node=node, gone_at_s=now_s + seconds), outcome
 
 
-def return_of(scheduler: Scheduler, text: str, now_s: float) -> tuple[NodeJoined, str]:
+def return_of(scheduler: Scheduler, text: str) -> tuple[NodeJoined, str]:
     """The event of a node that is there, and what comes of it. Raises UserError for one that never was to go."""
     node = node_of(scheduler.cluster, text)
     if not scheduler.query.placement.is_lost(node):
         raise UserError(f"node {text!r} is there; accepted: one that is gone, or about to go")
-    return NodeJoined(time_s=now_s, node=node), "is there, and pipelines are placed on it again"
+    return NodeJoined(node=node), "is there, and pipelines are placed on it again"
 
 
 def node_of(cluster: Cluster, text: str) -> NodeId:

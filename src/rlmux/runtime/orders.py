@@ -54,11 +54,8 @@ class RunningOrder:
             if not arrived.is_there:
                 arrived.arrive()
 
-    def progress(
-        self, now_s: float, *, num_active: int, num_waiting: int, num_waiting_for_env: int = 0
-    ) -> ChunkFinished:
+    def progress(self, *, num_active: int, num_waiting: int, num_waiting_for_env: int = 0) -> ChunkFinished:
         return ChunkFinished(
-            time_s=now_s,
             order=self.action.order,
             num_active=num_active,
             num_waiting=num_waiting,
@@ -67,18 +64,16 @@ class RunningOrder:
             seconds=round(self.seconds, 6),
         )
 
-    def finished(self, now_s: float) -> StageFinished:
+    def finished(self) -> StageFinished:
         return StageFinished(
-            time_s=now_s,
             order=self.action.order,
             seconds=round(self.seconds, 6),
             switch_s=round(self.switch_s, 6),
             tokens=self.tokens,
         )
 
-    def paused(self, now_s: float, *, is_waiting: bool = False) -> StagePaused:
+    def paused(self, *, is_waiting: bool = False) -> StagePaused:
         return StagePaused(
-            time_s=now_s,
             order=self.action.order,
             seconds=round(self.seconds, 6),
             switch_s=round(self.switch_s, 6),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rlmux.core.events import Event
@@ -12,7 +11,7 @@ from rlmux.runtime.backend import Note
 
 
 class Outbox:
-    """Events and notes, oldest first. Time is in seconds since the run began."""
+    """Events, not dated yet, and notes, oldest first. Time is in seconds since the run began."""
 
     def __init__(self, start_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -35,11 +34,6 @@ class Outbox:
 
     def has_events(self) -> bool:
         return bool(self._events)
-
-    def date_events_now(self) -> None:
-        """Give all events the present time: the scheduler may have heard of later things than these."""
-        now_s = self.now_s()
-        self._events = [replace(event, time_s=now_s) for event in self._events]
 
     def take(self) -> tuple[Sequence[Event], Sequence[Note]]:
         events, notes = self._events, self._notes

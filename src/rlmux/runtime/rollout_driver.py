@@ -111,10 +111,10 @@ class RolloutDriver:
         yield from self._deal_out(order.action.step, order)
         if order.is_pausing and not self._is_dealt_out(order.action.step):
             self._paused_without_requests.append(device)
-            return order.paused(self._outbox.now_s(), is_waiting=True)
+            return order.paused(is_waiting=True)
         yield from self._workers.build(self._workers.rollout[device], self._calls)
         if order.is_pausing and self._workers.submission.pipeline.is_filler:
-            return order.paused(self._outbox.now_s(), is_waiting=False)
+            return order.paused(is_waiting=False)
         yield from self._promises.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
         while not self._shards[device].is_over:
             order.is_calling = True
@@ -136,9 +136,9 @@ class RolloutDriver:
             is_pausing = order.is_pausing or (self._awaits_weights and not can_compute)
             if is_pausing and (shard.unfinished or not shard.to_cut):  # else a call that only cuts ends it
                 shard.is_waiting_for_env |= not can_compute
-                return order.paused(self._outbox.now_s(), is_waiting=not can_compute)
+                return order.paused(is_waiting=not can_compute)
         self._shards[device].has_finished = True
-        return order.finished(self._outbox.now_s())
+        return order.finished()
 
     def migrate(self, action: MigrateShard) -> None:
         """Move all of a device's shard to another device's."""
@@ -222,7 +222,7 @@ class RolloutDriver:
         """Requests are there: shards that were paused for want of them have something to compute."""
         paused, self._paused_without_requests = self._paused_without_requests, []
         for device in paused:
-            self._outbox.add(ReplyArrived(time_s=self._outbox.now_s(), pipeline=self._pipeline, device=device))
+            self._outbox.add(ReplyArrived(pipeline=self._pipeline, device=device))
 
     def _split_requests(self, step: int) -> None:
         """Deal the step's requests out to the devices."""
@@ -268,7 +268,6 @@ class RolloutDriver:
     def _report_progress(self, order: RunningOrder, report: ChunkReport) -> None:
         self._outbox.add(
             order.progress(
-                self._outbox.now_s(),
                 num_active=report.num_active,
                 num_waiting=report.num_waiting,
                 num_waiting_for_env=report.num_waiting_for_env,
@@ -369,7 +368,7 @@ class RolloutDriver:
             orders[0].wake()
         elif shard.is_waiting_for_env:
             shard.is_waiting_for_env = False
-            self._outbox.add(ReplyArrived(time_s=self._outbox.now_s(), pipeline=self._pipeline, device=device))
+            self._outbox.add(ReplyArrived(pipeline=self._pipeline, device=device))
 
     # ------------------------------------------------------------------ migration
 
@@ -388,12 +387,8 @@ class RolloutDriver:
         self._shards[action.source] = RolloutShard(action.step, is_back=True, is_over=is_over, has_finished=True)
         if self._legs is not None:
             self._pass_on(self._legs.settle())
-        now_s = self._outbox.now_s()
-        self._outbox.add(
-            TrajectoriesMigrated(
-                time_s=now_s, order=action.order, num_trajectories=num_trajectories, seconds=now_s - began_s
-            )
-        )
+        seconds = self._outbox.now_s() - began_s
+        self._outbox.add(TrajectoriesMigrated(order=action.order, num_trajectories=num_trajectories, seconds=seconds))
         self._resume(target)
 
     # ------------------------------------------------------------------ helpers

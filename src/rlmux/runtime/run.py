@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Action, Refuse, Release
-from rlmux.core.errors import LogError, StorageError
+from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, StorageError
 from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed
 from rlmux.core.model import BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
 from rlmux.core.offers import ShareSettings
@@ -32,7 +32,7 @@ from rlmux.policies.planning.fairness import FairShares
 from rlmux.report import codec
 from rlmux.report.api import write_report
 from rlmux.report.folder_lock import FolderLock
-from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.report.run_state import RunState
 from rlmux.runtime.answers import answered_steps
 from rlmux.runtime.backend import Backend, Note, Submission
@@ -291,6 +291,9 @@ def drive(
     except (OSError, LogError, StorageError) as error:
         watch.check()  # where the folder is gone, that is the cause, and nothing can be resumed
         raise StorageError(_with_resume_hint(folder, str(error))) from error
+    except IllegalTransitionError as error:  # a state that is wrong must not go on
+        log.note("defect", backend.now_s(), text=str(error))
+        raise type(error)(_as_defect(folder, error)) from error
     finally:
         if run_api is not None:
             run_api.close()
@@ -317,6 +320,14 @@ def _write_end(
 
 def _with_resume_hint(folder: Path, problem: str) -> str:
     return f"{problem}; stopped, nothing that was finished is lost; resume with: rlmux resume {folder}"
+
+
+def _as_defect(folder: Path, error: IllegalTransitionError) -> str:
+    """One line: whose defect it is, and what to do. The recent events are in the log."""
+    whose = "the policy" if isinstance(error, PolicyError) else "rlmux"
+    found = str(error).partition("\n")[0]
+    text = f"this is a defect of {whose}, not of your file: {found}; to report it, send {folder / LOG_NAME}"
+    return _with_resume_hint(folder, text)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ class RunApi:
             submissions=tick.submissions,
             withdrawn=tick.withdrawn,
             events=[
-                *(PipelineCancelled(time_s=now_s, pipeline=pipeline) for pipeline in tick.cancelled),
+                *(PipelineCancelled(pipeline=pipeline) for pipeline in tick.cancelled),
                 *tick.events,
             ],
             notes=tick.notes,
@@ -182,13 +182,13 @@ class RunApi:
             case {"request": "cancel", "name": str(name)}:
                 self._cancel(request, PipelineId(name), tick)
             case {"request": "hold", "name": str(name)}:
-                event: Standing = PipelineHeld(time_s=tick.now_s, pipeline=self._waiting(name))
+                event: Standing = PipelineHeld(pipeline=self._waiting(name))
                 self._stand(request, event, "held until it is released", tick, is_held=True)
             case {"request": "release", "name": str(name)}:
-                event = HoldReleased(time_s=tick.now_s, pipeline=self._waiting(name))
+                event = HoldReleased(pipeline=self._waiting(name))
                 self._stand(request, event, "may start", tick, is_held=False)
             case {"request": "rank", "name": str(name), "rank": int(rank)}:
-                event = PipelineRanked(time_s=tick.now_s, pipeline=self._waiting(name), rank=rank)
+                event = PipelineRanked(pipeline=self._waiting(name), rank=rank)
                 self._stand(request, event, f"has rank {rank} among its user's own", tick, rank=rank)
             case {"request": "park", "name": str(name)}:
                 self._park(request, self._known(name), tick)
@@ -196,7 +196,7 @@ class RunApi:
                 pipeline = self._known(name)
                 if not self._scheduler.query.is_held(pipeline):
                     raise UserError(f"pipeline {name!r} is not parked; accepted: one that `park` or `hold` keeps")
-                event = HoldReleased(time_s=tick.now_s, pipeline=pipeline)
+                event = HoldReleased(pipeline=pipeline)
                 self._stand(request, event, "goes on as soon as there is room", tick, is_held=False)
             case {"request": "account", "name": str(name)}:
                 request.answer(**_account_fields(self._pipeline(name, tick)))
@@ -205,14 +205,14 @@ class RunApi:
                 tick.events.append(notice)
                 self._done.append((request, {"outcome": outcome}))
             case {"request": "node_back", "name": str(name)}:
-                joined, outcome = return_of(self._scheduler, name, tick.now_s)
+                joined, outcome = return_of(self._scheduler, name)
                 tick.events.append(joined)
                 self._done.append((request, {"outcome": outcome}))
             case {"request": "usage"}:
                 request.answer(**usage_fields(self._scheduler))
             case {"request": "set_shares", "text": str(text), "source": str(source)}:
                 shares = self._parse_shares(text, source)
-                tick.events.append(SharesSet(time_s=tick.now_s, shares=shares))
+                tick.events.append(SharesSet(shares=shares))
                 self._done.append((request, {"outcome": "holds from now on"}))
             case {"request": "why", "name": str(name)}:
                 wait = self._scheduler.wait_of(self._known(name))
@@ -240,7 +240,7 @@ class RunApi:
             raise UserError(f"pipeline {str(name)!r} is another program's; accepted: one whose steps rlmux trains")
         is_running = status is PipelineStatus.RUNNING
         outcome = "gives its devices back at its next step boundary" if is_running else "held until it is unparked"
-        self._stand(request, ParkRequested(time_s=tick.now_s, pipeline=name), outcome, tick, is_held=True)
+        self._stand(request, ParkRequested(pipeline=name), outcome, tick, is_held=True)
 
     def _submit(self, request: Request, text: str, source: str, tick: _Tick) -> None:
         parsed = self._parse(text, source)

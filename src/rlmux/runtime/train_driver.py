@@ -79,7 +79,7 @@ class TrainDriver:
             self._note_rollout(step, batch)
         if step < config.num_steps:
             self._rollout.prepare(step + 1)  # the env worker has nothing else to do while others compute
-        return order.finished(self._outbox.now_s())
+        return order.finished()
 
     def run_stage(self, order: RunningOrder) -> Carrying:
         """A training stage, or the SFT warm-up, until it is done or paused."""
@@ -98,9 +98,9 @@ class TrainDriver:
                 self._checksum_by_version[action.step] = result.weights_checksum
             if report.is_done:
                 self._metrics.update(report.metrics)
-                return order.finished(self._outbox.now_s())
+                return order.finished()
             if order.is_pausing:
-                return order.paused(self._outbox.now_s())
+                return order.paused()
             self._report_progress(order, report)
 
     def publish(self, order: RunningOrder) -> Carrying:
@@ -117,7 +117,7 @@ class TrainDriver:
         senders = [self._workers.trainers[rank] for rank in self._calls.senders(self._workers.trainers)]
         yield self._calls.deliver(self._workers.published_path(step), senders, receivers)
         self._rollout.weights_arrived(step)
-        return order.finished(self._outbox.now_s())
+        return order.finished()
 
     # ------------------------------------------------------------------ training
 
@@ -162,7 +162,7 @@ class TrainDriver:
 
     def _report_progress(self, order: RunningOrder, report: TrainReport) -> None:
         num_left = report.micro_batches_total - report.micro_batches_done
-        self._outbox.add(order.progress(self._outbox.now_s(), num_active=num_left, num_waiting=0))
+        self._outbox.add(order.progress(num_active=num_left, num_waiting=0))
 
     # ------------------------------------------------------------------ publishing
 

@@ -9,7 +9,6 @@ A run that was killed loses what was used in its last half minute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rlmux.core.events import Event, SharesSet, UsageRestored
@@ -109,11 +108,11 @@ def shares_events(
     """
     told: list[Event] = []
     if isinstance(shares, ShareSettings):
-        told.append(SharesSet(time_s=now_s, shares=shares))
+        told.append(SharesSet(shares=shares))
     elif shares is not None:
         event = from_fields({**shares})
         assert isinstance(event, SharesSet)
-        told.append(replace(event, time_s=now_s))
+        told.append(event)
     if usage:
         at_s, half_life_s = float(usage["at_s"]), _half_life_s(told)
         is_same_day = at_s // DAY_S == now_s // DAY_S
@@ -130,7 +129,7 @@ def shares_events(
             AccountSpent(account=Account(project, user), usd=usd, begun_s=begun_s)
             for project, user, usd, begun_s in usage.get("spent", ())
         )
-        told.append(UsageRestored(time_s=now_s, usage=restored, spent=spent))
+        told.append(UsageRestored(usage=restored, spent=spent))
     return told
 
 

@@ -165,9 +165,7 @@ class WorkerBackend:
         self.workplace.wake()
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
-        if self._outbox.has_events():  # of actions since the last poll
-            self._outbox.date_events_now()
-        else:
+        if not self._outbox.has_events():  # of actions since the last poll
             self._calls.start_later_work()  # the orders that answered the last events are out
             ready = self.workplace.wait(timeout_s)
             self._tell_node_changes()
@@ -255,11 +253,10 @@ class WorkerBackend:
 
     def _tell_long_waits(self) -> None:
         """Let go of what pipelines hold that only wait for their own user code: devices, and slots in the cycle."""
-        now_s = self._outbox.now_s()
-        for order in self._orders.waiting_since(now_s - USER_CODE_PATIENCE_S):
+        for order in self._orders.waiting_since(self._outbox.now_s() - USER_CODE_PATIENCE_S):
             order.waits_since_s = None
             if order.action.stage is Stage.REWARD:
-                self._outbox.add(RewardOverdue(time_s=now_s, order=order.action.order))
+                self._outbox.add(RewardOverdue(order=order.action.order))
             else:
                 order.pause()
 

@@ -186,7 +186,7 @@ class WorkerSupervisor:
         self._parking.discard(workers.id)
         self._end_processes(workers)
         self._homeless[workers.id] = workers
-        self._outbox.add(PipelineParked(time_s=self._outbox.now_s(), pipeline=workers.id))
+        self._outbox.add(PipelineParked(pipeline=workers.id))
 
     def release(self, pipeline: PipelineId) -> None:
         self._beginning_anew.discard(pipeline)
@@ -234,7 +234,7 @@ class WorkerSupervisor:
     def change_node(self, node: NodeId, *, is_there: bool) -> None:
         """A pipeline pinned to a lost node waits for another placement, and goes on there from a checkpoint."""
         if is_there:
-            self._outbox.add(NodeJoined(time_s=self._outbox.now_s(), node=node))
+            self._outbox.add(NodeJoined(node=node))
             return
         for pipeline, workers in list(self._workers_by_pipeline.items()):
             if node in workers.placement.nodes:
@@ -244,7 +244,7 @@ class WorkerSupervisor:
                 step = workers.furthest_step
                 reason = f"node {node} is gone; what came after step {step} is made again"
                 self._outbox.note("loss", pipeline=pipeline, reason=reason)
-        self._outbox.add(NodeLost(time_s=self._outbox.now_s(), node=node))
+        self._outbox.add(NodeLost(node=node))
 
     # ------------------------------------------------------------------ losses
 
@@ -273,7 +273,7 @@ class WorkerSupervisor:
         self._kill(workers.rollout[device])
         workers.rollout[device] = self._spawn_rollout_worker(workers.submission, device, workers.log_path)
         self._on_replaced(workers, device)
-        self._outbox.add(WorkerLost(time_s=self._outbox.now_s(), pipeline=workers.id, device=device))
+        self._outbox.add(WorkerLost(pipeline=workers.id, device=device))
 
     def _restart(self, workers: PipelineWorkers) -> int:
         """Everything of the pipeline again from its newest checkpoint; returns the step of that."""
@@ -287,15 +287,14 @@ class WorkerSupervisor:
     def _tell_restart(self, before: PipelineWorkers, after: PipelineWorkers, restored_step: int) -> None:
         after.num_losses_by_worker = before.num_losses_by_worker
         after.furthest_step = max(before.furthest_step, after.furthest_step)
-        now_s = self._outbox.now_s()
-        self._outbox.add(PipelineRestarted(time_s=now_s, pipeline=after.id, restored_step=restored_step))
+        self._outbox.add(PipelineRestarted(pipeline=after.id, restored_step=restored_step))
 
     def _fail(self, workers: PipelineWorkers, reason: str) -> None:
         self._parking.discard(workers.id)
         self._end_processes(workers)
         shutil.rmtree(workers.weights, ignore_errors=True)
         self._outbox.note("failure", pipeline=workers.id, reason=reason, traceback=str(workers.log_path))
-        self._outbox.add(PipelineFailed(time_s=self._outbox.now_s(), pipeline=workers.id, reason=reason))
+        self._outbox.add(PipelineFailed(pipeline=workers.id, reason=reason))
 
     # ------------------------------------------------------------------ processes
 
