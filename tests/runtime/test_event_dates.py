@@ -206,9 +206,7 @@ def controller_of(backend: Any) -> tuple[Controller, Dates]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_dates_never_decrease_under_random_orders_pauses_waits_losses_and_clients_of_another_thread(
-    own: Any, seed: int
-) -> None:
+def test_dates_never_decrease_under_random_orders_waits_losses_and_clients(own: Any, seed: int) -> None:
     backend, pipelines, clock = own(seed)
     front = ForeignFront()
     controller, dates = controller_of(ForeignBackend(backend, front))

@@ -149,9 +149,7 @@ class EndsAnOrderThatNeverWas:
         return events, notes
 
 
-def test_a_defect_of_ours_stops_the_run_with_one_line_and_it_is_resumed_to_the_same_weights(
-    real, pair, undisturbed, tmp_path
-):
+def test_a_defect_stops_the_run_with_one_line_and_resumes_to_equal_weights(real, pair, undisturbed, tmp_path):
     folder = tmp_path / "run"
 
     def broken_backend(*args, **options):
