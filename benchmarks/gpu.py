@@ -1,6 +1,6 @@
 """One device, everything that sharing it depends on, in one command.
 
-    python benchmarks/gpu.py [--device cuda|cpu] [--quick] [--parts curves,interference,switches,engines,pipelines]
+    python benchmarks/gpu.py [--device cuda|cpu] [--quick] [--parts curves,switches,engines,interference,pipelines]
                              [--vllm-python PATH] [--out FILE]
 
     curves         units per second of prefill, dense and tail decoding, log-probs and updates alone, by fraction
@@ -14,7 +14,8 @@
 The pipelines' model has the depth and width of Qwen3-0.6B (28 layers of 1024, 8 heads of 128) and the built-in
 vocabulary, with random weights: nothing is downloaded.
 
-Everything is probed and what is absent is said. Without a running MPS daemon one is started for this command's own
+Everything is probed and what is absent is said. Each part is written as it ends; one that breaks is named, leaves the
+others their turn and makes the exit code 1. Without a running MPS daemon one is started for this command's own
 processes where NVIDIA's control program is installed (`--no-mps` leaves that out): without it, processes on one GPU
 take turns, so that side by side is no different. Results go to benchmarks/results/DEVICE.json.
 
@@ -38,7 +39,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,9 +82,8 @@ from rlmux.rl.vocabulary import load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
-from rlmux.sim.models.interference import InterferenceTable
 
-PARTS = ("curves", "interference", "switches", "engines", "pipelines")
+PARTS = ("curves", "switches", "engines", "interference", "pipelines")
 POLICIES = ("colocated", "solo", "fifo", "rollmux", "jigsaw", "rlmux")
 """The first is what the others are compared with."""
 OURS: Mapping[str, Mapping[str, Any]] = {
@@ -122,15 +123,30 @@ def main() -> None:
     device = chosen_device(args.device, is_quick=args.quick)
     torch.set_num_threads(1)
     with mps_daemon(is_wanted=device == "cuda" and not args.no_mps) as mps:
+        fractions = probe(device)
+        about = machine(device, fractions, mps)
+        path = args.out or RESULTS / f"{slug(about['device'])}{'-quick' if args.quick else ''}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         num_repeats = 1 if args.quick else args.repeats
-        result = measure(
-            device, parts, is_quick=args.quick, num_repeats=num_repeats, mps=mps, vllm_python=args.vllm_python
-        )
-    path = args.out or RESULTS / f"{slug(result['machine']['device'])}{'-quick' if args.quick else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result: dict[str, Any] = {"machine": about, "is_quick": args.quick}
+        for name, part in parts_of(
+            device, fractions, is_quick=args.quick, num_repeats=num_repeats, vllm_python=args.vllm_python
+        ).items():
+            if name not in parts:
+                continue
+            say(name)
+            start = time.perf_counter()
+            try:
+                result[name] = part(result)
+            except Exception as error:  # a part that breaks leaves the others their turn
+                traceback.print_exc()
+                result.setdefault("broken", {})[name] = f"{type(error).__name__}: {error}"
+            result.setdefault("seconds", {})[name] = round(time.perf_counter() - start, 1)
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            say(f"{name}: {result['seconds'][name]} s, written: {path}")
     print("\n".join(lines_of(result)))
     print(f"written: {path}")
+    sys.exit(1 if "broken" in result else 0)
 
 
 def chosen_device(asked: str | None, *, is_quick: bool) -> str:
@@ -143,31 +159,27 @@ def chosen_device(asked: str | None, *, is_quick: bool) -> str:
     sys.exit("torch sees no CUDA device (rlmux doctor says more); --device cpu runs the same code on a core")
 
 
-def measure(
-    device: str, parts: list[str], *, is_quick: bool, num_repeats: int, mps: str, vllm_python: str | None
-) -> dict[str, Any]:
+def parts_of(
+    device: str, fractions: DeviceFractions, *, is_quick: bool, num_repeats: int, vllm_python: str | None
+) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Each part, in order: what was found before in, what it finds out."""
     sizes = QUICK_SIZES if is_quick else usual_sizes(device)
-    fractions = probe(device)
-    result: dict[str, Any] = {"machine": machine(device, fractions, mps), "is_quick": is_quick}
     window: Mapping[str, Any] = QUICK if is_quick else {"window_s": 0.5, "num_rounds": num_repeats}
-    if "curves" in parts:
-        say("curves")
-        result["curves"] = curves(device, fractions, sizes, is_quick=is_quick, **window)
-    table = None
-    if "interference" in parts:
-        say("interference")
-        sub_stages: Sequence[SubStage] = (SubStage.TAIL_DECODE, SubStage.UPDATE) if is_quick else BENCHMARK_SUB_STAGES
-        table = measure_interference(device, sub_stages=sub_stages, sizes=sizes, **window)
-        result["interference"] = table.to_json()
-    if "switches" in parts:
-        say("switches")
-        result["switches"] = switches(device, sizes, num_repeats=1 if is_quick else 5)
-    if "engines" in parts:
-        result["engines"] = engines(device, vllm_python, is_quick=is_quick)
-    if "pipelines" in parts:
-        say("pipelines")
-        result["pipelines"] = pipelines(device, fractions, table, is_quick=is_quick, num_repeats=num_repeats)
-    return result
+    sub_stages: Sequence[SubStage] = (SubStage.TAIL_DECODE, SubStage.UPDATE) if is_quick else BENCHMARK_SUB_STAGES
+
+    def interference(result: dict[str, Any]) -> dict[str, Any]:
+        return measure_interference(device, sub_stages=sub_stages, sizes=sizes, **window).to_json()
+
+    def of_pipelines(result: dict[str, Any]) -> dict[str, Any]:
+        return pipelines(device, fractions, result.get("interference"), is_quick=is_quick, num_repeats=num_repeats)
+
+    return {
+        "curves": lambda result: curves(device, fractions, sizes, is_quick=is_quick, **window),
+        "switches": lambda result: switches(device, sizes, num_repeats=1 if is_quick else 5),
+        "engines": lambda result: engines(device, vllm_python, is_quick=is_quick),
+        "interference": interference,
+        "pipelines": of_pipelines,
+    }
 
 
 # --- the machine --------------------------------------------------------------------------------------------
@@ -277,7 +289,7 @@ def switches(device: str, sizes: BenchmarkSizes, *, num_repeats: int) -> dict[st
 
 
 def pipelines(
-    device: str, fractions: DeviceFractions, table: InterferenceTable | None, *, is_quick: bool, num_repeats: int
+    device: str, fractions: DeviceFractions, table: Mapping[str, Any] | None, *, is_quick: bool, num_repeats: int
 ) -> dict[str, Any]:
     """Tokens per second of two pipelines with long tails on the one device, under each policy in turn."""
     sharing = SharingTable()
@@ -285,7 +297,7 @@ def pipelines(
     if table is not None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
-            table.save(path)
+            path.write_text(json.dumps(table), encoding="utf-8")
             sharing, warnings = load_sharing(path, fractions)
             warnings = [warning.replace(f"{path}: ", "") for warning in warnings]
             notes += [warning.replace(str(path), "the interference table") for warning in warnings]
@@ -463,6 +475,7 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
             f"  engine {name}: {row['tokens_per_s']:.0f} tokens/s, {row['promise']}"
             + (f" (other bits: {', '.join(other)})" if other else "")
         )
+    lines += [f"  {name} broke: {text}" for name, text in result.get("broken", {}).items()]
     for way, gain in result.get("pipelines", {}).get("gain", {}).items():
         rate = result["pipelines"]["tokens_per_s"][way]
         lines.append(f"  two pipelines, {way}: {rate:.0f} tokens/s, {gain:.2f}x")
