@@ -12,8 +12,11 @@ pytest.importorskip("torch")
 
 from tests.command_line import command
 
+from rlmux.core.errors import UserError
+from rlmux.core.model import PipelineId
 from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.report.run_state import RunState
+from rlmux.runtime.inputs import retried
 
 FILE = """\
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
@@ -98,6 +101,15 @@ def test_pipelines_that_failed_go_on_from_their_checkpoints_once_a_row_is_mended
         assert resumed[name]["weights_sha256"] == unbroken[name]["weights_sha256"]
     code, _, err = rlmux(folder, "resume", "one", "--retry", "a")
     assert (code, err.strip()) == (2, "rlmux: --retry a: it is finished; no pipeline of this run failed")
+
+
+def test_pipelines_that_failed_are_named_in_the_order_of_the_file(tmp_path: Path):
+    given = [PipelineId(name) for name in "abc"]
+    with RunLog.create(tmp_path, run_header(policy="rollmux", backend="local")) as log:
+        for name, status in (("c", "failed"), ("b", "finished"), ("a", "failed")):
+            log.note("pipeline_end", 1.0, pipeline=name, status=status, reason="NaN", weights_sha256=None)
+    with LogReader(tmp_path) as reader, pytest.raises(UserError, match=r"accepted: a pipeline that failed: a, c$"):
+        retried(["b"], reader.state(), given)
 
 
 def test_a_pipeline_whose_retry_was_interrupted_is_not_over(tmp_path: Path):

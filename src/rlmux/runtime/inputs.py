@@ -77,8 +77,8 @@ def changed_input_notes(submissions: Sequence[Submission], state: RunState) -> l
 
 
 def retried(names: Sequence[str], state: RunState, given: Sequence[PipelineId]) -> list[PipelineId]:
-    """The pipelines of these names. Raises UserError for one that has not failed."""
-    failed = [name for name, fields in state.ended.items() if fields["status"] == PipelineStatus.FAILED]
+    """The pipelines of these names. Raises UserError for one that has not failed, with those that have, as `given`."""
+    failed = [name for name in given if name in state.ended and state.ended[name]["status"] == PipelineStatus.FAILED]
     accepted = f"accepted: a pipeline that failed: {', '.join(failed)}" if failed else "no pipeline of this run failed"
     for name in names:
         if name not in given:
