@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ FORMER_WORDS = re.compile(
     r"MoveShare|open_shares|until_news|share_moves|lap_finder|LapFinder)\b"
 )
 """Words that the field or we have another one for; the table is in docs/design.md."""
+CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
+CLOCKS |= {f"{clock}_ns" for clock in CLOCKS}
+OF_NUMBERS = {"abs", "float", "int", "max", "min", "round", "sum"}
 
 
 @cache
@@ -132,3 +136,118 @@ def test_names_of_tests_fit_a_line():
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert not [name for name in names if len(name) >= 90]
+
+
+def judged_by_clocks(tree: ast.Module) -> list[int]:
+    """Lines with a comparison of measured seconds with a number."""
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "time"
+        for alias in node.names
+        if alias.name in CLOCKS
+    }
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "time"
+    }
+
+    def is_reading(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        called = node.func
+        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+            return called.value.id in modules and called.attr in CLOCKS
+        return isinstance(called, ast.Name) and called.id in names
+
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    outside = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    rooms = [list(ast.walk(function)) for function in functions]
+    rooms.append([node for each in outside for node in ast.walk(each)])
+    return sorted({line for nodes in rooms for line in _judged_in(nodes, is_reading)})
+
+
+def _judged_in(nodes: Sequence[ast.AST], is_reading: Callable[[ast.AST], bool]) -> Iterator[int]:
+    measured: set[str] = set()
+
+    def is_measured(part: ast.AST) -> bool:
+        """Seconds, or a collection of them; what a function makes of them is something else."""
+        match part:
+            case ast.Name(id=name):
+                return name in measured
+            case ast.Call(func=ast.Name(id=name), args=args) if name in OF_NUMBERS:
+                return any(map(is_measured, args))
+            case ast.BinOp() | ast.UnaryOp() | ast.IfExp() | ast.BoolOp() | ast.List() | ast.Tuple() | ast.Dict():
+                return any(map(is_measured, ast.iter_child_nodes(part)))
+            case (
+                ast.ListComp(elt=one) | ast.GeneratorExp(elt=one) | ast.Subscript(value=one) | ast.NamedExpr(value=one)
+            ):
+                return is_measured(one)
+        return is_reading(part)
+
+    while True:  # a name may be made of another one
+        num_before = len(measured)
+        for node in nodes:
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if is_measured(node.value):
+                    measured |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if len(measured) == num_before:
+            break
+    for node in nodes:
+        if isinstance(node, ast.Compare):
+            for sides in pairwise([node.left, *node.comparators]):
+                if any(map(is_measured, sides)) and any(map(_is_number, sides)):
+                    yield node.lineno
+
+
+def _is_number(part: ast.AST) -> bool:
+    """A constant, or what is made of constants alone. One in capitals is taken for a number, too."""
+    if isinstance(part, ast.UnaryOp):
+        return _is_number(part.operand)
+    if isinstance(part, ast.BinOp):
+        return _is_number(part.left) and _is_number(part.right)
+    if isinstance(part, ast.Name):
+        return part.id.isupper()
+    return isinstance(part, ast.Constant) and isinstance(part.value, int | float)
+
+
+def test_no_clock_judges_a_test():
+    """A busy machine is slow, which is no fault: what takes long is waited for, or a clock of the test tells it."""
+    judged = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path.name != "waiting.py"
+        for line in judged_by_clocks(tree_of(path))
+    ]
+    assert not judged, "\n" + "\n".join(judged)
+
+
+PLANTED = """
+import time
+from time import perf_counter as now
+
+def test_at_once():
+    began_s = time.monotonic()
+    took_s = time.monotonic() - began_s
+    assert took_s < 2.0
+    assert time.process_time() - began_s <= LIMIT_S
+    while not now() > -5: pass
+    assert max([now() - began_s for _ in range(3)]) / 2 < 3 * 60
+
+def test_calm():
+    began_s, took_s = 0.0, 3.0
+    assert took_s < 2.0
+    assert folder.time() < 2.0
+    assert took_s < time.monotonic()
+    assert said(at=time.time()) == 200
+    end_s = time.monotonic()
+    assert 0 < took_s < end_s
+"""
+
+
+def test_a_planted_judgement_by_a_clock_is_found():
+    assert judged_by_clocks(ast.parse(PLANTED)) == [8, 9, 10, 11]

@@ -107,11 +107,11 @@ REWARDS = """
 import os, sys, time
 def good(solution_str, ground_truth): print("good"); return 1.0
 def short(solution_str): return "x"
-def hangs(solution_str): time.sleep(60)
+def hangs(solution_str): time.sleep(3600)
 def holds(solution_str):
     import signal
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-    time.sleep(60)
+    time.sleep(3600)
 def ends(solution_str): os._exit(3)
 """
 
@@ -122,18 +122,19 @@ def ends(solution_str): os._exit(3)
         ("short", "task.reward: reward my_rewards:short returned str 'x'; accepted: a number"),
         (
             "hangs",
-            "task.reward: reward my_rewards:hangs on a sample did not return within 0.5 s (task.reward_timeout_s)",
+            "task.reward: reward my_rewards:hangs on a sample did not return within 2 s (task.reward_timeout_s)",
         ),
         (
             "holds",
-            "task.reward: reward my_rewards:holds on a sample did not return within 0.5 s (task.reward_timeout_s)",
+            "task.reward: reward my_rewards:holds on a sample did not return within 2 s (task.reward_timeout_s)",
         ),
         ("ends", "task.reward: reward my_rewards:ends on a sample ended its process (exit code 3)"),
     ],
 )
 def test_a_reward_that_cannot_score_a_sample_is_told_before_anything_starts(rlmux, folder, function, line):
     (folder / "my_rewards.py").write_text(REWARDS)
-    task = f"{{name: reverse, reward: 'my_rewards:{function}', reward_timeout_s: 0.5}}"
+    limit_s = 2 if "within 2 s" in line else 60  # short only for what never returns
+    task = f"{{name: reverse, reward: 'my_rewards:{function}', reward_timeout_s: {limit_s}}}"
     good = "pipelines.a.task={name: sort, reward: 'my_rewards:good'}"
     said = rlmux("run", "small.yaml", "--set", good, "--set", f"pipelines.b.task={task}")
     assert (said.code, said.out) == (2, "")

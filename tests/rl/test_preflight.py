@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,22 @@ def test_answers_are_checked_where_a_warmup_shows_them(rows_complaint) -> None:
     assert "row 1: the character 'é'" in str(rows_complaint({"prompt": "1", "answer": "é"}, sft_warmup=warmup))
 
 
-def test_a_hundred_thousand_rows_are_checked_in_two_seconds(tmp_path, make_config) -> None:
+def test_rows_are_counted_in_tokens_a_thousand_at_once_and_none_twice(tmp_path, make_config, monkeypatch) -> None:
+    """A checkpoint's tokenizer is quicker with many texts: so it is not called for each."""
+    rows = [{"prompt": f"what is {number} + {number} ?", "answer": str(2 * number)} for number in range(10_500)]
     path = tmp_path / "rows.jsonl"
-    with path.open("w") as file:
-        for number in range(100_000):
-            file.write(json.dumps({"prompt": f"what is {number} + {number} ?", "answer": str(2 * number)}) + "\n")
-    began_s = time.process_time()
-    assert complaint_about(make_config("file", path=str(path))) is None
-    assert time.process_time() - began_s < 2.0
+    path.write_text("\n".join(map(json.dumps, rows)))
+    batches: list[list[str]] = []
+    count_tokens = CharVocabulary.count_tokens
+
+    def count(self: CharVocabulary, texts: Sequence[str]) -> list[int]:
+        batches.append(list(texts))
+        return count_tokens(self, texts)
+
+    monkeypatch.setattr(CharVocabulary, "count_tokens", count)
+    assert complaint_about(make_config("file", path=str(path), sft_warmup=NO_WARMUP)) is None
+    assert [len(batch) for batch in batches] == [1000] * 10 + [500]
+    assert [text for batch in batches for text in batch] == [row["prompt"] for row in rows]
 
 
 def test_prompts_of_a_built_in_task_that_are_too_long_are_found(make_config) -> None:
@@ -84,8 +91,8 @@ def test_prompts_of_a_built_in_task_that_are_too_long_are_found(make_config) -> 
         ("def score(solution_str): return float('nan')", "returned nan; accepted: a finite number"),
         ("def score(completions): return [0.0]", "returned 1 rewards for 2 completions"),
         ("def score(solution_str): 1 / 0", "on a sample raised ZeroDivisionError: division by zero"),
-        ("def score(solution_str):\n  while True: pass", "on a sample did not return within 0.2 s"),
-        ("import time; time.sleep(9)", "importing {name}:score did not return within 0.2 s"),
+        ("def score(solution_str):\n  while True: pass", "on a sample did not return within 2 s"),
+        ("while True: pass", "importing {name}:score did not return within 2 s"),
         ("import absent_xyz", "imports 'absent_xyz', which is not installed"),
     ],
 )
@@ -93,7 +100,8 @@ def test_a_reward_is_called_once_on_a_sample(make_config, tmp_path, monkeypatch,
     name = f"rewards_{abs(hash(source))}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    complaint = str(complaint_about(make_config("sort", reward=f"{name}:score", reward_timeout_s=0.2)))
+    limit_s = 2.0 if "within 2 s" in text else 60.0  # what ends is to be told for what it does, on a busy machine too
+    complaint = str(complaint_about(make_config("sort", reward=f"{name}:score", reward_timeout_s=limit_s)))
     assert complaint.startswith("task.reward: ")
     assert text.format(name=name) in complaint
     assert "\n" not in complaint

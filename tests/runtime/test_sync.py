@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,9 +132,17 @@ def test_bytes_that_are_not_those_announced_are_never_handed_out(tmp_path):
     assert not any(one[0] == "received" for one in said)
 
 
-def test_a_link_lets_through_no_more_than_its_rate():
+def test_a_link_lets_through_no_more_than_its_rate_and_saves_up_a_burst_at_most(monkeypatch):
+    now_s = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr("rlmux.runtime.sync.time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
     link = Link(1_000_000, burst_bytes=1000)
-    start_s = time.monotonic()
     for _ in range(20):
         link.take(10_000)
-    assert time.monotonic() - start_s >= 0.19
+    assert now_s[0] == pytest.approx(100.2)
+    sleep(10.0)
+    link.take(10_000)
+    assert now_s[0] == pytest.approx(110.2 + 0.009), "the burst has crossed at once"
