@@ -1,6 +1,6 @@
 """What holds for all tests: examples that hypothesis makes are the same in every run, and no clock judges them.
 
-What tests start ends with them (guardian.py); a fixture of a module is made once.
+What tests start ends with them (guardian.py) and can be interrupted (signals.py); a fixture of a module is made once.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests import guardian
+from tests import guardian, signals
 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signals.hear()
     if "PYTEST_XDIST_WORKER" not in os.environ:  # those have the mark of the process that started them
         guardian.start()
 

@@ -14,6 +14,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.waiting import until
 
 from rlmux import share
 
@@ -119,17 +120,10 @@ def test_two_requests_to_leave_run_the_hook_once(monkeypatch, tmp_path):
     job.on_leave("gpu0", offload, lambda: None)
     with job.phase("train"):
         pass
-    until(lambda: broker.heard.count("left") == 2)
+    until(lambda: broker.heard.count("left") == 2, "two answers that it left", seen=lambda: broker.heard)
     assert calls == ["begins", "ends"]
     assert "failed_to_leave" not in broker.heard
     job.close()
-
-
-def until(is_so) -> None:
-    end_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end_s, "it did not come about"
-        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------- torch

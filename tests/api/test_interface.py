@@ -6,10 +6,10 @@ import inspect
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import until
 
 import rlmux
 
@@ -156,9 +156,10 @@ def test_pipelines_come_and_go_through_a_connection(tmp_path):
 
 def _connected(folder: Path, thread: threading.Thread) -> rlmux.Connection:
     """A connection as soon as the run answers."""
-    while thread.is_alive():
-        try:
-            return rlmux.connect(folder)
-        except (rlmux.UserError, rlmux.RlmuxError):
-            time.sleep(0.05)
-    raise AssertionError("the run ended before it could be reached")
+
+    def connect() -> rlmux.Connection:
+        if not thread.is_alive():
+            pytest.fail("the run ended before it could be reached")
+        return rlmux.connect(folder)
+
+    return until(connect, "an answer of the run", not_yet=(rlmux.UserError, rlmux.RlmuxError))

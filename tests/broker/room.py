@@ -6,20 +6,24 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tests import waiting
 
 from rlmux.core.errors import LogError
 from rlmux.report.log import LogReader
+from rlmux.runtime.run_status import StatusReader
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 SHARE_FOLDER = HERE.parent.parent / "src" / "rlmux"
 SIZE = 1000
 ONE_POOL = {"gpu0": {"phase": "both", "device_memory_gb": 1.5 * SIZE / 1e9}}
 """A device on which the weights of one little program have room, and not those of two."""
-PATIENCE_S = 90.0
+PATIENCE_S = waiting.LIMIT_S
 
 
 class Room:
@@ -52,14 +56,11 @@ class Room:
         said = [self.broker.stdout.readline().strip() for _ in range(2 if "--grpc" in words else 1)]
         assert said[0].startswith("export RLMUX_BROKER="), self.broker.communicate()
         self.address = said[0].partition("=")[2]
-        until(self._has_log)
+        waiting.until(self._has_log, "the broker's log", process=self.broker, not_yet=(LogError,))
         return [line.partition("=")[2] for line in said]
 
     def _has_log(self) -> bool:
-        try:
-            LogReader(self.out).close()
-        except LogError:
-            return False
+        LogReader(self.out).close()
         return True
 
     def kill_broker(self) -> None:
@@ -107,6 +108,43 @@ class Room:
             notes = [entry.value for entry in log.entries() if entry.kind == "note" and entry.type == "permit"]
         return [fields for fields in notes if fields["what"] == what]
 
+    def status(self) -> dict[str, Any]:
+        """What `rlmux status` shows of each program."""
+        with closing(StatusReader(self.out)) as reader:
+            pipelines: dict[str, Any] = reader.read()["pipelines"]
+        return pipelines
+
+    def until(self, is_so: Callable[[], T], what: str) -> T:
+        """Wait for something that the broker and the programs bring about."""
+        return waiting.until(is_so, what, seen=self._told, process=self.broker)
+
+    def until_noted(self, what: str, times: int | None = None, *, by: str | None = None) -> list[dict[str, Any]]:
+        """Wait for notes about permits, so many (any number by default), of one program (of all by default)."""
+
+        def found() -> list[dict[str, Any]]:
+            notes = [note for note in self.notes(what) if by in (None, note["pipeline"])]
+            return notes if times is None or len(notes) == times else []
+
+        return self.until(found, f"{'some' if times is None else times} {what!r} of {by or 'all'}")
+
+    def until_recorded(self, name: str, what: str, times: int = 1) -> None:
+        self.until(lambda: self.has_recorded(name, what, times), f"{times} {what!r} that {name} records")
+
+    def until_status(self, **wanted: str) -> None:
+        self.until(
+            lambda: all(self.status()[name]["status"] == status for name, status in wanted.items()),
+            f"the status {wanted}",
+        )
+
+    def _told(self) -> str:
+        """How things stand, for a wait that fails."""
+        with LogReader(self.out) as log:
+            notes = [entry.value for entry in log.entries() if entry.kind == "note" and entry.type == "permit"]
+        noted = [f"{note['pipeline']} {note['what']}" for note in notes[-20:]]
+        recorded = [f"{name} {what}" for _, name, what, _ in self.recorded()[-20:]]
+        codes = [program.poll() for program in self.programs]
+        return f"notes {noted}, records {recorded}, exit codes {codes}, status {self.status()}"
+
     def end(self) -> None:
         for program in self.programs:
             if program.poll() is None:
@@ -127,11 +165,8 @@ def result(program: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def until(is_so: Callable[[], object]) -> None:
-    """Wait for something that will come."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it does not come"
-        time.sleep(0.01)
+    """For the tests of the fronts by gRPC alone; others say what they wait for."""
+    waiting.until(is_so, "what the test waits for")
 
 
 def check_never_both(recorded: list[tuple[float, str, str, int]], room_for: int = SIZE) -> None:

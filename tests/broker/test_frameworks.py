@@ -8,7 +8,7 @@ import sys
 import tomllib
 
 import pytest
-from tests.broker.room import HERE, PATIENCE_S, SHARE_FOLDER, Room, check_never_both, until
+from tests.broker.room import HERE, PATIENCE_S, SHARE_FOLDER, Room, check_never_both
 
 from rlmux import share
 
@@ -47,12 +47,12 @@ def test_drivers_of_verls_shape_take_turns_and_their_replicas_wake_with_the_weig
     (room.folder / "go").unlink()
     room.start_broker()
     programs = [start_driver(room, name) for name in "ab"]
-    until(lambda: {note["pipeline"] for note in room.notes("joined")} == {"a", "b"})
+    room.until(lambda: {note["pipeline"] for note in room.notes("joined")} == {"a", "b"}, "both programs")
     (room.folder / "go").touch()
     for program in programs:
         out = told(program)
         assert out.strip().endswith("accepted: actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
-    until(lambda: len(room.notes("gone")) == 2)
+    room.until_noted("gone", 2)
     check_never_both(room.recorded())
     for name in "ab":
         assert list(dict.fromkeys(woken(room, name))) == alone

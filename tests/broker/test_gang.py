@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from tests.broker.gang_program import weights_alone
-from tests.broker.room import HERE, SHARE_FOLDER, Room, result, until
+from tests.broker.room import HERE, SHARE_FOLDER, Room, result
 
 WORLD = 2
 
@@ -39,7 +39,7 @@ def test_ranks_that_compute_together_are_granted_together_and_never_lock_up(room
     ranks = [start_rank(room, rank, steps) for rank in range(WORLD)]
     go = room.folder / "go"
     other = room.program("b", 2 * steps, f"start={go}")
-    until(lambda: len(room.notes("joined")) == WORLD + 1)
+    room.until_noted("joined", WORLD + 1)
     go.touch()
     told = [result(program) for program in ranks]
     result(other)

@@ -12,11 +12,10 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from tests.broker.room import ONE_POOL, PATIENCE_S, SIZE, Room, check_never_both, result, until
+from tests.broker.room import ONE_POOL, PATIENCE_S, SIZE, Room, check_never_both, result
 
 from rlmux.report.log import LogReader
 from rlmux.runtime.control_socket import ask
-from rlmux.runtime.run_status import StatusReader
 
 STEPS = 12
 TWO_POOLS = {"rollout": {"device_memory_gb": 1.5 * SIZE / 1e9}, "train": {"device_memory_gb": 1.5 * SIZE / 1e9}}
@@ -44,32 +43,24 @@ def alone(room: Room, name: str, steps: int = STEPS, *words: str) -> list[str]:
     return told["sha256"]
 
 
-def status(room: Room) -> dict:
-    reader = StatusReader(room.out)
-    try:
-        return reader.read()["pipelines"]
-    finally:
-        reader.close()
-
-
 @pytest.mark.parametrize("policy", ["fifo", "rollmux", "rlmux"])
 def test_two_programs_on_one_device_end_with_the_weights_they_have_alone(room, policy):
     expected = {name: alone(room, name) for name in "ab"}
     room.start_broker(policy)
     go = room.folder / "go"
     programs = {name: room.program(name, STEPS, f"start={go}") for name in "ab"}
-    until(lambda: len(room.notes("joined")) == 2)
+    room.until_noted("joined", 2)
     go.touch()
     assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
     check_never_both(room.recorded())
     left = sum(what == "leaves" for _, _, what, _ in room.recorded())
     assert left > 0
-    until(lambda: len(room.notes("gone")) == 2)
+    room.until_noted("gone", 2)
     assert len(room.notes("left")) == left
     assert all(note["freed_bytes"] == SIZE for note in room.notes("left"))
     fences = [note["fence"] for note in room.notes("granted")]
     assert fences == sorted(set(fences))
-    assert {name: one["status"] for name, one in status(room).items()} == {"a": "finished", "b": "finished"}
+    assert {name: one["status"] for name, one in room.status().items()} == {"a": "finished", "b": "finished"}
 
 
 @pytest.mark.parametrize("policy", ["fifo", "rollmux"])
@@ -82,7 +73,7 @@ def test_programs_take_turns_in_proportion_to_their_weights_and_end_as_they_do_a
         name: room.program(name, steps[name], "safe", f"start={go}", environ={"RLMUX_WEIGHT": weight})
         for name, weight in (("a", "3"), ("b", ""), ("c", "1.5"))
     }
-    until(lambda: len(room.notes("joined")) == 3)
+    room.until_noted("joined", 3)
     go.touch()
     assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
     check_never_both(room.recorded())
@@ -128,25 +119,25 @@ def test_when_a_holder_is_killed_the_other_goes_on_and_the_log_says_why(room):
     expected = alone(room, "b")
     room.start_broker()
     holder = room.program("a", 1, "sleep=3600")
-    until(lambda: room.has_recorded("a", "begins"))
+    room.until_recorded("a", "begins")
     waiting = room.program("b", STEPS)
-    until(lambda: any(note["pipeline"] == "b" for note in room.notes("joined")))
+    room.until_noted("joined", by="b")
     holder.kill()
     assert result(waiting)["sha256"] == expected
-    until(lambda: status(room)["a"]["status"] == "failed")
-    assert "ended while it held gpu0" in status(room)["a"]["reason"]
+    room.until_status(a="failed")
+    assert "ended while it held gpu0" in room.status()["a"]["reason"]
 
 
 def test_when_a_waiting_program_is_killed_the_holder_is_not_disturbed(room):
     expected = alone(room, "a", 60)
     room.start_broker()
     holder = room.program("a", 60)
-    until(lambda: room.has_recorded("a", "begins"))
+    room.until_recorded("a", "begins")
     waiting = room.program("b", STEPS)
-    until(lambda: any(note["pipeline"] == "b" for note in room.notes("joined")))
+    room.until_noted("joined", by="b")
     waiting.kill()
     assert result(holder)["sha256"] == expected
-    until(lambda: len(room.notes("gone")) == 2)
+    room.until_noted("gone", 2)
     check_never_both(room.recorded_by("a"))
 
 
@@ -156,7 +147,7 @@ def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
     end = room.folder / "end"  # one that ends while no broker runs cannot say that it did
     programs = {name: room.program(name, 40, f"end={end}") for name in "ab"}
     for times in (3, 20):
-        until(lambda times=times: room.has_recorded("b", "begins", times))
+        room.until_recorded("b", "begins", times)
         room.kill_broker()
         room.start_broker()
     end.touch()
@@ -164,31 +155,31 @@ def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
     check_never_both(room.recorded())
     fences = [note["fence"] for note in room.notes("granted")]
     assert fences == sorted(set(fences))
-    until(lambda: {one["status"] for one in status(room).values()} == {"finished"})
+    room.until_status(a="finished", b="finished")
 
 
 def test_a_program_that_ends_while_it_tries_to_connect_tries_once_more_and_finishes(room):
     room.start_broker()
     end = room.folder / "end"
     program = room.program("a", 1, f"end={end}")
-    until(lambda: len(room.notes("ended")) == 2)
+    room.until_noted("ended", 2)
     room.kill_broker()
     time.sleep(2.0)  # its pauses between two tries have grown to a second
     room.start_broker()
     end.touch()
     result(program)
-    until(lambda: status(room)["a"]["status"] == "finished")
+    room.until_status(a="finished")
 
 
 def test_a_broker_started_again_grants_nothing_while_an_earlier_holder_still_computes(room):
     room.start_broker()
     holder = room.program("a", 1, "sleep=3600")
-    until(lambda: room.has_recorded("a", "begins"))
+    room.until_recorded("a", "begins")
     room.kill_broker()
     os.kill(holder.pid, signal.SIGSTOP)  # it cannot say that it holds the device: the log does
     room.start_broker()
     other = room.program("b", 1)
-    until(lambda: any(note["pipeline"] == "b" for note in room.notes("joined")))
+    room.until_noted("joined", by="b")
     assert not room.has_recorded("b", "begins")
     holder.kill()
     result(other)
@@ -207,9 +198,9 @@ def test_a_program_that_cannot_leave_is_marked_and_no_other_gets_the_pool(make_r
     room = make_room(ONE_POOL, leave_limit_s=0.2)
     room.start_broker()
     bad = room.program("a", 1000, f"hook={hook}", "sleep=0.02")
-    until(lambda: room.has_recorded("a", "begins"))
+    room.until_recorded("a", "begins")
     other = room.program("b", 1)
-    until(lambda: reason in status(room)["a"]["reason"] or bad.poll() is not None)
+    room.until(lambda: reason in room.status()["a"]["reason"] or bad.poll() is not None, f"the reason {reason!r}")
     assert any(reason in note["reason"] for note in room.notes("marked"))
     if bad.poll() is None:
         assert not room.has_recorded("b", "begins")
@@ -238,7 +229,7 @@ def test_the_log_of_a_broker_gives_a_report_with_every_switch(room):
     room.start_broker()
     for program in [room.program(name, 4) for name in "ab"]:
         result(program)
-    until(lambda: len(room.notes("gone")) == 2)
+    room.until_noted("gone", 2)
     room.stop_broker()
     summary = json.loads((room.out / "summary.json").read_text())
     assert set(summary["pipelines"]) == {"a", "b"}
@@ -252,13 +243,13 @@ def test_a_program_that_holds_its_permit_for_longer_than_it_may_is_ended_and_the
     room = make_room(ONE_POOL, max_hold_s=0.5)
     room.start_broker()
     bad = room.program("a", 1, "sleep=3600")
-    until(lambda: room.has_recorded("a", "begins"))
+    room.until_recorded("a", "begins")
     other = room.program("b", 1)
     assert bad.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     result(other)
-    until(lambda: status(room)["a"]["status"] == "failed")
-    assert status(room)["a"]["reason"] == "it held gpu0 for longer than max_hold_s, 0.5 s, and was ended"
-    assert status(room)["b"]["status"] in ("running", "finished")
+    room.until_status(a="failed")
+    assert room.status()["a"]["reason"] == "it held gpu0 for longer than max_hold_s, 0.5 s, and was ended"
+    assert room.status()["b"]["status"] in ("running", "finished")
 
 
 def test_over_tcp_programs_with_the_token_take_turns_and_one_without_is_refused(make_room):
@@ -273,7 +264,7 @@ def test_over_tcp_programs_with_the_token_take_turns_and_one_without_is_refused(
     programs = {name: room.program(name, STEPS, environ={"RLMUX_TOKEN": "s3cret"}) for name in "ab"}
     assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
     check_never_both(room.recorded())
-    until(lambda: {one["status"] for one in status(room).values()} == {"finished"})
+    room.until_status(a="finished", b="finished")
 
 
 def test_over_tcp_a_killed_holder_keeps_its_pool_for_the_lease_and_no_longer(make_room):
@@ -281,11 +272,11 @@ def test_over_tcp_a_killed_holder_keeps_its_pool_for_the_lease_and_no_longer(mak
     room.start_broker(token="s3cret")
     environ = {"RLMUX_TOKEN": "s3cret"}
     holder = room.program("a", 1, "sleep=3600", environ=environ)
-    until(lambda: room.has_recorded("a", "begins"))
+    room.until_recorded("a", "begins")
     holder.kill()
     result(room.program("b", 1, environ=environ))
-    until(lambda: status(room)["a"]["status"] == "failed")
-    assert "ended while it held gpu0" in status(room)["a"]["reason"]
+    room.until_status(a="failed")
+    assert "ended while it held gpu0" in room.status()["a"]["reason"]
 
 
 @pytest.mark.parametrize("first", ["a", "b"], ids=["while it holds", "while it waits"])
@@ -295,8 +286,8 @@ def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_
     programs = {}
     for name in sorted("ab", key=lambda name: name != first):
         programs[name] = room.program(name, 1000 if name == "a" else 4, "sleep=0.2")
-        until(lambda name=name: any(note["pipeline"] == name for note in room.notes("joined")))
-        until(lambda: room.has_recorded(first, "begins"))
+        room.until_noted("joined", by=name)
+        room.until_recorded(first, "begins")
     assert ask(room.out, "cancel", name="a")["outcome"]
     if first == "a":  # it stays cancelled under the next broker
         room.kill_broker()
@@ -304,8 +295,8 @@ def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_
     _, err = programs["a"].communicate(timeout=PATIENCE_S)
     assert "ShareError: the broker answers: this program gets no permit any more: rlmux status says why" in err
     assert result(programs["b"])["sha256"] == expected
-    until(lambda: len(room.notes("gone")) == 2)
-    assert {name: one["status"] for name, one in status(room).items()} == {"a": "cancelled", "b": "finished"}
+    room.until_noted("gone", 2)
+    assert {name: one["status"] for name, one in room.status().items()} == {"a": "cancelled", "b": "finished"}
     check_never_both(room.recorded_by("b"))
 
 
@@ -314,12 +305,12 @@ def test_a_program_told_to_leave_while_it_was_not_connected_is_told_again(room):
     room.start_broker()
     go_on = room.folder / "go on"
     idle = room.program("a", 2, f"between={go_on}")
-    until(lambda: room.notes("ended"))  # between two phases, its weights on the device
+    room.until_noted("ended")  # between two phases, its weights on the device
     os.kill(idle.pid, signal.SIGSTOP)
     room.kill_broker()
     room.start_broker()
     other = room.program("b", 2)
-    until(lambda: room.notes("told_to_leave"))
+    room.until_noted("told_to_leave")
     go_on.touch()
     os.kill(idle.pid, signal.SIGCONT)
     assert {"a": result(idle)["sha256"], "b": result(other)["sha256"]} == expected

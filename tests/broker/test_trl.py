@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tests.broker.room import HERE, SHARE_FOLDER, Room, until
+from tests.broker.room import HERE, SHARE_FOLDER, Room
 
 PYTHON = os.environ.get("RLMUX_TRL_PYTHON", "")
 LIMIT_S = 900
@@ -68,7 +68,7 @@ def test_two_trl_scripts_end_with_the_weights_they_have_alone_and_are_never_both
     room.start_broker()
     programs = {name: start(room, name, seed, is_shared=True) for name, seed in seeds.items()}
     assert {name: told(program) for name, program in programs.items()} == alone
-    until(lambda: len(room.notes("gone")) == 2)
+    room.until_noted("gone", 2)
     check_never_both(room)
     assert len(room.notes("left")) >= 2 * STEPS
     for name in seeds:

@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,18 +17,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.waiting import until
+
 from rlmux.report.folder_lock import FolderInUseError, FolderLock
 from rlmux.runtime import folders
 
 LIMIT_S = 200
-
-
-def until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    limit_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < limit_s
-        time.sleep(0.05)
 
 
 def end(process: subprocess.Popen[str], number: signal.Signals | None = None) -> tuple[int, str, str]:
@@ -44,7 +36,7 @@ def end(process: subprocess.Popen[str], number: signal.Signals | None = None) ->
 def going(folder: Path, start) -> subprocess.Popen[str]:
     """A run in the folder `one` that has trained a step."""
     process = start("run", "long.yaml", "--out", "one")
-    until(lambda: (folder / "one" / "a" / "metrics.jsonl").exists(), process)
+    until((folder / "one" / "a" / "metrics.jsonl").exists, "a step of `a`", limit_s=LIMIT_S, process=process)
     return process
 
 
@@ -61,7 +53,7 @@ def test_a_live_run_is_neither_overwritten_nor_resumed_and_its_pid_is_told(folde
         assert f"pid {going.pid};" in said.err
         assert said.err.count("\n") == 1
     before = num_steps(folder)
-    until(lambda: num_steps(folder) > before, going)
+    until(lambda: num_steps(folder) > before, "one more step of `a`", limit_s=LIMIT_S, process=going)
     code, _, err = end(going, signal.SIGINT)
     assert code == 130, err
     assert (folder / "one").stat().st_ino == inode
@@ -79,7 +71,7 @@ def test_a_run_whose_process_was_killed_may_be_overwritten_at_once(folder, going
 
 def test_a_live_comparison_is_not_overwritten(folder, start, rlmux):
     process = start("compare", "long.yaml", "--policies", "solo,rollmux", "--out", "both")
-    until(lambda: (folder / "both" / "solo" / "run.db").exists(), process)
+    until((folder / "both" / "solo" / "run.db").exists, "the first run's log", limit_s=LIMIT_S, process=process)
     said = rlmux("compare", "long.yaml", "--out", "both", "--overwrite")
     assert (said.code, f"pid {process.pid};" in said.err) == (2, True), said.err
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ pytest.importorskip("torch")
 
 from tests.command_line import command
 from tests.small_files import REVERSE, SORT, small_file
+from tests.waiting import until
 
 from rlmux.cli import remote
 from rlmux.report.log import RunLog, run_header
@@ -39,20 +39,13 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    limit_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < limit_s
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def going(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of `a` in the folder `one`, kept open."""
     (folder / "one.yaml").write_text(ONE)
     (folder / "more.yaml").write_text(MORE)
     process = start(folder, "run", "one.yaml", "--out", "one", "--keep-open", "--json")
-    until(lambda: (folder / "one" / "control.sock").exists() or process.poll() is not None)
+    until((folder / "one" / "control.sock").exists, "the run's socket", limit_s=LIMIT_S, process=process)
     yield process
     process.kill()
     process.communicate()
@@ -63,7 +56,17 @@ def state(rlmux) -> Callable[[], dict]:
     return lambda: json.loads(rlmux("status", "one", "--json").out)
 
 
-def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state):
+@pytest.fixture
+def until_shown(going, state) -> Callable[..., None]:
+    """Wait for what `rlmux status` shows of the run's pipelines."""
+
+    def wait(is_so: Callable[[dict], object], what: str) -> None:
+        until(lambda: is_so(state()["pipelines"]), what, limit_s=LIMIT_S, seen=state, poll_s=0.1, process=going)
+
+    return wait
+
+
+def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state, until_shown):
     said = rlmux("submit", "more.yaml", "--to", "one")
     assert said.code == 0, said.err
     assert said.out.startswith("b: placed (")
@@ -72,7 +75,7 @@ def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state
         "submit", "more.yaml", "--to", "one", "--set", "pipelines.b.steps=100000", "--set", "pipelines.b.name=c"
     )
     assert long.code == 0, long.err
-    until(lambda: state()["pipelines"].get("c", {}).get("step", 0) >= 2)
+    until_shown(lambda shown: shown.get("c", {}).get("step", 0) >= 2, "step 2 of c")
 
     shown = state()
     assert shown["is_going_on"]
@@ -84,7 +87,8 @@ def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state
     assert "rollout-0.0" in table
 
     assert rlmux("cancel", "one", "c").out == "c: ends at its next safe point\n"
-    until(lambda: all(one["status"] in ("finished", "cancelled") for one in state()["pipelines"].values()))
+    over = ("finished", "cancelled")
+    until_shown(lambda shown: all(one["status"] in over for one in shown.values()), "the end of all")
     again = rlmux("cancel", "one", "c")
     assert (again.code, again.err) == (
         2,
@@ -96,7 +100,7 @@ def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state
 
     late = rlmux("submit", "more.yaml", "--to", "one", "--set", "pipelines.b.name=d", "--set", "pipelines.d.steps=60")
     assert late.code == 0, late.err
-    until(lambda: state()["pipelines"]["d"]["step"] >= 1)
+    until_shown(lambda shown: shown["d"]["step"] >= 1, "a step of d")
     os.kill(going.pid, signal.SIGKILL)
     going.wait()
     stopped = state()
@@ -122,11 +126,11 @@ def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state
     assert summary["pipelines"]["d"]["weights_sha256"] == weights, "submitted, killed, resumed: the same weights"
 
 
-def test_a_file_that_does_not_fit_the_runs_cluster_is_refused_here_with_the_numbers(folder, going, rlmux, state):
+def test_a_file_that_does_not_fit_the_runs_cluster_is_refused_here_with_the_numbers(folder, going, rlmux, until_shown):
     said = rlmux("submit", "more.yaml", "--to", "one", "--set", "pipelines.b.rollout.workers=3")
     assert said.code == 2
     assert "pipelines.b.rollout.workers is 3; accepted: up to 1, the size of pool 'rollout'" in said.err
-    until(lambda: state()["pipelines"].get("a", {}).get("status") == "finished")
+    until_shown(lambda shown: shown.get("a", {}).get("status") == "finished", "the end of a")
     os.kill(going.pid, signal.SIGINT)
     out, _ = going.communicate(timeout=LIMIT_S)
     assert going.returncode == 0, "an idle run that was kept open ends well"

@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from tests.command_line import command
 from tests.small_files import REVERSE, SORT, small_file
+from tests.waiting import until
 
 pytest.importorskip("torch")
 
@@ -82,11 +82,8 @@ def test_report_needs_the_log_alone(whole):
 def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run(whole):
     folder, unbroken = whole
     process = start(folder, "run", "small.yaml", "--out", "broken", has_own_fork_server=True)
-    deadline_s = time.monotonic() + 300
-    while not (folder / "broken" / "a" / "metrics.jsonl").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    first = folder / "broken" / "a" / "metrics.jsonl"
+    until(first.exists, "a step of `a`", limit_s=300.0, poll_s=0.005, process=process)
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert code == 130, err

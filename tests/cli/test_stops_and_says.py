@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
+
+from tests.waiting import until
 
 from rlmux.runtime.local import SharedMemoryFolder
 
@@ -24,11 +25,8 @@ def until_step(folder: Path, process: subprocess.Popen[str], num_more: int = 1) 
     def num() -> int:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    wanted, limit_s = num() + num_more, time.monotonic() + LIMIT_S
-    while num() < wanted:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < limit_s
-        time.sleep(0.05)
+    wanted = num() + num_more
+    until(lambda: num() >= wanted, f"step {wanted} of `a`", limit_s=LIMIT_S, seen=num, process=process)
 
 
 def summary(folder: Path) -> dict:

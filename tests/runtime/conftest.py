@@ -7,7 +7,6 @@ nodes. There it is slow unless marked `quick_on_ray`, and skipped where ray is n
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import until
 
 from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
@@ -282,8 +282,12 @@ class Nodes:
 
         self.rollout.remove(rollout_node)
         self.ray.remove_node(rollout_node, allow_graceful=False)
-        while any(node["NodeID"] == rollout_node.node_id for node in alive_nodes()):
-            time.sleep(0.05)
+        until(
+            lambda: all(node["NodeID"] != rollout_node.node_id for node in alive_nodes()),
+            "Ray to say that the node is lost",
+            seen=alive_nodes,
+            poll_s=0.05,
+        )
 
     def replace_lost(self) -> None:
         while len(self.rollout) < 2:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 from tests.command_line import command
+from tests.waiting import until
 
 from rlmux.config.load import parse_spec
 from rlmux.policies import make_policy
@@ -23,9 +23,12 @@ def kill_after(folder: Path, num_steps: int, words: list[str]) -> None:
     """Start a run, or resume it, and kill its controller once a pipeline has so many steps."""
     process = subprocess.Popen(command(*words), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     metrics = folder / "sort" / "metrics.jsonl"
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < num_steps:
-        assert process.poll() is None, "it ended before it was killed"
-        time.sleep(0.01)
+    until(
+        lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= num_steps,
+        f"step {num_steps} of `sort`",
+        limit_s=300.0,
+        process=process,
+    )
     process.kill()
     process.wait()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.waiting import until
 
 from rlmux.core.errors import StorageError
 from rlmux.runtime import checkpoints
@@ -67,17 +67,12 @@ def test_what_writing_raises_is_raised_by_the_next_call_once(tmp_path, ask):
     def fail(folder: Path) -> str:
         raise StorageError(f"{folder}: no space left")
 
-    def ask_until_it_is_told() -> None:
-        deadline_s = time.monotonic() + 30.0
-        while time.monotonic() < deadline_s:
-            writer.written()
-
     writer.begin(tmp_path / "step_1", lambda: fail)
     with pytest.raises(StorageError, match="step_1: no space"):
         {
             "wait": writer.wait,
             "begin": lambda: writer.begin(tmp_path / "step_2", lambda: fail),
-            "written": ask_until_it_is_told,
+            "written": lambda: until(writer.written, "the error of a write"),
         }[ask]()
     writer.wait()
     assert writer.written() == []

@@ -20,6 +20,8 @@ import pytest
 pytest.importorskip("ray", reason="needs the ray extra: pip install 'rlmux[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
+from tests.waiting import until  # noqa: E402
+
 from rlmux.core.actions import Admit, RunStage  # noqa: E402
 from rlmux.core.errors import UserError, WorkerLostError  # noqa: E402
 from rlmux.core.events import NodeJoined, NodeLost, PipelineRestarted, StageFinished  # noqa: E402
@@ -48,18 +50,17 @@ def test_without_shared_memory_weights_are_delivered_and_are_the_same(real, pair
     apart = nodes.make_backend(is_sharing_memory=False, sync=RaySync(transport=transport))
     far = real.run(tmp_path / "run", pair, make_backend=apart)
     assert far.sha256 == local.sha256, far.recorder.notes
-    assert not left_in_memory(tmp_path / "run")
+    check_none_left_in_memory(tmp_path / "run")
 
 
-def left_in_memory(run_folder: Path, *, patience_s: float = 60.0) -> list[Path]:
+def check_none_left_in_memory(run_folder: Path) -> None:
     """Folders of weights of a run that is over: its own, and its nodes'. An actor's own go as it does, soon after."""
     path = SharedMemoryFolder.path_of(run_folder)
-    while left := list(path.parent.glob(f"{path.name}*")):
-        if patience_s <= 0:
-            return left
-        time.sleep(0.1)
-        patience_s -= 0.1
-    return []
+
+    def left() -> list[Path]:
+        return list(path.parent.glob(f"{path.name}*"))
+
+    until(lambda: not left(), "the end of all folders of weights", seen=left, poll_s=0.1)
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline_and_the_weights_are_
 
     run = real.run(tmp_path / "run", pair, make_backend=make_holding_backend, watch=let_arrive)
     assert run.sha256 == local.sha256, run.recorder.notes
-    assert not left_in_memory(tmp_path / "run")
+    check_none_left_in_memory(tmp_path / "run")
     assert num_synced == 3, "version 0 and those of two steps"
     assert sum(syncs(run.recorder, "reverse")) > 3 * 0.5, "the link was not slow: the test shows nothing"
 

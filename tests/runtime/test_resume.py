@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import math
@@ -13,13 +12,13 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from tests import command_line
+from tests.waiting import until
 
 from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import IllegalTransitionError, UserError
@@ -487,27 +486,35 @@ def write_file(tmp_path: Path, text: str = FILE) -> tuple[str, ...]:
 
 
 def wait_for_a_step(process: subprocess.Popen, folder: Path) -> None:
-    """Wait until `sort` has published one more step, or the process has ended."""
+    """Wait until `sort` has published one more step."""
     metrics = folder / "sort" / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
-    deadline_s = time.monotonic() + 200
-    while time.monotonic() < deadline_s and process.poll() is None:
-        if metrics.exists() and metrics.stat().st_size > before:
-            break
-        time.sleep(0.05)
+    until(
+        lambda: metrics.exists() and metrics.stat().st_size > before,
+        "a step of `sort`",
+        limit_s=200.0,
+        seen=(folder.parent / "said.txt").read_text,
+        process=process,
+    )
 
 
 def family_once_training(process: subprocess.Popen, folder: Path) -> list[psutil.Process]:
     """Every process of the run, once `sort` has published a step and the reward of `slow` hangs with its children."""
     wait_for_a_step(process, folder)
     controller = psutil.Process(process.pid)
-    deadline_s = time.monotonic() + 200
-    while time.monotonic() < deadline_s:
+
+    def family_with_two_asleep() -> list[psutil.Process]:
         family = [controller, *controller.children(recursive=True)]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if sum(member.name() == "sleep" for member in family) == 2:
-                break
-        time.sleep(0.05)
+        return family if sum(member.name() == "sleep" for member in family) == 2 else []
+
+    family = until(
+        family_with_two_asleep,
+        "two children of the reward",
+        limit_s=200.0,
+        seen=controller.children,
+        process=process,
+        not_yet=(psutil.NoSuchProcess,),
+    )
     assert len(family) >= 10, "the controller, the fork server, two pipelines of three workers, two of the user's own"
     return family
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import until
 
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Admit, Refuse, Release, RunStage
@@ -479,8 +480,7 @@ def test_a_run_that_ends_before_it_answers_says_so(tmp_path):
 
     client = threading.Thread(target=ask_once)
     client.start()
-    while not server.requests():
-        pass
+    until(server.requests, "a request", poll_s=0.001)
     server.close()
     client.join()
     assert failures == [f"{tmp_path}: the run ended before it answered"]

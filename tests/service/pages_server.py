@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+from tests import waiting
 
 from rlmux.service.dashboard.access import Limits
 from rlmux.service.dashboard.app import Dashboard
@@ -46,16 +46,15 @@ class Pages:
         """A client that is not known. Plain HTTP: certificates would cost each half a second."""
         if is_started and is_indexed:
             try:
-                self.until(lambda: all(not lane["is_indexing"] for lane in self.get("/lanes")["items"]))
+                self.until(
+                    lambda: all(not lane["is_indexing"] for lane in self.get("/lanes")["items"]), "all lanes indexed"
+                )
             except BaseException:
                 self.close()
                 raise
 
-    def until(self, is_so: Any, limit_s: float = 60.0) -> None:
-        end_s = time.monotonic() + limit_s
-        while not is_so():
-            assert time.monotonic() < end_s, "it did not come about"
-            time.sleep(0.05)
+    def until(self, is_so: Any, what: str = "what the test asks the pages for") -> None:
+        waiting.until(is_so, what, seen=lambda: self.client.get("/lanes").text, poll_s=0.05)
 
     def get(self, path: str, **query: Any) -> Any:
         """The JSON of an answer that is 200."""

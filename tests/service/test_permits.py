@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from tests.broker.grpc_room import SERVICES, OrchestratorClient, make_stubs
-from tests.broker.room import HERE, SHARE_FOLDER, until
+from tests.broker.room import HERE, SHARE_FOLDER
 from tests.service.conftest import FILE
 from tests.service.test_serve import program
+from tests.waiting import until
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.actions import RunStage
@@ -91,7 +92,7 @@ def test_a_program_and_a_client_take_turns_on_one_device_and_end_as_each_does_al
     served = serve(text=SHARED)
     expected = program(connect(served), "a", served)
     trainer = trainer_of(served, "sleep=0.02")
-    until(lambda: trainer.wrote("loads") >= 1)
+    until(lambda: trainer.wrote("loads"), "weights on the device", process=trainer.process)
     assert program(connect(served), "a", served) == expected
     assert trainer.weights() == alone
     assert trainer.wrote("leaves") >= 1, "it left for the client"
@@ -153,7 +154,7 @@ def test_a_killed_server_waits_for_such_a_job_only_while_it_holds_the_device(ser
 def test_a_killed_server_gives_no_device_away_while_a_program_still_computes_there(serve, connect, trainer_of):
     served = serve(text=SHARED, has_own_fork_server=True)
     trainer = trainer_of(served, "sleep=3", steps=2)
-    until(lambda: trainer.wrote("loads") >= 1)
+    until(lambda: trainer.wrote("loads"), "weights on the device", process=trainer.process)
     served.kill()
     resumed = serve(served)
     found = program(connect(resumed), "a", resumed)

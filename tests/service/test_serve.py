@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.broker.room import until
 from tests.service.clients import weights_of
 from tests.service.conftest import FILE
+from tests.waiting import until
 
 from rlmux.core.actions import Admit, Queue, RunStage
 from rlmux.core.events import WorkArrived
@@ -90,7 +90,12 @@ def test_one_sample_is_served_between_the_bursts_of_a_client_that_asked_for_hund
     assert clients[1].result(sample(clients[1], samplers[1], 0)).status_code == 200
     behind = orders_since_asked(served).index("s1-sampling-0")
     assert behind <= 1, "behind the order that was given at that moment, at most"
-    until(lambda: "s0-sampling-0" in orders_since_asked(served)[behind:])  # the flood goes on
+    until(
+        lambda: "s0-sampling-0" in orders_since_asked(served)[behind:],
+        "the flood to go on",
+        seen=lambda: orders_since_asked(served),
+        process=served.process,
+    )
 
 
 def orders_since_asked(served) -> list[str]:

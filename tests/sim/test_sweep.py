@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from tests.waiting import until
 
 from rlmux.sim.sweep import spread
 
@@ -47,8 +47,7 @@ def test_workers_do_not_run_the_script_that_asked(tmp_path, is_piped):
 def test_no_worker_outlives_a_parent_that_a_signal_ends(tmp_path, number):
     told = tmp_path / "told"
     with subprocess.Popen([sys.executable, "-c", BUSY], cwd=tmp_path, start_new_session=True) as parent:
-        while not told.exists() or len(told.read_text().splitlines()) < 2:
-            time.sleep(0.01)
+        until(lambda: told.exists() and len(told.read_text().splitlines()) >= 2, "two busy workers", process=parent)
         family = psutil.Process(parent.pid).children(recursive=True)  # fork server, resource tracker, two workers
         if number == signal.SIGINT:
             os.killpg(parent.pid, number)  # as Ctrl-C in a terminal

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from tests import waiting
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
@@ -111,15 +111,12 @@ class Service:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
-    def until(self, is_so: Callable[[], object], limit_s: float = 300.0) -> None:
-        end_s = time.monotonic() + limit_s
-        while not is_so():
-            assert time.monotonic() < end_s, (self.root / "cpu.log").read_text()
-            time.sleep(0.05)
+    def until(self, is_so: Callable[[], object], what: str) -> None:
+        waiting.until(is_so, what, limit_s=300.0, seen=(self.root / "cpu.log").read_text, poll_s=0.05)
 
     def until_up(self) -> None:
         """Until the lane's controller answers."""
-        self.until(self._answers)
+        self.until(self._answers, "an answer of the lane's controller")
 
     def _answers(self) -> bool:
         try:

@@ -51,9 +51,11 @@ def test_pipelines_submitted_from_elsewhere_finish_though_server_and_controller_
     assert service.rlmux("submit", str(tmp_path / "high" / "file.yaml"), "--to", service.url).code == 0
     assert service.controller == pid, "the server found the controller that was there"
     service.kill_controller()
-    service.until(lambda: service.controller not in (None, pid))
+    service.until(lambda: service.controller not in (None, pid), "another controller")
     service.until_up()
-    service.until(lambda: [one["status"] for one in service.status()["pipelines"].values()] == ["finished"] * 2)
+    service.until(
+        lambda: [one["status"] for one in service.status()["pipelines"].values()] == ["finished"] * 2, "the end of both"
+    )
     ended = service.status()["pipelines"]
     assert {name: (one["step"], one["reward_last"]) for name, one in ended.items()} == {
         "low": (12, 0.25),
@@ -91,7 +93,7 @@ def test_submissions_of_many_clients_are_there_once_though_the_server_is_killed(
             client.join()
     assert set(outcomes) == set(names)
     assert set(outcomes.values()) <= {"upcoming", "accepted"}
-    service.until(lambda: set(names) <= set(service.upcoming()))
+    service.until(lambda: set(names) <= set(service.upcoming()), f"{names} to be upcoming")
     assert [name for name in service.upcoming() if name in names] == names
     assert service.controller == pid, "each server found the controller that was there"
 
@@ -106,8 +108,8 @@ def test_what_is_submitted_while_the_controller_is_away_is_kept_and_taken_once(s
     file.write_text("pipelines: [{name: away, task: sort, steps: 1, submit_at_s: 1000000.0}]")
     said = service.rlmux("submit", str(file), "--to", f"{service.url}/lanes/cpu")
     assert said.out == "away: accepted: kept; it goes to the lane as soon as its controller answers\n"
-    service.until(lambda: service.controller not in (None, pid))
-    service.until(lambda: "away" in service.upcoming())
+    service.until(lambda: service.controller not in (None, pid), "another controller")
+    service.until(lambda: "away" in service.upcoming(), "`away` to be upcoming")
     assert service.upcoming() == sorted([*before, "away"])
     assert [row["state"] for row in service.client.get("/submissions?limit=1").json()["items"]] == ["taken"]
 
@@ -172,7 +174,7 @@ def test_a_token_without_admin_submits_and_changes_its_own_users_pipelines_alone
     assert submit("of-bob", "bob", token) == 403
     assert submit("of-bob", "bob", service.token) < 300
     assert submit("of-ann", "ann", token) < 300
-    service.until(lambda: {"of-ann", "of-bob"} <= set(service.upcoming()))
+    service.until(lambda: {"of-ann", "of-bob"} <= set(service.upcoming()), "a pipeline of each to be upcoming")
     assert (cancel("of-bob"), cancel("of-ann")) == (403, 200)
     assert "of-bob" in service.upcoming()
     assert "of-ann" not in service.upcoming()
@@ -199,7 +201,7 @@ def test_a_connection_rides_through_a_server_that_is_killed_and_started_again(se
         hasty = rlmux.connect(service.url, patience_s=0.0)
         (outcome,) = connection.submit({"pipelines": [{"name": "rides", "task": "sort", "steps": 100_000}]})
         assert outcome["outcome"] == "placed"
-        service.until(lambda: "rides" in service.status()["pipelines"])
+        service.until(lambda: "rides" in service.status()["pipelines"], "the pipeline `rides`")
         service.kill()
         for call in (hasty.status, lambda: rlmux.connect(service.url, patience_s=400.0)):
             with pytest.raises(UserError, match="cannot be reached"):
@@ -211,7 +213,7 @@ def test_a_connection_rides_through_a_server_that_is_killed_and_started_again(se
         ]
         for each in calls:
             each.start()
-        service.until(lambda: sum("tried for 400 s" in one.message for one in caplog.records) == 2)
+        service.until(lambda: sum("tried for 400 s" in one.message for one in caplog.records) == 2, "two warnings")
         service.start()
         for each in calls:
             each.join()
@@ -228,7 +230,7 @@ def test_a_log_is_followed_through_a_server_and_a_controller_that_are_killed(ser
     service.until_up()
     (service.folder / "followed.yaml").write_text("pipelines: [{name: followed, task: sort, steps: 100000}]")
     assert service.rlmux("submit", str(service.folder / "followed.yaml"), "--to", service.url).code == 0
-    service.until(lambda: "followed" in service.status()["pipelines"])
+    service.until(lambda: "followed" in service.status()["pipelines"], "the pipeline `followed`")
     pid = service.controller
     with service.environment():
         monkeypatch.setattr(sys, "stdout", Screen())
@@ -238,14 +240,14 @@ def test_a_log_is_followed_through_a_server_and_a_controller_that_are_killed(ser
         following.start()
         looks.acquire()
         service.kill()
-        service.until(lambda: "cannot be reached" in capsys.readouterr().err)
+        service.until(lambda: "cannot be reached" in capsys.readouterr().err, "a line that the server is away")
         service.start()
         service.kill_controller()
-        service.until(lambda: service.controller not in (None, pid))
+        service.until(lambda: service.controller not in (None, pid), "another controller")
         service.until_up()
         while looks.acquire(blocking=False):
             pass
-        service.until(lambda: looks.acquire(blocking=False) or not following.is_alive())
+        service.until(lambda: looks.acquire(blocking=False) or not following.is_alive(), "a line that is followed")
         assert following.is_alive()
         rlmux.connect(service.url).cancel("followed")
         following.join()
@@ -261,7 +263,7 @@ def test_waiting_for_a_pipeline_goes_on_while_a_killed_controller_is_started_aga
         waiting = threading.Thread(target=lambda: told.update(connection.wait("endures")))
         waiting.start()
         service.kill_controller()
-        service.until(lambda: service.controller not in (None, pid))
+        service.until(lambda: service.controller not in (None, pid), "another controller")
         service.until_up()
         time.sleep(1.0)  # two looks of the one that waits
         assert (told, waiting.is_alive()) == ({}, True)

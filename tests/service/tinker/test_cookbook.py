@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.service.clients import weights_of
 from tests.service.conftest import FILE
+from tests.waiting import until
 
 PARITY = Path(__file__).parents[2] / "tinker" / "parity.py"
 LIMIT_S = 300
@@ -55,7 +56,7 @@ def test_loops_ride_through_a_server_that_is_killed_and_away_for_a_while(serve, 
     served = serve()
     ended(loop(program, served, tmp_path / "alone", 1))
     running = {seed: loop(program, served, tmp_path / f"killed{seed}", seed) for seed in (1, 2)}
-    until(lambda: all(metrics(tmp_path / f"killed{seed}") for seed in running))
+    until(lambda: all(metrics(tmp_path / f"killed{seed}") for seed in running), "a step of each", limit_s=LIMIT_S)
     served.kill()
     time.sleep(AWAY_S)
     resumed = serve(served)
@@ -71,7 +72,9 @@ def test_a_stopped_loop_goes_on_from_its_own_folder_to_the_weights_without_the_s
     served = serve(text=f"{FILE}  parameters: {parameters}\n")
     ended(loop(program, served, tmp_path / "whole", 1, save_every=1))
     stopped = loop(program, served, tmp_path / "stopped", 1, save_every=1)
-    until(lambda: len(checkpoints(tmp_path / "stopped")) >= 2)
+    until(
+        lambda: len(checkpoints(tmp_path / "stopped")) >= 2, "two checkpoints", limit_s=LIMIT_S, process=stopped.process
+    )
     stopped.process.kill()
     ended(loop(program, served, tmp_path / "stopped", 1, save_every=1))
     assert weights(served, tmp_path / "stopped") == weights(served, tmp_path / "whole")
@@ -85,13 +88,6 @@ def ended(client) -> None:
     client.process.communicate(timeout=LIMIT_S)
     client.errors.seek(0)
     assert client.process.returncode == 0, client.errors.read()[-3000:]
-
-
-def until(is_true: Callable[[], object]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def rows(file: Path) -> list[dict]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.service.clients import weights_of
 from tests.service.conftest import FILE
+from tests.waiting import until
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.actions import Release, RunStage
@@ -19,7 +18,6 @@ from rlmux.report.log import LogReader
 
 PROGRAMS = Path(__file__).parents[2] / "tinker"
 STEPS = 3
-LIMIT_S = 120
 BUDGETED = f"{FILE}  keys: {{tml-test: {{project: lab}}}}\n  projects: {{lab: {{device_hours_a_day: 100}}}}\n"
 
 
@@ -58,7 +56,12 @@ def test_a_client_that_used_up_its_budget_waits_and_goes_on_once_it_is_raised(se
     alone = outcome(program(served, *loop(1)), served)
     assert run_command_line(["budget", str(served.folder), "lab", "0.000001"]) == 0
     paused = program(served, *loop(1))
-    until(lambda: "of 1e-06 device-hours today; goes on at 00:00 UTC" in errors_of(paused))
+    until(
+        lambda: "of 1e-06 device-hours today; goes on at 00:00 UTC" in errors_of(paused),
+        "a pause until midnight",
+        seen=lambda: errors_of(paused),
+        process=paused.process,
+    )
     assert paused.process.poll() is None
     assert run_command_line(["budget", str(served.folder), "lab", "none"]) == 0
     assert outcome(paused, served) == alone
@@ -74,7 +77,12 @@ def test_a_killed_client_disturbs_no_other_and_its_session_times_out_with_all_it
     victim.line()
     victim.process.kill()
     assert outcome(other, served) == alone
-    until(lambda: any(isinstance(each, Release) and each.pipeline == "s1-0" for each in said(served)))
+    until(
+        lambda: any(isinstance(each, Release) and each.pipeline == "s1-0" for each in said(served)),
+        "the release of the killed client's model",
+        seen=lambda: said(served)[-20:],
+        poll_s=0.2,
+    )
     of_victim = [each for each in said(served) if getattr(each, "pipeline", None) == "s1-0"]
     orders = [each.order for each in of_victim if isinstance(each, RunStage)]
     ended = [each.order for each in said(served) if isinstance(each, StageFinished | StagePaused)]
@@ -95,13 +103,6 @@ def said(served) -> list:
 
 def ended_at(of_pipeline: list) -> Release:
     return next(each for each in of_pipeline if isinstance(each, Release))
-
-
-def until(is_true: Callable[[], object]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.2)
 
 
 def check_two_clients_and_a_killed_server(served, serve, program):
