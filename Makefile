@@ -80,7 +80,7 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 $(TESTED): $(READY)
-	$(PIP) -e '.[train,8bit,envs,solver,parquet,ray,serve,grpc,tinker,dev]'
+	$(PIP) -e '.[train,8bit,envs,solver,parquet,ray,serve,tinker,dev]'
 	touch $(TESTED)
 
 $(PAGES): $(TESTED) package-lock.json $(shell find src/rlmux/service/pages -name dist* -prune -o -type f -print)

@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {*TRAINING, "psutil", "tensorboard"},
     ),
     # The broker is a run whose workers are programs of others; `share` has the words that both ends say.
-    "broker": ({"core", "report", "runtime", "config", "share"}, {"grpc", "google"}),
+    "broker": ({"core", "report", "runtime", "config", "share"}, set()),
     # the server that people leave running: HTTP and the wire formats of its clients, above the runtime that it drives
     "service": (
         {"core", "policies", "report", "rl", "runtime", "config", "plugins", "broker"},
@@ -68,7 +68,6 @@ ONLY_IN = {
     # outside package: modules that alone may import it
     "ray": lambda module: module.startswith("runtime.ray_"),
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
-    "grpc": lambda module: module == "broker.grpc_front",
     "peft": lambda module: module == "engines.lora",
     "torchao": lambda module: module == "engines.moments",
     "ortools": lambda module: module in ("policies.planning.exact_schedule", "policies.planning.linear_program"),
@@ -217,7 +216,7 @@ def test_what_needs_no_torch_works_without_it(code):
     "module", ["rlmux", "rlmux.core.scheduler", "rlmux.config", "rlmux.cli.commands", "rlmux.broker.run"]
 )
 def test_light_modules_import_nothing_heavy(module):
-    heavy = sorted({"torch", "transformers", "numpy", "ray", "reasoning_gym", "grpc", "google.protobuf"})
+    heavy = sorted({"torch", "transformers", "numpy", "ray", "reasoning_gym"})
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -40,11 +40,11 @@ class Room:
         self.broker: subprocess.Popen[str] | None = None
         self.programs: list[subprocess.Popen[str]] = []
 
-    def start_broker(self, policy: str = "fifo", token: str = "", *words: str) -> list[str]:
+    def start_broker(self, policy: str = "fifo", token: str = "") -> None:
         """As a user does; never forked from here, as a test's process may have threads that do not survive that. With
-        a token it listens at a free port of the loopback. Returns the addresses that it prints."""
+        a token it listens at a free port of the loopback."""
         address = "tcp://127.0.0.1:0" if token else f"unix:{self.socket}"
-        options = ["--policy", policy, "--listen", address, "--out", str(self.out), *words]
+        options = ["--policy", policy, "--listen", address, "--out", str(self.out)]
         self.broker = subprocess.Popen(
             [sys.executable, "-m", "rlmux", "broker", str(self.folder / "broker.yaml"), *options],
             env={**os.environ, "RLMUX_TOKEN": token},
@@ -53,11 +53,9 @@ class Room:
             text=True,
         )
         assert self.broker.stdout is not None
-        said = [self.broker.stdout.readline().strip() for _ in range(2 if "--grpc" in words else 1)]
-        assert said[0].startswith("export RLMUX_BROKER="), self.broker.communicate()
-        self.address = said[0].partition("=")[2]
+        said, _, self.address = self.broker.stdout.readline().strip().partition("=")
+        assert said == "export RLMUX_BROKER", self.broker.communicate()
         waiting.until(self._has_log, "the broker's log", process=self.broker, not_yet=(LogError,))
-        return [line.partition("=")[2] for line in said]
 
     def _has_log(self) -> bool:
         LogReader(self.out).close()

@@ -190,7 +190,7 @@ def test_an_event_that_does_not_fit_raises_and_shows_the_recent_events(driver, b
 def test_time_never_goes_back(driver, builders):
     driver.submit(builders.pipeline("a"))
     driver.send(ChunkFinished(time_s=2.0, order=OrderId(1), num_active=3, num_waiting=0))
-    with pytest.raises(IllegalTransitionError, match="time goes from 2.0 to 1.0"):
+    with pytest.raises(IllegalTransitionError, match=r"time goes from 2\.0 to 1\.0"):
         driver.scheduler.handle(ChunkFinished(time_s=1.0, order=OrderId(1), num_active=3, num_waiting=0))
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.broker.grpc_room import SERVICES, OrchestratorClient, make_stubs
 from tests.broker.room import HERE, SHARE_FOLDER
 from tests.service.conftest import FILE
 from tests.service.test_serve import program
@@ -30,7 +27,6 @@ SHARED = (
     )
     + "  permits: {}\n"
 )
-ONE_DEVICE = SHARED.replace(", device_memory_gb: 0.5", "")
 STEPS = 12
 
 
@@ -102,51 +98,19 @@ def test_a_program_and_a_client_take_turns_on_one_device_and_end_as_each_does_al
     assert served.stop() == 0
 
 
-@pytest.fixture
-def with_job(serve, tmp_path: Path) -> Iterator[tuple]:
-    """A server with a door for the time-slice protocol, and a job that has come in by it."""
-    pytest.importorskip("grpc_tools")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    text = ONE_DEVICE.replace("permits: {}", f"permits: {{grpc: '{address}'}}")
-    served = serve(text=text, has_own_fork_server=True)
-    package, service = SERVICES["timeslice"]
-    job = OrchestratorClient(make_stubs(tmp_path / "stubs", package, service), service, address, "j", "gpu0")
-    assert job.ask("acquire")["success"]
-    yield served, job
-    job.end()
-
-
-def test_a_job_of_the_time_slice_protocol_takes_turns_with_a_client_on_one_device(serve, connect, with_job, tmp_path):
-    expected = program(connect(alone := serve(text=ONE_DEVICE)), "a", alone)
-    assert alone.stop() == 0
-    served, job = with_job
-    job.ask("yield")
-    job.tell(f"turns 30 0.02 {tmp_path / 'record'}")
-    assert program(connect(served), "a", served) == expected
-    assert job.answer() == {}
-    taken = sorted(orders(served))
-    assert sum(name == "j.gpu0" for _, _, name in taken) == 31
-    assert {name for _, _, name in taken} > {"j.gpu0"}
-    assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(taken)), "one at a time"
-    assert served.stop() == 0
-
-
-@pytest.mark.parametrize("holds", [False, True], ids=["between two permits", "holds"])
-def test_a_killed_server_waits_for_such_a_job_only_while_it_holds_the_device(serve, connect, with_job, holds):
-    served, job = with_job
-    if not holds:
-        job.ask("yield")
+def test_a_killed_server_waits_for_no_program_between_two_permits_where_there_is_room(
+    serve, connect, trainer_of, tmp_path
+):
+    alone = trainer_of(steps=1).weights()
+    served = serve(text=SHARED.replace(", device_memory_gb: 0.5", ""), has_own_fork_server=True)
+    trainer = trainer_of(served, f"between={tmp_path / 'go'}", steps=1)
+    until(lambda: orders(served), "an order")
     served.kill()
     resumed = serve(served)
-    with ThreadPoolExecutor(1) as beside:
-        trained = beside.submit(program, connect(resumed), "a", resumed)
-        if holds:
-            assert not wait([trained], timeout=2).done, "the job still computes there"
-            assert job.ask("yield")["success"]
-        assert trained.result(60)["weights"]
-    assert job.ask("acquire")["success"]
-    assert job.ask("yield")["success"]
+    assert program(connect(resumed), "a", resumed)["weights"]
+    (tmp_path / "go").touch()
+    assert trainer.weights() == alone
+    assert trainer.wrote("leaves") == 0
     assert resumed.stop() == 0
 
 
@@ -169,17 +133,13 @@ def test_a_killed_server_gives_no_device_away_while_a_program_still_computes_the
     assert begun[0][1] > left[0].time_s > first, "the client's first burst was held until it had left"
 
 
-def test_a_server_that_does_not_start_gives_the_addresses_of_its_permits_back(tmp_path, capsys):
-    pytest.importorskip("grpc")
+def test_a_server_that_does_not_start_gives_the_address_of_its_permits_back(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    permits = f"{{grpc: '{address}', listen: 'unix:{tmp_path / 's'}'}}"
-    (tmp_path / "serve.yaml").write_text(ONE_DEVICE.replace("permits: {}", f"permits: {permits}"))
-    for _ in range(2):
-        assert run_command_line(["serve", str(tmp_path / "serve.yaml"), "--out", str(tmp_path / "out")]) == 2
-        assert "not empty" in capsys.readouterr().err
+    permits = f"permits: {{listen: 'unix:{tmp_path / 's'}'}}"
+    (tmp_path / "serve.yaml").write_text(SHARED.replace("permits: {}", permits))
+    assert run_command_line(["serve", str(tmp_path / "serve.yaml"), "--out", str(tmp_path / "out")]) == 2
+    assert "not empty" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
 
 
@@ -195,12 +155,8 @@ def test_a_server_that_does_not_start_gives_the_addresses_of_its_permits_back(tm
             SHARED.replace("permits: {}", "permits: {lease: 3}"),
             "lease is 3: unknown key; nearest: lease_s",
         ),
-        (
-            SHARED.replace("permits: {}", "permits: {grpc: '127.0.0.1:0'}"),
-            "serve.permits.grpc 127.0.0.1:0: no client of it could acquire a group",
-        ),
     ],
-    ids=["several devices", "no token", "unknown key", "no pool for grpc"],
+    ids=["several devices", "no token", "unknown key"],
 )
 def test_permits_that_cannot_be_given_are_refused_before_anything_is_made(tmp_path, capsys, text, told):
     (tmp_path / "serve.yaml").write_text(text)

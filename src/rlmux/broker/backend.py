@@ -10,7 +10,6 @@ listens. So nothing reaches a program before the rows that it rests on are commi
 from __future__ import annotations
 
 import hmac
-import queue
 import time
 from collections.abc import Callable, Sequence
 
@@ -36,17 +35,11 @@ class PermitBackend:
         """`desk` is set before the first poll."""
         self._server = server
         self._clock = clock
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._looked_s = 0.0
         self.desk: Desk
 
     def now_s(self) -> float:
         return self._clock.now_s()
-
-    def do(self, command: Callable[[], None]) -> None:
-        """Have the thread that polls make this call; from any other."""
-        self._commands.put(command)
-        self._server.wake()
 
     def add_pipeline(self, submission: Submission) -> None:
         raise TypeError(f"a broker takes no pipeline ({submission.pipeline.id}): programs join it by themselves")
@@ -68,8 +61,6 @@ class PermitBackend:
             self._send()
             for connection, line in self._server.receive(min(timeout_s, _LOOK_EVERY_S)):
                 take_line(self.desk, self._server, connection, line)
-            while not self._commands.empty():
-                self._commands.get()()
             if self.now_s() - self._looked_s >= _LOOK_EVERY_S:
                 self._looked_s = self.now_s()
                 self.desk.look_around()

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmux.broker.backend import take_line
 from rlmux.broker.desk import Desk
@@ -35,9 +35,6 @@ from rlmux.core.events import Event, PipelineCancelled, PipelineFailed, Pipeline
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, Pipeline, PipelineId, Resident
 from rlmux.runtime.backend import Note
 from rlmux.runtime.foreign import ForeignFront, News
-
-if TYPE_CHECKING:  # gRPC is imported where it is asked for
-    from rlmux.broker.grpc_front import GrpcFront
 
 _LOOK_EVERY_S = 0.1
 _ANOTHER = PipelineId("another pipeline")
@@ -100,17 +97,8 @@ class SharedDesk(Desk):
 class PermitsBeside:
     """The thread that programs talk to; see the module's picture."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        front: ForeignFront,
-        server: Server,
-        *,
-        grpc_front: GrpcFront | None = None,
-        **options: Any,
-    ) -> None:
-        """`grpc_front`: another door, to the same desk. `options`: those of a Desk, but its clock."""
-        self.grpc_front = grpc_front
+    def __init__(self, cluster: Cluster, front: ForeignFront, server: Server, **options: Any) -> None:
+        """`options`: those of a Desk, but its clock."""
         self._cluster = cluster
         self._front = front
         self._server = server
@@ -139,13 +127,9 @@ class PermitsBeside:
 
     def start(self) -> None:
         self._thread.start()
-        if self.grpc_front is not None:
-            self.grpc_front.start(self._cluster, self.desk, self._server, self.do)
 
     def close(self) -> None:
         """End the thread, and every connection. Programs go on, and wait for the next server."""
-        if self.grpc_front is not None:
-            self.grpc_front.close()
         self._is_closing = True
         self._server.wake()
         if self._thread.is_alive():

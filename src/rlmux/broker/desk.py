@@ -58,7 +58,7 @@ class Desk:
         """`is_allowed`: whether a connection may say hello, with what it gave as proof."""
         self._cluster = cluster
         self._policy = policy
-        self.now_s = now_s
+        self._now_s = now_s
         self._is_allowed = is_allowed
         self._leave_limit_s = leave_limit_s
         self._max_hold_s = math.inf if max_hold_s is None else max_hold_s
@@ -105,11 +105,11 @@ class Desk:
         """The connection has ended: what the program asked for goes; what it holds, when its processes are gone."""
         found = self._rank_by_connection.pop(connection, None)
         if found is not None and found[1].connection is connection:
-            found[1].connection, found[1].lost_s = None, self.now_s()
+            found[1].connection, found[1].lost_s = None, self._now_s()
 
     def look_around(self) -> None:
         """Find programs that are gone, that are slow to leave, or that hold their permit for very long."""
-        now_s = self.now_s()
+        now_s = self._now_s()
         for program, rank in self.roster.gone_ranks(now_s):
             if not program.is_over:
                 self._lose_rank(program, rank)
@@ -189,7 +189,7 @@ class Desk:
             program.last_fence = fence
             return
         self.ledger.adopt(program.id, held, fence)
-        program.fence, program.granted_s = fence, self.now_s()
+        program.fence, program.granted_s = fence, self._now_s()
         self._note(program, "adopted", fence=fence, pools=held)
 
     def _on_ask(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ class Desk:
     def _on_progress(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         if program.fence != message["fence"] or program.order is None or rank.number != min(program.ranks):
             return
-        left, held_s = max(0, message["total"] - message["done"]), self.now_s() - program.granted_s
+        left, held_s = max(0, message["total"] - message["done"]), self._now_s() - program.granted_s
         order = program.order.order
         self.events.append(ChunkFinished(order=order, num_active=left, num_waiting=0, seconds=held_s))
 
@@ -268,7 +268,7 @@ class Desk:
                 sizes[pool] = sizes.get(pool, 0.0) + size
         permit = self.ledger.end(fence, sizes)
         used_s, restore_s = (max(one.get(key, 0.0) for one in told) for key in ("used_s", "restore_s"))
-        program.add_hold(self.now_s() - program.granted_s)
+        program.add_hold(self._now_s() - program.granted_s)
         program.marks.pop("overdue", None)
         program.fence, program.ask, program.told = None, None, []
         program.unanswered = program.last_fence = fence
@@ -312,7 +312,7 @@ class Desk:
         program = self.roster.programs.get(order.pipeline)
         if program is None:
             return
-        program.order, program.begun_s = order, self.now_s()
+        program.order, program.begun_s = order, self._now_s()
         if program.ask is None or not program.ask.is_open:  # it was taken back meanwhile
             self._finish_order(program, 0.0, 0.0)
             return
@@ -373,9 +373,9 @@ class Desk:
 
     def _grant(self, program: Program, ask: Ask, need: Mapping[str, float | None]) -> None:
         permit = self.ledger.grant(program.id, need)
-        program.fence, program.granted_s, program.done = permit.fence, self.now_s(), {}
+        program.fence, program.granted_s, program.done = permit.fence, self._now_s(), {}
         self._note(program, "granted", fence=permit.fence, pools=list(ask.pools), phase=ask.phase, ask=ask.number,
-                   waited_s=self.now_s() - program.begun_s)  # fmt: skip
+                   waited_s=self._now_s() - program.begun_s)  # fmt: skip
         for rank in program.ranks.values():
             self._say_granted(program, rank)
 
@@ -388,7 +388,7 @@ class Desk:
     def _tell_to_leave(self, program: Program, pool: str, waiting: PipelineId) -> None:
         self.ledger.tell_to_leave(program.id, pool)
         program.leaving[pool] = set(program.ranks)
-        program.leave_until_s[pool] = self.now_s() + self._leave_limit_s
+        program.leave_until_s[pool] = self._now_s() + self._leave_limit_s
         self._note(program, "told_to_leave", pool=pool, waiting=waiting)
         if program.unanswered is not None:
             program.told.append(pool)
@@ -398,7 +398,7 @@ class Desk:
     def _get_stuck(self, program: Program, pool: str, reason: str) -> None:
         """It is on the pool and does not leave: no other is granted the pool until it leaves, or is gone."""
         self.ledger.fail_to_leave(program.id, pool, reason)
-        if program.leave_until_s.get(pool, math.inf) > self.now_s():
+        if program.leave_until_s.get(pool, math.inf) > self._now_s():
             program.forget_leaving(pool)
         self._mark(program, pool, reason)
 

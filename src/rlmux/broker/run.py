@@ -7,13 +7,10 @@ A folder that holds the log of a broker is gone on with: what it knew of program
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlmux.broker.backend import Clock, PermitBackend, token_check
 from rlmux.broker.desk import Desk
@@ -21,7 +18,6 @@ from rlmux.broker.recall import recall
 from rlmux.broker.server import Server
 from rlmux.config.broker_file import BrokerSpec
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster
 from rlmux.core.policy import Policy
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
@@ -29,9 +25,6 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Listener
 from rlmux.runtime.run import RunResult, drive
 from rlmux.runtime.run_folder import prepare_folder
-
-if TYPE_CHECKING:  # gRPC is imported where it is asked for
-    from rlmux.broker.grpc_front import GrpcFront
 
 BACKEND = "permits"
 """What the header of a broker's log names as its backend."""
@@ -46,37 +39,16 @@ def run_broker(
     address: str | None = None,
     token: str = "",
     listeners: Sequence[Listener] = (),
-    grpc_address: str | None = None,
-    say: Callable[[str, str | None], None] = lambda address, grpc_address: None,
+    say: Callable[[str], None] = lambda address: None,
 ) -> RunResult:
     """Hand out permits until the process is told to stop.
 
-    `address`: "unix:PATH" or "tcp://HOST:PORT"; None for a socket in the folder. `grpc_address`: HOST:PORT at which
-    clients of the time-slice orchestrator are answered, too (`grpc_front.py`); None: nowhere. `say` gets both once the
-    broker listens.
+    `address`: "unix:PATH" or "tcp://HOST:PORT"; None for a socket in the folder. `say` gets it once the broker listens.
     Raises UserError, before anything is made, for a folder or an address that cannot be had.
     """
     address = address or f"unix:{folder / SOCKET_NAME}"
     if address.startswith("tcp:") and not token:
         raise UserError(f"--listen {address}: needs a token, or any program could join; accepted: RLMUX_TOKEN=... set")
-    front = None if grpc_address is None else open_grpc(grpc_address, "--grpc", spec.cluster)
-    try:
-        return _run(spec, folder, policy, address, token, listeners, front, say)
-    finally:
-        if front is not None:
-            front.close()
-
-
-def _run(
-    spec: BrokerSpec,
-    folder: Path,
-    policy: Policy,
-    address: str,
-    token: str,
-    listeners: Sequence[Listener],
-    front: GrpcFront | None,
-    say: Callable[[str, str | None], None],
-) -> RunResult:
     is_there = (folder / LOG_NAME).exists()
     log, server = _take_up(folder, address) if is_there else _begin(folder, address, spec, policy)
     clock = Clock(log.last_time_s if is_there else 0.0)
@@ -94,9 +66,7 @@ def _run(
     if is_there:
         log.note("resumed", log.last_time_s, pipelines=[], retried=[])
         recall(folder, backend.desk, clock.now_s())
-    if front is not None:
-        front.start(spec.cluster, backend.desk, server, backend.do)
-    say(server.address, None if front is None else front.address)
+    say(server.address)
     with log:
         return drive(
             spec.cluster, [], policy, folder, log, backend, listeners,
@@ -139,23 +109,6 @@ def _take_no_file(text: str, source: str) -> Sequence[Submission]:
         f"{source}: a broker takes no pipelines; accepted: start the program with {'RLMUX_BROKER'} set "
         "(docs/bring-your-own-trl.md)"
     )
-
-
-def open_grpc(address: str, option: str, cluster: Cluster) -> GrpcFront:
-    """The door for clients of the time-slice orchestrator. `option`: what named the address, for errors. Raises
-    UserError for an address that cannot be had, where no pool takes such clients, and where gRPC is not installed."""
-    if not any(math.isinf(pool.device_memory_bytes) for pool in cluster.pools.values()):
-        key = f"cluster.pools.{next(iter(cluster.pools))}.device_memory_gb"
-        raise UserError(
-            f"{option} {address}: no client of it could acquire a group: all pools have device_memory_gb, so programs "
-            "have to leave them for each other, which such clients cannot; accepted: a pool without it "
-            f"(--set {key}=null)"
-        )
-    if any(find_spec(name) is None for name in ("grpc", "google.protobuf")):
-        raise UserError(f"{option}: grpcio is not installed; install it with: pip install 'rlmux[grpc]'")
-    from rlmux.broker.grpc_front import GrpcFront
-
-    return GrpcFront(address, option)
 
 
 def default_folder(file: str) -> Path:

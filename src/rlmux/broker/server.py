@@ -14,7 +14,6 @@ import os
 import selectors
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,34 +25,20 @@ _MAX_UNSENT_BYTES = 1 << 20
 _MAX_PATH_BYTES = 100
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True)
 class Connection:
     """One process at the other end."""
 
+    socket: socket.socket
     pid: int | None
     """Process at the other end of a unix socket, as the system says it; None over TCP, or where it cannot be seen."""
     nonce: str = ""
     """What the program has to answer with its token; empty on a unix socket."""
     num_errors: int = 0
     """Lines of it that were answered with an error."""
-    is_gone: bool = False
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Inside(Connection):
-    """A process that speaks to the broker through another door of it, which brings its lines."""
-
-    deliver: Callable[[bytes], None]
-    """Takes the lines for it."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Outside(Connection):
-    """A process at the other end of a socket."""
-
-    socket: socket.socket
     received: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
+    is_gone: bool = False
 
 
 class Server:
@@ -62,7 +47,7 @@ class Server:
     def __init__(self, address: str) -> None:
         """`address`: "unix:PATH" or "tcp://HOST:PORT"; port 0 takes a free one."""
         self._selector = selectors.DefaultSelector()
-        self._connections: list[_Outside] = []
+        self._connections: list[Connection] = []
         self._path: Path | None = None
         if address.startswith("unix:"):
             self._path = Path(address.removeprefix("unix:"))
@@ -109,9 +94,7 @@ class Server:
 
     def send(self, connection: Connection, line: bytes) -> None:
         """Send a line; a connection that takes none for too long is dropped."""
-        if isinstance(connection, Inside):
-            connection.deliver(line)
-        if connection.is_gone or not isinstance(connection, _Outside):
+        if connection.is_gone:
             return
         connection.unsent += line
         if len(connection.unsent) > _MAX_UNSENT_BYTES:
@@ -135,7 +118,7 @@ class Server:
                 accepted.close()
                 return
             accepted.setblocking(False)
-            connection = _Outside(socket=accepted, pid=None if self.is_tcp else _peer_pid(accepted))
+            connection = Connection(accepted, None if self.is_tcp else _peer_pid(accepted))
             if self.is_tcp:
                 connection.nonce = os.urandom(16).hex()
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -144,7 +127,7 @@ class Server:
             if connection.nonce:
                 self.send(connection, f'{{"t": "challenge", "nonce": "{connection.nonce}"}}\n'.encode())
 
-    def _flush(self, connection: _Outside) -> None:
+    def _flush(self, connection: Connection) -> None:
         with contextlib.suppress(BlockingIOError):
             try:
                 sent = connection.socket.send(connection.unsent) if connection.unsent else 0
@@ -158,7 +141,7 @@ class Server:
             self._selector.modify(connection.socket, wanted, connection)
 
 
-def _read(connection: _Outside) -> list[bytes]:
+def _read(connection: Connection) -> list[bytes]:
     """Whole lines that have come. A line without an end is cut where it is too long, and the rest goes with it."""
     try:
         data = connection.socket.recv(1 << 16)

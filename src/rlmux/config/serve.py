@@ -89,8 +89,6 @@ class PermitsConfig(FromFile):
 
     listen: str | None = None
     """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Without: a socket in the server's folder."""
-    grpc: str | None = None
-    """`127.0.0.1:PORT` at which clients of the time-slice orchestrator are answered, too."""
     leave_limit_s: PositiveFloat = 120.0
     """Seconds after which a program that has not left a pool as it was told is marked in `status`."""
     max_hold_s: PositiveFloat | None = None

@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlmux.broker.backend import token_check
 from rlmux.broker.beside import PermitsBeside
-from rlmux.broker.run import SOCKET_NAME, environment_token, open_grpc
+from rlmux.broker.run import SOCKET_NAME, environment_token
 from rlmux.broker.server import Server as PermitServer
 from rlmux.config.serve import ServeSpec, parse_serve_file
 from rlmux.core.errors import UserError
@@ -40,9 +39,6 @@ from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import Ledger
 from rlmux.service.tinker.routes import routes
-
-if TYPE_CHECKING:  # gRPC is imported where it is asked for
-    from rlmux.broker.grpc_front import GrpcFront
 
 TINKER = "/tinker"
 """Path of the Tinker door."""
@@ -187,15 +183,7 @@ class Doors:
         self._serving = Serving(spec, folder)
         self._tinker: TinkerFront | None = None
         self.front = self._serving.front
-        self._permit_server: PermitServer | None = None
-        self._grpc_front: GrpcFront | None = None
-        try:
-            self._permit_server = permit_server(spec)
-            if (permits := spec.serve.permits) and permits.grpc:
-                self._grpc_front = open_grpc(permits.grpc, "serve.permits.grpc", spec.cluster)
-        except BaseException:
-            self.close()
-            raise
+        self._permit_server = permit_server(spec)
 
     def open(self, *, is_resuming: bool) -> str:
         """Take in what the ledger holds, and answer requests from now on; returns the server's URL."""
@@ -227,7 +215,6 @@ class Doors:
             self._spec.cluster,
             self.front,
             self._permit_server or PermitServer(f"unix:{self._folder / SOCKET_NAME}"),
-            grpc_front=self._grpc_front,
             policy=self._spec.policy,
             is_allowed=token_check(environment_token()),
             leave_limit_s=given.leave_limit_s,
@@ -239,13 +226,11 @@ class Doors:
         self.permits.start()
 
     def close(self) -> None:
-        """End what was opened, and give back addresses that were taken for it."""
+        """End what was opened, and give back an address that was taken for it."""
         if self.permits is not None:
             self.permits.close()
-        else:
-            for each in (self._grpc_front, self._permit_server):
-                if each is not None:
-                    each.close()
+        elif self._permit_server is not None:
+            self._permit_server.close()
         if self.dashboard is not None:
             self.dashboard.close()
 

@@ -340,7 +340,5 @@ def _say(url: str, doors: Doors, opens: bool) -> None:
     typer.echo("export TINKER_API_KEY=tml-anything")
     if doors.permits is not None:
         typer.echo(f"export RLMUX_BROKER={doors.permits.address}")
-        if doors.permits.grpc_front is not None:
-            typer.echo(f"export TIMESLICE_ORCH_ADDR={doors.permits.grpc_front.address}")
     if doors.dashboard is not None:
         _say_pages(doors.dashboard, opens)

@@ -17,12 +17,6 @@ def broker(
         str | None,
         typer.Option("--listen", metavar="ADDRESS", help="unix:PATH or tcp://HOST:PORT; by default a socket in --out."),
     ] = None,
-    grpc: Annotated[
-        str | None,
-        typer.Option(
-            "--grpc", metavar="127.0.0.1:PORT", help="Answer clients of the time-slice orchestrator there, too."
-        ),
-    ] = None,
     policy: PolicyName = None,
     out: Annotated[
         Path | None,
@@ -46,14 +40,12 @@ def broker(
     spec = inputs.load_for_broker(file, sets, policy)
     folder = out or run.default_folder(file)
 
-    def say(address: str, grpc_address: str | None) -> None:
+    def say(address: str) -> None:
         typer.echo(
             f"rlmux: permits for {', '.join(spec.cluster.pools)} under {spec.policy}; in each program's shell:",
             err=True,
         )
         typer.echo(f"export RLMUX_BROKER={address}")
-        if grpc_address is not None:
-            typer.echo(f"export TIMESLICE_ORCH_ADDR={grpc_address}")
 
     run.run_broker(
         spec,
@@ -61,7 +53,6 @@ def broker(
         policy=make_policy(spec.policy),
         address=listen,
         token=run.environment_token(),
-        grpc_address=grpc,
         say=say,
     )
     typer.echo(f"rlmux: ended; what happened: rlmux report {folder}", err=True)
