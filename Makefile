@@ -1,9 +1,11 @@
-# The two commands a newcomer needs: `make demo` and `make test`. All set up what they need first.
+# The two commands a newcomer needs: `make demo` and `make test`. All set up what they need first, at the versions of
+# constraints.txt; `make setup CONSTRAINTS=` takes the newest ones.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+INSTALL := sh .ci/install.sh $(BIN)
+export CONSTRAINTS ?= constraints.txt
 READY  := $(VENV)/.ready
 TESTED := $(VENV)/.ready-to-test
 DOCS   := $(VENV)/.ready-for-docs
@@ -11,6 +13,7 @@ PAGES  := src/rlmux/service/pages/dist/index.html
 TRL    := .venv-trl/.ready
 TINKER := .venv-tinker/.ready
 NEWEST := .venv-newest-tinker
+PROCESSES ?= 3
 TINKER_TESTS := tests/service/tinker
 # What the cookbook imports. Itself and its renderers go in without their pins: see docs/bring-your-own.md.
 COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudpickle pyrage math-verify pylatexenc sympy
@@ -22,12 +25,13 @@ SGLANG ?= sglang==0.5.23
 demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
-test: lint browser
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+test:
+	@$(MAKE) --no-print-directory -j2 lint browser
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=20 --durations-min=1
 
-# Longer proofs of what shorter tests hold too.
+# Longer proofs of what shorter tests hold too: of all, or of one room (`make prove ROOM=runtime`).
 prove: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --durations=20 --durations-min=1 tests/$(ROOM)
 
 # Two real TRL scripts under the broker. TRL has an environment of its own.
 test-trl: setup $(TRL)
@@ -73,14 +77,15 @@ browser:
 	@sh .ci/browser.sh
 
 # torch goes in first and alone: a later requirement that it already satisfies then installs nothing more.
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
+	@sh .ci/check.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
-	$(PIP) -e '.[train]'
+	$(INSTALL) '$(TORCH)'
+	$(INSTALL) -e '.[train]'
 	touch $(READY)
 
 $(TESTED): $(READY)
-	$(PIP) -e '.[train,8bit,envs,solver,parquet,ray,serve,tinker,dev]'
+	$(INSTALL) -e '.[train,8bit,envs,solver,parquet,ray,serve,tinker,dev]'
 	touch $(TESTED)
 
 $(PAGES): $(TESTED) package-lock.json $(shell find src/rlmux/service/pages -name dist* -prune -o -type f -print)
@@ -113,8 +118,9 @@ $(TINKER):
 
 # Without torch: the API reference is read from the sources, nothing is imported.
 $(DOCS): pyproject.toml
+	@sh .ci/check.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[docs]'
+	CONSTRAINTS= $(INSTALL) -e '.[docs]'
 	touch $(DOCS)
 
 clean:
