@@ -155,6 +155,24 @@ def test_the_workflow_runs_the_commands_of_the_readme_on_the_pythons_that_are_pr
     assert workflow["jobs"]["demo-and-test"]["strategy"]["matrix"]["python"] == promised == ["3.11", "3.12", "3.13"]
 
 
+def test_the_weekly_workflow_runs_what_no_change_is_judged_by():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "weekly.yml").read_text(encoding="utf-8"))
+    jobs = workflow["jobs"].values()
+    commands = {step["run"] for job in jobs for step in job["steps"] if "run" in step} - {"make ${{ matrix.target }}"}
+    commands |= {
+        f"make {target}" for job in jobs for target in job.get("strategy", {}).get("matrix", {"target": []})["target"]
+    }
+    assert commands == {
+        "make test CONSTRAINTS=",
+        "make prove",
+        "make test-tinker",
+        "make test-trl",
+        "make newest-clients",
+    }
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [one for one in commands if not re.search(rf"^[\w -]*\b{one.split()[1]}:", makefile, re.MULTILINE)] == []
+
+
 def test_the_citation_names_this_version_and_both_papers():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
