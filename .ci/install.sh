@@ -17,7 +17,7 @@ if [ -x "$bin/uv" ]; then
   [ -n "$UV_FIND_LINKS" ] && export UV_FIND_LINKS || unset UV_FIND_LINKS
   [ -n "$SSL_CERT_FILE" ] && export SSL_CERT_FILE || unset SSL_CERT_FILE
   # shellcheck disable=SC2086
-  "$bin/uv" pip install --quiet --python "$bin/python" --link-mode copy $with "$@" && exit 0
+  "$bin/uv" pip install --quiet --python "$bin/python" --link-mode copy --compile-bytecode $with "$@" && exit 0
   echo "uv could not install these: pip tries"
 fi
 # shellcheck disable=SC2086

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import nn
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.model import SubStage
 from rlmux.engines.adamw import AdamW, AdamWNumbers
 from rlmux.engines.device_fraction import fraction_setter
@@ -84,15 +84,16 @@ CPU_SIZES = BenchmarkSizes()
 CUDA_SIZES = BenchmarkSizes(
     model=ModelConfig(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=8, intermediate_size=3072),
     vocab_size=32_000,
-    num_slots=256,
+    num_slots=128,
     num_tail=8,
-    prompt_tokens=512,
-    new_tokens=1024,
+    prompt_tokens=128,
+    new_tokens=256,
     num_prompts=16,
     decode_steps=8,
     micro_batch_size=8,
-    train_tokens=1024,
+    train_tokens=512,
 )
+"""Two processes of each sub-stage are on one GPU at once, each with its weights and KV: some 60 GB together."""
 
 
 def usual_sizes(device: str) -> BenchmarkSizes:
@@ -203,6 +204,7 @@ class BenchmarkProcess:
     """A process that does units of one sub-stage, and is told when and at which device fraction."""
 
     def __init__(self, sub_stage: str, sizes: BenchmarkSizes, device: str, core: int | None) -> None:
+        self._sub_stage = sub_stage
         context = get_context("forkserver")  # it imports torch once for all of them, and touches no device
         context.set_forkserver_preload([__name__])
         self._connection, theirs = context.Pipe()
@@ -231,7 +233,14 @@ class BenchmarkProcess:
     def _answer(self) -> Sequence[tuple[float, float]]:
         if not self._connection.poll(_ANSWER_LIMIT_S):
             raise TimeoutError("a micro-benchmark gave no answer")
-        return [(float(units_per_s), float(cpu_s)) for units_per_s, cpu_s in self._connection.recv()]
+        try:
+            answer = self._connection.recv()
+        except EOFError as error:
+            raise PipelineError(
+                f"the micro-benchmark of {self._sub_stage} ended, its reason is above; where memory ran out: "
+                "accepted: a device that nothing else uses"
+            ) from error
+        return [(float(units_per_s), float(cpu_s)) for units_per_s, cpu_s in answer]
 
 
 @contextmanager
