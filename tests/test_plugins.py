@@ -64,6 +64,7 @@ def test_an_installed_package_adds_a_policy_and_a_workload_by_name(installed, tm
     assert figures["newest-first"]["cost_usd_per_hour"] < figures["solo"]["cost_usd_per_hour"]
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_a_task_an_engine_and_a_policy_to_a_real_run(installed, tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "file.yaml").write_text(FILE, encoding="utf-8")

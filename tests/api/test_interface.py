@@ -93,6 +93,7 @@ def finished(tmp_path_factory):
     return rlmux.run(FILE, policy="rollmux", out=tmp_path_factory.mktemp("runs") / "run")
 
 
+@pytest.mark.slow
 def test_a_run_made_in_code_trains_every_pipeline(finished):
     assert finished.is_over
     assert {name: one["status"] for name, one in finished.summary["pipelines"].items()} == {

@@ -18,6 +18,7 @@ TINY = Case(
 )
 
 
+@pytest.mark.slow
 def test_a_run_of_rlmux_is_timed_by_its_own_log(tmp_path):
     make_checkpoint(TINY, tmp_path / "checkpoint")
     run = train_with_rlmux(TINY, tmp_path / "checkpoint", against_trl.SKIPPED_STEPS + 2)

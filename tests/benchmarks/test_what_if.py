@@ -37,7 +37,7 @@ def unpacked(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "ask_after", "num_ends", "at_most", "at_its_speed"),
-    [("follow-up.rollmux", 8, 3, 0.05, 0.02), ("pair.rlmux", 10, 2, 0.15, 0.06)],
+    [("follow-up.rollmux", 8, 3, 0.05, 0.02), pytest.param("pair.rlmux", 10, 2, 0.15, 0.06, marks=pytest.mark.slow)],
 )
 def test_the_ends_that_are_said_of_a_recorded_run_come(tmp_path, name, ask_after, num_ends, at_most, at_its_speed):
     found = what_if.recorded(unpacked(name, tmp_path / "run"), ask_after)

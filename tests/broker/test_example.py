@@ -45,6 +45,7 @@ def weights(program: subprocess.Popen[str]) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_the_example_learns_beside_another_what_it_learns_alone(room):
     room.start_broker()
     started = [start(room, name) for name in (None, "a", "b")]

@@ -158,6 +158,7 @@ def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
     room.until_status(a="finished", b="finished")
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_while_it_tries_to_connect_tries_once_more_and_finishes(room):
     room.start_broker()
     end = room.folder / "end"
@@ -279,7 +280,9 @@ def test_over_tcp_a_killed_holder_keeps_its_pool_for_the_lease_and_no_longer(mak
     assert "ended while it held gpu0" in room.status()["a"]["reason"]
 
 
-@pytest.mark.parametrize("first", ["a", "b"], ids=["while it holds", "while it waits"])
+@pytest.mark.parametrize(
+    "first", ["a", pytest.param("b", marks=pytest.mark.slow)], ids=["while it holds", "while it waits"]
+)
 def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_goes_on(room, first):
     expected = alone(room, "b", 4, "sleep=0.2")
     room.start_broker()
@@ -300,6 +303,7 @@ def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_
     check_never_both(room.recorded_by("b"))
 
 
+@pytest.mark.slow
 def test_a_program_told_to_leave_while_it_was_not_connected_is_told_again(room):
     expected = {name: alone(room, name, 2) for name in "ab"}
     room.start_broker()

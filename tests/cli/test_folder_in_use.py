@@ -60,6 +60,7 @@ def test_a_live_run_is_neither_overwritten_nor_resumed_and_its_pid_is_told(folde
     assert json.loads((folder / "one" / "summary.json").read_text())["pipelines"]["a"]["steps"] >= before
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_was_killed_may_be_overwritten_at_once(folder, going, start):
     end(going, signal.SIGKILL)
     process = start("run", "long.yaml", "--out", "one", "--overwrite", "--json", "--set", "pipelines.a.steps=3")
@@ -69,6 +70,7 @@ def test_a_run_whose_process_was_killed_may_be_overwritten_at_once(folder, going
     assert not (folder / "one" / "a" / "step_4").exists()
 
 
+@pytest.mark.slow
 def test_a_live_comparison_is_not_overwritten(folder, start, rlmux):
     process = start("compare", "long.yaml", "--policies", "solo,rollmux", "--out", "both")
     until((folder / "both" / "solo" / "run.db").exists, "the first run's log", limit_s=LIMIT_S, process=process)
@@ -76,7 +78,9 @@ def test_a_live_comparison_is_not_overwritten(folder, start, rlmux):
     assert (said.code, f"pid {process.pid};" in said.err) == (2, True), said.err
 
 
-@pytest.mark.parametrize("how", ["removed", "log removed", "moved"])
+@pytest.mark.parametrize(
+    "how", ["moved", *(pytest.param(how, marks=pytest.mark.slow) for how in ("removed", "log removed"))]
+)
 def test_a_run_whose_folder_goes_away_does_not_promise_that_it_can_be_resumed(folder, going, how):
     if how == "removed":
         while (folder / "one").exists():

@@ -132,6 +132,7 @@ def test_waiting_and_the_bound_stand_in_the_table_beside_the_slos(rlmux, files):
     assert {"$/solo h", "slowdown mean"} <= set(shown)
 
 
+@pytest.mark.slow
 def test_seeds_are_counted_or_named(rlmux):
     words = ("simulate", "bl-s:num_pipelines=4", "--policies", "rollmux", "--json", "--seeds")
     counted, named, both = (json.loads(rlmux(*words, seeds).out) for seeds in ("2", "1-1", "0-1"))

@@ -66,6 +66,7 @@ def until_shown(going, state) -> Callable[..., None]:
     return wait
 
 
+@pytest.mark.slow
 def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state, until_shown):
     said = rlmux("submit", "more.yaml", "--to", "one")
     assert said.code == 0, said.err

@@ -60,6 +60,7 @@ def rlmux(folder: Path, *words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_pipelines_that_failed_go_on_from_their_checkpoints_once_a_row_is_mended(folder: Path):
     (folder / "file.yaml").write_text(FILE)
     (folder / "lengths.py").write_text(REWARD)

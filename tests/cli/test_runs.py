@@ -79,6 +79,7 @@ def test_report_needs_the_log_alone(whole):
     assert (folder / "one" / "timeline.html").is_file()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run(whole):
     folder, unbroken = whole
     process = start(folder, "run", "small.yaml", "--out", "broken", has_own_fork_server=True)

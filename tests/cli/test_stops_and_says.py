@@ -78,6 +78,7 @@ def test_compare_says_which_policy_runs(start):
     assert said == ["rlmux: policy solo (1 of 2)", "rlmux: policy fifo (2 of 2)"]
 
 
+@pytest.mark.slow
 def test_a_second_run_on_the_same_cores_is_warned_of(folder, start):
     process = start("run", "long.yaml", "--out", "one")
     until_step(folder, process)

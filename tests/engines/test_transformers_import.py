@@ -25,6 +25,7 @@ assert transformers.models.Qwen3Config is transformers.Qwen3Config
 """
 
 
+@pytest.mark.slow
 def test_what_models_export_is_read_once_and_is_what_reading_again_finds(tmp_path):
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -111,6 +111,7 @@ def test_simulate_gives_stable_keys_with_means_minima_and_maxima():
     json.dumps(report)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_the_same_on_one_core_and_on_two():
     tasks = api.tasks_of("th-s:num_pipelines=8", ["solo", "random"], range(2))
     seen = []

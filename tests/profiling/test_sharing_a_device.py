@@ -28,6 +28,7 @@ def save(folder, measured, fractions=HERE):
     return path
 
 
+@pytest.mark.slow
 def test_two_on_one_core_share_its_time_by_their_device_fractions():
     if not probe("cpu").prepared:
         pytest.skip("no device fractions here")

@@ -52,9 +52,8 @@ def commands(tmp_path, backend_words):
     return of_steps
 
 
-@pytest.mark.parametrize(
-    ("num_kills", "num_steps", "seed"), [(6, 10, 1), pytest.param(20, 30, 5, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_kills", "num_steps", "seed"), [(6, 10, 1), (20, 30, 5)])
 def test_kills_of_anything_leave_the_weights_as_they_were(commands, tmp_path, num_kills, num_steps, seed):
     result = run_chaos(commands(num_steps), tmp_path / "chaos", num_kills=num_kills, seed=seed)
     assert len(result.kills) == num_kills

@@ -16,7 +16,7 @@ from rlmux.runtime.checkpoints import CheckpointFolder, CheckpointWriter, prune
 
 def writes_at(signal: threading.Event, made: list[Path]):
     def write(folder: Path) -> str:
-        assert signal.wait(timeout=30)
+        assert signal.wait(timeout=120)
         made.append(folder)
         return f"hash of {folder.name}"
 

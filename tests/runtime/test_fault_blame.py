@@ -67,6 +67,7 @@ def bad(real, name: str):
     return replace(submission, config=replace(submission.config, task=task))
 
 
+@pytest.mark.slow
 def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, good, alone, tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "my_bad_rewards.py").write_text(REWARDS)

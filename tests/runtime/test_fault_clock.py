@@ -92,6 +92,7 @@ def run(folder: Path, rlmux: Sequence[str], **environment: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler on Linux")
 def test_weights_limits_and_timeline_are_the_same_while_the_clock_jumps(tmp_path):
     (tmp_path / "jumping.c").write_text(JUMPING)

@@ -86,13 +86,13 @@ def assert_only_time_is_lost(real, make_backend, pair, undisturbed, folder, name
     assert run.sha256 == undisturbed.sha256
 
 
-@pytest.mark.parametrize("name", ["sort", pytest.param("tool", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sort", "tool"])
 def test_any_worker_may_die_as_any_stage_begins(real, make_backend, pair, undisturbed, tmp_path, name):
     victims = [(role, stage) for stage in STAGES for role in ROLES]
     assert_only_time_is_lost(real, make_backend, pair, undisturbed, tmp_path / "run", name, victims)
 
 
-@pytest.mark.quick_on_ray
 def test_a_worker_of_each_role_may_die(real, make_backend, pair, undisturbed, tmp_path):
     """On Ray a new worker costs a process of Ray's beside its own; every role at every stage is slow there."""
     victims = [("rollout", Stage.GENERATE), ("env", Stage.GENERATE), ("train", Stage.UPDATE)]
@@ -160,6 +160,7 @@ def test_a_worker_that_runs_out_of_memory_is_replaced(real, make_backend, pair, 
     assert run.sha256 == undisturbed.sha256
 
 
+@pytest.mark.slow
 def test_the_fork_server_itself_may_die(real, make_backend, pair, undisturbed, tmp_path):
     """All workers die with it; each pipeline begins again from its checkpoint, from a new fork server."""
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlmux.runtime.processes import fork_server_address, fork_server_pid
 
 SCRIPT = """
@@ -56,6 +58,7 @@ assert said[1] > 0, "what was imported is looked at in each of them"
 """
 
 
+@pytest.mark.slow
 def test_workers_do_not_run_the_script_that_starts_them_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)

@@ -119,6 +119,7 @@ def test_beside_another_pipeline_with_every_order_paused_it_ends_with_the_same_w
     assert same(run, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies_kv", [True, False])
 def test_shards_that_migrate_in_the_middle_of_a_leg_end_with_the_same_weights(real, mode, alone, tmp_path, copies_kv):
     run = real.run(
@@ -150,6 +151,7 @@ class Kills:
         return False
 
 
+@pytest.mark.slow
 def test_workers_killed_in_mid_leg_cost_time_only(real, mode, alone, tmp_path):
     kills = Kills({2: "rollout", 3: "env", 5: "rollout", 6: "train"})
     run = real.run(
@@ -179,6 +181,7 @@ pipelines:
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_with_the_weights_of_a_run_left_alone(tmp_path):
     """The backlog comes back from the checkpoint; the verdict of `rlmux verify` is the same."""
     check_killed_twice(tmp_path, FILE)

@@ -75,6 +75,7 @@ class KillsATrainer:
         return False
 
 
+@pytest.mark.slow
 def test_four_tenants_of_one_base_train_together_to_the_adapters_that_each_trains_alone(real, tenants, alone, tmp_path):
     """One of their trainers is killed on the way."""
     kills = KillsATrainer("usual")

@@ -21,7 +21,7 @@ from rlmux.runtime.local import LocalProcesses
 from rlmux.runtime.model_host import ModelHost, PipelineDriver
 
 DEVICE = DeviceId("rollout", 0, 0)
-LIMIT_S = 20
+LIMIT_S = 120
 
 
 class Place:
@@ -123,6 +123,7 @@ def host(processes: Processes) -> Iterator[tuple[ModelHost, Place]]:
     made.close()
 
 
+@pytest.mark.slow
 def test_pipelines_whose_common_sampling_worker_is_killed_go_on_alone_to_the_same_sequences(
     host, processes, tmp_path, weights
 ):

@@ -73,9 +73,8 @@ def lives(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("num_parks", "staleness"), [(2, 1), pytest.param(20, 0, marks=pytest.mark.slow)], ids=["twice", "20 times"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_parks", "staleness"), [(2, 1), (20, 0)], ids=["twice", "20 times"])
 def test_a_pipeline_that_is_parked_again_and_again_trains_the_same_weights(real, tmp_path, num_parks, staleness):
     long = real.submission("long", num_steps=4 + 2 * num_parks, staleness=staleness)
     alone = real.run(tmp_path, [long], policy="solo")

@@ -123,6 +123,7 @@ def test_a_tool_using_pipeline_is_the_same_shared_and_alone(real, make_backend, 
     assert shared.sha256 == alone.sha256
 
 
+@pytest.mark.slow
 def test_one_step_off_policy_is_the_same_shared_and_alone(real, make_backend, tmp_path):
     pair = [real.submission("async", num_steps=3, staleness=1), real.submission("sync", seed=2)]
     alone = real.run(tmp_path / "alone", pair, policy="solo")
@@ -131,7 +132,7 @@ def test_one_step_off_policy_is_the_same_shared_and_alone(real, make_backend, tm
     assert shared.sha256 == alone.sha256
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_asynchronous_shards_on_both_devices_beside_another_pipeline_give_the_same(real, tmp_path, staleness):
     pair = [
         real.submission("async", num_steps=4, staleness=staleness),
@@ -145,6 +146,7 @@ def test_asynchronous_shards_on_both_devices_beside_another_pipeline_give_the_sa
     assert shared.sha256 == alone.sha256
 
 
+@pytest.mark.slow
 def test_the_longest_answers_first_on_two_devices_give_the_weights_of_any_order(real, tmp_path):
     """Prompts of one digit come again: from the second step on lengths are known, and prompts are dealt out by them."""
     sha256 = {}

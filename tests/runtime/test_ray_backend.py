@@ -83,6 +83,7 @@ def test_two_receiving_nodes_and_a_killed_trainer_change_nothing(real, nodes, tm
     assert far.sha256 == alone.sha256, far.recorder.notes
 
 
+@pytest.mark.slow
 def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline_and_the_weights_are_the_same(
     real, local, pair, nodes, tmp_path
 ):
@@ -130,6 +131,7 @@ def syncs(recorder, pipeline: str) -> list[float]:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker", "actor"])
 def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tmp_path, victim):
     """Whether its process dies, or the actor that looks after it; neither outlives the other."""
@@ -159,6 +161,7 @@ def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tm
         backend.close()
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_writes_no_more_once_that_is_said(nodes, real, tmp_path):
     """Its successor reads its checkpoints next."""
     backend = nodes.make_backend()(real.cluster(), _folder(tmp_path))
@@ -312,6 +315,7 @@ class Asked:
         return {name: (gpus, ray.get(self._raylets[name])) for name, (gpus,) in self._said.items()}
 
 
+@pytest.mark.slow
 def test_workers_see_the_gpu_of_their_device_on_the_node_that_was_chosen(nodes, gpu_nodes, tmp_path):
     backend = nodes.make_backend()(pools(fast=4, slow=1), _folder(tmp_path))
     try:
@@ -332,11 +336,13 @@ def test_workers_see_the_gpu_of_their_device_on_the_node_that_was_chosen(nodes, 
     assert said["a/train"] == ("", chosen[NodeId("slow", 0)])
 
 
+@pytest.mark.slow
 def test_more_devices_than_gpus_on_a_node_are_one_line(nodes, gpu_nodes, tmp_path):
     with pytest.raises(UserError, match=r"^Ray node \S+ offers 3 devices and has 2 GPUs; accepted: [^\n]*$"):
         nodes.make_backend()(pools(greedy=3), _folder(tmp_path))
 
 
+@pytest.mark.slow
 def test_gpus_that_others_hold_are_one_line(nodes, gpu_nodes, tmp_path, monkeypatch):
     import ray
 

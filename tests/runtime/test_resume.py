@@ -104,7 +104,6 @@ def test_a_stopped_run_is_resumable_and_says_so(stopped):
     assert summary["pipelines"]["tool"]["steps"] == 3
 
 
-@pytest.mark.quick_on_ray
 def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair, undisturbed, stopped, tmp_path):
     """Also under another backend than the one that it was stopped under."""
     folder = copy_of(stopped, tmp_path / "run")
@@ -254,6 +253,7 @@ def test_no_checkpoint_is_hashed_by_the_controller(real, pair, undisturbed, stop
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
+@pytest.mark.slow
 def test_what_the_file_says_of_checkpoints_is_what_is_kept_and_resuming_heeds_it(real, pair, undisturbed, tmp_path):
     sort, tool = pair
     given = [replace(sort, checkpoint_every=2, keep_checkpoints=1), replace(tool, checkpoint_every=3)]
@@ -270,6 +270,7 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
 
 
+@pytest.mark.slow
 def test_without_any_good_checkpoint_it_begins_again(real, pair, undisturbed, stopped, tmp_path):
     folder = copy_of(stopped, tmp_path / "run")
     for path in folder.glob("*/step_*/model.safetensors"):
@@ -289,6 +290,7 @@ def test_an_older_version_that_staleness_needs_is_not_taken_damaged(real, pair, 
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_pipeline_is_not_taken(real, pair, undisturbed, stopped, tmp_path):
     """All of its checksums hold, and the model has the same shape."""
     folder = copy_of(stopped, tmp_path / "run")
@@ -316,7 +318,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(real, pair, undisturbed, stopp
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
-@pytest.mark.parametrize("checkpoint_every", [2, 3])
+@pytest.mark.parametrize("checkpoint_every", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_with_fewer_checkpoints_too(real, make_backend, pair, undisturbed, tmp_path, checkpoint_every):
     how = {"options": WorkerOptions(checkpoint_every=checkpoint_every), "make_backend": make_backend}
     folder = tmp_path / "run"
@@ -524,6 +526,7 @@ def still_alive(family: list[psutil.Process]) -> list[str]:
     return [f"{process.pid} of {process.ppid()}, {process.status()}: {process.cmdline()[-1][:60]}" for process in alive]
 
 
+@pytest.mark.slow
 def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command, backend_words):
     """Killed, with an env worker that is stuck in the user's code; then once more, and interrupted."""
     process = command(*write_file(tmp_path), *backend_words.run)
@@ -540,7 +543,11 @@ def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command,
     assert still_alive(family) == []
 
 
-@pytest.mark.parametrize(("limit_bytes", "hidden_size"), [(900_000, 192), (150_000, 16)], ids=["checkpoint", "log"])
+@pytest.mark.parametrize(
+    ("limit_bytes", "hidden_size"),
+    [pytest.param(900_000, 192, marks=pytest.mark.slow), (150_000, 16)],
+    ids=["checkpoint", "log"],
+)
 def test_a_full_disk_stops_the_run_with_one_line_and_it_can_be_resumed(tmp_path, command, limit_bytes, hidden_size):
     """No file may grow beyond the limit: with the larger model the moments of a checkpoint hit it first."""
     text = FILE.replace("  - {name: slow", "  # {name: slow").replace("hidden_size: 16", f"hidden_size: {hidden_size}")

@@ -376,7 +376,6 @@ def of_lab(real: Any, one: Any) -> Any:
     return real.replace(one, pipeline=real.replace(one.pipeline, user="ann", project="lab"))
 
 
-@pytest.mark.quick_on_ray
 def test_pipelines_come_and_go_and_those_that_stay_train_the_same_weights(real, make_backend, tmp_path):
     alone = real.run(tmp_path / "alone", [real.submission("stays", num_steps=6), real.submission("comes", num_steps=3)])
     going = Run(tmp_path / "run", real, make_backend=make_backend)

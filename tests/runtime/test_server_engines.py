@@ -53,6 +53,7 @@ def together(real: Any, pair: list[Any], tmp_path_factory: pytest.TempPathFactor
     return real.run(tmp_path_factory.mktemp("together"), pair)
 
 
+@pytest.mark.slow
 def test_two_pipelines_with_servers_share_a_device_and_train_as_alone(
     real: Any, pair: list[Any], together: Any, tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ def losses(run: Any) -> dict[str, str]:
     return {note.fields["pipeline"]: note.fields["reason"] for note in run.recorder.notes if note.type == "loss"}
 
 
+@pytest.mark.slow
 def test_a_dead_or_forgetful_server_costs_time_and_one_of_another_version_its_pipeline(
     real: Any, environment: Path, pair: list[Any], together: Any, tmp_path: Path
 ) -> None:

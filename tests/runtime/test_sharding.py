@@ -85,6 +85,7 @@ def require_same_learning(found, expected) -> None:
         assert found[name] == pytest.approx(expected[name], rel=1e-2), name
 
 
+@pytest.mark.slow
 def test_a_sharded_pipeline_that_shares_its_devices_has_the_weights_of_alone(real, alone, tmp_path) -> None:
     other = real.submission("tool", seed=2, task="calculator")
     options = WorkerOptions(chunk_s=0.0)
@@ -116,6 +117,7 @@ class KillsARank:
         return False
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_takes_its_gang_back_to_the_checkpoint(real, alone, tmp_path) -> None:
     kills = KillsARank()
     run = real.run(tmp_path, [sharded(real)], on=real.cluster(train=2), watch=kills)
@@ -153,6 +155,7 @@ def test_a_sharded_run_goes_on_from_its_checkpoint_at_this_and_another_number_of
         torch.testing.assert_close(weights["four"][name], tensor, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_base_in_parts_learns_as_one_of_a_whole_base_and_survives_a_rank(real, tmp_path) -> None:
     runs = {}
     for name, given in (("parts", with_adapter(real)), ("whole", whole(with_adapter(real)))):
@@ -169,6 +172,7 @@ def test_an_adapter_of_a_base_in_parts_learns_as_one_of_a_whole_base_and_survive
     assert [one for one in steps(shared) if one["pipeline"] == "sort"] == steps(runs["parts"])
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_in_parts_learns_as_a_whole_one_and_survives_a_rank(real, tmp_path) -> None:
     given = with_experts(real)
     run = real.run(tmp_path / "parts", [given], on=real.cluster(train=2))

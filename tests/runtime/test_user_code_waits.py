@@ -33,7 +33,7 @@ def slow(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize("policy", [pytest.param("rollmux", marks=pytest.mark.quick_on_ray), "fifo"])
+@pytest.mark.parametrize("policy", ["rollmux", "fifo"])
 def test_neighbours_of_a_reward_that_hangs_go_through_all_their_steps(
     real: Any, make_backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:

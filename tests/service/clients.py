@@ -48,7 +48,7 @@ class Served:
         return self._leave()
 
     def _leave(self) -> int:
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
@@ -77,7 +77,7 @@ class Program:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            self.process.wait(60)
+            self.process.wait(120)
             self.errors.seek(0)
             pytest.fail(f"the client ended with {self.process.returncode}: {self.errors.read()[-3000:]}")
         return json.loads(line)

@@ -165,6 +165,7 @@ def test_an_index_that_follows_a_log_equals_one_made_at_once(script, tmp_path):
     assert followed == contents(index_of(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_parts_of_a_long_log_are_shown_while_it_is_read_and_the_whole_is_the_same(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(indexer, "_SHOWN_AFTER_S", 0.0)
     monkeypatch.setattr(indexer, "_SHOWN_GROWTH", 0.0)

@@ -98,6 +98,7 @@ def test_a_program_and_a_client_take_turns_on_one_device_and_end_as_each_does_al
     assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_killed_server_waits_for_no_program_between_two_permits_where_there_is_room(
     serve, connect, trainer_of, tmp_path
 ):
@@ -123,7 +124,7 @@ def test_a_killed_server_gives_no_device_away_while_a_program_still_computes_the
     resumed = serve(served)
     found = program(connect(resumed), "a", resumed)
     assert found["weights"]
-    assert trainer.process.wait(60) == 0
+    assert trainer.process.wait(120) == 0
     assert trainer.wrote("leaves") >= 1
     first = min(begin for begin, _, name in orders(resumed) if name != "t")
     with LogReader(resumed.folder) as log:

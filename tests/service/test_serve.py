@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.service.clients import weights_of
 from tests.service.conftest import FILE
 from tests.waiting import until
@@ -81,6 +82,7 @@ def test_what_is_malformed_or_not_served_is_refused_by_name_and_disturbs_nothing
     assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_one_sample_is_served_between_the_bursts_of_a_client_that_asked_for_hundreds(serve, connect):
     served = serve()
     clients = [connect(served, key) for key in ("tml-many", "tml-one")]

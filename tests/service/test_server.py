@@ -32,6 +32,7 @@ def test_a_client_that_connects_as_soon_as_the_server_has_started_is_not_refused
             server.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_shows_life_every_ten_seconds_keeps_its_connection():
     """Waits as long: what is tested is that the server does not close meanwhile."""
     server = Server(Listening())

@@ -13,6 +13,7 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 PARAMS = {"max_tokens": 6, "temperature": 1.0}
 
 
+@pytest.mark.slow
 def test_requests_of_a_client_are_verified_alone_and_a_changed_hash_or_answer_is_named(serve, connect):
     served = serve()
     client = connect(served)

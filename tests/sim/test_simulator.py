@@ -80,6 +80,7 @@ def test_a_group_runs_at_its_strict_period_however_late_its_members_join(phases,
         assert one.step_slowdown == pytest.approx(max(cycle_s, load_s) / (rollout_s + train_s), rel=0.02)
 
 
+@pytest.mark.slow
 def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
     made = catalog.build("weave", seed=1, train_nodes_32b=1, **PAPER_ACCOUNTING)
     solo = simulate(replace(made, arrivals=catalog.build("weave", **PAPER_ACCOUNTING).arrivals), Solo())
@@ -220,6 +221,7 @@ def test_the_penalty_and_the_cost_agree_with_a_hand_made_integral():
     assert [round(sample.usd_per_hour / rate) for sample in result.samples] == [1, 2, 1, 0]
 
 
+@pytest.mark.slow
 def test_other_names_change_nothing():
     made = catalog.build("mixed", seed=6, num_pipelines=16)
     renamed = replace(

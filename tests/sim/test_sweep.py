@@ -24,7 +24,7 @@ from rlmux.sim.sweep import spread
 print("once")
 print(spread(abs, [-3, -1], num_processes=2))
 """
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def test_results_come_in_the_order_of_the_inputs():

@@ -64,7 +64,8 @@ def test_pipelines_submitted_from_elsewhere_finish_though_server_and_controller_
     assert len(submitted_to(service.lane)) == 2
 
 
-@pytest.mark.parametrize(("num_clients", "num_kills"), [(6, 2), pytest.param(60, 20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_clients", "num_kills"), [(6, 2), (60, 20)])
 def test_submissions_of_many_clients_are_there_once_though_the_server_is_killed(
     service, monkeypatch, num_clients, num_kills
 ):
@@ -194,6 +195,7 @@ def test_a_lane_is_reached_from_python(service):
             connection.run  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_connection_rides_through_a_server_that_is_killed_and_started_again(service, caplog):
     service.until_up()
     with service.environment():
@@ -220,6 +222,7 @@ def test_a_connection_rides_through_a_server_that_is_killed_and_started_again(se
     assert (told["rides"], "told" in told) == ("cancelled", True)
 
 
+@pytest.mark.slow
 def test_a_log_is_followed_through_a_server_and_a_controller_that_are_killed(service, monkeypatch, capsys):
     looks = threading.Semaphore(0)
 
@@ -253,6 +256,7 @@ def test_a_log_is_followed_through_a_server_and_a_controller_that_are_killed(ser
         following.join()
 
 
+@pytest.mark.slow
 def test_waiting_for_a_pipeline_goes_on_while_a_killed_controller_is_started_again(service):
     service.until_up()
     pid = service.controller

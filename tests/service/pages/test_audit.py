@@ -36,6 +36,7 @@ def ask_as_eve(served: Pages, num: int) -> str:
     return token
 
 
+@pytest.mark.slow
 def test_the_page_has_every_request_newest_first_and_those_of_one_user(served, enter):
     ask_as_eve(served, 120)
     page = enter(served, "/fleet")

@@ -110,6 +110,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     served.close()
 
 
+@pytest.mark.slow
 def test_no_script_in_any_text_runs(hostile, enter):
     page = enter(hostile, "/fleet")
     page.wait_for_selector("text=Needs you")

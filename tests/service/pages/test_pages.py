@@ -49,6 +49,7 @@ def test_a_page_leads_to_the_login_and_back_only_within_the_service(shown, conte
     assert page.url.startswith(f"{shown.url}/fleet")
 
 
+@pytest.mark.slow
 def test_a_page_whose_session_ends_leads_to_the_login(shown, context):
     browser = context()
     session = {"Origin": shown.url, "Content-Type": "application/json"}

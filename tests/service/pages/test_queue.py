@@ -35,6 +35,7 @@ def file_of(*names: str) -> str:
     return "pipelines:\n" + "".join(f"  - {{name: {name}, task: sort, steps: 9}}\n" for name in names)
 
 
+@pytest.mark.slow
 def test_a_file_is_mended_submitted_and_each_pipeline_says_why_it_waits(service, enter):
     page = enter(service, "/queue")
     page.wait_for_selector("main:has-text('Nothing waits')")

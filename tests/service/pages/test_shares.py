@@ -70,6 +70,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
         lane.close()
 
 
+@pytest.mark.slow
 def test_the_page_has_the_rows_of_rlmux_usage_and_the_charges_are_what_was_held(service, enter):
     page = enter(service, "/fleet")
     page.keyboard.press("g")

@@ -26,6 +26,7 @@ from rlmux.service.verification import verify_served
 LORA = f"{FILE}  parameters: lora\n  max_lora_rank: 16\n"
 
 
+@pytest.mark.slow
 def test_two_adapters_at_once_and_a_killed_server_are_what_each_is_alone_and_verified(serve, program):
     served = serve(text=LORA)
     resumed = check_two_clients_and_a_killed_server(served, serve, program)
@@ -38,6 +39,7 @@ def test_two_adapters_at_once_and_a_killed_server_are_what_each_is_alone_and_ver
     assert [each.line() for each in verdicts] == [f"{name}: equal at all 3 steps (sha256)" for name in ("s2-0", "s3-0")]
 
 
+@pytest.mark.slow
 def test_two_clients_that_sample_at_once_are_in_one_batch_and_get_what_each_gets_alone(serve, program):
     served = serve(text=LORA)
     found = program(served, PROGRAMS / "tenants.py", "rlmux/tiny", 1).line()
@@ -56,6 +58,7 @@ def names_in(file: Path) -> list[str]:
     return [name for name in header if name != "__metadata__"]
 
 
+@pytest.mark.slow
 def test_the_sdk_is_told_of_adapters_goes_on_from_them_and_is_refused_other_ranks(serve, program):
     found = program(serve(text=LORA), PROGRAMS / "adapters.py", "rlmux/tiny").line()
     assert found["info"] == {"is_lora": True, "lora_rank": 4}

@@ -46,6 +46,7 @@ def test_the_sdks_own_calls_are_served(serve, program):
         assert re.search(text, found["refusals"][name]), found["refusals"][name]
 
 
+@pytest.mark.slow
 def test_two_clients_at_once_and_a_killed_server_leave_the_weights_each_has_alone(serve, program):
     check_two_clients_and_a_killed_server(serve(), serve, program)
 

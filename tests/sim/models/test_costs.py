@@ -141,6 +141,7 @@ def test_copying_a_cache_is_cheaper_than_rebuilding_it_over_nvlink():
     assert costs.kv_copy_s(100_000, gigabytes_per_s=200) < costs.prefill_s(100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("RLMUX_DATA"), reason="RLMUX_DATA is not set: no recorded runs to predict")
 def test_held_out_rollouts_are_predicted_within_ten_percent_in_the_median():
     bench = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "cost_model.py"))

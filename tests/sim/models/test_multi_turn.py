@@ -186,6 +186,7 @@ def test_device_fractions_stay_within_a_device_while_an_order_that_waits_is_paus
     assert [one.steps for one in simulate(workload, make_policy("jigsaw")).pipelines] == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_with_tool_waits_sub_stages_gain_more_over_whole_devices_and_over_split_ones():
     """Three pipelines on two devices: alone on all of them in turn, on one each in turn, or beside each other."""
 
