@@ -33,7 +33,8 @@ def start_rank(room: Room, rank: int, steps: int) -> subprocess.Popen[str]:
     return program
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [20, 200])
 def test_ranks_that_compute_together_are_granted_together_and_never_lock_up(room, steps):
     room.start_broker()
     ranks = [start_rank(room, rank, steps) for rank in range(WORLD)]

@@ -96,6 +96,7 @@ def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run
     assert weights(json.loads(out)) == weights(unbroken)
 
 
+@pytest.mark.slow
 def test_compare_trains_under_each_policy_to_the_same_weights(folder: Path):
     code, out, err = finish(
         start(folder, "compare", "small.yaml", "--policies", "solo,rollmux", "--out", "both", "--json")

@@ -20,6 +20,7 @@ def short(monkeypatch) -> None:
     monkeypatch.setattr(reproduce_jigsaw, "sweep", lambda tasks, progress=None: sweep(tasks, num_processes=1))
 
 
+@pytest.mark.slow
 def test_every_published_figure_has_one_row_and_a_miss_has_a_cause(short):
     report = papers.reproduce("jigsawrl", num_seeds=1)
     rows = {(row["section"], row["figure"]): row for row in report["rows"]}

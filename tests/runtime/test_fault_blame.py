@@ -85,6 +85,7 @@ def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, go
     assert all(not query.held_fraction(device) and not query.num_residents(device) for device in query.devices())
 
 
+@pytest.mark.slow
 def test_numbers_that_blow_up_fail_their_pipeline(real, make_backend, good, alone, tmp_path):
     submission = real.submission("wild", seed=3, num_steps=6)
     algorithm = replace(submission.config.algorithm, learning_rate=1e30)

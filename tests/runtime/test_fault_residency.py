@@ -59,6 +59,7 @@ def with_processes(submissions, process_bytes: float):
         yield replace(one, pipeline=replace(one.pipeline, footprint=footprint))
 
 
+@pytest.mark.slow
 def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, make_backend, pair, roomy, tmp_path):
     small = with_memory(real.cluster(), 15 * MEGABYTE, 1e12)
     tight = real.run(tmp_path / "tight", pair, on=small, make_backend=make_backend)
@@ -72,6 +73,7 @@ def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, make_ba
     assert tight.sha256 == roomy.sha256
 
 
+@pytest.mark.slow
 def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, make_backend, pair, roomy, tmp_path):
     """Of each phase, three processes and one state fit; devices hold one or two."""
     tight = with_memory(real.cluster(), 15 * MEGABYTE, 12 * MEGABYTE, spills_to_disk=True)

@@ -116,7 +116,7 @@ def once_at(pipeline: str, stage: Stage, step: int, act):
     return watch
 
 
-@pytest.mark.parametrize("role", ["rollout", "train"])
+@pytest.mark.parametrize("role", ["rollout", pytest.param("train", marks=pytest.mark.slow)])
 def test_a_worker_that_hangs_is_replaced(real, make_backend, pair, undisturbed, tmp_path, role):
     stage = Stage.GENERATE if role == "rollout" else Stage.UPDATE
     stopped = []
@@ -143,6 +143,7 @@ class Storage(NamedTuple):
         return torch.UntypedStorage, (self.num_bytes,)
 
 
+@pytest.mark.slow
 def test_a_worker_that_runs_out_of_memory_is_replaced(real, make_backend, pair, undisturbed, tmp_path):
     def leave_no_memory(backend, recorder):
         """And have it ask for some: what its allocator has kept may do for the rest of the run."""

@@ -112,6 +112,7 @@ class PausesEverything:
                 yield PauseOrder(order=order.id)
 
 
+@pytest.mark.slow
 def test_beside_another_pipeline_with_every_order_paused_it_ends_with_the_same_weights(real, mode, alone, tmp_path):
     pair = [interruptible(real, mode), real.submission("other", seed=2)]
     run = real.run(tmp_path / "run", pair, policy=PausesEverything(), options=FINE)

@@ -78,6 +78,7 @@ def undisturbed(real, tmp_path_factory):
     return real.run(folder, [real.submission("sort", num_steps=6)], on=real.cluster(rollout=2)).sha256["sort"]
 
 
+@pytest.mark.slow
 def test_with_notice_enough_it_moves_twice_and_trains_the_same_weights(real, tmp_path, undisturbed):
     sha256, gives = run_with_notices(real, tmp_path / "run", [1, 3], 60.0)
     assert gives.count(PipelineParked) == 2

@@ -39,7 +39,13 @@ def test_every_step_trains_on_what_its_own_version_sampled(solo):
     assert max(gaps) < 1e-4
 
 
-@pytest.mark.parametrize("policy", [pytest.param("rollmux", marks=pytest.mark.quick_on_ray), "colocated", "fifo"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param("rollmux", marks=pytest.mark.quick_on_ray),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("colocated", "fifo")),
+    ],
+)
 def test_sharing_gives_the_weights_of_running_alone(real, make_backend, pair, solo, tmp_path, policy):
     shared = real.run(tmp_path / policy, pair, policy=policy, make_backend=make_backend)
     assert shared.sha256 == solo.sha256, shared.recorder.notes

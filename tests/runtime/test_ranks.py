@@ -131,6 +131,7 @@ def test_the_rank_that_is_stopped_is_named_and_not_one_that_waits_for_it(real, t
     assert loss.startswith("sort/train-1 gave no answer in time")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other_count", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_pipelines_that_share_training_devices_have_the_weights_of_alone(real, alone, tmp_path, other_count) -> None:
     on = real.cluster(train=2)
@@ -144,6 +145,7 @@ def test_pipelines_that_share_training_devices_have_the_weights_of_alone(real, a
     assert Switch.WARM in {one.switch for one in of_gang}, "its state left the devices and came back"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_ranks(real, alone, tmp_path) -> None:
     on, folder = real.cluster(train=4), tmp_path / "run"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import psutil
+import pytest
 
 from rlmux.core.actions import Release, Relocate
 from rlmux.core.events import PipelineRestarted
@@ -66,6 +67,7 @@ class HoldsBack:
             self.held[pipeline].suspend()
 
 
+@pytest.mark.slow
 def test_a_pipeline_relocated_between_two_steps_trains_the_same_weights(real, make_backend, tmp_path):
     pair = [real.submission("short", num_steps=6), real.submission("long", task="reverse", seed=2, num_steps=16)]
     two = real.cluster(rollout=2, train=2)

@@ -168,6 +168,7 @@ def test_a_defect_stops_the_run_with_one_line_and_resumes_to_equal_weights(real,
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
+@pytest.mark.slow
 def test_a_resumed_pipeline_is_planned_with_the_bounds_that_it_had(real, tmp_path):
     """Not with those at the token limit again, which its steps have shown to be far off."""
     one = real.submission("sort", num_steps=8)
@@ -281,6 +282,7 @@ def test_without_any_good_checkpoint_it_begins_again(real, pair, undisturbed, st
     assert not list(folder.glob("*/*.tmp-*"))
 
 
+@pytest.mark.slow
 def test_an_older_version_that_staleness_needs_is_not_taken_damaged(real, pair, undisturbed, stopped, tmp_path):
     """The newest checkpoint is good, the rollout after it samples from the version before it, and that is damaged."""
     folder = copy_of(stopped, tmp_path / "run")
@@ -304,6 +306,7 @@ def test_a_checkpoint_of_another_pipeline_is_not_taken(real, pair, undisturbed, 
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_not_taken(real, pair, undisturbed, stopped, tmp_path):
     """One with another seed, stopped at a later step, whose worker wrote into this run's folder."""
     other = [real.submission("sort", seed=9, num_steps=STEPS), pair[1]]

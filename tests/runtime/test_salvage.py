@@ -195,7 +195,8 @@ pipelines:
 """
 
 
-@pytest.mark.parametrize("how", ["cut short", pytest.param("gone", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cut short", "gone"])
 def test_a_run_whose_log_is_damaged_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys, how):
     pytest.importorskip("torch")
     from rlmux.config import load_spec

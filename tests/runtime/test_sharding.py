@@ -139,6 +139,7 @@ def interrupted_after_a_step(real, folder) -> None:
     assert not stopped.is_complete
 
 
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_from_its_checkpoint_at_this_and_another_number_of_ranks(real, alone, tmp_path) -> None:
     interrupted_after_a_step(real, tmp_path / "two")
     shutil.copytree(tmp_path / "two", tmp_path / "four")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rlmux.policies import make_policy
 from rlmux.runtime.local import SharedMemoryFolder
@@ -56,6 +57,7 @@ class Gauge:
             )
 
 
+@pytest.mark.slow
 def test_pipelines_that_come_and_go_leave_nothing_behind(real, tmp_path):
     submissions = [
         replace(

@@ -80,6 +80,7 @@ class PausesEverything:
                 yield PauseOrder(order=order.id)
 
 
+@pytest.mark.slow
 def test_beside_another_pipeline_with_every_order_paused_it_keeps_the_same(real, alone, tmp_path):
     pair = [racing(real), real.submission("other", seed=2)]
     run = real.run(tmp_path / "run", pair, policy=PausesEverything(), options=FINE)
@@ -87,6 +88,7 @@ def test_beside_another_pipeline_with_every_order_paused_it_keeps_the_same(real,
     assert (run.sha256["racer"], rounds(run)) == (alone.sha256["racer"], rounds(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies_kv", [True, False])
 def test_shards_that_migrate_in_mid_race_keep_the_same(real, alone, tmp_path, copies_kv):
     run = real.run(
@@ -120,6 +122,7 @@ class Kills:
         return False
 
 
+@pytest.mark.slow
 def test_workers_killed_in_mid_race_cost_time_only(real, alone, tmp_path):
     kills = Kills({2: "rollout", 3: "env", 5: "rollout", 6: "train"})
     run = real.run(
@@ -146,6 +149,7 @@ pipelines:
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_with_the_weights_of_a_run_left_alone(tmp_path):
     """The queue of prompts comes back from the checkpoint; the verdict of `rlmux verify` is the same."""
     check_killed_twice(tmp_path, FILE)

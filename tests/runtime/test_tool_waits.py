@@ -6,12 +6,15 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, ReplyArrived, StagePaused
 from rlmux.core.model import Cluster, Phase, Pool, Stage
 from rlmux.rl.config import SftWarmupConfig
 
 
+@pytest.mark.slow
 def test_a_rollout_that_only_waits_for_tools_asks_nothing_of_its_worker(real, make_backend, tmp_path):
     """16 trajectories on 8 slots: those that wait for the tool yield their slots, so more than 8 wait at a time."""
     slow = real.submission("slow", task="calculator", num_steps=1, task_fields={"params": {"digits": 1, "wait_s": 0.5}})
@@ -29,6 +32,7 @@ def test_a_rollout_that_only_waits_for_tools_asks_nothing_of_its_worker(real, ma
     assert max(Counter(stalled).values()) <= 16, "one report for each reply that came, at most"
 
 
+@pytest.mark.slow
 def test_devices_go_to_others_while_tools_work_and_the_weights_are_the_same(real, make_backend, tmp_path):
     def given() -> list[Any]:
         slow = real.submission("slow", task="calculator", task_fields={"params": {"digits": 1, "wait_s": 0.5}})
