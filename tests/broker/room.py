@@ -162,11 +162,6 @@ def result(program: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])
 
 
-def until(is_so: Callable[[], object]) -> None:
-    """For the tests of the fronts by gRPC alone; others say what they wait for."""
-    waiting.until(is_so, "what the test waits for")
-
-
 def check_never_both(recorded: list[tuple[float, str, str, int]], room_for: int = SIZE) -> None:
     """At no time more on any pool than there is room for, and no two compute there at once."""
     resident: dict[str, dict[str, int]] = {}

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import PipelineError, UserError
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling.interference import fraction_grid_of, measure_interference
-from rlmux.profiling.micro_benchmarks import BenchmarkSizes
+from rlmux.profiling.micro_benchmarks import BenchmarkProcess, BenchmarkSizes
 from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import InterferenceTable
@@ -81,3 +81,12 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path):
     path.write_text(json.dumps({"schema": 2}))
     with pytest.raises(UserError, match="not an interference profile"):
         load_sharing(path, HERE)
+
+
+def test_a_micro_benchmark_that_ends_is_named() -> None:
+    process = BenchmarkProcess("nonsense", TINY, "cpu", None)
+    try:
+        with pytest.raises(PipelineError, match="the micro-benchmark of nonsense ended"):
+            process.wait_until_ready()
+    finally:
+        process.end()
