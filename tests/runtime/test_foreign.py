@@ -110,6 +110,16 @@ def test_a_name_is_taken_once(run):
         run.front.submit(client("hold"), Driver(run.front))
 
 
+def test_a_driver_is_made_only_for_a_name_that_is_free_and_one_that_cannot_be_made_leaves_it_free(run):
+    made: list[str] = []
+    with pytest.raises(UserError, match="in this run already"):
+        run.front.submit_made(client("hold"), lambda: made.append("hold"))
+    assert made == []
+    with pytest.raises(ZeroDivisionError):
+        run.front.submit_made(client("a"), lambda: 1 // 0)
+    run.front.submit(client("a"), Driver(run.front))
+
+
 def test_a_cancelled_client_is_paused_told_and_released(run):
     driver = Driver(run.front, ends_itself=False)
     run.front.submit(client("a"), driver)

@@ -113,10 +113,22 @@ class ForeignFront:
 
     def submit(self, pipeline: Pipeline, driver: ForeignDriver) -> None:
         """Have a pipeline whose work arrives admitted. Raises UserError for a name that the run knows already."""
+        self.submit_made(pipeline, lambda: driver)
+
+    def submit_made(self, pipeline: Pipeline, make_driver: Callable[[], ForeignDriver]) -> None:
+        """`submit`, with a driver that is made once the name is the pipeline's; the name is free again where that
+        fails."""
         with self._lock:
             if pipeline.id in self._names:
                 raise UserError(f"pipeline {pipeline.id!r} is in this run already; accepted: a name of its own")
             self._names[pipeline.id] = None
+        try:
+            driver = make_driver()
+        except BaseException:
+            with self._lock:
+                del self._names[pipeline.id]
+            raise
+        with self._lock:
             self._drivers[pipeline.id] = driver
         self._say(PipelineSubmitted(pipeline=pipeline))
 

@@ -137,7 +137,6 @@ class _Host:
         hints: Hints,
         project: str,
     ) -> None:
-        driver = self._host.open(pipeline, config, folder, restore_from=restore_from)
         plain = Pipeline(
             id=pipeline,
             num_steps=None,
@@ -146,7 +145,8 @@ class _Host:
             project=project,
             urgency=hints.urgency,
         )
-        self._front.submit(replace(plain, footprint=self._footprint(plain, config)), driver)
+        whole = replace(plain, footprint=self._footprint(plain, config))
+        self._front.submit_made(whole, lambda: self._host.open(pipeline, config, folder, restore_from=restore_from))
 
     def train(self, pipeline: PipelineId, request_id: str, request: TrainRequest) -> None:
         self._host.train(pipeline, request_id, request)

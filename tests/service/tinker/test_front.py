@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlmux.service.serving import News
 from rlmux.service.tinker import requests, routes
 from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.keys import Keys
-from rlmux.service.tinker.ledger import Ledger, Taken
+from rlmux.service.tinker.ledger import Ledger, Result, Taken
 
 
 @pytest.fixture
@@ -49,6 +50,69 @@ def test_a_flood_is_answered_with_429_and_what_others_wait_for_is_always_taken(p
         assert (await place.http.post("asample", content=sample(session, 4))).status_code == 200
 
     asyncio.run(flood())
+
+
+NAMES = [None, "a", "a-sampling", "a-sampling-0", "a-0", "s1", "s2", "s3-0", "s4-sampling", "sampling", "s05", "x" * 50]
+
+
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 300), marks=pytest.mark.slow)], ids=str)
+def test_no_display_names_make_two_pipelines_of_one_name_and_all_are_there_again_after_a_restart(tmp_path, seeds):
+    async def open_models(place: Place, choose: random.Random) -> None:
+        for _ in range(8):
+            session = await place.begin(choose.choice([*NAMES, f"s{choose.randrange(8)}"]))
+            for number in choose.sample(range(1, 30), 3):
+                body = as_json(session_id=session, model_seq_id=number, base_model=SERVED.name)
+                assert (await place.post("create_model", body)).status_code == 200
+        opened = list(place.host.opened)
+        assert len(opened) == 8 * 5
+        assert list(place.resumed().host.opened) == opened
+
+    for seed in seeds:
+        asyncio.run(open_models(Place(tmp_path / str(seed)), random.Random(seed)))
+
+
+@pytest.mark.parametrize(
+    ("display_name", "pipeline"),
+    [("my run", "my-run-0"), ("s12", "s0-0"), ("s1x", "s1x-0"), ("sampling", "sampling-0"), ("a-sampling", "s0-0")],
+)
+def test_a_display_name_is_kept_unless_another_session_may_need_it(place, display_name, pipeline):
+    asyncio.run(place.begin(display_name))
+    assert pipeline in place.host.opened
+
+
+def test_a_name_that_came_in_by_another_door_is_refused_and_nothing_of_the_request_is_kept(place):
+    place.host.given["s0-0"] = []  # a program with permits has it
+
+    async def ask() -> None:
+        session = (await place.post("create_session", b"{}")).json()["session_id"]
+        body = as_json(session_id=session, model_seq_id=0, base_model=SERVED.name)
+        refused = await place.post("create_model", body)
+        assert (refused.status_code, refused.json()["detail"]) == (
+            400,
+            "pipeline 's0-0' is in this run already; accepted: a name of its own",
+        )
+        assert [each.path for each in place.ledger.taken()] == ["create_session"]
+        assert place.front.registry.models == {}
+        assert place.front.registry.sessions[session].pipelines == []
+        del place.host.given["s0-0"]
+        assert (await place.post("create_model", body)).status_code == 200, "the same request, once the name is free"
+
+    asyncio.run(ask())
+
+
+def test_a_request_that_cannot_be_applied_again_is_skipped_and_its_client_is_told(place, caplog):
+    async def ask() -> None:
+        session = await place.begin()
+        place.ledger.take(Taken("x:1", "create_model", as_json(session_id="x", model_seq_id=1, base_model="org/gone"),
+                                "", "lab", 0.0))  # fmt: skip
+        await place.begin("after")
+        resumed = place.resumed()
+        assert list(resumed.host.opened) == ["s0-0", "s0-sampling-0", "after-0", "after-sampling-0"]
+        assert "request x:1 (create_model) is skipped: no session 'x'" in caplog.text
+        assert resumed.front.promises.result("x:1") == Result(b"no session 'x'", "error")
+        assert (await resumed.post("asample", sample(session, 0))).status_code == 200
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize(

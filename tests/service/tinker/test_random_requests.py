@@ -14,6 +14,7 @@ import httpx
 import pytest
 from tests.service.clients import training_body
 
+from rlmux.core.errors import UserError
 from rlmux.rl.config import ModelConfig
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
@@ -43,6 +44,8 @@ class Recorded:
     def open(
         self, pipeline: str, config: object, folder: Path, restore_from: object, hints: object, project: str
     ) -> None:
+        if pipeline in self.given:
+            raise UserError(f"pipeline {pipeline!r} is in this run already; accepted: a name of its own")
         self.given[pipeline] = []
         self.opened[pipeline] = (hints, project)
 
@@ -66,7 +69,7 @@ class Place:
     def __init__(
         self, folder: Path, hours_by_project: Mapping[str, float] | None = None, served: ServedModel = SERVED
     ) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.host = Recorded()
         self.reason: str | None = None
@@ -78,13 +81,20 @@ class Place:
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)  # a failure of the server's own fails the test
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test/api/v1/", headers={"X-API-Key": "k"})
 
+    def resumed(self) -> Place:
+        """A front that comes after this one, as `rlmux resume` makes it."""
+        self.ledger.close()
+        place = Place(self.folder)
+        place.front.replay()
+        return place
+
     async def post(self, route: str, content: bytes) -> httpx.Response:
         answer = await self.http.post(route, content=content)
         assert answer.status_code in (200, 400, 404, 409, 410), (route, content[:80], answer.text)
         return answer
 
-    async def begin(self) -> str:
-        told = await self.post("create_session", b"{}")
+    async def begin(self, display_name: str | None = None) -> str:
+        told = await self.post("create_session", as_json(display_name=display_name))
         session = str(told.json()["session_id"])
         await self.post(
             "create_model", as_json(session_id=session, model_seq_id=0, base_model=SERVED.name, lora_config={"rank": 1})

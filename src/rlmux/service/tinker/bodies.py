@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+_RESERVED = re.compile(r"s[0-9]+|.*-sampling", re.DOTALL)
+"""Display names that could make two pipelines of one name: `s7` is the seventh session's without one, and model 0 of a
+session `a-sampling` would have the name of a sampling pipeline of the session `a`."""
 
 
 class Body(BaseModel):
@@ -22,9 +28,11 @@ class CreateSession(Body):
     display_name: str | None = None
 
     def pipeline_name(self, taken: Collection[str], number: int) -> str:
-        """First part of the names of the session's pipelines: its own where that is free and can name a folder."""
+        """First part of the names of the session's pipelines: its own where that is free, can name a folder, and makes
+        no name that another session's pipeline may have (`_RESERVED`)."""
         name = "".join(char if char.isalnum() or char in "-_" else "-" for char in self.display_name or "")[:40]
-        return name if name and name[0].isalnum() and name not in taken else f"s{number}"
+        is_own = name[:1].isalnum() and name not in taken and not _RESERVED.fullmatch(name)
+        return name if is_own else f"s{number}"
 
 
 class OfSession(Body):

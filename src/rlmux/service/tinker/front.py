@@ -12,6 +12,7 @@ again. The requests of one model are carried out in the order of their numbers, 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlmux.core.errors import RlmuxError
 from rlmux.core.model import PipelineId
 from rlmux.rl.arriving import LoadState, OptimizerStep, PackedLoss, SampleRequest, SaveState, TrainRequest
 from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
@@ -33,12 +35,15 @@ from rlmux.service.tinker.promises import Promised, Promises
 from rlmux.service.tinker.registry import Checkpoint, Model, Registry, Sampler, Session
 from rlmux.service.tinker.requests import ConflictError, RequestChecks, is_repeated, promise, read, request_id_of
 from rlmux.service.tinker.sampling import prompt_tokens, sample_request
-from rlmux.service.tinker.served import ServedModel
+from rlmux.service.tinker.served import ServedModel, find_served
 from rlmux.service.tinker.tags import Hints, read_tags
 
 
+_LOG = logging.getLogger("rlmux.tinker")
+
+
 class Host(Protocol):
-    """What carries out a front's work."""
+    """What carries out a front's work. `open` raises UserError, and changes nothing, for a name that is taken."""
 
     def open(
         self,
@@ -125,7 +130,11 @@ class TinkerFront:
         taken = Taken(request_id, path, body, chosen, project, time.time())
         self._checks.check(taken, said)
         self._ledger.take(taken)
-        told = self._apply_by_path[path](taken, said)
+        try:
+            told = self._apply_by_path[path](taken, said)
+        except BaseException:
+            self._ledger.forget(request_id)
+            raise
         return promise(request_id, path, said) if told is None else told
 
     def repeat(self, taken: Taken) -> None:
@@ -138,9 +147,14 @@ class TinkerFront:
         return self._ledger.hashes(model)
 
     def replay(self) -> None:
-        """Apply what the ledger holds, after a restart."""
+        """Apply what the ledger holds, after a restart. What cannot be applied any more is skipped with a line in the
+        log, and its client is told."""
         for taken in self._ledger.taken():
-            self._apply(taken)
+            try:
+                self._apply(taken)
+            except (RlmuxError, ValueError) as error:
+                _LOG.warning("request %s (%s) is skipped: %s", taken.id, taken.path, error)
+                self.promises.skip(taken.id, str(error))
 
     def _apply(self, taken: Taken) -> None:
         self._apply_by_path[taken.path](taken, read(taken.path, taken.body))
@@ -208,8 +222,8 @@ class TinkerFront:
         }
 
     def _finish_session(self, taken: Taken, body: bodies.OfSession) -> None:
-        session = self.registry.sessions[body.session_id]
-        if not session.is_over:
+        session = self.registry.sessions.get(body.session_id)
+        if session is not None and not session.is_over:
             self.end_session(session)
 
     # --- models ---------------------------------------------------------------------------------------------
@@ -217,7 +231,7 @@ class TinkerFront:
     def _create_model(self, taken: Taken, body: bodies.CreateModel) -> None:
         session = self.registry.session(body.session_id, taken.project)
         seed = body.lora_config.seed if body.lora_config else None
-        served = self._models[body.base_model]
+        served = find_served(self._models, body.base_model)
         adapter = served.adapter(body.lora_config)
         model = self._add_model(session, body.model_seq_id, served, adapter, seed, body.user_metadata, 1)
         answer = {"type": "create_model", "model_id": model.id}
@@ -249,14 +263,14 @@ class TinkerFront:
             order=InOrder(first),
             requested_s=time.time(),
         )
-        self.registry.models[model.id] = model
         update = self._ledger.newest_update(model.id)
         self._open(session, pipeline, served.training(pipeline, adapter, model.seed), update and update[1])
+        self.registry.models[model.id] = model
         return model
 
     def _open(self, session: Session, pipeline: PipelineId, config: TrainingConfig, restore_from: Path | None) -> None:
-        session.pipelines.append(pipeline)
         self._host.open(pipeline, config, self._folder / pipeline, restore_from, session.hints, session.project)
+        session.pipelines.append(pipeline)
 
     def _train(
         self,
@@ -389,7 +403,7 @@ class TinkerFront:
             if source is not None:
                 seed, origin = source.seed, (source.number_in_session, checkpoint.num_updates)
         else:
-            served = self._models[body.base_model or ""]
+            served = find_served(self._models, body.base_model or "")
         is_own = source is not None and source.session is session
         pipeline = source.pipeline if is_own and source else self._sampling_pipeline(session, served, adapter)
         number = body.sampling_session_seq_id
@@ -400,8 +414,8 @@ class TinkerFront:
         key = served.name, adapter
         if key not in session.sampling_pipelines:
             pipeline = PipelineId(f"{session.name}-sampling-{len(session.sampling_pipelines)}")
-            session.sampling_pipelines[key] = pipeline
             self._open(session, pipeline, served.training(pipeline, adapter), None)
+            session.sampling_pipelines[key] = pipeline
         return session.sampling_pipelines[key]
 
     def _add_sampler(

@@ -7,7 +7,7 @@
     budgets    project, device-hours a day     set while the server runs; before those of its file
 
 A front is a fold over the requests: after a restart they are applied again in their order, and what has a result is
-not done again.
+not done again. A request that could not be applied is not kept.
 
 A commit appends to SQLite's own log and waits for no disk. That log is brought into the file now and then, which does:
 by the commit that finds it long, or by `fold`, which another thread may call beside all else.
@@ -91,6 +91,10 @@ class Ledger:
         self._database.execute(
             "INSERT INTO requests (id, path, body, chosen, project, at_s) VALUES (?, ?, ?, ?, ?, ?)", request
         )
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that came to nothing: it was never taken."""
+        self._database.execute("DELETE FROM requests WHERE id = ?", (request_id,))
 
     def body(self, request_id: str) -> bytes | None:
         """Body of a request; None for one that was never taken."""

@@ -111,6 +111,11 @@ class Promises:
         if results:
             self._keep(results)
 
+    def skip(self, request_id: str, reason: str) -> None:
+        """A request of the ledger cannot be applied any more: the reason is its result, unless it has one."""
+        self._promised.pop(request_id, None)
+        self._ledger.settle(request_id, Result(reason.encode(), "error"))
+
     def fail_pipeline(self, pipeline: PipelineId, reason: str) -> None:
         """Every promise of a pipeline that is over is settled with the reason."""
         self.settle_all([(request_id, None, reason) for request_id in self.of_pipeline(pipeline)])

@@ -22,7 +22,7 @@ from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_
 from rlmux.service.tinker.promises import Promises
 from rlmux.service.tinker.registry import Registry
 from rlmux.service.tinker.sampling import check_sample
-from rlmux.service.tinker.served import ServedModel
+from rlmux.service.tinker.served import ServedModel, find_served
 from rlmux.service.tinker.tags import read_tags
 
 _CHARGED = ("forward_backward", "asample")
@@ -142,8 +142,7 @@ class RequestChecks:
 
     def _check_create(self, body: bodies.CreateModel, project: str) -> None:
         self._registry.session(body.session_id, project)
-        self._check_base(body.base_model)
-        self._models[body.base_model].adapter(body.lora_config)
+        find_served(self._models, body.base_model).adapter(body.lora_config)
         optimizer = body.optimizer_config
         if optimizer is not None and optimizer.type not in ("adam", "adamw"):
             raise UserError(f"optimizer {optimizer.type!r} is not served; accepted: adamw")
@@ -162,10 +161,6 @@ class RequestChecks:
         """A request whose turn has passed is another one with a number that is taken."""
         if seq_id < self._registry.model(model, project).order.following:
             raise ConflictError(f"request {seq_id} of {model} was another one")
-
-    def _check_base(self, name: str) -> None:
-        if name not in self._models:
-            raise UserError(f"base_model {name!r} is not served; accepted: {', '.join(sorted(self._models))}")
 
     def _check_save(self, body: bodies.SaveWeights, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
@@ -207,7 +202,7 @@ class RequestChecks:
         if body.model_path is not None:
             self._registry.checkpoint(body.model_path, project)
         else:
-            self._check_base(body.base_model or "")
+            find_served(self._models, body.base_model or "")
 
 
 def _told(adapter: AdapterConfig | None) -> str:

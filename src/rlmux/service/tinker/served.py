@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
@@ -94,3 +94,10 @@ class ServedModel:
             ),
             train=TrainConfig(),
         )
+
+
+def find_served(models: Mapping[str, ServedModel], name: str) -> ServedModel:
+    """The model of this name. Raises UserError for one that the server's file does not name."""
+    if name not in models:
+        raise UserError(f"base_model {name!r} is not served; accepted: {', '.join(sorted(models))}")
+    return models[name]
