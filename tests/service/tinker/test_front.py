@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,52 @@ def test_a_request_that_cannot_be_applied_again_is_skipped_and_its_client_is_tol
         assert (await resumed.post("asample", sample(session, 0))).status_code == 200
 
     asyncio.run(ask())
+
+
+def test_another_project_gets_from_every_address_what_it_gets_for_a_thing_that_is_not_there(place, monkeypatch):
+    monkeypatch.setattr(routes, "POLL_S", 0.0)
+
+    async def ask_both() -> None:
+        session = await place.begin()
+        model, none = f"{session}:train:0", "s9-000000"
+        await place.post("save_weights", as_json(model_id=model, seq_id=1, path="kept"))
+        place.front.promises.settle(f"{model}:1", None, None)
+        await place.post("forward_backward", training_body(model, 2, seed=1))
+        await place.post("asample", sample(session, 0))
+        kept = len(list(place.ledger.taken()))
+        for method, address, body in [
+            ("POST", "retrieve_future", {"request_id": f"{model}:1"}),
+            ("POST", "retrieve_future", {"request_id": f"{model}:2"}),
+            ("POST", "retrieve_future", {"request_id": f"{session}:sample:0:0"}),
+            ("POST", "cancel_future", {"request_id": f"{session}:sample:0:0"}),
+            ("POST", "session_heartbeat", {"session_id": session}),
+            ("POST", "get_info", {"model_id": model}),
+            ("POST", "weights_info", {"tinker_path": f"tinker://{model}/weights/kept"}),
+            ("GET", f"samplers/{session}:sample:0", None),
+            ("GET", f"training_runs/{model}", None),
+            ("GET", f"training_runs/{model}/checkpoints", None),
+            ("DELETE", f"training_runs/{model}/checkpoints/weights/kept", None),
+            ("POST", f"sessions/{session}/finish", None),
+            ("POST", "save_weights", {"model_id": model, "seq_id": 1, "path": "kept"}),
+            ("POST", "save_weights", {"model_id": model, "seq_id": 1, "path": "other"}),
+            ("POST", "create_model", {"session_id": session, "model_seq_id": 0, "base_model": SERVED.name}),
+            ("POST", "load_weights", {"path": f"tinker://{model}/weights/kept", "optimizer": True, "model_id": model}),
+        ]:
+            told = []
+            for its_session in (session, none):
+                text = json.dumps(body).replace(session, its_session) if body else ""
+                answer = await place.http.request(
+                    method, address.replace(session, its_session), content=text, headers={"X-API-Key": "other"}
+                )
+                told.append((answer.status_code, answer.text.replace(its_session, "S")))
+            assert told[0] == told[1], address
+            assert told[0][0] in (404, 410) or address == "cancel_future"
+        assert place.host.withdrawn == []
+        assert len(list(place.ledger.taken())) == kept
+        mine = await place.post("retrieve_future", as_json(request_id=f"{model}:1"))
+        assert mine.json()["path"] == f"tinker://{model}/weights/kept"
+
+    asyncio.run(ask_both())
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class Recorded:
         self.opened: dict[str, tuple[Any, str]] = {}
         """Hints and project of each pipeline."""
         self.finished: list[str] = []
+        self.withdrawn: list[str] = []
 
     def open(
         self, pipeline: str, config: object, folder: Path, restore_from: object, hints: object, project: str
@@ -57,7 +58,7 @@ class Recorded:
         self.given[pipeline].append((request.id.partition(":")[2], drawn))
 
     def withdraw(self, pipeline: str, ids: Sequence[str]) -> None:
-        pass
+        self.withdrawn += ids
 
     def finish(self, pipeline: str) -> None:
         self.finished.append(pipeline)

@@ -204,7 +204,7 @@ class _Door:
         while (result := self._front.promises.result(request_id)) is None:
             self._front.heard_of(sampler.session.id, project, time.monotonic())
             if await request.is_disconnected():
-                self._front.cancel(request_id)
+                self._front.cancel(request_id, project)
                 raise UserError("the client went away")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(settled.wait(), _LOOK_S)

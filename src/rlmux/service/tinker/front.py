@@ -122,7 +122,7 @@ class TinkerFront:
         said = read(path, body)
         chosen = secrets.token_hex(3) if path == "create_session" else ""
         request_id = request_id_of(path, said, chosen)
-        known = self._ledger.body(request_id)
+        known = self._ledger.body(request_id) if self.knows(request_id, project) else None
         if known is not None:
             if not is_repeated(path, known, body):
                 raise ConflictError(f"{request_id} was another request; accepted: the same one again")
@@ -159,9 +159,13 @@ class TinkerFront:
     def _apply(self, taken: Taken) -> None:
         self._apply_by_path[taken.path](taken, read(taken.path, taken.body))
 
-    def cancel(self, request_id: str) -> None:
-        """Forget a sampling request that has not begun."""
-        promised = self.promises.pending(request_id)
+    def knows(self, request_id: str, project: str) -> bool:
+        """Whether the project asked this; another's request does not exist for it."""
+        return self._ledger.project(request_id) == project
+
+    def cancel(self, request_id: str, project: str) -> None:
+        """Forget a sampling request of the project that has not begun."""
+        promised = self.promises.pending(request_id) if self.knows(request_id, project) else None
         if promised is not None and promised.sampler is not None:
             self._host.withdraw(promised.pipeline, [request_id])
 

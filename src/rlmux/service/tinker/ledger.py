@@ -101,6 +101,11 @@ class Ledger:
         row = self._database.execute("SELECT body FROM requests WHERE id = ?", (request_id,)).fetchone()
         return None if row is None else row[0]
 
+    def project(self, request_id: str) -> str | None:
+        """Project of a request; None for one that was never taken."""
+        row = self._database.execute("SELECT project FROM requests WHERE id = ?", (request_id,)).fetchone()
+        return None if row is None else str(row[0])
+
     def taken(self) -> Iterator[Taken]:
         """All requests, in the order they were taken."""
         rows = self._database.execute("SELECT id, path, body, chosen, project, at_s FROM requests ORDER BY number")

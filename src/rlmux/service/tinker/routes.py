@@ -160,19 +160,18 @@ class _Door:
 
     async def retrieve(self, request: Request, project: str) -> Response:
         request_id = bodies.OfRequest.model_validate_json(await request.body()).request_id
-        try:
-            result = self._front.promises.result(request_id)
-            if result is None:
-                settled = asyncio.Event()
-                self._front.promises.when_settled(request_id, settled.set)
-                try:
-                    async with asyncio.timeout(POLL_S):
-                        await settled.wait()
-                except TimeoutError:
-                    self._front.promises.forget_waiter(request_id, settled.set)
-                result = self._front.promises.result(request_id)
-        except KeyError:
+        if not self._front.knows(request_id, project):
             return _refusal(410 if ":sample:" in request_id else 404, f"no request {request_id!r}")
+        result = self._front.promises.result(request_id)
+        if result is None:
+            settled = asyncio.Event()
+            self._front.promises.when_settled(request_id, settled.set)
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await settled.wait()
+            except TimeoutError:
+                self._front.promises.forget_waiter(request_id, settled.set)
+            result = self._front.promises.result(request_id)
         if result is None:
             pending = self._front.promises.pending(request_id)
             why = None if pending is None else self._reason(pending.pipeline)
@@ -189,7 +188,7 @@ class _Door:
         return Response(result.body, media_type="application/x-protobuf" if is_protobuf else "application/json")
 
     async def cancel(self, request: Request, project: str) -> Mapping[str, Any]:
-        self._front.cancel(bodies.OfRequest.model_validate_json(await request.body()).request_id)
+        self._front.cancel(bodies.OfRequest.model_validate_json(await request.body()).request_id, project)
         return {}
 
     # --- what there is ----------------------------------------------------------------------------------------
