@@ -110,7 +110,7 @@ def test_a_name_is_taken_once(run):
         run.front.submit(client("hold"), Driver(run.front))
 
 
-def test_a_driver_is_made_only_for_a_name_that_is_free_and_one_that_cannot_be_made_leaves_it_free(run):
+def test_a_driver_is_made_for_a_free_name_alone_and_leaves_it_free_where_that_fails(run):
     made: list[str] = []
     with pytest.raises(UserError, match="in this run already"):
         run.front.submit_made(client("hold"), lambda: made.append("hold"))

@@ -234,7 +234,7 @@ def _is_due(taken: Taken, front: TinkerFront) -> bool:
     """What the request names is there."""
     path = _path_in(taken)
     if path is not None:
-        return path in front.registry.checkpoints
+        return front.registry.was_saved(path, taken.chosen)
     if taken.path != "asample":
         return True
     sampler = front.registry.samplers.get(bodies.Sample.model_validate_json(taken.body).sampling_session_id)

@@ -57,7 +57,7 @@ NAMES = [None, "a", "a-sampling", "a-sampling-0", "a-0", "s1", "s2", "s3-0", "s4
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 300), marks=pytest.mark.slow)], ids=str)
-def test_no_display_names_make_two_pipelines_of_one_name_and_all_are_there_again_after_a_restart(tmp_path, seeds):
+def test_no_display_names_make_two_pipelines_of_one_name_and_a_restart_finds_all(tmp_path, seeds):
     async def open_models(place: Place, choose: random.Random) -> None:
         for _ in range(8):
             session = await place.begin(choose.choice([*NAMES, f"s{choose.randrange(8)}"]))

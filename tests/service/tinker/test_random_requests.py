@@ -6,7 +6,8 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tests.service.clients import training_body
 
 from rlmux.core.errors import UserError
+from rlmux.rl.arriving import LoadState, OptimizerStep, OptimizerStepDone, SaveState, SaveWeights
 from rlmux.rl.config import ModelConfig
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
@@ -64,20 +66,88 @@ class Recorded:
         self.finished.append(pipeline)
 
 
+class Working(Recorded):
+    """Carries out what it takes when it is told to; a model's weights are a text of the updates that made them."""
+
+    front: TinkerFront
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[str, str] = {}
+        self.folders: dict[str, Path] = {}
+        self.work: dict[str, deque[Callable[[], None]]] = {}
+        """What a pipeline has to do; samples have a queue of their own beside training."""
+
+    def open(
+        self, pipeline: str, config: object, folder: Path, restore_from: Any, hints: object, project: str
+    ) -> None:
+        super().open(pipeline, config, folder, restore_from, hints, project)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folders[pipeline] = folder
+        self.weights[pipeline] = (restore_from / "state.json").read_text() if restore_from else ""
+
+    def train(self, pipeline: str, request_id: str, request: Any) -> None:
+        super().train(pipeline, request_id, request)
+        self.work.setdefault(pipeline, deque()).append(lambda: self._carry_out(pipeline, request_id, request))
+
+    def sample(self, pipeline: str, request: Any, weights: Path | None) -> None:
+        def answer() -> None:
+            text = b"base" if weights is None else weights.read_bytes()
+            self.front.promises.settle(request.id, text, None)
+
+        self.work.setdefault(f"{pipeline} samples", deque()).append(answer)
+
+    def do_one(self, choose: random.Random) -> bool:
+        """One request of some pipeline; False: nothing is left."""
+        queues = [each for each in self.work.values() if each]
+        if queues:
+            choose.choice(queues).popleft()()
+        return bool(queues)
+
+    def _carry_out(self, pipeline: str, request_id: str, request: Any) -> None:
+        value = None
+        match request:
+            case OptimizerStep():
+                self.weights[pipeline] += f" {request_id.rpartition(':')[2]}"
+                value = OptimizerStepDone(grad_norm=1.0)
+            case SaveWeights():
+                request.path.write_text(self.weights[pipeline])
+            case SaveState():
+                self._save(pipeline, request.folder)
+            case LoadState():
+                self.weights[pipeline] = (request.folder / "state.json").read_text()
+        self.front.promises.settle(request_id, value, None)
+        if isinstance(request, OptimizerStep):
+            update = self.folders[pipeline] / f"update-{request_id.rpartition(':')[2]}"
+            self._save(pipeline, update)
+            self.front.add_update(request_id, update, "")
+
+    def _save(self, pipeline: str, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        for name in ("state.json", "model.safetensors"):
+            (folder / name).write_text(self.weights[pipeline])
+
+
 class Place:
     """A front in this process, and what reached its host."""
 
     def __init__(
-        self, folder: Path, hours_by_project: Mapping[str, float] | None = None, served: ServedModel = SERVED
+        self,
+        folder: Path,
+        hours_by_project: Mapping[str, float] | None = None,
+        served: ServedModel = SERVED,
+        host: Recorded | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.host = Recorded()
+        self.host = host or Recorded()
         self.reason: str | None = None
         self.ledger = Ledger(folder / "tinker.db")
         self.day = 1
         budgets = Budgets(self.ledger, hours_by_project or {}, today=lambda: self.day)
         self.front = TinkerFront({served.name: served}, self.ledger, folder, self.host, budgets)
+        if isinstance(self.host, Working):
+            self.host.front = self.front
         app = routes(self.front, Keys({}), lambda pipeline: self.reason)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)  # a failure of the server's own fails the test
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test/api/v1/", headers={"X-API-Key": "k"})
@@ -85,7 +155,7 @@ class Place:
     def resumed(self) -> Place:
         """A front that comes after this one, as `rlmux resume` makes it."""
         self.ledger.close()
-        place = Place(self.folder)
+        place = Place(self.folder, host=type(self.host)())
         place.front.replay()
         return place
 
@@ -188,3 +258,144 @@ def test_any_order_and_repetition_of_requests_hands_over_the_same_and_nothing_br
         found = asyncio.run(shuffled(tmp_path / str(number), random.Random(number)))
         assert found == expected, f"sequence {number}"
         shutil.rmtree(tmp_path / str(number))
+
+
+class Saves:
+    """A client that saves, overwrites, deletes, loads and samples at random, and knows what it must get each time.
+
+    Its server may begin again between any two requests. A name means the weights that were there under it when a
+    request named it; a sampler's weights are the same for life.
+    """
+
+    def __init__(self, place: Place, choose: random.Random) -> None:
+        self.place = place
+        self.choose = choose
+        self.session = ""
+        self.numbers = [0, 0]
+        """Number of each model's last request."""
+        self.updates = ["", ""]
+        """What each model's weights are once all that was asked is done."""
+        self.named: dict[str, str] = {}
+        """Weights by path, of saves that are done."""
+        self.saves: list[tuple[str, str, str]] = []
+        """(request, path, weights) of saves whose result is not known, in their order."""
+        self.samplers: list[tuple[str, str]] = []
+        """(the snapshot that tells its id, weights) of each sampler."""
+        self.samples: dict[str, str] = {}
+        """Weights that a request is to be answered with."""
+
+    async def begin(self) -> None:
+        self.session = (await self.place.post("create_session", b"{}")).json()["session_id"]
+        for number in (0, 1):
+            await self.ask("create_model", session_id=self.session, model_seq_id=number, base_model=SERVED.name)
+
+    async def ask(self, route: str, **fields: Any) -> dict[str, Any]:
+        answer = await self.place.post(route, as_json(**fields))
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def next(self, model: int) -> dict[str, Any]:
+        self.numbers[model] += 1
+        return {"model_id": f"{self.session}:train:{model}", "seq_id": self.numbers[model]}
+
+    async def anything(self) -> None:
+        model = self.choose.randrange(2)
+        kind = self.choose.choice(["update", "save", "snapshot", "named", "load", "delete", "sampler", *["sample"] * 3])
+        match kind:
+            case "update":
+                self.updates[model] += f" {self.numbers[model] + 1}"
+                await self.ask("optim_step", **self.next(model))
+            case "save" | "named":
+                name = self.choose.choice("ab")
+                asked = self.next(model) | {"path": name}
+                route = "save_weights" if kind == "save" else "save_weights_for_sampler"
+                part = "weights" if kind == "save" else "sampler_weights"
+                told = await self.ask(route, **asked, overwrite=True)
+                path = f"tinker://{asked['model_id']}/{part}/{name}"
+                self.saves.append((told["request_id"], path, self.updates[model]))
+            case "snapshot":
+                number = len(self.samplers)
+                told = await self.ask("save_weights_for_sampler", **self.next(model), sampling_session_seq_id=number)
+                self.samplers.append((told["request_id"], self.updates[model]))
+            case "load" if trained := [path for path in sorted(self.named) if "/weights/" in path]:
+                path = self.choose.choice(trained)
+                self.updates[model] = self.named[path]
+                await self.ask("load_weights", **self.next(model), path=path, optimizer=True)
+            case "delete" if self.named:
+                path = self.choose.choice(sorted(self.named))
+                run, _, checkpoint = path.removeprefix("tinker://").partition("/")
+                assert (await self.place.http.delete(f"training_runs/{run}/checkpoints/{checkpoint}")).status_code == 200
+                del self.named[path]
+            case "sampler" if self.named:
+                path = self.choose.choice(sorted(self.named))
+                number = len(self.samplers)
+                await self.ask(
+                    "create_sampling_session", session_id=self.session, sampling_session_seq_id=number, model_path=path
+                )
+                self.samplers.append(("", self.named[path]))
+            case "sample" if self.samplers:
+                await self.sample(self.choose.randrange(len(self.samplers)))
+
+    async def sample(self, number: int) -> None:
+        sampler, (snapshot, weights) = f"{self.session}:sample:{number}", self.samplers[number]
+        if snapshot in self.place.front.promises:
+            return
+        following = self.place.front.registry.samplers[sampler].order(0)[0].following
+        told = await self.ask(
+            "asample", sampling_session_id=sampler, seq_id=following, prompt=PROMPT, sampling_params={"max_tokens": 4}
+        )
+        self.samples[told["request_id"]] = weights
+
+    def work(self, num_requests: int | None = None) -> None:
+        """Have the host carry out so many requests, or all."""
+        host = self.place.host
+        assert isinstance(host, Working)
+        while num_requests != 0 and host.do_one(self.choose):
+            num_requests = None if num_requests is None else num_requests - 1
+            for save in [each for each in self.saves if each[0] not in self.place.front.promises]:
+                self.saves.remove(save)
+                self.named[save[1]] = save[2]
+
+    async def check(self) -> None:
+        """All is answered as it must be, what is listed is there, and nothing else is."""
+        self.work()
+        for request_id, weights in self.samples.items():
+            result = self.place.front.promises.result(request_id)
+            assert result is not None
+            assert result.body.decode() == weights, request_id
+        listed = {path: each.weights.read_text() for path, each in self.place.front.registry.checkpoints.items()}
+        assert listed == self.named
+        for path in self.named:
+            assert (await self.place.post("weights_info", as_json(tinker_path=path))).status_code == 200
+
+
+async def save_at_random(folder: Path, seed: int) -> None:
+    choose = random.Random(seed)
+    client = Saves(Place(folder, host=Working()), choose)
+    await client.begin()
+    for _ in range(60):
+        await client.anything()
+        client.work(choose.choice([0, 0, 1, 3]))
+        if choose.random() < 0.05:
+            client.place = client.place.resumed()
+    client.work()
+    for number in range(len(client.samplers)):
+        await client.sample(number)
+    await client.check()
+    order = list(client.place.front.registry.checkpoints)
+    client.place = client.place.resumed()
+    assert list(client.place.front.registry.checkpoints) == order
+    for number in range(len(client.samplers)):
+        await client.sample(number)
+    await client.check()
+    client.place.front.end_silent_sessions(since_s=float("inf"))
+    client.place.front.end_silent_sessions(since_s=float("inf"))
+    kept = {file for model in client.place.front.registry.models.values() for file in model.folder.glob("s*-*")}
+    assert kept == {each.folder for each in client.place.front.registry.checkpoints.values()}
+
+
+@pytest.mark.parametrize("num_sequences", [10, pytest.param(1500, marks=LONG)])
+def test_a_name_means_the_same_weights_whatever_is_saved_deleted_and_replayed(tmp_path, num_sequences):
+    for seed in range(num_sequences):
+        asyncio.run(save_at_random(tmp_path / str(seed), seed))
+        shutil.rmtree(tmp_path / str(seed))

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlmux.rl.arriving import OptimizerStep
+
 
 _RESERVED = re.compile(r"s[0-9]+|.*-sampling", re.DOTALL)
 """Display names that could make two pipelines of one name: `s7` is the seventh session's without one, and model 0 of a
@@ -82,6 +84,17 @@ class OptimStep(Body):
     seq_id: int = Field(ge=0)
     adam_params: AdamParams | None = None
     optimizer_params: AdamParams | None = None
+
+    def step(self) -> OptimizerStep:
+        """What the engine is asked for."""
+        params = self.adam_params or self.optimizer_params or AdamParams()
+        return OptimizerStep(
+            learning_rate=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            epsilon=params.eps,
+            weight_decay=params.weight_decay,
+            grad_clip=params.grad_clip_norm,
+        )
 
 
 class SaveWeightsForSampler(Body):

@@ -13,27 +13,27 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.errors import RlmuxError
 from rlmux.core.model import PipelineId
-from rlmux.rl.arriving import LoadState, OptimizerStep, PackedLoss, SampleRequest, SaveState, TrainRequest
+from rlmux.rl.arriving import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest
 from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
+from rlmux.service.tinker.files import collect
 from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.ledger import Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.promises import Promised, Promises
-from rlmux.service.tinker.registry import Checkpoint, Model, Registry, Sampler, Session
-from rlmux.service.tinker.requests import ConflictError, RequestChecks, is_repeated, promise, read, request_id_of
+from rlmux.service.tinker.registry import Model, Registry, Sampler, Session
+from rlmux.service.tinker.requests import ConflictError, RequestChecks, choose, is_repeated, promise, read, request_id_of
 from rlmux.service.tinker.sampling import prompt_tokens, sample_request
 from rlmux.service.tinker.served import ServedModel, find_served
 from rlmux.service.tinker.tags import Hints, read_tags
@@ -91,6 +91,10 @@ class TinkerFront:
         self._budgets = budgets or Budgets(ledger, {})
         self._checks = RequestChecks(self.registry, self.promises, models, self._budgets)
         self._num_samples: dict[PipelineId, int] = {}
+        self._keeps_files = False
+        """Nothing is removed: requests are applied again, and later ones may need what earlier ones give up."""
+        self._has_ended_sessions = False
+        """Files of sessions that ended are to be removed."""
         self._apply_by_path: Mapping[str, Callable[[Taken, Any], dict[str, Any] | None]] = {
             "create_session": self._create_session,
             "finish_session": self._finish_session,
@@ -120,7 +124,7 @@ class TinkerFront:
         request again gets the same answer.
         """
         said = read(path, body)
-        chosen = secrets.token_hex(3) if path == "create_session" else ""
+        chosen = choose(path, said, self.registry)
         request_id = request_id_of(path, said, chosen)
         known = self._ledger.body(request_id) if self.knows(request_id, project) else None
         if known is not None:
@@ -139,6 +143,7 @@ class TinkerFront:
 
     def repeat(self, taken: Taken) -> None:
         """Take a request as another front took it, whose ledger has it."""
+        self._keeps_files = True
         self._ledger.take(taken)
         self._apply(taken)
 
@@ -149,12 +154,14 @@ class TinkerFront:
     def replay(self) -> None:
         """Apply what the ledger holds, after a restart. What cannot be applied any more is skipped with a line in the
         log, and its client is told."""
+        self._keeps_files = True
         for taken in self._ledger.taken():
             try:
                 self._apply(taken)
             except (RlmuxError, ValueError) as error:
                 _LOG.warning("request %s (%s) is skipped: %s", taken.id, taken.path, error)
                 self.promises.skip(taken.id, str(error))
+        self._keeps_files = False
 
     def _apply(self, taken: Taken) -> None:
         self._apply_by_path[taken.path](taken, read(taken.path, taken.body))
@@ -185,6 +192,13 @@ class TinkerFront:
         """A checkpoint that has everything up to this request is there. `sha256`: of its weights."""
         model, _, number = request_id.rpartition(":")
         self._ledger.add_update(model, int(number), folder, sha256)
+        if model in self.registry.models:
+            self._collect(each.parent for each in self.registry.models[model].forget_loads(int(number)))
+
+    def _collect(self, folders: Iterable[Path]) -> None:
+        """Remove files in these folders of models that nothing needs any more."""
+        if not self._keeps_files:
+            collect(self.registry, folders)
 
     # --- sessions -------------------------------------------------------------------------------------------
 
@@ -193,14 +207,18 @@ class TinkerFront:
         self.registry.session(session_id, project).heard_s = now_s
 
     def end_silent_sessions(self, since_s: float) -> None:
-        """End sessions that showed no life since then."""
+        """End sessions that showed no life since then, and remove the files of those that ended before: a worker may
+        have been loading one."""
+        if self._has_ended_sessions:
+            self._has_ended_sessions = False
+            self._collect(model.folder for model in self.registry.models.values())
         for session in list(self.registry.sessions.values()):
             if not session.is_over and session.heard_s < since_s:
                 self.take("finish_session", json.dumps({"session_id": session.id}).encode(), session.project)
 
     def end_session(self, session: Session) -> None:
         """Give up a session's devices; its checkpoints stay."""
-        session.is_over = True
+        session.is_over = self._has_ended_sessions = True
         for pipeline in session.pipelines:
             self._host.withdraw(pipeline, self.promises.of_pipeline(pipeline))
             self._host.finish(pipeline)
@@ -307,17 +325,9 @@ class TinkerFront:
         self._train(taken, model, head.seq_id, request, _protobuf)
 
     def _optim_step(self, taken: Taken, body: bodies.OptimStep) -> None:
-        params = body.adam_params or body.optimizer_params or bodies.AdamParams()
-        request = OptimizerStep(
-            learning_rate=params.learning_rate,
-            betas=(params.beta1, params.beta2),
-            epsilon=params.eps,
-            weight_decay=params.weight_decay,
-            grad_clip=params.grad_clip_norm,
-        )
         model = self.registry.model(body.model_id, taken.project)
         metrics = lambda done: _json({"metrics": {"grad_norm:mean": done.grad_norm}})  # noqa: E731
-        self._train(taken, model, body.seq_id, request, metrics, model.count_update)
+        self._train(taken, model, body.seq_id, body.step(), metrics, model.count_update)
 
     def _save_for_sampler(self, taken: Taken, body: bodies.SaveWeightsForSampler) -> None:
         model = self.registry.model(body.model_id, taken.project)
@@ -326,30 +336,32 @@ class TinkerFront:
         when_due: Callable[[], None]
         if body.path is not None:
             path = TinkerPath(model.id, SAMPLER_WEIGHTS, body.path)
-            answer["path"] = str(path)
+            answer["path"] = self.registry.being_saved[file] = str(path)
             when_due = lambda: self._list_once_saved(taken, model, path, file, body.user_metadata)  # noqa: E731
         else:
             number = body.sampling_session_seq_id or 0
+            self.registry.being_saved[file] = ""
             answer["sampling_session_id"] = sampler_id(model.session.id, number)
             when_due = lambda: self._snapshot(model, number, file)  # noqa: E731
         self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer), when_due)
 
     def _snapshot(self, model: Model, number: int, file: Path) -> None:
+        self.registry.being_saved.pop(file, None)
         origin = (model.number_in_session, model.num_updates)
         self._add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
 
     def _save_weights(self, taken: Taken, body: bodies.SaveWeights) -> None:
         model = self.registry.model(body.model_id, taken.project)
         path = TinkerPath(model.id, WEIGHTS, body.path)
-        folder = model.folder / f"weights-{body.path}"
-        self.registry.being_saved[str(path)] = None
+        folder = model.folder / (taken.chosen or f"weights-{body.path}")  # as a version before chose
+        self.registry.being_saved[folder] = str(path)
         answer = {"type": "save_weights", "path": str(path)}
         when_due = lambda: self._list_once_saved(taken, model, path, folder, body.user_metadata)  # noqa: E731
         request = SaveState(folder=folder)
         self._train(taken, model, body.seq_id, request, lambda _: _json(answer), when_due)
 
     def _load_weights(self, taken: Taken, body: bodies.LoadWeights) -> None:
-        checkpoint = self.registry.checkpoint(body.path, taken.project)
+        checkpoint = self.registry.checkpoint(body.path, taken.project, taken.chosen)
         if body.model_id is not None:
             model, seq_id = self.registry.model(body.model_id, taken.project), body.seq_id or 0
         else:
@@ -360,6 +372,9 @@ class TinkerFront:
             served, adapter = checkpoint.served, checkpoint.adapter
             model = self._add_model(session, number, served, adapter, seed, body.user_metadata, 0)
         answer = {"type": "load_weights", "path": body.path, "model_id": model.id}
+        update = self._ledger.newest_update(model.id)
+        if update is None or seq_id > update[0]:
+            model.loads[seq_id] = checkpoint.folder
         request = LoadState(folder=checkpoint.folder, with_optimizer=body.optimizer)
         when_due = lambda: model.go_on_from(checkpoint)  # noqa: E731
         self._train(taken, model, seq_id, request, lambda _: _json(answer), when_due)
@@ -368,32 +383,21 @@ class TinkerFront:
         self, taken: Taken, model: Model, path: TinkerPath, folder: Path, metadata: Mapping[str, str] | None
     ) -> None:
         """List the checkpoint that the model makes now, once it is there."""
-        checkpoint = Checkpoint(
-            path=path,
-            folder=folder,
-            made_s=taken.at_s,
-            served=model.served,
-            adapter=model.adapter,
-            project=taken.project,
-            user_metadata=metadata,
-            num_updates=model.num_updates,
-        )
+        checkpoint = model.checkpoint(path, folder, taken.at_s, metadata)
 
         def then(is_saved: bool) -> None:
-            if is_saved:
-                self.registry.checkpoints[str(path)] = checkpoint
-            self.registry.being_saved.pop(str(path), None)
+            self.registry.being_saved.pop(folder, None)
+            if is_saved and self.registry.list_checkpoint(checkpoint) is not None:
+                self._collect([model.folder])
 
         self.promises.then(taken.id, then)
 
     def _delete_checkpoint(self, taken: Taken, body: bodies.OfPath) -> None:
-        checkpoint = self.registry.checkpoints.pop(body.path, None)
-        if checkpoint is not None and checkpoint.folder.is_dir():
-            for file in checkpoint.folder.iterdir():
-                file.unlink(missing_ok=True)
-            checkpoint.folder.rmdir()
-        elif checkpoint is not None:
-            checkpoint.folder.unlink(missing_ok=True)
+        """What the path named when it was deleted; a save that was under way may have its name by now."""
+        checkpoint = self.registry.checkpoints.get(body.path)
+        if checkpoint is not None and taken.chosen in ("", checkpoint.folder.name):
+            del self.registry.checkpoints[body.path]
+            self._collect([checkpoint.folder.parent])
 
     # --- samplers -------------------------------------------------------------------------------------------
 
@@ -401,7 +405,7 @@ class TinkerFront:
         session = self.registry.session(body.session_id, taken.project)
         weights, seed, source, path, origin, adapter = None, session.hints.seed or 0, None, None, (-1, 0), None
         if body.model_path is not None:
-            checkpoint = self.registry.checkpoint(body.model_path, taken.project)
+            checkpoint = self.registry.checkpoint(body.model_path, taken.project, taken.chosen)
             weights, served, path, adapter = checkpoint.weights, checkpoint.served, body.model_path, checkpoint.adapter
             source = self.registry.models.get(checkpoint.path.run)
             if source is not None:

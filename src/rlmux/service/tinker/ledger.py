@@ -41,7 +41,7 @@ class Taken(NamedTuple):
     path: str
     body: bytes
     chosen: str
-    """The part of its name that the front drew at random; empty for most."""
+    """What the front added, see `requests.choose`; empty for most, and for some that an older version took."""
     project: str
     at_s: float
     """Seconds since 1970."""

@@ -65,9 +65,31 @@ class Model:
     """Time of its last request, in seconds since 1970."""
     num_updates: int = 0
     """Optimizer steps that were asked for, those of a checkpoint that it went on from included."""
+    loads: dict[int, Path] = field(default_factory=dict)
+    """Checkpoint folders that requests load, by their number: until an update that is behind them is kept."""
+
+    def forget_loads(self, number: int) -> list[Path]:
+        """An update that has everything up to this request is kept: loads until then are not done again. Returns their
+        folders."""
+        return [self.loads.pop(each) for each in list(self.loads) if each <= number]
 
     def count_update(self) -> None:
         self.num_updates += 1
+
+    def checkpoint(
+        self, path: TinkerPath, folder: Path, made_s: float, user_metadata: Mapping[str, str] | None
+    ) -> Checkpoint:
+        """What a save makes of it now; fields as in `Checkpoint`."""
+        return Checkpoint(
+            path=path,
+            folder=folder,
+            made_s=made_s,
+            served=self.served,
+            adapter=self.adapter,
+            project=self.session.project,
+            user_metadata=user_metadata,
+            num_updates=self.num_updates,
+        )
 
     def go_on_from(self, checkpoint: Checkpoint) -> None:
         self.num_updates = checkpoint.num_updates
@@ -143,8 +165,20 @@ class Registry:
     models: dict[str, Model] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
-    being_saved: dict[str, None] = field(default_factory=dict)
-    """Paths of checkpoints that are not there yet."""
+    """What is listed, in the order it was asked for: a path names the newest that was saved under it, until that is
+    deleted."""
+    being_saved: dict[Path, str] = field(default_factory=dict)
+    """Files that saves are to write, with the path they are to be listed under; empty for a snapshot without one."""
+    _saved: dict[str, dict[str, Checkpoint]] = field(default_factory=dict)
+    """Everything that was ever listed, by path and by the name of its file."""
+
+    def list_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """Have its path name it from now on; returns what the path named before."""
+        path = str(checkpoint.path)
+        before, self.checkpoints[path] = self.checkpoints.get(path), checkpoint
+        self.checkpoints = dict(sorted(self.checkpoints.items(), key=lambda one: one[1].made_s))
+        self._saved.setdefault(path, {})[checkpoint.folder.name] = checkpoint
+        return before
 
     def session(self, session_id: str, project: str) -> Session:
         """Raises UnknownIdError, and GoneError for one that is over."""
@@ -163,9 +197,20 @@ class Registry:
         """Raises UnknownIdError, and GoneError for one whose session is over."""
         return _present(self.samplers.get(sampler_id), "sampler", sampler_id, project)
 
-    def checkpoint(self, path: str, project: str) -> Checkpoint:
-        """Raises UserError for a path that is none, UnknownIdError for one that names nothing."""
-        found = self.checkpoints.get(str(TinkerPath.parse(path)))
+    def file_named(self, path: str | None) -> str:
+        """Name of the file that the path names now; empty where it names nothing."""
+        found = self.checkpoints.get(path or "")
+        return "" if found is None else found.folder.name
+
+    def was_saved(self, path: str, file: str) -> bool:
+        """Whether a checkpoint was listed under the path with this file; with any, where the file is empty."""
+        return file in self._saved.get(path, {}) if file else path in self.checkpoints
+
+    def checkpoint(self, path: str, project: str, file: str = "") -> Checkpoint:
+        """What the path names, or named when its file was this one. Raises UserError for a path that is none,
+        UnknownIdError for one that names nothing."""
+        key = str(TinkerPath.parse(path))
+        found = self._saved.get(key, {}).get(file) if file else self.checkpoints.get(key)
         if found is None or found.project != project:
             raise UnknownIdError(f"no checkpoint {path!r}")
         return found

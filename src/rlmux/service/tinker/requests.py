@@ -2,6 +2,7 @@
 
 read(path, body)           ─▶ what it says          once for each request
 request_id_of(path, said)  ─▶ CHANNEL:NUMBER        the same for a request that is sent again
+choose(path, said, ...)    ─▶ what the front adds      random, or which save a name means now: kept for the replay
 promise(id, path, said)    ─▶ the answer            from the request alone, so it is the same again, too
 RequestChecks.check        ─▶ UserError, ...        before anything of the request is kept
 """
@@ -75,6 +76,21 @@ def request_id_of(path: str, said: Any, chosen: str) -> str:
         case "finish_session" | "delete_checkpoint":
             return f"{path}:{secrets.token_hex(8)}"
     return f"{said.model_id}:{said.seq_id or 0}"
+
+
+def choose(path: str, said: Any, registry: Registry) -> str:
+    """What the front adds to a request that it takes, so that a replay comes to the same: a session's random part, the
+    folder of a save, the file that a checkpoint's path names now."""
+    match path:
+        case "create_session":
+            return secrets.token_hex(3)
+        case "save_weights":
+            return f"state-{said.seq_id}"
+        case "load_weights" | "delete_checkpoint":
+            return registry.file_named(said.path)
+        case "create_sampling_session":
+            return registry.file_named(said.model_path)
+    return ""
 
 
 def is_repeated(path: str, known: bytes, body: bytes) -> bool:
@@ -165,7 +181,7 @@ class RequestChecks:
     def _check_save(self, body: bodies.SaveWeights, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
         path = TinkerPath(body.model_id, WEIGHTS, checked_name(body.path))
-        known = str(path) in self._registry.checkpoints or str(path) in self._registry.being_saved
+        known = str(path) in self._registry.checkpoints or str(path) in self._registry.being_saved.values()
         if known and not body.overwrite:
             raise UserError(f"{path} is there already; accepted: another name, or overwrite=True")
 

@@ -1,0 +1,49 @@
+"""Files of saves: each save has its own, and it goes once nothing needs it.
+
+    models/PIPELINE/state-7                   save_weights, request 7 of its model
+                    sampler-8.safetensors     save_weights_for_sampler, request 8
+                    weights-NAME              save_weights of a version that named folders by checkpoints
+
+A name points to a file, so a path says for ever which weights are meant. A file is needed by the name that points to it,
+by samplers of its weights, by the save that is to write it, and by a load that may have to be done again. What is needed
+is computed from the registry each time; nothing counts references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlmux.service.tinker.registry import Registry
+
+_OF_SAVE = re.compile(r"state-[0-9]+|sampler-[0-9]+\.safetensors|weights-.+")
+
+
+def collect(registry: Registry, folders: Iterable[Path]) -> None:
+    """Remove what saves left in these folders of models and nothing needs. What cannot be removed stays for the next
+    time."""
+    needed = files_in_use(registry)
+    for folder in dict.fromkeys(folders):
+        for file in sorted(folder.glob("*")):
+            if _OF_SAVE.fullmatch(file.name) and file not in needed:
+                _remove(file)
+
+
+def files_in_use(registry: Registry) -> set[Path]:
+    """Files and folders that a name, a sampler or a request needs."""
+    listed = [each.folder for each in registry.checkpoints.values()]
+    sampled = [each.weights for each in registry.samplers.values() if each.weights and not each.session.is_over]
+    training = [each for each in registry.models.values() if not each.session.is_over]
+    loads = [folder for model in training for folder in model.loads.values()]
+    return {*listed, *registry.being_saved, *loads, *sampled, *(file.parent for file in sampled)}
+
+
+def _remove(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        if file.is_dir():
+            shutil.rmtree(file)
+        else:
+            file.unlink()

@@ -1,0 +1,151 @@
+"""Which files of saves are kept: those that a name, a sampler or a load still needs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.tinker.test_random_requests import PROMPT, Place, Working, as_json
+
+from rlmux.service.tinker.ledger import Result, Taken
+
+
+class Client:
+    """A client with one model, and a host that does everything at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = Place(folder, host=Working())
+        self.session = ""
+        self.number = 0
+
+    async def begin(self) -> None:
+        self.session = await self.place.begin()
+
+    async def ask(self, route: str, **fields: Any) -> Any:
+        """What a request of the model came to."""
+        self.number += 1
+        model = f"{self.session}:train:0"
+        told = await self.place.post(route, as_json(model_id=model, seq_id=self.number, **fields))
+        assert told.status_code == 200, told.text
+        return self.result(told.json()["request_id"])
+
+    def result(self, request_id: str) -> Any:
+        host = self.place.host
+        while isinstance(host, Working) and host.do_one(random.Random(0)):
+            pass
+        return self.place.front.promises.result(request_id)
+
+    async def save(self, name: str) -> None:
+        await self.ask("save_weights", path=name, overwrite=True)
+
+    async def delete(self, name: str) -> None:
+        run = f"{self.session}:train:0"
+        assert (await self.place.http.delete(f"training_runs/{run}/checkpoints/weights/{name}")).status_code == 200
+
+    async def make_sampler(self, number: int, name: str) -> None:
+        path = f"tinker://{self.session}:train:0/weights/{name}"
+        body = as_json(session_id=self.session, sampling_session_seq_id=number, model_path=path)
+        assert (await self.place.post("create_sampling_session", body)).status_code == 200
+
+    async def sample(self, sampler: int, number: int) -> str:
+        body = as_json(
+            sampling_session_id=f"{self.session}:sample:{sampler}", seq_id=number, prompt=PROMPT, sampling_params={}
+        )
+        told = await self.place.post("asample", body)
+        return str(self.result(told.json()["request_id"]).body.decode())
+
+    def kept(self) -> list[str]:
+        """Names of what saves have left."""
+        return sorted(each.name for each in (self.place.folder / "s0-0").glob("s*-*"))
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Client:
+    return Client(tmp_path / "front")
+
+
+def test_a_checkpoint_that_was_deleted_and_saved_again_is_there_after_a_restart(client):
+    async def go() -> None:
+        await client.begin()
+        await client.ask("optim_step")
+        await client.save("a")
+        await client.delete("a")
+        assert client.kept() == []
+        await client.ask("optim_step")
+        await client.save("a")
+        client.place = client.place.resumed()
+        assert client.kept() == ["state-4"]
+        await client.ask("load_weights", path=f"tinker://{client.session}:train:0/weights/a", optimizer=True)
+        assert client.place.host.weights["s0-0"] == " 1 3"
+
+    asyncio.run(go())
+
+
+def test_a_sampler_keeps_the_weights_it_was_made_with_while_its_checkpoint_is_overwritten(client):
+    async def go() -> None:
+        await client.begin()
+        await client.ask("optim_step")
+        await client.save("a")
+        await client.make_sampler(1, "a")
+        await client.ask("optim_step")
+        await client.save("a")
+        await client.make_sampler(2, "a")
+        for number in range(3):
+            assert [await client.sample(1, number), await client.sample(2, number)] == [" 1", " 1 3"]
+            client.place = client.place.resumed()
+        await client.delete("a")
+        assert [await client.sample(1, 3), await client.sample(2, 3)] == [" 1", " 1 3"]
+        assert client.kept() == ["state-2", "state-4"]
+        for _ in range(2):  # the files go at the look after the one that ends the session
+            client.place.front.end_silent_sessions(since_s=float("inf"))
+        assert client.kept() == []
+
+    asyncio.run(go())
+
+
+def test_a_deleted_checkpoint_stays_for_a_load_until_an_update_behind_it_is_kept(client):
+    async def go() -> None:
+        await client.begin()
+        await client.ask("optim_step")
+        await client.save("a")
+        await client.ask("optim_step")
+        await client.ask("load_weights", path=f"tinker://{client.session}:train:0/weights/a", optimizer=True)
+        await client.delete("a")
+        assert client.kept() == ["state-2"]
+        client.place = client.place.resumed()  # the load is done again
+        await client.ask("optim_step")
+        assert client.place.host.weights["s0-0"] == " 1 5"
+        assert client.kept() == []
+
+    asyncio.run(go())
+
+
+def test_a_save_of_an_older_version_is_found_where_that_wrote_it(client):
+    async def go() -> None:
+        await client.begin()
+        model = f"{client.session}:train:0"
+        path = f"tinker://{model}/weights/7"
+        project = client.place.front.registry.sessions[client.session].project
+        await client.ask("optim_step")
+        body = as_json(model_id=model, seq_id=2, path="7")
+        client.place.ledger.take(Taken(f"{model}:2", "save_weights", body, "", project, 1.0))
+        client.place.ledger.settle(f"{model}:2", Result(as_json(path=path), "json"))
+        old = client.place.folder / "s0-0" / "weights-7"
+        old.mkdir()
+        (old / "state.json").write_text(" 1")
+        client.place = client.place.resumed()
+        client.number = 2
+        await client.ask("optim_step")
+        await client.ask("load_weights", path=path, optimizer=True)
+        assert client.place.host.weights["s0-0"] == " 1"
+        await client.ask("optim_step")
+        await client.ask("optim_step")
+        await client.save("b")  # request 7, as the older one's name
+        await client.delete("7")
+        assert not old.exists()
+        assert client.kept() == ["state-7"]
+
+    asyncio.run(go())
