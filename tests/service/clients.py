@@ -92,9 +92,10 @@ class Program:
 
 def weights_of(served: Served, path: str) -> str:
     """Hash of the weights that a client saved under a name, as the server's folder has it."""
-    run, kind, name = path.removeprefix("tinker://").split("/")
+    run, _, name = path.removeprefix("tinker://").split("/")
     session, _, number = run.split(":")
-    folder = served.folder / "models" / f"{session.partition('-')[0]}-{number}" / f"{kind}-{name}"
+    models = served.folder / "models" / f"{session.partition('-')[0]}-{number}"
+    (folder,) = models.glob(f"state-*-{name}")
     return json.loads((folder / "state.json").read_text())["weights_sha256"]
 
 

@@ -59,7 +59,8 @@ class Client:
 
     def kept(self) -> list[str]:
         """Names of what saves have left."""
-        return sorted(each.name for each in (self.place.folder / "s0-0").glob("s*-*"))
+        names = [each.name for each in (self.place.folder / "s0-0").iterdir()]
+        return sorted(name for name in names if not name.startswith("update-"))
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_checkpoint_that_was_deleted_and_saved_again_is_there_after_a_restart(
         await client.ask("optim_step")
         await client.save("a")
         client.place = client.place.resumed()
-        assert client.kept() == ["state-4"]
+        assert client.kept() == ["state-4-a"]
         await client.ask("load_weights", path=f"tinker://{client.session}:train:0/weights/a", optimizer=True)
         assert client.place.host.weights["s0-0"] == " 1 3"
 
@@ -98,7 +99,7 @@ def test_a_sampler_keeps_the_weights_it_was_made_with_while_its_checkpoint_is_ov
             client.place = client.place.resumed()
         await client.delete("a")
         assert [await client.sample(1, 3), await client.sample(2, 3)] == [" 1", " 1 3"]
-        assert client.kept() == ["state-2", "state-4"]
+        assert client.kept() == ["state-2-a", "state-4-a"]
         for _ in range(2):  # the files go at the look after the one that ends the session
             client.place.front.end_silent_sessions(since_s=float("inf"))
         assert client.kept() == []
@@ -114,7 +115,7 @@ def test_a_deleted_checkpoint_stays_for_a_load_until_an_update_behind_it_is_kept
         await client.ask("optim_step")
         await client.ask("load_weights", path=f"tinker://{client.session}:train:0/weights/a", optimizer=True)
         await client.delete("a")
-        assert client.kept() == ["state-2"]
+        assert client.kept() == ["state-2-a"]
         client.place = client.place.resumed()  # the load is done again
         await client.ask("optim_step")
         assert client.place.host.weights["s0-0"] == " 1 5"
@@ -146,6 +147,19 @@ def test_a_save_of_an_older_version_is_found_where_that_wrote_it(client):
         await client.save("b")  # request 7, as the older one's name
         await client.delete("7")
         assert not old.exists()
-        assert client.kept() == ["state-7"]
+        assert client.kept() == ["state-7-b"]
+
+    asyncio.run(go())
+
+
+def test_what_is_being_written_stays_and_what_an_end_in_the_middle_left_goes(client):
+    async def go() -> None:
+        await client.begin()
+        await client.save("a")
+        await client.save("b")
+        for name in ("state-1-a.tmp-77", "state-2-b.tmp-77", "weights-old.tmp-77"):
+            (client.place.folder / "s0-0" / name).mkdir()
+        await client.delete("b")
+        assert client.kept() == ["state-1-a", "state-1-a.tmp-77"]
 
     asyncio.run(go())

@@ -324,7 +324,8 @@ class Saves:
             case "delete" if self.named:
                 path = self.choose.choice(sorted(self.named))
                 run, _, checkpoint = path.removeprefix("tinker://").partition("/")
-                assert (await self.place.http.delete(f"training_runs/{run}/checkpoints/{checkpoint}")).status_code == 200
+                deleted = await self.place.http.delete(f"training_runs/{run}/checkpoints/{checkpoint}")
+                assert deleted.status_code == 200
                 del self.named[path]
             case "sampler" if self.named:
                 path = self.choose.choice(sorted(self.named))

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rlmux.rl.arriving import OptimizerStep
 
-
 _RESERVED = re.compile(r"s[0-9]+|.*-sampling", re.DOTALL)
 """Display names that could make two pipelines of one name: `s7` is the seventh session's without one, and model 0 of a
 session `a-sampling` would have the name of a sampling pipeline of the session `a`."""

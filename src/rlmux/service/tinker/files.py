@@ -1,12 +1,12 @@
 """Files of saves: each save has its own, and it goes once nothing needs it.
 
-    models/PIPELINE/state-7                   save_weights, request 7 of its model
+    models/PIPELINE/state-7-NAME              save_weights, request 7 of its model
                     sampler-8.safetensors     save_weights_for_sampler, request 8
-                    weights-NAME              save_weights of a version that named folders by checkpoints
+                    weights-NAME              save_weights of a version that named folders by checkpoints alone
 
-A name points to a file, so a path says for ever which weights are meant. A file is needed by the name that points to it,
-by samplers of its weights, by the save that is to write it, and by a load that may have to be done again. What is needed
-is computed from the registry each time; nothing counts references.
+A name points to a file, so a path says for ever which weights are meant. A file is needed by the name that points to
+it, by samplers of its weights, by the save that is to write it, and by a load that may have to be done again. What is
+needed is computed from the registry each time; nothing counts references.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 
 from rlmux.service.tinker.registry import Registry
 
-_OF_SAVE = re.compile(r"state-[0-9]+|sampler-[0-9]+\.safetensors|weights-.+")
+_OF_SAVE = re.compile(r"state-[0-9]+-.+|sampler-[0-9]+\.safetensors|weights-.+")
+_ASIDE = re.compile(r"\.(tmp|old)-[0-9]+$")
+"""End of a folder's name while it is written or replaced; see engines/checkpoint.py."""
 
 
 def collect(registry: Registry, folders: Iterable[Path]) -> None:
@@ -28,7 +30,7 @@ def collect(registry: Registry, folders: Iterable[Path]) -> None:
     needed = files_in_use(registry)
     for folder in dict.fromkeys(folders):
         for file in sorted(folder.glob("*")):
-            if _OF_SAVE.fullmatch(file.name) and file not in needed:
+            if _OF_SAVE.fullmatch(file.name) and needed.isdisjoint((file, folder / _ASIDE.sub("", file.name))):
                 _remove(file)
 
 

@@ -33,11 +33,18 @@ from rlmux.service.tinker.ledger import Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.promises import Promised, Promises
 from rlmux.service.tinker.registry import Model, Registry, Sampler, Session
-from rlmux.service.tinker.requests import ConflictError, RequestChecks, choose, is_repeated, promise, read, request_id_of
+from rlmux.service.tinker.requests import (
+    ConflictError,
+    RequestChecks,
+    choose,
+    is_repeated,
+    promise,
+    read,
+    request_id_of,
+)
 from rlmux.service.tinker.sampling import prompt_tokens, sample_request
 from rlmux.service.tinker.served import ServedModel, find_served
 from rlmux.service.tinker.tags import Hints, read_tags
-
 
 _LOG = logging.getLogger("rlmux.tinker")
 

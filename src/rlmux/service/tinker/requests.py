@@ -85,7 +85,7 @@ def choose(path: str, said: Any, registry: Registry) -> str:
         case "create_session":
             return secrets.token_hex(3)
         case "save_weights":
-            return f"state-{said.seq_id}"
+            return f"state-{said.seq_id}-{said.path}"
         case "load_weights" | "delete_checkpoint":
             return registry.file_named(said.path)
         case "create_sampling_session":
