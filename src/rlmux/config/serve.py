@@ -115,6 +115,9 @@ class ServeConfig(FromFile):
     """Budgets by project; one that is not named has no limit."""
     session_timeout_s: PositiveFloat = 600.0
     """Seconds without a sign of life after which a client's session is over. Its checkpoints are kept."""
+    keep_snapshots: Annotated[int, Ge(0)] = 8
+    """Newest weights of a model that a client can sample with without having named them
+    (`save_weights_and_get_sampling_client`); older ones are removed. 0: all are kept while the session lasts."""
     permits: PermitsConfig | None = None
     """Permits for programs that keep their own trainer; `{}` for all default values. Without: none are given."""
 

@@ -62,8 +62,8 @@ class Serving:
         ledger.leave_folding()
         self.fold = ledger.fold
         bridge = _Host(host, self.front, self._footprint)
-        budgets = budgets_of(self._spec, ledger)
-        news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, budgets)
+        budgets, keep = budgets_of(self._spec, ledger), self._spec.serve.keep_snapshots
+        news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, budgets, keep)
         return news.front, host
 
     def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:

@@ -16,8 +16,8 @@ from rlmux.service.tinker.ledger import Result, Taken
 class Client:
     """A client with one model, and a host that does everything at once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.place = Place(folder, host=Working())
+    def __init__(self, folder: Path, keep_snapshots: int = 0) -> None:
+        self.place = Place(folder, host=Working(), keep_snapshots=keep_snapshots)
         self.session = ""
         self.number = 0
 
@@ -31,6 +31,10 @@ class Client:
         told = await self.place.post(route, as_json(model_id=model, seq_id=self.number, **fields))
         assert told.status_code == 200, told.text
         return self.result(told.json()["request_id"])
+
+    @property
+    def project(self) -> str:
+        return self.place.front.registry.sessions[self.session].project
 
     def result(self, request_id: str) -> Any:
         host = self.place.host
@@ -129,10 +133,9 @@ def test_a_save_of_an_older_version_is_found_where_that_wrote_it(client):
         await client.begin()
         model = f"{client.session}:train:0"
         path = f"tinker://{model}/weights/7"
-        project = client.place.front.registry.sessions[client.session].project
         await client.ask("optim_step")
         body = as_json(model_id=model, seq_id=2, path="7")
-        client.place.ledger.take(Taken(f"{model}:2", "save_weights", body, "", project, 1.0))
+        client.place.ledger.take(Taken(f"{model}:2", "save_weights", body, "", client.project, 1.0))
         client.place.ledger.settle(f"{model}:2", Result(as_json(path=path), "json"))
         old = client.place.folder / "s0-0" / "weights-7"
         old.mkdir()
@@ -148,6 +151,51 @@ def test_a_save_of_an_older_version_is_found_where_that_wrote_it(client):
         await client.delete("7")
         assert not old.exists()
         assert client.kept() == ["state-7-b"]
+
+    asyncio.run(go())
+
+
+def test_the_newest_snapshots_are_kept_and_a_request_to_an_older_one_names_the_key(tmp_path):
+    client = Client(tmp_path / "front", keep_snapshots=2)
+
+    def refused(answer: Any) -> None:
+        assert answer.status_code == 410
+        assert "the newest 2 snapshots of a model are kept (serve.keep_snapshots)" in answer.json()["detail"]
+
+    async def go() -> None:
+        await client.begin()
+        for number in range(1, 6):
+            await client.ask("save_weights_for_sampler", sampling_session_seq_id=number)
+            await client.ask("optim_step")
+        assert client.kept() == ["sampler-7.safetensors", "sampler-9.safetensors"]
+        client.place = client.place.resumed()
+        for number in (4, 5):
+            assert await client.sample(number, 0) == "".join(f" {2 * n}" for n in range(1, number))
+        body = as_json(sampling_session_id=f"{client.session}:sample:3", seq_id=0, prompt=PROMPT, sampling_params={})
+        refused(await client.place.post("asample", body))
+        refused(await client.place.http.get(f"samplers/{client.session}:sample:3"))
+        assert client.place.front.registry.sampler(f"{client.session}:sample:0", client.project), "base weights stay"
+
+    asyncio.run(go())
+
+
+def test_a_snapshot_that_newer_ones_replaced_stays_for_what_was_asked_of_it_before(tmp_path):
+    client = Client(tmp_path / "front", keep_snapshots=1)
+
+    async def go() -> None:
+        await client.begin()
+        await client.ask("save_weights_for_sampler", sampling_session_seq_id=1)
+        sampler = f"{client.session}:sample:1"
+        told = await client.place.post(
+            "asample", as_json(sampling_session_id=sampler, seq_id=0, prompt=PROMPT, sampling_params={})
+        )
+        body = as_json(model_id=f"{client.session}:train:0", seq_id=2, sampling_session_seq_id=2)
+        await client.place.post("save_weights_for_sampler", body)
+        client.place = client.place.resumed()
+        assert client.result(told.json()["request_id"]) == Result(b"", "protobuf")
+        client.number = 2
+        await client.ask("save_weights_for_sampler", sampling_session_seq_id=3)
+        assert client.kept() == ["sampler-3.safetensors"]
 
     asyncio.run(go())
 

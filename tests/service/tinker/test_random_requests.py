@@ -137,15 +137,17 @@ class Place:
         hours_by_project: Mapping[str, float] | None = None,
         served: ServedModel = SERVED,
         host: Recorded | None = None,
+        keep_snapshots: int = 0,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.host = host or Recorded()
         self.reason: str | None = None
+        self.keep_snapshots = keep_snapshots
         self.ledger = Ledger(folder / "tinker.db")
         self.day = 1
         budgets = Budgets(self.ledger, hours_by_project or {}, today=lambda: self.day)
-        self.front = TinkerFront({served.name: served}, self.ledger, folder, self.host, budgets)
+        self.front = TinkerFront({served.name: served}, self.ledger, folder, self.host, budgets, keep_snapshots)
         if isinstance(self.host, Working):
             self.host.front = self.front
         app = routes(self.front, Keys({}), lambda pipeline: self.reason)
@@ -155,7 +157,7 @@ class Place:
     def resumed(self) -> Place:
         """A front that comes after this one, as `rlmux resume` makes it."""
         self.ledger.close()
-        place = Place(self.folder, host=type(self.host)())
+        place = Place(self.folder, host=type(self.host)(), keep_snapshots=self.keep_snapshots)
         place.front.replay()
         return place
 

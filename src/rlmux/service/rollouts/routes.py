@@ -136,7 +136,7 @@ class _Door:
         samplers = [
             each.id
             for each in registry.samplers.values()
-            if each.session.project == project and not each.session.is_over and each.session.user_metadata != _MARK
+            if each.session.project == project and not each.is_gone and each.session.user_metadata != _MARK
         ]
         names = [*self._front.models, *checkpoints, *samplers]
         told = [{"id": name, "object": "model", "created": 0, "owned_by": "rlmux"} for name in names]

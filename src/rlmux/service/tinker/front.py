@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
-from rlmux.service.tinker.files import collect
+from rlmux.service.tinker.files import Files
 from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.ledger import Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
@@ -87,8 +87,10 @@ class TinkerFront:
         folder: Path,
         host: Host,
         budgets: Budgets | None = None,
+        keep_snapshots: int = 0,
     ) -> None:
-        """`folder`: where models keep their checkpoints. `budgets`: None where there are none."""
+        """`folder`: where models keep their checkpoints. `budgets`: None where there are none. `keep_snapshots`: newest
+        snapshots of a model that can be sampled; 0: all."""
         self.registry = Registry()
         self.promises = Promises(ledger)
         self._models = models
@@ -98,10 +100,8 @@ class TinkerFront:
         self._budgets = budgets or Budgets(ledger, {})
         self._checks = RequestChecks(self.registry, self.promises, models, self._budgets)
         self._num_samples: dict[PipelineId, int] = {}
-        self._keeps_files = False
-        """Nothing is removed: requests are applied again, and later ones may need what earlier ones give up."""
-        self._has_ended_sessions = False
-        """Files of sessions that ended are to be removed."""
+        self._keep_snapshots = keep_snapshots
+        self._files = Files(self.registry, self.promises)
         self._apply_by_path: Mapping[str, Callable[[Taken, Any], dict[str, Any] | None]] = {
             "create_session": self._create_session,
             "finish_session": self._finish_session,
@@ -131,7 +131,7 @@ class TinkerFront:
         request again gets the same answer.
         """
         said = read(path, body)
-        chosen = choose(path, said, self.registry)
+        chosen = choose(path, said, self.registry, self._keep_snapshots)
         request_id = request_id_of(path, said, chosen)
         known = self._ledger.body(request_id) if self.knows(request_id, project) else None
         if known is not None:
@@ -150,7 +150,7 @@ class TinkerFront:
 
     def repeat(self, taken: Taken) -> None:
         """Take a request as another front took it, whose ledger has it."""
-        self._keeps_files = True
+        self._files.are_kept = True
         self._ledger.take(taken)
         self._apply(taken)
 
@@ -161,14 +161,14 @@ class TinkerFront:
     def replay(self) -> None:
         """Apply what the ledger holds, after a restart. What cannot be applied any more is skipped with a line in the
         log, and its client is told."""
-        self._keeps_files = True
+        self._files.are_kept = True
         for taken in self._ledger.taken():
             try:
                 self._apply(taken)
             except (RlmuxError, ValueError) as error:
                 _LOG.warning("request %s (%s) is skipped: %s", taken.id, taken.path, error)
                 self.promises.skip(taken.id, str(error))
-        self._keeps_files = False
+        self._files.are_kept = False
 
     def _apply(self, taken: Taken) -> None:
         self._apply_by_path[taken.path](taken, read(taken.path, taken.body))
@@ -200,12 +200,7 @@ class TinkerFront:
         model, _, number = request_id.rpartition(":")
         self._ledger.add_update(model, int(number), folder, sha256)
         if model in self.registry.models:
-            self._collect(each.parent for each in self.registry.models[model].forget_loads(int(number)))
-
-    def _collect(self, folders: Iterable[Path]) -> None:
-        """Remove files in these folders of models that nothing needs any more."""
-        if not self._keeps_files:
-            collect(self.registry, folders)
+            self._files.collect(each.parent for each in self.registry.models[model].forget_loads(int(number)))
 
     # --- sessions -------------------------------------------------------------------------------------------
 
@@ -214,18 +209,15 @@ class TinkerFront:
         self.registry.session(session_id, project).heard_s = now_s
 
     def end_silent_sessions(self, since_s: float) -> None:
-        """End sessions that showed no life since then, and remove the files of those that ended before: a worker may
-        have been loading one."""
-        if self._has_ended_sessions:
-            self._has_ended_sessions = False
-            self._collect(model.folder for model in self.registry.models.values())
+        """End sessions that showed no life since then, and remove the files of those that ended before."""
+        self._files.collect_all()
         for session in list(self.registry.sessions.values()):
             if not session.is_over and session.heard_s < since_s:
                 self.take("finish_session", json.dumps({"session_id": session.id}).encode(), session.project)
 
     def end_session(self, session: Session) -> None:
         """Give up a session's devices; its checkpoints stay."""
-        session.is_over = self._has_ended_sessions = True
+        session.is_over = self._files.have_ended_users = True
         for pipeline in session.pipelines:
             self._host.withdraw(pipeline, self.promises.of_pipeline(pipeline))
             self._host.finish(pipeline)
@@ -349,13 +341,16 @@ class TinkerFront:
             number = body.sampling_session_seq_id or 0
             self.registry.being_saved[file] = ""
             answer["sampling_session_id"] = sampler_id(model.session.id, number)
-            when_due = lambda: self._snapshot(model, number, file)  # noqa: E731
+            num_kept = int(taken.chosen or 0)
+            when_due = lambda: self._snapshot(model, number, file, num_kept)  # noqa: E731
         self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer), when_due)
 
-    def _snapshot(self, model: Model, number: int, file: Path) -> None:
+    def _snapshot(self, model: Model, number: int, file: Path, num_kept: int) -> None:
         self.registry.being_saved.pop(file, None)
         origin = (model.number_in_session, model.num_updates)
-        self._add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
+        made = self._add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
+        model.add_snapshot(made, num_kept)
+        self._files.collect([model.folder] if num_kept else [])
 
     def _save_weights(self, taken: Taken, body: bodies.SaveWeights) -> None:
         model = self.registry.model(body.model_id, taken.project)
@@ -395,7 +390,7 @@ class TinkerFront:
         def then(is_saved: bool) -> None:
             self.registry.being_saved.pop(folder, None)
             if is_saved and self.registry.list_checkpoint(checkpoint) is not None:
-                self._collect([model.folder])
+                self._files.collect([model.folder])
 
         self.promises.then(taken.id, then)
 
@@ -404,7 +399,7 @@ class TinkerFront:
         checkpoint = self.registry.checkpoints.get(body.path)
         if checkpoint is not None and taken.chosen in ("", checkpoint.folder.name):
             del self.registry.checkpoints[body.path]
-            self._collect([checkpoint.folder.parent])
+            self._files.collect([checkpoint.folder.parent])
 
     # --- samplers -------------------------------------------------------------------------------------------
 
@@ -443,12 +438,12 @@ class TinkerFront:
         seed: int,
         path: str | None,
         origin: tuple[int, int],
-    ) -> None:
+    ) -> Sampler:
         """`origin`: number of the model in its session, -1 for a base model; updates that made the weights."""
         occurrence = session.num_samplers_by_origin[origin]
         session.num_samplers_by_origin[origin] += 1
         its_id = sampler_id(session.id, number)
-        self.registry.samplers[its_id] = Sampler(
+        made = self.registry.samplers[its_id] = Sampler(
             id=its_id,
             session=session,
             pipeline=pipeline,
@@ -458,6 +453,7 @@ class TinkerFront:
             seed=seed,
             origin=f"{origin[0]} {origin[1]} {occurrence}",
         )
+        return made
 
     def _sample(self, taken: Taken, body: bodies.Sample) -> None:
         sampler = self.registry.sampler(body.sampling_session_id, taken.project)

@@ -83,6 +83,10 @@ class Promises:
         """Sampling requests of a project without a result."""
         return self._num_samples[project]
 
+    def samplers(self) -> list[Sampler]:
+        """Samplers of requests without a result."""
+        return [each.sampler for each in self._promised.values() if each.sampler is not None]
+
     def pending(self, request_id: str) -> Promised | None:
         """What is known of a request without a result."""
         return self._promised.get(request_id)

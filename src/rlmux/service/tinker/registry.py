@@ -67,11 +67,19 @@ class Model:
     """Optimizer steps that were asked for, those of a checkpoint that it went on from included."""
     loads: dict[int, Path] = field(default_factory=dict)
     """Checkpoint folders that requests load, by their number: until an update that is behind them is kept."""
+    snapshots: list[Sampler] = field(default_factory=list)
+    """Samplers of its weights without a name that are kept."""
 
     def forget_loads(self, number: int) -> list[Path]:
         """An update that has everything up to this request is kept: loads until then are not done again. Returns their
         folders."""
         return [self.loads.pop(each) for each in list(self.loads) if each <= number]
+
+    def add_snapshot(self, sampler: Sampler, num_kept: int) -> None:
+        """A sampler of its weights without a name; only the newest so many are kept, or all for 0."""
+        self.snapshots.append(sampler)
+        while num_kept and len(self.snapshots) > num_kept:
+            self.snapshots.pop(0).num_kept = num_kept
 
     def count_update(self) -> None:
         self.num_updates += 1
@@ -110,11 +118,18 @@ class Sampler:
     seed: int
     origin: str
     """See draws.py."""
+    num_kept: int = 0
+    """Snapshots of its model that were kept when it was no more among them; 0: it is."""
     _order_by_range: dict[int, InOrder[Any]] = field(default_factory=dict)
     _draws_by_range: dict[int, Draws] = field(default_factory=dict)
 
     _RANGE = 10**9
     """Numbers that a copy of a sampling client begins at a multiple of."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Its session is over, or newer snapshots took its place: it takes no request."""
+        return self.session.is_over or self.num_kept > 0
 
     def order(self, seq_id: int) -> tuple[InOrder[Any], Draws]:
         """Order and draws of the requests that a number is among: those of one copy of the client."""
@@ -194,8 +209,15 @@ class Registry:
         return _present(self.models.get(model_id), "model", model_id, project)
 
     def sampler(self, sampler_id: str, project: str) -> Sampler:
-        """Raises UnknownIdError, and GoneError for one whose session is over."""
-        return _present(self.samplers.get(sampler_id), "sampler", sampler_id, project)
+        """Raises UnknownIdError, and GoneError for one whose session is over, or that newer snapshots took the place
+        of."""
+        sampler = _present(self.samplers.get(sampler_id), "sampler", sampler_id, project)
+        if sampler.is_gone:
+            raise GoneError(
+                f"sampler {sampler_id} is gone: the newest {sampler.num_kept} snapshots of a model are kept "
+                "(serve.keep_snapshots); accepted: one of those, or weights saved under a name"
+            )
+        return sampler
 
     def file_named(self, path: str | None) -> str:
         """Name of the file that the path names now; empty where it names nothing."""

@@ -78,14 +78,16 @@ def request_id_of(path: str, said: Any, chosen: str) -> str:
     return f"{said.model_id}:{said.seq_id or 0}"
 
 
-def choose(path: str, said: Any, registry: Registry) -> str:
+def choose(path: str, said: Any, registry: Registry, keep_snapshots: int) -> str:
     """What the front adds to a request that it takes, so that a replay comes to the same: a session's random part, the
-    folder of a save, the file that a checkpoint's path names now."""
+    folder of a save, how many snapshots are kept beside a new one, the file that a checkpoint's path names now."""
     match path:
         case "create_session":
             return secrets.token_hex(3)
         case "save_weights":
             return f"state-{said.seq_id}-{said.path}"
+        case "save_weights_for_sampler" if said.path is None:
+            return str(keep_snapshots)
         case "load_weights" | "delete_checkpoint":
             return registry.file_named(said.path)
         case "create_sampling_session":
