@@ -258,7 +258,8 @@ async def _fold(fold: Callable[[], int]) -> None:
 
 
 async def _sweep(front: TinkerFront, timeout_s: float) -> None:
-    """End sessions that have shown no life for too long."""
+    """Delete checkpoints whose time is over, and end sessions that have shown no life for too long."""
     while True:
         await asyncio.sleep(_SWEEP_S)
+        front.expire(time.time())
         front.end_silent_sessions(time.monotonic() - timeout_s)

@@ -35,7 +35,7 @@ from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.ledger import Ledger, Taken
 from rlmux.service.tinker.names import TinkerPath
 
-_SKIPPED = ("finish_session", "delete_checkpoint")
+_SKIPPED = ("finish_session", "delete_checkpoint", "set_ttl")
 """Requests that end what is to be carried out again."""
 _COMPARED = ("forward_backward", "asample")
 """Requests whose answers are compared."""

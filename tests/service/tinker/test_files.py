@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,63 @@ def test_a_snapshot_that_newer_ones_replaced_stays_for_what_was_asked_of_it_befo
         client.number = 2
         await client.ask("save_weights_for_sampler", sampling_session_seq_id=3)
         assert client.kept() == ["sampler-3.safetensors"]
+
+    asyncio.run(go())
+
+
+def test_a_checkpoint_past_its_time_is_deleted_and_its_time_can_be_changed_until_then(client):
+    async def go() -> None:
+        await client.begin()
+        run = f"{client.session}:train:0"
+        now_s = time.time()
+        await client.ask("save_weights", path="a", ttl_seconds=3600)
+        await client.ask("save_weights_for_sampler", path="b", ttl_seconds=3600)
+        await client.ask("save_weights", path="c", ttl_seconds=3600)
+        await client.save("stays")
+        for name, seconds in [("a", 10_000), ("c", None)]:
+            body = as_json(ttl_seconds=seconds)
+            told = await client.place.http.put(f"training_runs/{run}/checkpoints/weights/{name}/ttl", content=body)
+            assert told.status_code == 200, told.text
+        client.place = client.place.resumed()
+        listed = (await client.place.http.get("checkpoints")).json()["checkpoints"]
+        assert [bool(each["expires_at"]) for each in listed] == [False, False, True, True]
+        client.place.front.expire(now_s + 3590)
+        assert len(client.kept()) == 4
+        client.place.front.expire(now_s + 5000)
+        assert client.kept() == ["state-1-a", "state-3-c", "state-4-stays"]
+        client.place.front.expire(now_s + 20_000)
+        assert client.kept() == ["state-3-c", "state-4-stays"]
+        client.place = client.place.resumed()
+        assert [each.path.name for each in client.place.front.registry.checkpoints.values()] == ["c", "stays"]
+
+    asyncio.run(go())
+
+
+def test_the_first_request_after_its_time_finds_a_checkpoint_no_more(client, monkeypatch):
+    async def go() -> None:
+        await client.begin()
+        await client.ask("save_weights", path="a", ttl_seconds=1)
+        path = f"tinker://{client.session}:train:0/weights/a"
+        (later,) = [each.expires_s for each in client.place.front.registry.checkpoints.values()]
+        monkeypatch.setattr(time, "time", lambda: later)
+        assert (await client.place.post("weights_info", as_json(tinker_path=path))).status_code == 404
+        assert (await client.place.http.get("checkpoints")).json()["checkpoints"] == []
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("seconds", [0, -5, 10**12])
+def test_a_time_to_live_out_of_range_is_refused_with_what_is_accepted(client, seconds):
+    async def go() -> None:
+        await client.begin()
+        await client.save("a")
+        run = f"{client.session}:train:0"
+        body = as_json(ttl_seconds=seconds)
+        told = await client.place.http.put(f"training_runs/{run}/checkpoints/weights/a/ttl", content=body)
+        assert told.status_code == 400
+        assert told.json()["detail"].startswith(f"ttl_seconds: {seconds}; accepted: 1 to")
+        body = as_json(model_id=run, seq_id=2, path="b", ttl_seconds=seconds)
+        assert (await client.place.post("save_weights", body)).status_code == 400
 
     asyncio.run(go())
 

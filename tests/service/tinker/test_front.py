@@ -139,6 +139,7 @@ def test_another_project_gets_from_every_address_what_it_gets_for_a_thing_that_i
             ("GET", f"training_runs/{model}", None),
             ("GET", f"training_runs/{model}/checkpoints", None),
             ("DELETE", f"training_runs/{model}/checkpoints/weights/kept", None),
+            ("PUT", f"training_runs/{model}/checkpoints/weights/kept/ttl", {"ttl_seconds": 5}),
             ("POST", f"sessions/{session}/finish", None),
             ("POST", "save_weights", {"model_id": model, "seq_id": 1, "path": "kept"}),
             ("POST", "save_weights", {"model_id": model, "seq_id": 1, "path": "other"}),

@@ -67,6 +67,7 @@ class _Door:
         async def answer(request: Request) -> Response:
             bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
             try:
+                self._front.expire(time.time())
                 told = await handler(request, self._keys.project(request.headers.get("x-api-key", bearer)))
             except REFUSALS as error:
                 status, text = refusal(request.url.path, error)

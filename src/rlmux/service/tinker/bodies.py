@@ -44,6 +44,11 @@ class OfPath(Body):
     path: str
 
 
+class SetTtl(Body):
+    path: str
+    ttl_seconds: int | None
+
+
 class LoraConfig(Body):
     rank: int = 0
     seed: int | None = None
@@ -100,6 +105,7 @@ class SaveWeightsForSampler(Body):
     model_id: str
     seq_id: int = Field(ge=0)
     path: str | None = None
+    ttl_seconds: int | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     user_metadata: dict[str, str] | None = None
@@ -109,6 +115,7 @@ class SaveWeights(Body):
     model_id: str
     seq_id: int = Field(ge=0)
     path: str
+    ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 

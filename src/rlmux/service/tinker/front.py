@@ -47,6 +47,7 @@ from rlmux.service.tinker.served import ServedModel, find_served
 from rlmux.service.tinker.tags import Hints, read_tags
 
 _LOG = logging.getLogger("rlmux.tinker")
+_Save = bodies.SaveWeights | bodies.SaveWeightsForSampler
 
 
 class Host(Protocol):
@@ -114,6 +115,7 @@ class TinkerFront:
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
             "delete_checkpoint": self._delete_checkpoint,
+            "set_ttl": self._set_ttl,
         }
 
     @property
@@ -207,6 +209,11 @@ class TinkerFront:
     def heard_of(self, session_id: str, project: str, now_s: float) -> None:
         """A session showed life. Raises UnknownIdError, GoneError."""
         self.registry.session(session_id, project).heard_s = now_s
+
+    def expire(self, now_s: float) -> None:
+        """Delete checkpoints whose time is over. `now_s`: seconds since 1970."""
+        for each in self.registry.expired(now_s):
+            self.take("delete_checkpoint", json.dumps({"path": str(each.path)}).encode(), each.project)
 
     def end_silent_sessions(self, since_s: float) -> None:
         """End sessions that showed no life since then, and remove the files of those that ended before."""
@@ -336,7 +343,7 @@ class TinkerFront:
         if body.path is not None:
             path = TinkerPath(model.id, SAMPLER_WEIGHTS, body.path)
             answer["path"] = self.registry.being_saved[file] = str(path)
-            when_due = lambda: self._list_once_saved(taken, model, path, file, body.user_metadata)  # noqa: E731
+            when_due = lambda: self._list_once_saved(taken, model, path, file, body)  # noqa: E731
         else:
             number = body.sampling_session_seq_id or 0
             self.registry.being_saved[file] = ""
@@ -358,7 +365,7 @@ class TinkerFront:
         folder = model.folder / (taken.chosen or f"weights-{body.path}")  # as a version before chose
         self.registry.being_saved[folder] = str(path)
         answer = {"type": "save_weights", "path": str(path)}
-        when_due = lambda: self._list_once_saved(taken, model, path, folder, body.user_metadata)  # noqa: E731
+        when_due = lambda: self._list_once_saved(taken, model, path, folder, body)  # noqa: E731
         request = SaveState(folder=folder)
         self._train(taken, model, body.seq_id, request, lambda _: _json(answer), when_due)
 
@@ -381,11 +388,10 @@ class TinkerFront:
         when_due = lambda: model.go_on_from(checkpoint)  # noqa: E731
         self._train(taken, model, seq_id, request, lambda _: _json(answer), when_due)
 
-    def _list_once_saved(
-        self, taken: Taken, model: Model, path: TinkerPath, folder: Path, metadata: Mapping[str, str] | None
-    ) -> None:
+    def _list_once_saved(self, taken: Taken, model: Model, path: TinkerPath, folder: Path, body: _Save) -> None:
         """List the checkpoint that the model makes now, once it is there."""
-        checkpoint = model.checkpoint(path, folder, taken.at_s, metadata)
+        made = model.checkpoint(path, folder, taken.at_s, body.user_metadata)
+        checkpoint = made.lasting(taken.at_s, body.ttl_seconds)
 
         def then(is_saved: bool) -> None:
             self.registry.being_saved.pop(folder, None)
@@ -400,6 +406,11 @@ class TinkerFront:
         if checkpoint is not None and taken.chosen in ("", checkpoint.folder.name):
             del self.registry.checkpoints[body.path]
             self._files.collect([checkpoint.folder.parent])
+
+    def _set_ttl(self, taken: Taken, body: bodies.SetTtl) -> None:
+        checkpoint = self.registry.checkpoints.get(body.path)
+        if checkpoint is not None and taken.chosen == checkpoint.folder.name:
+            self.registry.list_checkpoint(checkpoint.lasting(taken.at_s, body.ttl_seconds))
 
     # --- samplers -------------------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,6 +157,12 @@ class Checkpoint:
     user_metadata: Mapping[str, str] | None
     num_updates: int
     """Optimizer steps that made the weights."""
+    expires_s: float | None = None
+    """Time at which it is deleted, in seconds since 1970; None: never by itself."""
+
+    def lasting(self, from_s: float, ttl_s: int | None) -> Checkpoint:
+        """The checkpoint, to be deleted so many seconds after a time; None: never."""
+        return replace(self, expires_s=None if ttl_s is None else from_s + ttl_s)
 
     @property
     def weights(self) -> Path:
@@ -184,6 +191,8 @@ class Registry:
     deleted."""
     being_saved: dict[Path, str] = field(default_factory=dict)
     """Files that saves are to write, with the path they are to be listed under; empty for a snapshot without one."""
+    _next_expiry_s: float = math.inf
+    """No checkpoint expires before."""
     _saved: dict[str, dict[str, Checkpoint]] = field(default_factory=dict)
     """Everything that was ever listed, by path and by the name of its file."""
 
@@ -193,7 +202,17 @@ class Registry:
         before, self.checkpoints[path] = self.checkpoints.get(path), checkpoint
         self.checkpoints = dict(sorted(self.checkpoints.items(), key=lambda one: one[1].made_s))
         self._saved.setdefault(path, {})[checkpoint.folder.name] = checkpoint
+        self._next_expiry_s = min(self._next_expiry_s, _expiry_s(checkpoint))
         return before
+
+    def expired(self, now_s: float) -> list[Checkpoint]:
+        """Checkpoints that are listed and whose time is over."""
+        if now_s < self._next_expiry_s:
+            return []
+        found = [each for each in self.checkpoints.values() if _expiry_s(each) <= now_s]
+        later = [_expiry_s(each) for each in self.checkpoints.values() if _expiry_s(each) > now_s]
+        self._next_expiry_s = min(later, default=math.inf)
+        return found
 
     def session(self, session_id: str, project: str) -> Session:
         """Raises UnknownIdError, and GoneError for one that is over."""
@@ -236,6 +255,10 @@ class Registry:
         if found is None or found.project != project:
             raise UnknownIdError(f"no checkpoint {path!r}")
         return found
+
+
+def _expiry_s(checkpoint: Checkpoint) -> float:
+    return math.inf if checkpoint.expires_s is None else checkpoint.expires_s
 
 
 def _present(found: Kept | None, what: str, its_id: str, project: str) -> Kept:

@@ -31,6 +31,9 @@ _CHARGED = ("forward_backward", "asample")
 MAX_SAMPLES_AT_ONCE = 2000
 """Sampling requests of one project that may wait for results."""
 
+MAX_TTL_S = 10 * 366 * 86400
+"""Seconds of the ten years that clients may ask for."""
+
 
 class ConflictError(RlmuxError):
     """A request with the number of another one."""
@@ -52,6 +55,7 @@ _READ: Mapping[str, Callable[[bytes], Any]] = {
     "create_sampling_session": bodies.CreateSamplingSession.model_validate_json,
     "asample": bodies.Sample.model_validate_json,
     "delete_checkpoint": bodies.OfPath.model_validate_json,
+    "set_ttl": bodies.SetTtl.model_validate_json,
 }
 
 
@@ -73,7 +77,7 @@ def request_id_of(path: str, said: Any, chosen: str) -> str:
             return f"{model_id(said.session_id or '', said.model_seq_id or 0)}:0"
         case "create_session":
             return f"session:{chosen}"
-        case "finish_session" | "delete_checkpoint":
+        case "finish_session" | "delete_checkpoint" | "set_ttl":
             return f"{path}:{secrets.token_hex(8)}"
     return f"{said.model_id}:{said.seq_id or 0}"
 
@@ -88,7 +92,7 @@ def choose(path: str, said: Any, registry: Registry, keep_snapshots: int) -> str
             return f"state-{said.seq_id}-{said.path}"
         case "save_weights_for_sampler" if said.path is None:
             return str(keep_snapshots)
-        case "load_weights" | "delete_checkpoint":
+        case "load_weights" | "delete_checkpoint" | "set_ttl":
             return registry.file_named(said.path)
         case "create_sampling_session":
             return registry.file_named(said.model_path)
@@ -109,7 +113,7 @@ def is_repeated(path: str, known: bytes, body: bytes) -> bool:
 def promise(request_id: str, path: str, said: Any) -> dict[str, Any]:
     """The answer to a request that was taken."""
     match path:
-        case "finish_session" | "delete_checkpoint":
+        case "finish_session" | "delete_checkpoint" | "set_ttl":
             return {}
         case "create_model":
             return {"request_id": request_id, "model_id": request_id.removesuffix(":create")}
@@ -143,6 +147,9 @@ class RequestChecks:
         match taken.path:
             case "create_session":
                 read_tags(said.tags)
+            case "set_ttl":
+                self._registry.checkpoint(said.path, project)
+                _check_ttl(said.ttl_seconds)
             case "create_model":
                 self._check_create(said, project)
             case "forward_backward" | "optim_step":
@@ -182,6 +189,7 @@ class RequestChecks:
 
     def _check_save(self, body: bodies.SaveWeights, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
+        _check_ttl(body.ttl_seconds)
         path = TinkerPath(body.model_id, WEIGHTS, checked_name(body.path))
         known = str(path) in self._registry.checkpoints or str(path) in self._registry.being_saved.values()
         if known and not body.overwrite:
@@ -189,6 +197,7 @@ class RequestChecks:
 
     def _check_keep(self, body: bodies.SaveWeightsForSampler, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
+        _check_ttl(body.ttl_seconds)
         if body.kind == "inflight":
             raise UserError("kind 'inflight' is not served: use snapshots (save_weights_and_get_sampling_client)")
         if (body.path is None) == (body.sampling_session_seq_id is None):
@@ -221,6 +230,11 @@ class RequestChecks:
             self._registry.checkpoint(body.model_path, project)
         else:
             find_served(self._models, body.base_model or "")
+
+
+def _check_ttl(ttl_s: int | None) -> None:
+    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+        raise UserError(f"ttl_seconds: {ttl_s}; accepted: 1 to {MAX_TTL_S}, or none for a checkpoint that stays")
 
 
 def _told(adapter: AdapterConfig | None) -> str:

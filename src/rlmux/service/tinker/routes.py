@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
-from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
 from rlmux.rl.config import AdapterConfig
 from rlmux.service.refusals import REFUSALS, headers_of, refusal
@@ -111,6 +110,7 @@ class _Door:
 
         async def answer(request: Request) -> Response:
             try:
+                self._front.expire(time.time())
                 told = await handler(request, self._keys.project(request.headers.get("x-api-key", "")))
             except REFUSALS as error:
                 return _refusal(*refusal(request.url.path, error))
@@ -232,18 +232,24 @@ class _Door:
         return {"checkpoints": page, "cursor": cursor}
 
     async def delete_checkpoint(self, request: Request, project: str) -> Mapping[str, Any]:
-        path = f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
+        path = self._checkpoint_path(request)
         self._front.registry.checkpoint(path, project)
         self._front.take("delete_checkpoint", json.dumps({"path": path}).encode(), project)
         return {}
 
     async def set_ttl(self, request: Request, project: str) -> Mapping[str, Any]:
-        raise UserError("a checkpoint's ttl is not served: checkpoints are kept until they are deleted")
+        body = json.loads(await request.body())
+        said = {**(body if isinstance(body, dict) else {}), "path": self._checkpoint_path(request)}
+        self._front.take("set_ttl", json.dumps(said).encode(), project)
+        return {}
 
     async def not_served(self, request: Request) -> Response:
         text = f"not served by rlmux: {request.method} {request.url.path}"
         _LOG.warning(text)
         return _refusal(404, text)
+
+    def _checkpoint_path(self, request: Request) -> str:
+        return f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
 
     def _model(self, request: Request, project: str) -> Model:
         """Also one whose session is over."""
@@ -281,6 +287,7 @@ def _told(checkpoint: Checkpoint) -> dict[str, Any]:
         "tinker_path": str(checkpoint.path),
         "size_bytes": checkpoint.size_bytes,
         "public": False,
+        "expires_at": None if checkpoint.expires_s is None else _date(checkpoint.expires_s),
         "user_metadata": checkpoint.user_metadata,
     }
 
