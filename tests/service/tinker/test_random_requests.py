@@ -283,6 +283,8 @@ class Saves:
         """(request, path, weights) of saves whose result is not known, in their order."""
         self.samplers: list[tuple[str, str]] = []
         """(the snapshot that tells its id, weights) of each sampler."""
+        self.snapshots: list[list[int]] = [[], []]
+        """Numbers of the samplers of each model's snapshots, those left out that newer ones took the place of."""
         self.samples: dict[str, str] = {}
         """Weights that a request is to be answered with."""
 
@@ -319,6 +321,7 @@ class Saves:
                 number = len(self.samplers)
                 told = await self.ask("save_weights_for_sampler", **self.next(model), sampling_session_seq_id=number)
                 self.samplers.append((told["request_id"], self.updates[model]))
+                self.snapshots[model] = [*self.snapshots[model], number][-self.place.keep_snapshots :]
             case "load" if trained := [path for path in sorted(self.named) if "/weights/" in path]:
                 path = self.choose.choice(trained)
                 self.updates[model] = self.named[path]
@@ -344,10 +347,12 @@ class Saves:
         if snapshot in self.place.front.promises:
             return
         following = self.place.front.registry.samplers[sampler].order(0)[0].following
-        told = await self.ask(
-            "asample", sampling_session_id=sampler, seq_id=following, prompt=PROMPT, sampling_params={"max_tokens": 4}
-        )
-        self.samples[told["request_id"]] = weights
+        body = as_json(sampling_session_id=sampler, seq_id=following, prompt=PROMPT, sampling_params={"max_tokens": 4})
+        told = await self.place.post("asample", body)
+        is_kept = not snapshot or number in [*self.snapshots[0], *self.snapshots[1]]
+        assert told.status_code == (200 if is_kept else 410)
+        if is_kept:
+            self.samples[told.json()["request_id"]] = weights
 
     def work(self, num_requests: int | None = None) -> None:
         """Have the host carry out so many requests, or all."""
@@ -374,7 +379,7 @@ class Saves:
 
 async def save_at_random(folder: Path, seed: int) -> None:
     choose = random.Random(seed)
-    client = Saves(Place(folder, host=Working()), choose)
+    client = Saves(Place(folder, host=Working(), keep_snapshots=choose.choice([0, 2])), choose)
     await client.begin()
     for _ in range(60):
         await client.anything()
