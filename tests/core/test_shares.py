@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit, Park, Queue, Release, Relocate
 from rlmux.core.events import HoldReleased, NodeLost, PipelineCancelled, PipelineHeld, PipelineRanked
@@ -128,7 +129,7 @@ def seconds_of(action) -> float:
 
 @pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux"])
 @given(made=submissions())
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_charges_add_up_to_the_seconds_that_devices_were_held(builders, policy, made):
     """And every pipeline ends, with every invariant checked after each event."""
     cluster = builders.cluster(rollout=2, train=2, devices_per_node=2)

@@ -219,12 +219,20 @@ def newest_step(folder: Path) -> int:
     ("of_sort", "of_tool"),
     [
         ((truncate, "model.safetensors"), (flip_a_bit, "optimizer.safetensors")),
-        ((Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json")),
+        pytest.param(
+            (Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
-    real, pair, undisturbed, stopped, tmp_path, of_sort, of_tool
+    real, pair, undisturbed, stopped, tmp_path, monkeypatch, of_sort, of_tool
 ):
+    """Workers find the damage: the controller has others to serve, and a checkpoint takes as long as the disk."""
+
+    def fail(path: Path) -> str:
+        raise AssertionError(f"{path} is read by the controller")
+
+    monkeypatch.setattr(checkpoint, "_file_sha256", fail)
     folder = copy_of(stopped, tmp_path / "run")
     steps = {name: newest_step(folder / name) for name in ("sort", "tool")}
     for name, (damage, file) in (("sort", of_sort), ("tool", of_tool)):
@@ -236,21 +244,6 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
     for fields in warnings:
         assert f"step_{steps[fields['pipeline']]}" in fields["reason"]
         assert "falling back" in fields["reason"]
-    assert weights(result.summary) == weights(undisturbed.summary)
-
-
-def test_no_checkpoint_is_hashed_by_the_controller(real, pair, undisturbed, stopped, tmp_path, monkeypatch):
-    """It has others to serve, and a checkpoint takes as long as the disk: workers find the damage."""
-
-    def fail(path: Path) -> str:
-        raise AssertionError(f"{path} is read by the controller")
-
-    folder = copy_of(stopped, tmp_path / "run")
-    flip_a_bit(folder / "sort" / f"step_{newest_step(folder / 'sort')}" / "model.safetensors")
-    monkeypatch.setattr(checkpoint, "_file_sha256", fail)
-    recorder = InterruptsAt("none", 0)
-    result = resume(real, pair, folder, listeners=[recorder])
-    assert [note.fields["pipeline"] for note in recorder.notes if note.type == "warning"] == ["sort"]
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
@@ -321,7 +314,8 @@ def test_a_checkpoint_of_another_run_is_not_taken(real, pair, undisturbed, stopp
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
-@pytest.mark.parametrize("checkpoint_every", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint_every", [2, 3])
 def test_with_fewer_checkpoints_too(real, make_backend, pair, undisturbed, tmp_path, checkpoint_every):
     how = {"options": WorkerOptions(checkpoint_every=checkpoint_every), "make_backend": make_backend}
     folder = tmp_path / "run"
