@@ -24,6 +24,7 @@ from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.core.events import PipelineSubmitted, StageFinished
 from rlmux.core.model import OrderId, PhaseSeconds, PipelineStatus
+from rlmux.core.offers import PipelineWait
 from rlmux.core.scheduler import Scheduler
 from rlmux.engines import checkpoint
 from rlmux.policies import make_policy
@@ -189,6 +190,29 @@ def test_a_resumed_pipeline_is_planned_with_the_bounds_that_it_had(real, tmp_pat
     assert values[first].pipeline.bounded is None
     assert values[again].pipeline.bounded == before[-1]
     assert next(bounded.bound for at, bounded in told if at > again) == before[-1].bound
+
+
+def test_a_pipeline_that_waited_goes_on_waiting_where_it_stood(real, tmp_path):
+    """The log tells a resumed run since when it has waited, and which start it was promised."""
+    estimate = PhaseSeconds(rollout_s=0.2, train_s=0.2)
+    pair = [real.submission(name, num_steps=4) for name in ("first", "second")]
+    pair = [replace(one, pipeline=replace(one.pipeline, estimate=estimate)) for one in pair]
+    solo = make_policy("solo")
+    stopped = run_pipelines(
+        real.cluster(), pair, solo, tmp_path, spec={}, is_overwriting=True, listeners=[InterruptsAt("first", 2)]
+    )
+    assert not stopped.is_complete
+    with LogReader(tmp_path) as reader:
+        submitted_s = {
+            entry.value.pipeline.id: entry.time_s for entry in reader.entries() if entry.type == "PipelineSubmitted"
+        }
+        promised_s = [entry.value["start_s"] for entry in reader.entries() if entry.type == "start_promised"]
+    assert resume_pipelines(real.cluster(), pair, solo, tmp_path).is_complete
+    with LogReader(tmp_path) as reader:
+        assert reader.state().waits == {}
+        (restored,) = [entry.value for entry in reader.entries() if entry.type == "WaitsRestored"]
+    second = PipelineWait(pipeline="second", since_s=submitted_s["second"], promised_s=promised_s[-1])
+    assert restored.waits == (second,)
 
 
 def test_a_run_that_gets_no_backend_leaves_nothing_behind(real, pair, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import signal
@@ -21,11 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rlmux.config.shares import parse_shares
-from rlmux.core.actions import Action, Refuse, Release
+from rlmux.core.actions import Action, Queue, Refuse, Release
 from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, StorageError
-from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed
+from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
 from rlmux.core.model import BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
-from rlmux.core.offers import ShareSettings
+from rlmux.core.offers import PipelineWait, ShareSettings
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.planning.fairness import FairShares
@@ -182,7 +183,7 @@ def resume_pipelines(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
             front=front, taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
-            first=shares_events(state.shares or shares, state.usage, log.last_time_s),
+            first=[*shares_events(state.shares or shares, state.usage, log.last_time_s), *_waits_events(state)],
         )  # fmt: skip
 
 
@@ -236,6 +237,12 @@ def _as_it_stood(submission: Submission, state: RunState) -> Submission:
     return replace(submission, pipeline=pipeline)
 
 
+def _waits_events(state: RunState) -> list[Event]:
+    """What a scheduler is told of pipelines that waited as the run was stopped or killed."""
+    waits = tuple(PipelineWait(pipeline=PipelineId(name), **fields) for name, fields in sorted(state.waits.items()))
+    return [WaitsRestored(waits=waits)] if waits else []
+
+
 def drive(
     cluster: Cluster,
     submissions: Sequence[Submission],
@@ -265,7 +272,7 @@ def drive(
     foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
     backend: Backend = foreign[0] if foreign else own
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
-    endings = _Endings(scheduler, backend, log, dict(ended or {}))
+    endings, starts = _Endings(scheduler, backend, log, dict(ended or {})), _PromisedStarts(scheduler, log)
     run_api = None
     if parse is not None:
         server = ControlServer(folder)
@@ -281,7 +288,7 @@ def drive(
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
     controller = Controller(
-        scheduler, backend, log, [watch, metrics, endings, usage, *displays, *foreign], run_api,
+        scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays, *foreign], run_api,
         (lambda: False) if front is None else front.has_news,
     )  # fmt: skip
     try:
@@ -389,6 +396,20 @@ class _Endings:
                 }
                 self.by_pipeline[pipeline] = fields
                 self._log.note("pipeline_end", now_s, **fields)
+
+
+class _PromisedStarts:
+    """Writes the start that each waiting pipeline was promised to the log, so that a resumed run keeps it."""
+
+    def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
+        self._query = scheduler.query
+        self._log = log
+
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
+        for name in dict.fromkeys(action.pipeline for action in actions if isinstance(action, Queue)):
+            promised_s = self._query.promised_s(name)
+            if math.isfinite(promised_s):
+                self._log.note("start_promised", now_s, pipeline=name, start_s=promised_s)
 
 
 class _UntilClosed:
