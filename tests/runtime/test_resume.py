@@ -34,6 +34,7 @@ from rlmux.runtime import local, worker_backend
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory import with_machine_memory
 from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.salvage import salvage
 from rlmux.runtime.workplace import WorkerOptions
 
 STEPS = 5
@@ -366,6 +367,16 @@ def parts_of(folder: Path) -> list[list]:
             elif entry.kind in ("event", "action"):
                 parts[-1].append(entry)
     return parts
+
+
+def test_a_finished_run_whose_log_is_gone_trains_nothing_once_it_is_salvaged(real, pair, undisturbed, tmp_path):
+    folder = copy_of(undisturbed.folder, tmp_path / "run")
+    (folder / LOG_NAME).unlink()
+    salvage(folder)
+    assert resume(real, pair, folder).was_over
+    with LogReader(folder) as reader:
+        ended = reader.state().ended
+    assert {name: one["weights_sha256"] for name, one in ended.items()} == weights(undisturbed.summary)
 
 
 def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path):

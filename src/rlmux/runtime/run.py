@@ -50,7 +50,7 @@ from rlmux.runtime.origins import plan_notes, with_origin
 from rlmux.runtime.promises import check_promises
 from rlmux.runtime.run_api import ParseSubmission, RunApi
 from rlmux.runtime.run_folder import FolderWatch, prepare_folder
-from rlmux.runtime.salvage import keep_header
+from rlmux.runtime.salvage import keep_end, keep_ends, keep_header
 from rlmux.runtime.usage_notes import UsageNotes, shares_events
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
@@ -116,6 +116,7 @@ def run_pipelines(
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
     log = RunLog.create(folder, header, lock=lock)
     keep_header(folder, header)
+    keep_ends(folder, ())
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.enter_context(log)
@@ -168,6 +169,7 @@ def resume_pipelines(
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
         unfinished = [_as_it_stood(one, state) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
+        keep_ends(folder, statuses.values())
         notes = [
             *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
@@ -272,7 +274,7 @@ def drive(
     foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
     backend: Backend = foreign[0] if foreign else own
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
-    endings, starts = _Endings(scheduler, backend, log, dict(ended or {})), _PromisedStarts(scheduler, log)
+    endings, starts = _Endings(scheduler, backend, log, folder, dict(ended or {})), _PromisedStarts(scheduler, log)
     run_api = None
     if parse is not None:
         server = ControlServer(folder)
@@ -369,17 +371,26 @@ def _checked(parse: ParseSubmission, cluster: Cluster, run_id: str | None, *, is
 
 
 class _Endings:
-    """Writes each pipeline's end to the log as soon as it is over."""
+    """Writes each pipeline's end to the log as soon as it is over, and beside it for a log that is damaged."""
 
     def __init__(
-        self, scheduler: Scheduler, backend: Backend, log: RunLog, ended: dict[PipelineId, Mapping[str, Any]]
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        log: RunLog,
+        folder: Path,
+        ended: dict[PipelineId, Mapping[str, Any]],
     ) -> None:
+        self._folder = folder
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
         self.by_pipeline: dict[PipelineId, Mapping[str, Any]] = ended
 
-    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
+        for note in notes:
+            if note.type == "pipeline_end":  # of one that was cancelled before it came
+                keep_end(self._folder, note.fields)
         ends = PipelineFailed | PipelineCancelled | ClientFinished | Release | Refuse
         if not any(isinstance(one, ends) for one in [*events, *actions]):
             return
@@ -396,6 +407,7 @@ class _Endings:
                 }
                 self.by_pipeline[pipeline] = fields
                 self._log.note("pipeline_end", now_s, **fields)
+                keep_end(self._folder, fields)
 
 
 class _PromisedStarts:
