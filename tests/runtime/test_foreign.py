@@ -110,6 +110,15 @@ def test_a_name_is_taken_once(run):
         run.front.submit(client("hold"), Driver(run.front))
 
 
+def test_a_reserved_name_is_its_programs_alone(run):
+    run.front.reserve(PipelineId("late"))
+    with pytest.raises(UserError, match="'late' is in this run already"):
+        run.front.reserve(PipelineId("late"))
+    run.front.submit(client("late"), Driver(run.front))
+    with pytest.raises(UserError, match="'late' is in this run already"):
+        run.front.submit(client("late"), Driver(run.front))
+
+
 def test_a_cancelled_client_is_paused_told_and_released(run):
     driver = Driver(run.front, ends_itself=False)
     run.front.submit(client("a"), driver)

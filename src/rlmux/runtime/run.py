@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Action, Queue, Refuse, Release
-from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, StorageError
+from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, RlmuxError, StorageError, ThreadDiedError
 from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
 from rlmux.core.model import BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
 from rlmux.core.offers import PipelineWait, ShareSettings
@@ -300,7 +300,7 @@ def drive(
     except (OSError, LogError, StorageError) as error:
         watch.check()  # where the folder is gone, that is the cause, and nothing can be resumed
         raise StorageError(_with_resume_hint(folder, str(error))) from error
-    except IllegalTransitionError as error:  # a state that is wrong must not go on
+    except (IllegalTransitionError, ThreadDiedError) as error:  # a state that is wrong must not go on
         log.note("defect", backend.now_s(), text=str(error))
         raise type(error)(_as_defect(folder, error)) from error
     finally:
@@ -331,7 +331,7 @@ def _with_resume_hint(folder: Path, problem: str) -> str:
     return f"{problem}; stopped, nothing that was finished is lost; resume with: rlmux resume {folder}"
 
 
-def _as_defect(folder: Path, error: IllegalTransitionError) -> str:
+def _as_defect(folder: Path, error: RlmuxError) -> str:
     """One line: whose defect it is, and what to do. The recent events are in the log."""
     whose = "the policy" if isinstance(error, PolicyError) else "rlmux"
     found = str(error).partition("\n")[0]

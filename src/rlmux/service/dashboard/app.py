@@ -104,6 +104,10 @@ class Dashboard:
         """Begin to index."""
         self.indexing.start()
 
+    def check(self) -> None:
+        """Raises ThreadDiedError or StorageError where the thread that minds the indexer has ended."""
+        self.indexing.thread.check()
+
     def login_url(self) -> str:
         """An address that logs a browser in, once, within a minute. What follows the # is sent to no server."""
         return f"{self._server.url}/login#t={self.access.make_ticket()}"

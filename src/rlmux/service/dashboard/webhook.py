@@ -76,7 +76,10 @@ class Webhook:
 
     def _run(self) -> None:
         while not self._is_closed.wait(LOOK_EVERY_S):
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # no alert is worth all others
+                self._print(f"{type(error).__name__}: {error}; the next look is in {LOOK_EVERY_S:g} s")
 
     def look(self) -> None:
         """Send what has changed since the last look."""

@@ -6,7 +6,6 @@ file ─▶ a Spec for each lane ─┬─ a thread each: controller started or 
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -69,8 +68,8 @@ class Lanes:
                 lane.tend()
                 self._submissions.deliver(lane.name)
                 self._failure_by_lane.pop(lane.name, None)
-            except (OSError, sqlite3.Error) as error:  # a full disk, for one: it may have room again
-                self._failure_by_lane[lane.name] = f"lane {lane.name} is not looked after: {error}"
+            except Exception as error:  # a full disk, for one: it may have room again; no fault ends this thread
+                self._failure_by_lane[lane.name] = f"lane {lane.name} is not looked after: {error or repr(error)}"
             self._is_over.wait(_TEND_EVERY_S)
 
 
@@ -106,7 +105,7 @@ def serve_lanes(
             server.start()
             dashboard.start()
             on_ready(server.url, dashboard)
-            wait_for_signal()
+            wait_for_signal(server, dashboard)
         finally:
             server.close()
             lanes.close()
