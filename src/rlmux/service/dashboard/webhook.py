@@ -39,6 +39,9 @@ _MAX_TEXT = 1900
 _MAX_AT_ONCE = 20
 """Alerts that one look sends: an address that answers slowly holds nothing else up."""
 
+_DOWN = "lane_down"
+"""The rule of an alert that is known without the lane's index."""
+
 Key = tuple[str, str | None, str]
 """Lane, pipeline and rule: an alert is told of once, however its numbers change."""
 
@@ -129,8 +132,8 @@ class Webhook:
                 with self._reads.open(lane, SERVER) as reader:
                     alerts = reader.facts["alerts"]
             except (ProblemError, LogError):
-                found.update({key: alert for key, alert in self._told.items() if key[0] == lane})
-                continue
+                found.update({key: alert for key, alert in self._told.items() if key[0] == lane and key[2] != _DOWN})
+                alerts = self._reads.lane_alerts(lane)
             found.update({(lane, alert["pipeline"], alert["rule"]): alert for alert in alerts})
         return found
 

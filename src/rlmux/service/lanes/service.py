@@ -62,6 +62,11 @@ class Lanes:
         lane = self._by_folder.get(folder)
         return None if lane is None else self._failure_by_lane.get(lane.name) or lane.trouble()
 
+    def down(self, folder: Path) -> str | None:
+        """Why the lane in this folder needs a person, in one sentence; None where it does not."""
+        lane = self._by_folder.get(folder)
+        return None if lane is None else lane.down()
+
     def _tend(self, lane: LaneController) -> None:
         while not self._is_over.is_set():
             try:
@@ -98,6 +103,7 @@ def serve_lanes(
                 server,
                 allowed_hosts=allowed_hosts,
                 trouble=lanes.trouble,
+                down=lanes.down,
                 lanes=list(lanes.by_name),
                 more=lanes.addresses,
             )
