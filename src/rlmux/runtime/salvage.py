@@ -186,7 +186,8 @@ def _write(
                 num_rows += 1
             else:
                 num_set_aside += 1
-        known = {entry.value["pipeline"] for entry in found.entries.values() if entry.type == "pipeline_end"}
+        notes: list[Any] = [entry.value for entry in found.entries.values() if entry.type == "pipeline_end"]
+        known = {note["pipeline"] for note in notes}
         missed = {fields["pipeline"]: fields for fields in ends or () if fields["pipeline"] not in known}
         for fields in missed.values():
             log.note("pipeline_end", log.last_time_s, **fields)
