@@ -29,9 +29,10 @@ test:
 	@$(MAKE) --no-print-directory -j2 lint browser
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=20 --durations-min=1
 
-# Longer proofs of what shorter tests hold too: of all, or of one room (`make prove ROOM=runtime`).
+# Longer proofs of what shorter tests hold too, and random tests with all their examples: of all rooms, or of one
+# (`make prove ROOM=runtime`).
 prove: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --durations=20 --durations-min=1 tests/$(ROOM)
+	RLMUX_EXAMPLES=all $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or hypothesis" --durations=20 --durations-min=1 tests/$(ROOM)
 
 # Two real TRL scripts under the broker. TRL has an environment of its own.
 test-trl: setup $(TRL)

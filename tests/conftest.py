@@ -10,8 +10,15 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 from tests import guardian, signals
+from tests.examples import examples
 
-settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "steady",
+    max_examples=examples(100),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("steady")
 
 

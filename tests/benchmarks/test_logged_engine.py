@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged_engine import EngineLimits, ToolCalls, kv_pool_tokens, predict_rollout
+from tests.examples import examples
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import DENSE_DECODE_MIN
@@ -38,14 +39,14 @@ def brute_force_s(lengths, model, prompt):
     return seconds
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40), prompt=st.integers(1, 400))
 def test_closed_form_equals_stepping_through_every_iteration(lengths, prompt):
     predicted = predict_rollout(lengths, "qwen3-4b", prompt_tokens=prompt, limits=FREE)
     assert predicted.seconds == pytest.approx(brute_force_s(lengths, "qwen3-4b", prompt))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 8192), min_size=1, max_size=120),
     pool=st.integers(500, 60_000),
@@ -64,7 +65,7 @@ def test_every_token_is_generated_once_whatever_the_cache(lengths, pool, slots, 
         assert worker.seconds == pytest.approx(worker.decode_s + worker.prefill_s + worker.host_s)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(lengths=st.lists(st.integers(50, 2000), min_size=8, max_size=60))
 def test_less_cache_never_raises_the_peak(lengths):
     peaks = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from itertools import count
 
@@ -10,10 +11,16 @@ import pytest
 from rlmux.broker.beside import SharedDesk
 from rlmux.broker.server import Connection
 from rlmux.core.actions import RunStage
-from rlmux.core.events import ClientFinished, PipelineFailed
+from rlmux.core.errors import UserError
+from rlmux.core.events import ClientFinished, PipelineFailed, WorkArrived
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, Pool, Stage
 
 NAME = PipelineId("p")
+
+
+def refuse_taken(name: PipelineId) -> None:
+    if name == "taken":
+        raise UserError(f"pipeline {name!r} is in this run already; accepted: a name of its own")
 
 
 @pytest.fixture
@@ -29,19 +36,39 @@ def desk(connection) -> SharedDesk:
     clock = map(float, count())
     desk = SharedDesk(
         cluster,
+        refuse_taken,
         policy="fifo",
         now_s=lambda: next(clock),
         is_allowed=lambda connection, proof: True,
         leave_limit_s=1e9,
         lease_s=0.0,
     )
-    hello = {"t": "hello", "v": 1, "job": NAME, "rank": 0, "world": 1, "pid": 1, "host": "h", "session": "s"}
-    desk.take_message(connection, {**hello, "pools": {"train": "gpu0"}})
+    say_hello(desk, connection, NAME)
     return desk
+
+
+def say_hello(desk: SharedDesk, connection: Connection, job: str) -> None:
+    hello = {"t": "hello", "v": 1, "job": job, "rank": 0, "world": 1, "pid": 1, "host": "h", "session": f"s-{job}"}
+    desk.take_message(connection, {**hello, "pools": {"train": "gpu0"}})
 
 
 def ask(desk: SharedDesk, connection: Connection) -> None:
     desk.take_message(connection, {"t": "ask", "id": 1, "pools": ["gpu0"], "phase": "train"})
+
+
+def test_a_program_named_like_a_pipeline_of_the_server_is_refused_and_disturbs_nobody(desk, connection):
+    with socket.socket() as another:
+        late = Connection(another, pid=None)
+        say_hello(desk, late, "taken")
+        (line,) = [line for to, line in desk.outgoing if to is late]
+        assert json.loads(line) == {
+            "t": "refused",
+            "reason": "pipeline 'taken' is in this run already; accepted: a name of its own",
+        }
+        say_hello(desk, late, "free")
+    ask(desk, connection)
+    assert list(desk.roster.programs) == [NAME, "free"]
+    assert [event.pipeline for event in desk.events if isinstance(event, WorkArrived)] == [NAME]
 
 
 def test_a_program_that_has_room_beside_others_ends_its_permit_for_them_and_does_not_leave(desk, connection):

@@ -146,7 +146,7 @@ def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux):
         closing(ControlServer(run)),
         closing(StatusReader(run, answer_limit_s=0.05)) as reader,
     ):
-        assert "goes on (busy, and gave no answer)" in remote.heading(reader.read())
+        assert "goes on (no answer: it is busy, stopped or hangs)" in remote.heading(reader.read())
     assert "nothing runs here now" in rlmux("status", "one").out
 
 

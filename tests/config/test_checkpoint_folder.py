@@ -123,6 +123,31 @@ def test_a_missing_shard_of_the_weights_is_named(refusal, load, good, folder):
     assert f"{folder / 'model-00002-of-00002.safetensors'} is missing" in refusal()
 
 
+def test_a_head_beside_tied_embeddings_is_a_copy_of_them_or_refused(refusal, load, good, folder):
+    head = {"lm_head.weight": SHAPES["model.embed_tokens.weight"]}
+    weights = folder / "model.safetensors"
+    write_weights(weights, SHAPES | head)
+    load(good.replace("steps: 60", "model: {path: ckpt}"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    for served in ((), ("pipelines.*.rollout.engine={name: vllm, python: python}",)):
+        message = refusal(*served)
+        assert "a tensor lm_head.weight that differs from the embedding" in message
+        assert f"({folder}); accepted: the same values, no such tensor, or tie_word_embeddings: false" in message
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": False}))
+    load(good.replace("steps: 60", "model: {path: ckpt}"))
+
+
+def test_weights_beside_an_index_of_other_files_are_refused(refusal, load, good, folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(SHAPES, "model.safetensors")}))
+    load(good.replace("steps: 60", "model: {path: ckpt}"))
+    write_weights(folder / "model-00001-of-00001.safetensors", SHAPES)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(SHAPES, "model-00001-of-00001.safetensors")}))
+    message = refusal()
+    assert "has model.safetensors beside model.safetensors.index.json, which names other files" in message
+    assert message.endswith("accepted: one of them")
+
+
 def test_a_context_beyond_the_positions_is_refused_at_the_key_that_is_given(refusal, complaint, good, load, folder):
     load(good.replace("steps: 60", "model: {path: ckpt}"), "pipelines.*.rollout.max_new_tokens=64")
     line = refusal("pipelines.*.rollout.max_new_tokens=65")

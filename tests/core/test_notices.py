@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit, ExpectLoss, Park
 from rlmux.core.events import NodeJoined, NodeLost, NoticeGiven
@@ -126,7 +127,9 @@ def test_a_filler_leaves_at_once(builders):
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data(), policy=st.sampled_from(["solo", "rollmux", "rlmux", "fifo", "jigsaw", "colocated"]))
 def test_whenever_notices_come_all_pipelines_end_and_no_invariant_breaks(builders, data, policy):

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit, Park, Queue, Refuse, Release, Remind
 from rlmux.core.events import (
@@ -308,7 +309,7 @@ def flood_pipeline(draw, name: str, account: Account, urgency: Urgency) -> Pipel
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(flood=floods())
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_one_that_waits_for_seven_days_starts_after_what_runs_and_what_came_before_it(builders, policy, flood):
     """However many urgent ones come: after what runs then and what was submitted before, one at a time."""
     driver = driver_of(builders, policy, rollout=2, train=2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.cycles import PhaseLoad, cycle_order, cycle_s, fits_period, is_formula_exact, load_s, meta_iteration_s
 
@@ -54,7 +55,7 @@ on_some_nodes = st.builds(
 
 
 @given(st.lists(on_one_node, min_size=1, max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_one_rollout_node_each_gives_max_of_cycle_and_load(loads):
     expected = max(cycle_s(loads), load_s(loads))
     assert meta_iteration_s(loads) == expected
@@ -62,7 +63,7 @@ def test_one_rollout_node_each_gives_max_of_cycle_and_load(loads):
 
 
 @given(st.lists(on_some_nodes, min_size=1, max_size=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_spanning_rollouts_take_as_long_as_simulated(loads):
     assert meta_iteration_s(loads) == pytest.approx(simulated_period_s(loads), abs=1e-9)
 
@@ -82,7 +83,7 @@ def test_equal_spanning_sets_behave_as_one_node():
 
 
 @given(st.lists(on_one_node, min_size=1, max_size=6), st.lists(seconds, min_size=6, max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_what_is_promised_with_syncs_is_kept_and_at_most_a_sync_too_long(loads, syncs):
     synced = with_syncs(loads, syncs)
     promised, played = meta_iteration_s(synced), simulated_period_s(synced)
@@ -93,7 +94,7 @@ def test_what_is_promised_with_syncs_is_kept_and_at_most_a_sync_too_long(loads, 
 
 
 @given(st.lists(on_some_nodes, min_size=2, max_size=5), st.lists(seconds, min_size=5, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_spanning_rollouts_with_syncs_take_as_long_as_simulated(loads, syncs):
     assert period_as_simulated(loads, syncs) > 0
 
@@ -106,7 +107,7 @@ trains_on_its_own = st.builds(
 
 
 @given(st.lists(trains_on_its_own, min_size=1, max_size=5), st.lists(seconds, min_size=5, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_members_that_train_on_nodes_of_their_own_take_as_long_as_simulated(loads, syncs):
     """Two of them may share nothing at all: each goes at its own pace, and the slower one's is promised."""
     assert period_as_simulated(loads, syncs) >= 0
@@ -120,14 +121,14 @@ quarters = st.lists(st.integers(0, 4), min_size=5, max_size=5)
 
 
 @given(st.lists(trains_on_its_own, min_size=1, max_size=5), st.lists(seconds, min_size=5, max_size=5), quarters)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_rollouts_whose_tails_leave_their_nodes_take_as_long_as_simulated(loads, syncs, parts):
     assume(any(parts[: len(loads)]))
     assert period_as_simulated(with_tails(loads, parts), syncs) >= 0
 
 
 @given(st.lists(on_one_node, min_size=2, max_size=5), st.lists(seconds, min_size=5, max_size=5), quarters)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_tails_that_leave_a_single_node_take_as_long_as_simulated(loads, syncs, parts):
     """Here a bound often says the period without a search for the longest cycle."""
     assume(any(parts[: len(loads)]))
@@ -182,7 +183,7 @@ several_steps = st.builds(
 
 
 @given(st.lists(several_steps, min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_several_steps_per_cycle_take_as_long_as_simulated_and_the_quick_check_agrees(loads):
     period_s = meta_iteration_s(loads)
     assert period_s == pytest.approx(simulated_meta_iteration_s(loads), abs=1e-9)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.actions import Admit, Queue
-from rlmux.core.events import NodeJoined, NodeLost, PipelineCancelled
+from rlmux.core.events import NodeJoined, NodeLost, PipelineCancelled, WaitsRestored
 from rlmux.core.model import NodeId, Pipeline, PipelineId, PipelineStatus
+from rlmux.core.offers import PipelineWait
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 
@@ -108,6 +109,18 @@ def test_where_estimates_were_wrong_nothing_overtakes_after_the_promised_time(bu
     early = [name for name, time_s in admissions(slow).items() if time_s < admissions(slow)["wide"]]
     assert early == ["s0", "s1", "s2"]
     assert admissions(slow)["wide"] == 300.0
+
+
+def test_a_resumed_run_keeps_the_start_that_the_head_was_promised(driver, builders):
+    """Promised to start at 30 s, which is past: `short` would end before `s0` does, and starts after `wide` now."""
+    driver.now_s = 31.0
+    wait = PipelineWait(pipeline=PipelineId("wide"), since_s=1.0, promised_s=30.0)
+    driver.send(WaitsRestored(time_s=31.0, waits=(wait,)))
+    driver.submit(builders.pipeline("s0", num_steps=10), builders.pipeline("wide", num_rollout_nodes=2))
+    driver.submit(builders.pipeline("short", num_steps=2))
+    assert set(admissions(driver)) == {"s0"}
+    assert driver.scheduler.wait_of(PipelineId("wide")).waited_s == 30.0
+    assert driver.scheduler.query.promised_s(PipelineId("wide")) == 30.0
 
 
 def test_what_waited_behind_a_pipeline_starts_when_that_is_cancelled(driver, builders):

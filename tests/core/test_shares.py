@@ -7,10 +7,12 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit, Park, Queue, Release, Relocate
-from rlmux.core.events import HoldReleased, NodeLost, PipelineCancelled, PipelineHeld, PipelineRanked
+from rlmux.core.events import HoldReleased, NodeLost, PipelineCancelled, PipelineHeld, PipelineRanked, WaitsRestored
 from rlmux.core.model import QUEUED, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus, Urgency
+from rlmux.core.offers import PipelineWait
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.usage import FULL_S, HALF_LIFE_S, DecayedUsage
 from rlmux.policies import make_policy
@@ -32,6 +34,17 @@ def test_a_later_account_is_not_kept_waiting_by_a_hundred_submissions_of_another
     driver.submit(builders.pipeline("b0", num_steps=1, user="bob"))
     driver.run()
     assert admitted(driver).split().index("b0") == 1
+
+
+def test_ageing_goes_on_in_a_resumed_run(driver, builders):
+    """`b0` had waited for two weeks, and its account has used more than the other one."""
+    wait = PipelineWait(pipeline=PipelineId("b0"), since_s=0.0)
+    driver.now_s = 14 * 86400.0
+    driver.send(WaitsRestored(time_s=driver.now_s, waits=(wait,)))
+    driver.submit(builders.pipeline("now", urgency=Urgency.URGENT), builders.pipeline("a0", urgency=Urgency.URGENT))
+    driver.submit(builders.pipeline("b0", urgency=Urgency.BACKGROUND))
+    driver.run()
+    assert admitted(driver) == "now b0 a0"
 
 
 def test_without_accounts_pipelines_start_as_they_came(driver, builders):
@@ -128,7 +141,7 @@ def seconds_of(action) -> float:
 
 @pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux"])
 @given(made=submissions())
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_charges_add_up_to_the_seconds_that_devices_were_held(builders, policy, made):
     """And every pipeline ends, with every invariant checked after each event."""
     cluster = builders.cluster(rollout=2, train=2, devices_per_node=2)

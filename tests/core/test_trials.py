@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
@@ -99,7 +100,7 @@ def contents(ledger: PlacementLedger) -> object:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), before=st.integers(0, 12), counts=st.lists(st.integers(0, 6), max_size=4))
 def test_a_trial_answers_like_a_copy_and_leaves_nothing_behind(seed, before, counts):
     """Trials in trials: each is compared with a copy inside, and with what was there before it once it is over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit, Park
 from rlmux.core.events import NodeLost, ParkRequested, PipelineCancelled
@@ -110,7 +111,7 @@ def test_what_its_user_parks_is_not_given_a_turn(builders):
         max_size=6,
     )
 )
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_pipeline_ends_whatever_comes_and_goes(builders, made):
     driver = driver_of(builders, rollout=2, train=2)
     for number, (nodes, rollout_s, num_steps, gap_s, is_known) in enumerate(made):

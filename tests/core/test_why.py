@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit
 from rlmux.core.events import HoldReleased, PipelineHeld
@@ -95,7 +96,7 @@ def starts_on_a_copy(scheduler: Scheduler, pipeline: Pipeline, change: Change) -
 
 @pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux"])
 @given(made=queues())
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_each_change_that_is_told_starts_it_and_a_smaller_raise_of_the_slo_does_not(builders, policy, made):
     """And to ask changes nothing: a scheduler that was not asked goes on with the same actions."""
     asked, twin = (

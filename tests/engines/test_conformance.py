@@ -244,7 +244,7 @@ def test_a_server_that_cannot_reload_is_started_anew_for_each_version(new_engine
     assert turn.logprobs == pytest.approx(expected_logprobs(trained, request, turn.tokens), abs=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_weights_of_a_bfloat16_trainer_are_taken_and_compared_in_what_the_server_samples_in(
     new_engine: NewEngine, tmp_path: Path, dtype: str
 ) -> None:

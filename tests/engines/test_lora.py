@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from tests.engines.conftest import make_lively
+from tests.examples import examples
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.engines.adapter_rows import LowRank, RowAdapters
@@ -153,7 +154,7 @@ def test_an_offload_records_tokens_with_the_version_of_the_adapter_that_made_the
     assert {version for turn in finished for version in turn.versions} == {3}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_whatever_adapters_the_other_rows_have(data):
     """For every number of neighbours and every rank: own rows of a mixed batch against the tenant's batch alone."""

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.rl.types import FinishedTurn, TrajectoryRequest, TurnReply
@@ -81,7 +82,7 @@ class TwoEngines:
 
 
 @settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit, Release
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId, PipelineStatus
@@ -87,7 +88,7 @@ class Watched:
 @pytest.mark.parametrize("policy", POLICIES)
 @given(made=submissions(), error=st.sampled_from([1.0, 0.3, 4.0]))
 @example(made=stream(16), error=1.0)
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(10), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_the_first_in_the_queue_starts_when_all_admitted_before_its_promise_have_ended(builders, policy, made, error):
     watched = Watched(builders, policy, error=error)
     watched.play(made)

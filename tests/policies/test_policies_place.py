@@ -9,6 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.model import AdmissionKind, Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.core.placement import PlacementLedger
@@ -310,7 +311,7 @@ def live(policy, the_cluster, script, rename=str):
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 @given(script=moves, sizes=st.sampled_from([(None, None), (3, 2), (6, 4)]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_books_add_up_and_slos_hold_through_random_lives(policy, script, sizes):
     for world in live(policy, cluster(*sizes, host_bytes=100.0), script):
         for group in world.ledger.groups():
@@ -320,7 +321,7 @@ def test_the_books_add_up_and_slos_hold_through_random_lives(policy, script, siz
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "random"])
 @given(script=moves)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_relabelling_pipelines_changes_nothing(policy, script):
     """Names may not decide anything, not even between equals."""
     names = random.Random(0)
@@ -337,7 +338,7 @@ def test_relabelling_pipelines_changes_nothing(policy, script):
 
 
 @given(script=st.lists(fields, min_size=1, max_size=9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_policy_that_keeps_slos_is_cheaper_than_the_bounds(script):
     pipelines = [
         Pipeline(id=PipelineId(f"p{number}"), num_steps=None, **{**entry, "footprint": Footprint()})
@@ -379,7 +380,7 @@ def _subsets(mask):
 
 
 @given(st.lists(st.tuples(estimates, st.floats(1.0, 3.0)), min_size=1, max_size=7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_branch_and_bound_finds_the_cheapest_partition(drawn):
     demands = [
         demand_of(pipeline(f"p{number}", one.rollout_s, one.train_s, slo)) for number, (one, slo) in enumerate(drawn)

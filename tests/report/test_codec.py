@@ -10,6 +10,7 @@ import typing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Action, Admit, RunStage, Switch
 from rlmux.core.errors import LogError
@@ -64,7 +65,7 @@ KINDS = {"phases": st.sampled_from(ARRIVING_KINDS)}
 
 @pytest.mark.parametrize("kind", EVERY_TYPE, ids=lambda kind: kind.__name__)
 def test_every_event_and_action_survives_the_round_trip(kind: type) -> None:
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=examples(25), deadline=None)
     @given(
         st.builds(
             kind,

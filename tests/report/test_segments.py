@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Pause
 from rlmux.core.errors import LogError
@@ -145,7 +146,7 @@ def test_notes_that_are_wanted_bare_leave_everything_else_as_it_is(tmp_path: Pat
     assert given[60:] == [part[4] for part in whole if part[3] == "rollout"][60:]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(reports | others | notes, max_size=40), st.integers(1, 9), st.integers(2, 30), st.integers(0, 45))
 def test_whatever_is_appended_comes_back_from_every_row_on(tmp_path, values, block_rows, segment_rows, after) -> None:
     folder = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -10,6 +10,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.rl.epoch_clock import ClockState, EpochClock, EpochSizes
 from rlmux.rl.types import TrajectoryId
@@ -123,7 +124,7 @@ class Devices:
         return told
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_batches_and_the_version_of_every_token_are_the_oracles_on_any_devices(draw):
     staleness = draw.randint(0, 3)

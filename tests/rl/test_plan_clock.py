@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.rl.plan_clock import PlanClock
 from rlmux.rl.types import TrajectoryId
@@ -78,7 +79,7 @@ class Devices:
             self.queues[source] = []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 12))
 def test_the_same_is_kept_on_any_devices_in_any_order_of_news(draw, num_devices, num_slots):
     num_groups, group_size = draw.randint(1, 4), draw.randint(1, 3)

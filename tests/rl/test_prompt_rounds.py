@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.errors import CheckpointError, UserError
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TailBatchingConfig, TaskConfig, TrainingConfig
@@ -47,7 +48,7 @@ def test_the_fifth_round_is_the_first_long_one_and_made_of_what_lost_before():
     assert rounds[4].prompts == (0, 1, 10, 11, 20, 21, 30, 31)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 9), st.integers(1, 12), st.floats(1.0, 3.0))
 def test_a_run_trains_on_every_prompt_of_a_plain_one_exactly_once(draw, per_step, steps, factor):
     one = config(per_step=per_step, steps=steps, prompts=factor, samples=1.5)

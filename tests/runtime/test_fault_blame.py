@@ -52,7 +52,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def good(real):
-    return real.submission("good", seed=1, num_steps=6)
+    return real.submission("good", seed=1, num_steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def alone(real, good, tmp_path_factory):
 
 
 def bad(real, name: str):
-    submission = real.submission(name, seed=3, num_steps=6)
+    submission = real.submission(name, seed=3, num_steps=3)
     limit_s = 0.3 if name == "hangs" else 60.0  # the others are to fail of what they do, on a busy machine too
     task = replace(submission.config.task, reward=f"my_bad_rewards:{name}", reward_timeout_s=limit_s)
     return replace(submission, config=replace(submission.config, task=task))
@@ -87,7 +87,7 @@ def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, go
 
 @pytest.mark.slow
 def test_numbers_that_blow_up_fail_their_pipeline(real, make_backend, good, alone, tmp_path):
-    submission = real.submission("wild", seed=3, num_steps=6)
+    submission = real.submission("wild", seed=3, num_steps=3)
     algorithm = replace(submission.config.algorithm, learning_rate=1e30)
     wild = replace(submission, config=replace(submission.config, algorithm=algorithm))
     run = real.run(tmp_path / "run", [wild, good], make_backend=make_backend)
@@ -131,7 +131,7 @@ def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
         backend.workplace.spawn = spawn_poisonable
         return backend
 
-    poisoned = real.submission("poisoned", seed=3, num_steps=6)
+    poisoned = real.submission("poisoned", seed=3, num_steps=3)
     run = real.run(
         tmp_path / "run",
         [good, poisoned],

@@ -97,6 +97,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers_before_anything_starts(real
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_host_memory_is_a_budget_for_all_pipelines_of_a_node(real, pair, tmp_path):
     """Two of the three fit the host memory of the one node there is; the third waits until one has left."""
     footprint = replace(pair[0].pipeline.footprint, rollout_host_bytes=4e9, train_host_bytes=4e9)

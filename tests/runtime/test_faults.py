@@ -20,19 +20,27 @@ from rlmux.runtime.worker_calls import TrainCall
 from rlmux.runtime.workplace import WorkerOptions
 
 
+def pair_of(real, num_steps: int) -> list:
+    return [
+        real.submission("sort", seed=1, num_steps=num_steps),
+        real.submission("tool", seed=2, num_steps=num_steps, task="calculator", staleness=1),
+    ]
+
+
+def undisturbed_run(real, folder, pair):
+    run = real.run(folder, pair)
+    assert run.status == {"sort": "finished", "tool": "finished"}
+    return run
+
+
 @pytest.fixture(scope="module")
 def pair(real):
-    return [
-        real.submission("sort", seed=1, num_steps=10),
-        real.submission("tool", seed=2, num_steps=10, task="calculator", staleness=1),
-    ]
+    return pair_of(real, 5)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(real, pair, tmp_path_factory):
-    run = real.run(tmp_path_factory.mktemp("undisturbed"), pair)
-    assert run.status == {"sort": "finished", "tool": "finished"}
-    return run
+    return undisturbed_run(real, tmp_path_factory.mktemp("undisturbed"), pair)
 
 
 def pid_of(recorder, pipeline: str, role: str) -> int | None:
@@ -88,7 +96,9 @@ def assert_only_time_is_lost(real, make_backend, pair, undisturbed, folder, name
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sort", "tool"])
-def test_any_worker_may_die_as_any_stage_begins(real, make_backend, pair, undisturbed, tmp_path, name):
+def test_any_worker_may_die_as_any_stage_begins(real, make_backend, tmp_path, name):
+    pair = pair_of(real, 10)
+    undisturbed = undisturbed_run(real, tmp_path / "undisturbed", pair)
     victims = [(role, stage) for stage in STAGES for role in ROLES]
     assert_only_time_is_lost(real, make_backend, pair, undisturbed, tmp_path / "run", name, victims)
 

@@ -69,6 +69,7 @@ def test_the_mean_score_is_recorded_and_is_that_of_the_answers(alone):
     assert summary["pipelines"]["eval"]["weights_sha256"] is None, "it trains nothing"
 
 
+@pytest.mark.slow
 def test_it_leaves_a_device_that_a_pipeline_wants(real, pipeline, tmp_path):
     """On one device for all, where every phase of the pipeline finds the filler there or not."""
     long = filler_of(real)
@@ -104,7 +105,7 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step_to_the_same_bytes(real,
     assert answers(folder) == answers(alone[0])
 
 
-@pytest.mark.parametrize("role", ["env", "rollout-rollout-0.0"])
+@pytest.mark.parametrize("role", [pytest.param("env", marks=pytest.mark.slow), "rollout-rollout-0.0"])
 def test_a_killed_worker_changes_no_answer(real, alone, tmp_path, role):
     killed = []
 

@@ -120,6 +120,15 @@ def test_a_driver_is_made_for_a_free_name_alone_and_leaves_it_free_where_that_fa
     run.front.submit(client("a"), Driver(run.front))
 
 
+def test_a_reserved_name_is_its_programs_alone(run):
+    run.front.reserve(PipelineId("late"))
+    with pytest.raises(UserError, match="'late' is in this run already"):
+        run.front.reserve(PipelineId("late"))
+    run.front.submit(client("late"), Driver(run.front))
+    with pytest.raises(UserError, match="'late' is in this run already"):
+        run.front.submit(client("late"), Driver(run.front))
+
+
 def test_a_cancelled_client_is_paused_told_and_released(run):
     driver = Driver(run.front, ends_itself=False)
     run.front.submit(client("a"), driver)

@@ -40,7 +40,7 @@ def interruptible(real, mode="overlap", *, name="p", devices=1, **changes):
     return real.replace(one, config=config, pipeline=pipeline)
 
 
-@pytest.fixture(scope="module", params=["partial", "overlap"])
+@pytest.fixture(scope="module", params=[pytest.param("partial", marks=pytest.mark.slow), "overlap"])
 def mode(request):
     return request.param
 
@@ -71,6 +71,7 @@ def test_trajectories_have_tokens_of_several_versions_within_the_bound(alone):
     assert found[-1][3] == 0, "all prompts are trained on"
 
 
+@pytest.mark.slow
 def test_without_staleness_and_overlap_it_is_the_synchronous_pipeline_bit_for_bit(real, tmp_path):
     one = interruptible(real, "synchronous")
     plain = real.replace(

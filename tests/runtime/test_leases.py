@@ -20,7 +20,7 @@ TOUCHING = {"build", "run_chunk", "run_stage", "publish", "checkpoint", "offload
 """Calls that need the device; the other calls of device workers read files or wait for one."""
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_in_a_real_run_no_worker_is_asked_to_touch_a_device_that_no_order_leases(
     real: Any, tmp_path: Path, staleness: int
 ) -> None:

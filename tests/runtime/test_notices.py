@@ -66,7 +66,7 @@ def run_with_notices(real, folder: Path, after_steps: Sequence[int], seconds: fl
     backend = local_backend(on, folder)
     gives = GivesNotice(scheduler, after_steps, seconds)
     try:
-        Controller(scheduler, backend, None, [], gives).run([real.submission("sort", num_steps=6)])
+        Controller(scheduler, backend, None, [], gives).run([real.submission("sort", num_steps=4)])
     finally:
         backend.close()
     return backend.weights_sha256(SORT), gives
@@ -75,7 +75,7 @@ def run_with_notices(real, folder: Path, after_steps: Sequence[int], seconds: fl
 @pytest.fixture(scope="module")
 def undisturbed(real, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    return real.run(folder, [real.submission("sort", num_steps=6)], on=real.cluster(rollout=2)).sha256["sort"]
+    return real.run(folder, [real.submission("sort", num_steps=4)], on=real.cluster(rollout=2)).sha256["sort"]
 
 
 @pytest.mark.slow

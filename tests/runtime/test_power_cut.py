@@ -86,9 +86,8 @@ def resume(real, pair, folder: Path) -> dict[str, str]:
     return weights(result.summary)
 
 
-@pytest.mark.parametrize(
-    "kept", [0.0, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
 def test_checkpoints_may_be_newer_than_the_log(real, pair, taken, tmp_path, kept):
     """With nothing of its tail kept, the log is its header: all that was ever waited for."""
     undisturbed, image, early_bytes = taken
@@ -102,6 +101,7 @@ def test_checkpoints_may_be_newer_than_the_log(real, pair, taken, tmp_path, kept
     assert resume(real, pair, folder) == undisturbed
 
 
+@pytest.mark.slow
 def test_the_log_may_be_newer_than_the_checkpoints(real, pair, taken, tmp_path):
     undisturbed, image, _ = taken
     folder = tmp_path / "run"

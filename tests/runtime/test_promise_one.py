@@ -51,14 +51,14 @@ def test_sharing_gives_the_weights_of_running_alone(real, make_backend, pair, so
     assert shared.sha256 == solo.sha256, shared.recorder.notes
 
 
-@pytest.mark.parametrize("policy", ["rollmux", "jigsaw"])
+@pytest.mark.parametrize("policy", ["rollmux", pytest.param("jigsaw", marks=pytest.mark.slow)])
 def test_one_device_for_both_phases_gives_the_weights_of_running_alone(real, pair, solo, tmp_path, policy):
     pool = Pool(name="device", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=1)
     shared = real.run(tmp_path / policy, pair, policy=policy, on=Cluster(pools={"device": pool}))
     assert shared.sha256 == solo.sha256, shared.recorder.notes
 
 
-@pytest.mark.parametrize("chunk_decode_steps", [1, 5])
+@pytest.mark.parametrize("chunk_decode_steps", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_size_of_a_chunk_changes_nothing(real, make_backend, pair, solo, tmp_path, chunk_decode_steps):
     options = WorkerOptions(chunk_decode_steps=chunk_decode_steps, chunk_s=0.001)
     run = real.run(tmp_path / "run", pair, options=options, make_backend=make_backend)
@@ -118,6 +118,7 @@ def test_migrating_every_trajectory_to_another_worker_mid_way_changes_nothing(re
     assert moved.sha256 == alone.sha256
 
 
+@pytest.mark.slow
 def test_a_tool_using_pipeline_is_the_same_shared_and_alone(real, make_backend, tmp_path):
     pair = [
         real.submission("tool", task="calculator", max_new_tokens=32),

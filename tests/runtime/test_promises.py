@@ -92,12 +92,14 @@ def test_a_refused_file_leaves_the_run_that_it_was_to_replace(real: Any, tmp_pat
     assert write_report(folder)["pipelines"] == before
 
 
+@pytest.mark.slow
 def test_what_is_not_asked_for_is_found_out_and_told(real: Any, tmp_path: Path, noisy_backend: Any) -> None:
     asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.REPLAYABLE)
     pipelines = train(real, tmp_path / "run", [asking], make_backend=noisy_backend)
     assert (pipelines["asking"]["promise"], pipelines["asking"]["status"]) == ("replayable", "finished")
 
 
+@pytest.mark.slow
 def test_one_that_was_submitted_later_fails_before_it_trains(real: Any, tmp_path: Path, noisy_backend: Any) -> None:
     """Its devices are others' by then: its own workers find it out, under its first lease of each phase."""
     asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.EXACT)

@@ -49,7 +49,7 @@ def alone(real, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("count", "chunk_s"), [(2, 0.0), (4, 0.5)])
+@pytest.mark.parametrize(("count", "chunk_s"), [(2, 0.0), pytest.param(4, 0.5, marks=pytest.mark.slow)])
 def test_ranks_give_the_weights_and_figures_of_one_wherever_stages_are_cut(
     real, alone, tmp_path, count, chunk_s
 ) -> None:
@@ -73,6 +73,7 @@ def test_ranks_in_bfloat16_give_the_weights_and_figures_of_one(real, tmp_path) -
     assert figures(two) == figures(one)
 
 
+@pytest.mark.slow
 def test_ranks_without_a_micro_batch_of_their_own_change_nothing(real, tmp_path) -> None:
     def all_in_one(count: int):
         given = of_ranks(real, count)

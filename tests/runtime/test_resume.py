@@ -24,6 +24,7 @@ from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.core.events import PipelineSubmitted, StageFinished
 from rlmux.core.model import OrderId, PhaseSeconds, PipelineStatus
+from rlmux.core.offers import PipelineWait
 from rlmux.core.scheduler import Scheduler
 from rlmux.engines import checkpoint
 from rlmux.policies import make_policy
@@ -33,6 +34,7 @@ from rlmux.runtime import local, worker_backend
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory import with_machine_memory
 from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.salvage import salvage
 from rlmux.runtime.workplace import WorkerOptions
 
 STEPS = 5
@@ -191,6 +193,29 @@ def test_a_resumed_pipeline_is_planned_with_the_bounds_that_it_had(real, tmp_pat
     assert next(bounded.bound for at, bounded in told if at > again) == before[-1].bound
 
 
+def test_a_pipeline_that_waited_goes_on_waiting_where_it_stood(real, tmp_path):
+    """The log tells a resumed run since when it has waited, and which start it was promised."""
+    estimate = PhaseSeconds(rollout_s=0.2, train_s=0.2)
+    pair = [real.submission(name, num_steps=4) for name in ("first", "second")]
+    pair = [replace(one, pipeline=replace(one.pipeline, estimate=estimate)) for one in pair]
+    solo = make_policy("solo")
+    stopped = run_pipelines(
+        real.cluster(), pair, solo, tmp_path, spec={}, is_overwriting=True, listeners=[InterruptsAt("first", 2)]
+    )
+    assert not stopped.is_complete
+    with LogReader(tmp_path) as reader:
+        submitted_s = {
+            entry.value.pipeline.id: entry.time_s for entry in reader.entries() if entry.type == "PipelineSubmitted"
+        }
+        promised_s = [entry.value["start_s"] for entry in reader.entries() if entry.type == "start_promised"]
+    assert resume_pipelines(real.cluster(), pair, solo, tmp_path).is_complete
+    with LogReader(tmp_path) as reader:
+        assert reader.state().waits == {}
+        (restored,) = [entry.value for entry in reader.entries() if entry.type == "WaitsRestored"]
+    second = PipelineWait(pipeline="second", since_s=submitted_s["second"], promised_s=promised_s[-1])
+    assert restored.waits == (second,)
+
+
 def test_a_run_that_gets_no_backend_leaves_nothing_behind(real, pair, tmp_path):
     def refuse(*given, **options):
         raise UserError("its GPUs are held by others")
@@ -219,12 +244,20 @@ def newest_step(folder: Path) -> int:
     ("of_sort", "of_tool"),
     [
         ((truncate, "model.safetensors"), (flip_a_bit, "optimizer.safetensors")),
-        ((Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json")),
+        pytest.param(
+            (Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
-    real, pair, undisturbed, stopped, tmp_path, of_sort, of_tool
+    real, pair, undisturbed, stopped, tmp_path, monkeypatch, of_sort, of_tool
 ):
+    """Workers find the damage: the controller has others to serve, and a checkpoint takes as long as the disk."""
+
+    def fail(path: Path) -> str:
+        raise AssertionError(f"{path} is read by the controller")
+
+    monkeypatch.setattr(checkpoint, "_file_sha256", fail)
     folder = copy_of(stopped, tmp_path / "run")
     steps = {name: newest_step(folder / name) for name in ("sort", "tool")}
     for name, (damage, file) in (("sort", of_sort), ("tool", of_tool)):
@@ -236,21 +269,6 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
     for fields in warnings:
         assert f"step_{steps[fields['pipeline']]}" in fields["reason"]
         assert "falling back" in fields["reason"]
-    assert weights(result.summary) == weights(undisturbed.summary)
-
-
-def test_no_checkpoint_is_hashed_by_the_controller(real, pair, undisturbed, stopped, tmp_path, monkeypatch):
-    """It has others to serve, and a checkpoint takes as long as the disk: workers find the damage."""
-
-    def fail(path: Path) -> str:
-        raise AssertionError(f"{path} is read by the controller")
-
-    folder = copy_of(stopped, tmp_path / "run")
-    flip_a_bit(folder / "sort" / f"step_{newest_step(folder / 'sort')}" / "model.safetensors")
-    monkeypatch.setattr(checkpoint, "_file_sha256", fail)
-    recorder = InterruptsAt("none", 0)
-    result = resume(real, pair, folder, listeners=[recorder])
-    assert [note.fields["pipeline"] for note in recorder.notes if note.type == "warning"] == ["sort"]
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
@@ -321,7 +339,8 @@ def test_a_checkpoint_of_another_run_is_not_taken(real, pair, undisturbed, stopp
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
-@pytest.mark.parametrize("checkpoint_every", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint_every", [2, 3])
 def test_with_fewer_checkpoints_too(real, make_backend, pair, undisturbed, tmp_path, checkpoint_every):
     how = {"options": WorkerOptions(checkpoint_every=checkpoint_every), "make_backend": make_backend}
     folder = tmp_path / "run"
@@ -348,6 +367,16 @@ def parts_of(folder: Path) -> list[list]:
             elif entry.kind in ("event", "action"):
                 parts[-1].append(entry)
     return parts
+
+
+def test_a_finished_run_whose_log_is_gone_trains_nothing_once_it_is_salvaged(real, pair, undisturbed, tmp_path):
+    folder = copy_of(undisturbed.folder, tmp_path / "run")
+    (folder / LOG_NAME).unlink()
+    salvage(folder)
+    assert resume(real, pair, folder).was_over
+    with LogReader(folder) as reader:
+        ended = reader.state().ended
+    assert {name: one["weights_sha256"] for name, one in ended.items()} == weights(undisturbed.summary)
 
 
 def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path):

@@ -17,7 +17,7 @@ from rlmux.core.model import NodeId
 from rlmux.report.damaged import read_damaged
 from rlmux.report.folder_lock import FolderInUseError, FolderLock
 from rlmux.report.log import LOG_NAME, LogLimits, LogReader, RunLog, run_header
-from rlmux.runtime.salvage import HEADER_NAME, keep_header, salvage
+from rlmux.runtime.salvage import ENDS_NAME, HEADER_NAME, keep_end, keep_ends, keep_header, salvage
 
 PAGE = 4096
 
@@ -115,6 +115,26 @@ def test_without_its_first_page_or_at_all_a_log_is_made_from_what_is_left(tmp_pa
     with LogReader(tmp_path) as reader:
         assert reader.header["run_id"] == header["run_id"]
     assert len(steps_of(tmp_path)) == (200 if what == "first page" else 0)
+
+
+@pytest.mark.parametrize("what", ["last pages", "no file"])
+def test_a_pipeline_that_was_over_stays_over_however_its_log_is_damaged(tmp_path, what):
+    write_log(tmp_path, 400, block_rows=10**6)
+    end = {"pipeline": "a", "status": "cancelled", "reason": "", "weights_sha256": None}
+    keep_ends(tmp_path, ())
+    keep_end(tmp_path, end)
+    with (tmp_path / ENDS_NAME).open("a") as file:
+        file.write('{"pipeline": "b", "sta')  # of a run that was killed as it wrote
+    path = tmp_path / LOG_NAME
+    if what == "no file":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size // 2)
+    salvaged = salvage(tmp_path)
+    assert salvaged is not None
+    assert "pipeline a was over (cancelled) and stays so" in salvaged.lines()
+    with LogReader(tmp_path) as reader:
+        assert reader.state().ended == {"a": end}
 
 
 def test_without_any_header_nothing_is_changed(tmp_path):

@@ -79,6 +79,7 @@ def test_a_sum_that_was_changed_in_the_log_is_found_at_its_step(shared, tmp_path
     assert verdict.line() == f"a: differs at step 2 of 2: {compared} 000000000000 in the log, {true[:12]} alone"
 
 
+@pytest.mark.slow
 def test_a_log_of_before_with_a_hash_in_each_step_is_compared_by_it(shared, tmp_path):
     """Its notes of steps have SHA-256, its notes of checkpoints and its steps no other sum."""
     run = shared
@@ -115,6 +116,7 @@ def test_between_checkpoints_steps_are_compared_by_their_checksums(with_gaps, tm
     assert verdict.line() == f"a: differs at step 2 of 5: checksum 000000000000 in the log, {true[:12]} alone"
 
 
+@pytest.mark.slow
 def test_hashes_of_steps_that_would_have_no_checkpoint_are_made_for_the_comparison(with_gaps, tmp_path):
     run = tampered(with_gaps, tmp_path / "one", "type = 'header'", "checkpoint_every: 3", "checkpoint_every: 4")
     (verdict,) = verify(run, ["a"], say=lambda text: None)

@@ -74,9 +74,17 @@ class Lane:
         file = {"source": "lanes", "resolved": self.spec.resolved}
         return run_header(policy=policy, backend="fake", cluster=self.spec.cluster, spec=file)
 
-    def close(self) -> None:
+    def down(self) -> str | None:
+        """As that of a lane whose controller answers."""
+        return None
+
+    def hang(self) -> None:
+        """Listen on, and answer nothing more."""
         self._is_over = True
         self._thread.join()
+
+    def close(self) -> None:
+        self.hang()
         self.run_api.close()
         self._usage.write(self._backend.now_s())
         self.log.close()

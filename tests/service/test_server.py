@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 
 import httpx
@@ -14,7 +14,9 @@ import pytest
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route, Router
+from tests.waiting import until
 
+from rlmux.core.errors import ThreadDiedError
 from rlmux.service.http_head import MAX_HEAD_BYTES
 from rlmux.service.listening import Listening
 from rlmux.service.server import Server
@@ -168,3 +170,26 @@ def test_an_application_has_what_is_asked_under_its_path_and_routers_have_the_re
         assert (answer.text if answer.status_code == 200 else None) == told
     finally:
         server.close()
+
+
+def test_a_task_beside_the_requests_that_an_error_ends_is_missed():
+    async def fail() -> None:
+        raise ValueError("an error of ours")
+
+    server = Server(Listening())
+    server.run_beside(fail)
+    server.start()
+    try:
+        until(lambda: raises(server.thread.check), "the error of the task")
+        with pytest.raises(ThreadDiedError, match="thread http ended: ValueError: an error of ours"):
+            server.thread.check()
+    finally:
+        server.close()
+
+
+def raises(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except ThreadDiedError:
+        return True
+    return False

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId, SwitchEstimate
 from rlmux.policies import POLICIES, make_policy
@@ -61,7 +62,7 @@ def workloads(draw):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(made=workloads())
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_simulated_policy_is_ever_below_the_bound(policy, made):
     result = simulate(made, make_policy(policy))
     assert result.cost_usd >= result.bound_usd * (1 - 1e-9)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Pause, RunStage
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage, Urgency
@@ -24,7 +25,7 @@ EVERY = (*FIXED_ORDERS, "split", "fifo", "gap-ratio", "gavel", "gavel-steps", "m
 """Every policy but `jigsaw`, which looks ahead from where it is when a filler has left."""
 STATES = Footprint(rollout_host_bytes=1.0, train_host_bytes=1.0, rollout_device_bytes=1.0, train_device_bytes=1.0)
 """States of which any number fits on a device: then no order evicts one."""
-SLOWLY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOWLY = settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECONDS = st.integers(1, 40).map(lambda tenths: tenths * 0.3)
 
 

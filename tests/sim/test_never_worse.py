@@ -67,18 +67,20 @@ def assert_never_worse(workload):
     assert figures["rlmux"] <= 1.001 * min(figures.values()), figures
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", [*(pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES[:3]), MIXES[3]])
 def test_rlmux_costs_no_more_than_either_grain_alone(mix):
     assert_never_worse(catalog.load(f"{mix}:num_pipelines=8,{CLOCKED}", seed=3))
 
 
-@pytest.mark.parametrize("name", ["micro-a", "micro-b", "micro-c"])
+@pytest.mark.parametrize(
+    "name", ["micro-a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("micro-b", "micro-c"))]
+)
 def test_rlmux_ends_no_later_than_either_grain_alone(name):
     assert_never_worse(catalog.load(f"{name}:num_steps=12"))
 
 
 @pytest.mark.parametrize("with_prices", [False, True])
-@pytest.mark.parametrize("name", PAIRS[::4])
+@pytest.mark.parametrize("name", PAIRS[::8])
 def test_rlmux_chooses_the_grain_that_is_better_for_a_pair(name, with_prices):
     made = catalog.load(name)
     assert_never_worse(priced(made) if with_prices else made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.model import Footprint, NodeId, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.policies import POLICIES, make_policy
@@ -65,7 +66,7 @@ def failures(draw):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(made=arrivals(), broken=failures(), num_nodes=st.sampled_from([None, 4]))
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_all_is_well_after_every_event(policy, made, broken, num_nodes):
     cluster = h20_h800_cluster(num_rollout_nodes=num_nodes, num_train_nodes=num_nodes, host_memory_gb=1000)
     workload = Workload(name="random", cluster=cluster, arrivals=made)

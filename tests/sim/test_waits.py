@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.actions import Admit, Release
 from rlmux.core.model import QUEUED, Account, Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Urgency
@@ -108,7 +109,7 @@ def crowds(draw) -> list[Arrival]:
 
 @pytest.mark.parametrize("policy", ["solo", "rollmux"])
 @given(made=crowds())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_no_pipeline_waits_longer_than_the_bound(policy, made):
     assert max(lateness_s(made, *times_of(made, 2, policy)), default=0.0) <= 0.0
 

@@ -86,6 +86,13 @@ def test_without_a_neighbour_or_with_more_devices_a_pipeline_ends_earlier(tmp_pa
     assert answer["then"]["policy"] == "solo"
 
 
+def test_a_pipeline_alone_is_not_faster_than_alone_with_staleness_neither(tmp_path):
+    """Its rollouts overlap its training, alone too."""
+    ends_of((arrival("stale", 6.0, 3.0, staleness=1),), "fifo", tmp_path)
+    slowdown = what_if(ongoing(tmp_path, CLUSTER), Change())["now"]["pipelines"]["stale"]["step_slowdown"]
+    assert 1.0 - 1e-9 <= slowdown < 1.1
+
+
 def test_names_that_are_not_there_or_taken_are_refused(tmp_path):
     run = cut_run(tmp_path)
     with pytest.raises(

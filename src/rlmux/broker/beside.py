@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import queue
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from rlmux.core.events import Event, PipelineCancelled, PipelineFailed, Pipeline
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, Pipeline, PipelineId, Resident
 from rlmux.runtime.backend import Note
 from rlmux.runtime.foreign import ForeignFront, News
+from rlmux.runtime.supervised import SupervisedThread
 
 _LOOK_EVERY_S = 0.1
 _ANOTHER = PipelineId("another pipeline")
@@ -44,11 +44,18 @@ _ANOTHER = PipelineId("another pipeline")
 class SharedDesk(Desk):
     """A desk that leaves it to the scheduler who has to leave, and tells when that is done."""
 
-    def __init__(self, cluster: Cluster, **options: Any) -> None:
+    def __init__(self, cluster: Cluster, reserve: Callable[[PipelineId], None], **options: Any) -> None:
+        """`reserve`: takes the name of a program before it joins. Raises UserError where a pipeline has it."""
         super().__init__(cluster, **options)
+        self._reserve = reserve
         self.ledger = Residency(dict.fromkeys(cluster.pools, math.inf), next_fence=options.get("first_fence", 1))
         self._once_left: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
         """Calls that wait for a program to leave a pool."""
+
+    def submit(self, program: Program) -> None:
+        """Raises UserError for a name that a pipeline beside the programs has: that program alone is refused."""
+        self._reserve(program.id)
+        super().submit(program)
 
     def evict(self, name: PipelineId, pool: str, then: Callable[[], None]) -> None:
         """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone. Where the file
@@ -102,7 +109,7 @@ class PermitsBeside:
         self._cluster = cluster
         self._front = front
         self._server = server
-        self.desk = SharedDesk(cluster, now_s=time.monotonic, **options)
+        self.desk = SharedDesk(cluster, front.reserve, now_s=time.monotonic, **options)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._looked_s = 0.0
         self._num_told = 0
@@ -110,7 +117,7 @@ class PermitsBeside:
         self._num_committed = 0
         """Those of them that are in the log."""
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="permits", daemon=True)
+        self.thread = SupervisedThread(self._run, "permits")
 
     @property
     def address(self) -> str:
@@ -126,14 +133,14 @@ class PermitsBeside:
                 self._front.leave_over(DeviceId(pool, 0, 0), Resident(program, Phase.TRAIN), _Driver(self, program))
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """End the thread, and every connection. Programs go on, and wait for the next server."""
         self._is_closing = True
         self._server.wake()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
         self._server.close()
 
     def do(self, command: Callable[[], None]) -> None:

@@ -219,7 +219,7 @@ def _slo_lines(shown: Mapping[str, Any]) -> list[str]:
 
 def heading(shown: Mapping[str, Any]) -> str:
     """One line on a run's status: policy, seconds, and whether a process runs it now."""
-    process = "busy, and gave no answer" if shown["pid"] is None else f"pid {shown['pid']}"
+    process = "no answer: it is busy, stopped or hangs" if shown["pid"] is None else f"pid {shown['pid']}"
     going = f"goes on ({process})" if shown["is_going_on"] else "nothing runs here now"
     kept_open = ", kept open" if shown["is_kept_open"] else ""
     return f"policy {shown['policy']}, {shown['now_s']:.0f} s, {going}{kept_open}"

@@ -1,11 +1,12 @@
-"""Can the model of a Hugging Face checkpoint folder be trained here? Small files and headers tell; no tensor is read.
+"""Can the model of a Hugging Face checkpoint folder be trained here? Small files and headers tell. No tensor is read
+but a head beside tied embeddings, which has to be a copy of them.
 
     config.json                        architecture, rotary positions, sizes
     model.safetensors, or the files    8 bytes: length of the header │ header: name, dtype, shape, offsets │ tensors
     that the index names
 
-What is refused here is what `engines` cannot compute or what `transformers` would fill with random numbers. This module
-reads nothing but JSON and the sizes of files, so that planning needs no torch.
+What is refused here is what `engines` cannot compute, what `transformers` would fill with random numbers, and what two
+programs would read differently. This module reads JSON and bytes, so that planning needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlmux.core.errors import UserError
 from rlmux.rl.config import ACCEPTED_MODELS, ARCHITECTURES
@@ -25,6 +26,8 @@ _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _DTYPES = ("F32", "F16", "BF16", "F64")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PIECE_BYTES = 1 << 22
+"""Bytes of two tensors that are compared at a time."""
 _MAX_HEADER_BYTES = 100_000_000
 """Longest header that safetensors itself accepts."""
 
@@ -40,6 +43,17 @@ class CheckpointFolder:
     """Architecture."""
     positions_key: str
     """Key of config.json that `max_positions` is from."""
+
+
+class _Tensor(NamedTuple):
+    """Where a safetensors file has a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    start: int
+    """Offset in the file, in bytes."""
+    num_bytes: int
 
 
 def check_checkpoint(folder: Path, *, is_served: bool = False) -> CheckpointFolder:
@@ -59,12 +73,13 @@ def check_checkpoint(folder: Path, *, is_served: bool = False) -> CheckpointFold
     config_file = folder / "config.json"
     config = _read_json(config_file)
     _check_config(config, config_file, is_served=is_served)
-    shapes = _read_tensors(folder)
+    tensors = _read_tensors(folder)
+    _check_tied_head(config, tensors, folder)
     if is_served:
         max_positions, key = config.get("max_position_embeddings"), "max_position_embeddings"
     else:
         _check_computed(config, config_file)
-        _check_tensors(config, shapes, folder)
+        _check_tensors(config, {name: one.shape for name, one in tensors.items()}, folder)
         max_positions, key = _max_positions(config)
     return CheckpointFolder(max_positions=max_positions, positions_key=key, model_type=config["model_type"])
 
@@ -144,27 +159,33 @@ def _check_rope(config: Mapping[str, Any], path: Path) -> None:
             raise UserError(f"{path} has {key} with rope_type {rope_type!r}; accepted: {', '.join(_ROPE_TYPES)}")
 
 
-def _read_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model, by name, from the files that transformers would read."""
-    if (folder / _WEIGHTS).is_file():
-        files = [folder / _WEIGHTS]
-    elif (folder / _INDEX).is_file():
+def _read_tensors(folder: Path) -> dict[str, _Tensor]:
+    """Every tensor of the model, by name, from the files that transformers would read."""
+    has_weights = (folder / _WEIGHTS).is_file()
+    if (folder / _INDEX).is_file():
         names = _read_json(folder / _INDEX).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise UserError(f"{folder / _INDEX} has no weight_map; accepted: a file as transformers writes it")
         files = [folder / name for name in sorted(set(names.values()))]
+        if has_weights and files != [folder / _WEIGHTS]:
+            raise UserError(
+                f"{folder} has {_WEIGHTS} beside {_INDEX}, which names other files, and readers disagree on which "
+                "counts; accepted: one of them"
+            )
+    elif has_weights:
+        files = [folder / _WEIGHTS]
     else:
         raise UserError(f"the folder has neither {_WEIGHTS} nor {_INDEX} ({folder}); accepted: one of them")
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, _Tensor] = {}
     for file in files:
         if not file.is_file():
             raise UserError(f"{file} is missing, which {_INDEX} names; accepted: every file of the checkpoint")
-        shapes |= _read_header(file)
-    return shapes
+        tensors |= _read_header(file)
+    return tensors
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of one safetensors file whose length is what its header promises."""
+def _read_header(path: Path) -> dict[str, _Tensor]:
+    """Tensors by name of one safetensors file whose length is what its header promises."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -175,16 +196,48 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         end = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        dtypes = {str(tensor["dtype"]) for tensor in header.values()}
-        shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+        tensors = {name: _tensor(fields, path, 8 + header_bytes) for name, fields in header.items()}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise UserError(f"{path} has a damaged header; accepted: a safetensors file") from None
     if num_bytes != end:
         what = "truncated" if num_bytes < end else "too long"
         raise UserError(f"{path} is {what}: {num_bytes} bytes, and its header promises {end}; accepted: a whole file")
-    for dtype in sorted(dtypes - set(_DTYPES)):
+    for dtype in sorted({tensor.dtype for tensor in tensors.values()} - set(_DTYPES)):
         raise UserError(f"{path} has tensors of {dtype}; accepted: {', '.join(_DTYPES)}")
-    return shapes
+    return tensors
+
+
+def _tensor(fields: Mapping[str, Any], path: Path, data_start: int) -> _Tensor:
+    """A tensor of a header; `data_start`: where the file's data begins."""
+    begin, end = fields["data_offsets"]
+    if not 0 <= begin <= end:
+        raise ValueError(begin)
+    return _Tensor(tuple(fields["shape"]), str(fields["dtype"]), path, data_start + begin, end - begin)
+
+
+def _check_tied_head(config: Mapping[str, Any], tensors: Mapping[str, _Tensor], folder: Path) -> None:
+    """A head beside tied embeddings is a copy of them: some programs read it, and others do not."""
+    head = tensors.get("lm_head.weight")
+    embedding = tensors.get("model.embed_tokens.weight", tensors.get("embed_tokens.weight"))
+    if head is None or embedding is None or not config.get("tie_word_embeddings"):
+        return
+    if head[:2] != embedding[:2] or not _are_equal(head, embedding):
+        raise UserError(
+            "the weights have a tensor lm_head.weight that differs from the embedding, and config.json ties both with "
+            f"tie_word_embeddings ({folder}); accepted: the same values, no such tensor, or tie_word_embeddings: false"
+        )
+
+
+def _are_equal(one: _Tensor, other: _Tensor) -> bool:
+    """Whether two tensors of one shape and type have the same bytes."""
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        for done in range(0, one.num_bytes, _PIECE_BYTES):
+            num_bytes = min(_PIECE_BYTES, one.num_bytes - done)
+            if first.read(num_bytes) != second.read(num_bytes):
+                return False
+    return True
 
 
 def _check_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:

@@ -9,7 +9,8 @@ This is EASY back-filling (Lifka, "The ANL/IBM SP Scheduling System", JSSPP 1995
 12(6), 2001). What counts as room is the policy's own answer: it is asked in trials of the ledger in which pipelines
 have departed. An unknown end is never, so where the head waits for one of these nothing overtakes.
 
-Every wait is bounded: the earliest start that the head was ever told is kept, and once it has passed nothing overtakes.
+Every wait is bounded: the earliest start that the head was ever told is kept, over a resume too, and once it has passed
+nothing overtakes.
 What runs then ends, and each pipeline before it in the queue takes its turn as the head.
 
 Only the head, its reservation and the reasons change here. The scheduler admits.
@@ -26,6 +27,7 @@ from rlmux.core.estimates import StepEstimates
 from rlmux.core.group_load import GroupLoad, Member
 from rlmux.core.journal import Journal
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
+from rlmux.core.offers import PipelineWait
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice, Refusal
 from rlmux.core.placement_view import PlacementView
@@ -108,6 +110,16 @@ class AdmissionQueue:
         self._state.waiting.pop(run.pipeline.id, None)
         self._state.waiting_fillers.pop(run.pipeline.id, None)
         return reservation is not None and reservation.pipeline == run.pipeline.id
+
+    def restore(self, waits: Sequence[PipelineWait]) -> None:
+        """Have pipelines go on waiting as in an earlier part of the run, once they `enter`."""
+        self._state.restored_waits = {wait.pipeline: wait for wait in waits}
+
+    def enter(self, run: PipelineRun) -> None:
+        """A pipeline was submitted: its wait begins, or goes on."""
+        wait = self._state.restored_waits.pop(run.pipeline.id, None)
+        if wait is not None:
+            run.waiting_since_s, run.promised_s = wait.since_s, wait.promised_s
 
     def start(self, run: PipelineRun) -> None:
         """A pipeline of the queue is admitted."""

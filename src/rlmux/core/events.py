@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from rlmux.core.model import ARRIVING_KINDS, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
-from rlmux.core.offers import AccountSpent, AccountUsage, ShareSettings
+from rlmux.core.offers import AccountSpent, AccountUsage, PipelineWait, ShareSettings
 
 UNDATED = math.nan
 """`time_s` of an event that has not entered a tick: seconds since the run began are not known for it."""
@@ -82,6 +82,14 @@ class UsageRestored:
     usage: tuple[AccountUsage, ...]
     spent: tuple[AccountSpent, ...] = ()
     """Dollars of accounts with a budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitsRestored:
+    """Pipelines that waited when an earlier part of the run ended; each goes on waiting once it is submitted again."""
+
+    time_s: float = UNDATED
+    waits: tuple[PipelineWait, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +284,7 @@ Event = (
     | PipelineParked
     | SharesSet
     | UsageRestored
+    | WaitsRestored
     | TimeReached
     | PipelineFailed
     | WorkArrived

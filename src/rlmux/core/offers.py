@@ -8,6 +8,7 @@ The order says who is asked next. Where a pipeline goes, and whether it fits, is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,11 +27,22 @@ class WaitingPipeline:
     rank: int
     """Its place among its account's own."""
     waited_s: float
-    """Seconds since its submission."""
+    """Seconds since it began to wait, those of earlier parts of the run included."""
     sequence: int
     """Its number in the order of submission."""
     entry_by_pool: Mapping[str, float]
     """Device-seconds of each pool that one step of it is expected to hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineWait:
+    """How long a pipeline had waited when an earlier part of the run ended. Times are of the run's clock."""
+
+    pipeline: PipelineId
+    since_s: float
+    """Time from which on it waited."""
+    promised_s: float = math.inf
+    """Earliest start that was ever reserved for it; infinite where there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -256,6 +256,7 @@ class Scheduler:
         run = PipelineRun(pipeline, event.time_s, self._state.next_in_sequence())
         run.restart_step = -1 if pipeline.has_sft_warmup and pipeline.first_step == 1 else pipeline.first_step - 1
         self._state.runs[pipeline.id] = run
+        self._queue.enter(run)
         self._shares.note_submitted(pipeline)
         if pipeline.is_filler:
             self._fillers.submit(run)

@@ -1,7 +1,8 @@
 """What users say of their pipelines, and what was set for them: held, released, ranked, parked; shares and usage.
 
 PipelineHeld, HoldReleased, PipelineRanked, ParkRequested ─┐
-PipelineParked, SharesSet, UsageRestored, TimeReached ─────┴─▶ a pipeline's run, or Shares ─▶ the queue
+PipelineParked, SharesSet, UsageRestored, WaitsRestored ───┼─▶ a pipeline's run, or Shares ─▶ the queue
+TimeReached ───────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rlmux.core.events import (
     SharesSet,
     TimeReached,
     UsageRestored,
+    WaitsRestored,
 )
 from rlmux.core.fillers import Fillers
 from rlmux.core.model import PipelineId, PipelineStatus
@@ -61,6 +63,7 @@ class Standings:
             PipelineParked: self._on_parked,
             SharesSet: self._on_shares_set,
             UsageRestored: self._on_usage_restored,
+            WaitsRestored: self._on_waits_restored,
             TimeReached: self._on_time_reached,
         }
 
@@ -111,6 +114,9 @@ class Standings:
 
     def _on_usage_restored(self, event: UsageRestored) -> None:
         self._shares.restore(event.usage, event.spent)
+
+    def _on_waits_restored(self, event: WaitsRestored) -> None:
+        self._queue.restore(event.waits)
 
     def _on_time_reached(self, event: TimeReached) -> None:
         self._placing.place_waiting()

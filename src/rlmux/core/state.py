@@ -36,7 +36,7 @@ from rlmux.core.model import (
     Stage,
     WorkLeft,
 )
-from rlmux.core.offers import AccountSpent, Quota, Share, ShareSettings
+from rlmux.core.offers import AccountSpent, PipelineWait, Quota, Share, ShareSettings
 from rlmux.core.step_bounds import StepBounds
 from rlmux.core.turn_shares import TurnShares
 from rlmux.core.usage import DecayedUsage
@@ -413,6 +413,8 @@ class SchedulerState:
     """Whether one was submitted whose tails may leave their nodes; groups are looked through for them only then."""
     waiting: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """The pipelines of status WAITING that are no fillers."""
+    restored_waits: dict[PipelineId, PipelineWait] = field(default_factory=dict)
+    """Waits of earlier parts of the run, of pipelines that have not been submitted again."""
     reservation: Reservation | None = None
     """Start kept for the first of the waiting pipelines that others make room for; None where there is none."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)

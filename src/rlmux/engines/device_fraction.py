@@ -118,15 +118,20 @@ class NiceFraction:
     def _has_group(self) -> bool:
         return _has_autogroups() and os.getsid(0) == os.getpid()
 
+    @cached_property
+    def _group_base(self) -> int:
+        """Niceness that the group began with: 0, whatever that of its process is. Raises OSError."""
+        return int(_AUTOGROUP.read_text().rpartition(" ")[2])
+
     def set(self, device_fraction: float) -> None:
         if device_fraction == self._fraction:
             return
-        nice = min(_MAX_NICE, self._base + nice_of(device_fraction))
+        nice = nice_of(device_fraction)
         if self._can_raise:  # else it could not be undone
-            os.setpriority(os.PRIO_PROCESS, 0, nice)
+            os.setpriority(os.PRIO_PROCESS, 0, min(_MAX_NICE, self._base + nice))
         if self._has_group:
             try:
-                _AUTOGROUP.write_text(str(nice))
+                _AUTOGROUP.write_text(str(min(_MAX_NICE, self._group_base + nice)))
             except OSError:  # ten changes a second are allowed; the next call tries again
                 return
         self._fraction = device_fraction

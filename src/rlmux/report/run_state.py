@@ -12,6 +12,10 @@ from typing import Any
 
 from rlmux.report.codec import dumps, encode, loads
 
+_WAITS = ("PipelineSubmitted", "Queue", "PipelineParked")
+"""Events and actions after which a pipeline waits."""
+_READ = ("ExpectSteps", "SharesSet", "Admit", *_WAITS)
+
 
 @dataclass(slots=True)
 class RunState:
@@ -38,6 +42,9 @@ class RunState:
     bounded: dict[str, Any] = field(default_factory=dict)
     """Bounds that each pipeline with a probability was last planned with, as the log writes `Pipeline.bounded`."""
 
+    waits: dict[str, dict[str, float]] = field(default_factory=dict)
+    """`since_s` of each pipeline that waits, and `promised_s` of one with a promised start (note `start_promised`)."""
+
     usage: dict[str, Any] = field(default_factory=dict)
     """Fields of the last note `usage`: what projects and users have used."""
     accounts: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +55,7 @@ class RunState:
     @staticmethod
     def reads(kind: str, type: str) -> bool:
         """Whether `add` looks at the value of such a row."""
-        return kind == "note" or type in ("ExpectSteps", "SharesSet")
+        return kind == "note" or type in _READ
 
     def add(self, seq: int, time_s: float, kind: str, type: str, value: Any) -> None:
         """Fold in one row; `value`: the fields of a note, or the action."""
@@ -60,10 +67,18 @@ class RunState:
             self.bounded[str(value.pipeline)] = loads(dumps(value.bounded))
         if type == "SharesSet":
             self.shares = loads(encode(value))
+        if type in _WAITS:
+            name = value.pipeline.id if type == "PipelineSubmitted" else value.pipeline
+            self.waits.setdefault(str(name), {"since_s": time_s})
+        elif type == "Admit":
+            self.waits.pop(str(value.pipeline), None)
         if kind != "note":
             return
         if type == "pipeline_end":
             self.ended[value["pipeline"]] = value
+            self.waits.pop(value["pipeline"], None)
+        elif type == "start_promised" and value["pipeline"] in self.waits:
+            self.waits[value["pipeline"]]["promised_s"] = value["start_s"]
         elif type == "plan":
             self.plans[value["pipeline"]] = str(value["plan_sha256"])
         elif type == "inputs":
@@ -92,6 +107,7 @@ class RunState:
             "standings": self.standings,
             "measured": self.measured,
             "bounded": self.bounded,
+            "waits": self.waits,
             "usage": self.usage,
             "accounts": self.accounts,
             "shares": self.shares,

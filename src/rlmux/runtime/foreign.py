@@ -105,11 +105,19 @@ class ForeignFront:
         self._left: list[tuple[Resident, OrderId]] = []
         self._drivers: dict[PipelineId, ForeignDriver] = {}
         self._names: dict[PipelineId, None] = {}
+        self._reserved: set[PipelineId] = set()
+        """Names that were taken for pipelines that are not submitted yet (membership tests only)."""
         self._left_over: dict[DeviceId, dict[Resident, ForeignDriver]] = {}
         self.wake: Callable[[], None] = lambda: None
         """Wakes the controller; set by the backend that takes what comes."""
 
     # ------------------------------------------------------------------ for the front
+
+    def reserve(self, pipeline: PipelineId) -> None:
+        """Take a name for a pipeline that is submitted later. Raises UserError for one that the run knows already."""
+        with self._lock:
+            self._take_new_name(pipeline)
+            self._reserved.add(pipeline)
 
     def submit(self, pipeline: Pipeline, driver: ForeignDriver) -> None:
         """Have a pipeline whose work arrives admitted. Raises UserError for a name that the run knows already."""
@@ -119,9 +127,10 @@ class ForeignFront:
         """`submit`, with a driver that is made once the name is the pipeline's; the name is free again where that
         fails."""
         with self._lock:
-            if pipeline.id in self._names:
-                raise UserError(f"pipeline {pipeline.id!r} is in this run already; accepted: a name of its own")
-            self._names[pipeline.id] = None
+            if pipeline.id in self._reserved:
+                self._reserved.remove(pipeline.id)
+            else:
+                self._take_new_name(pipeline.id)
         try:
             driver = make_driver()
         except BaseException:
@@ -131,6 +140,11 @@ class ForeignFront:
         with self._lock:
             self._drivers[pipeline.id] = driver
         self._say(PipelineSubmitted(pipeline=pipeline))
+
+    def _take_new_name(self, pipeline: PipelineId) -> None:
+        if pipeline in self._names:
+            raise UserError(f"pipeline {pipeline!r} is in this run already; accepted: a name of its own")
+        self._names[pipeline] = None
 
     def arrived(self, pipeline: PipelineId, phases: tuple[Phase, ...], units: int = 0) -> None:
         """Work is there; see `WorkArrived`."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -28,6 +27,7 @@ from rlmux.runtime.bursts import BurstFront, BurstOptions, Listener, PipelineBur
 from rlmux.runtime.call_loop import Answer, CallLoop
 from rlmux.runtime.foreign import News
 from rlmux.runtime.sampling import Samplers
+from rlmux.runtime.supervised import SupervisedThread
 from rlmux.runtime.workplace import Worker, Workplace
 
 _WAIT_S = 0.25
@@ -60,12 +60,10 @@ class ModelHost:
         self._timers: list[tuple[float, int, Answer]] = []
         self._numbers = count()
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="models", daemon=True)
-        self.failure: BaseException | None = None
-        """Whatever ended the thread before its time."""
+        self.thread = SupervisedThread(self._run, "models")
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     # --- from any thread --------------------------------------------------------------------------------------
 
@@ -116,8 +114,8 @@ class ModelHost:
         """End every worker and the thread. Safe to call twice."""
         self._is_closing = True
         self._wake()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
 
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -132,9 +130,6 @@ class ModelHost:
                     self._receive(worker)
                 self._take_commands()
                 self._fire_timers()
-        except BaseException as error:  # those that wait for this thread are told why it ended
-            self.failure = error
-            raise
         finally:
             for bursts in self._pipelines.values():
                 bursts.end_workers()

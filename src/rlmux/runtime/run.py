@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import signal
@@ -21,11 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rlmux.config.shares import parse_shares
-from rlmux.core.actions import Action, Refuse, Release
-from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, StorageError
-from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed
+from rlmux.core.actions import Action, Queue, Refuse, Release
+from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, RlmuxError, StorageError, ThreadDiedError
+from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
 from rlmux.core.model import BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
-from rlmux.core.offers import ShareSettings
+from rlmux.core.offers import PipelineWait, ShareSettings
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.planning.fairness import FairShares
@@ -49,7 +50,7 @@ from rlmux.runtime.origins import plan_notes, with_origin
 from rlmux.runtime.promises import check_promises
 from rlmux.runtime.run_api import ParseSubmission, RunApi
 from rlmux.runtime.run_folder import FolderWatch, prepare_folder
-from rlmux.runtime.salvage import keep_header
+from rlmux.runtime.salvage import keep_end, keep_ends, keep_header
 from rlmux.runtime.usage_notes import UsageNotes, shares_events
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
@@ -115,6 +116,7 @@ def run_pipelines(
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
     log = RunLog.create(folder, header, lock=lock)
     keep_header(folder, header)
+    keep_ends(folder, ())
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.enter_context(log)
@@ -167,6 +169,7 @@ def resume_pipelines(
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
         unfinished = [_as_it_stood(one, state) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
+        keep_ends(folder, statuses.values())
         notes = [
             *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
@@ -182,7 +185,7 @@ def resume_pipelines(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
             front=front, taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
-            first=shares_events(state.shares or shares, state.usage, log.last_time_s),
+            first=[*shares_events(state.shares or shares, state.usage, log.last_time_s), *_waits_events(state)],
         )  # fmt: skip
 
 
@@ -236,6 +239,12 @@ def _as_it_stood(submission: Submission, state: RunState) -> Submission:
     return replace(submission, pipeline=pipeline)
 
 
+def _waits_events(state: RunState) -> list[Event]:
+    """What a scheduler is told of pipelines that waited as the run was stopped or killed."""
+    waits = tuple(PipelineWait(pipeline=PipelineId(name), **fields) for name, fields in sorted(state.waits.items()))
+    return [WaitsRestored(waits=waits)] if waits else []
+
+
 def drive(
     cluster: Cluster,
     submissions: Sequence[Submission],
@@ -265,7 +274,7 @@ def drive(
     foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
     backend: Backend = foreign[0] if foreign else own
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
-    endings = _Endings(scheduler, backend, log, dict(ended or {}))
+    endings, starts = _Endings(scheduler, backend, log, folder, dict(ended or {})), _PromisedStarts(scheduler, log)
     run_api = None
     if parse is not None:
         server = ControlServer(folder)
@@ -281,7 +290,7 @@ def drive(
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
     controller = Controller(
-        scheduler, backend, log, [watch, metrics, endings, usage, *displays, *foreign], run_api,
+        scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays, *foreign], run_api,
         (lambda: False) if front is None else front.has_news,
     )  # fmt: skip
     try:
@@ -291,7 +300,7 @@ def drive(
     except (OSError, LogError, StorageError) as error:
         watch.check()  # where the folder is gone, that is the cause, and nothing can be resumed
         raise StorageError(_with_resume_hint(folder, str(error))) from error
-    except IllegalTransitionError as error:  # a state that is wrong must not go on
+    except (IllegalTransitionError, ThreadDiedError) as error:  # a state that is wrong must not go on
         log.note("defect", backend.now_s(), text=str(error))
         raise type(error)(_as_defect(folder, error)) from error
     finally:
@@ -322,7 +331,7 @@ def _with_resume_hint(folder: Path, problem: str) -> str:
     return f"{problem}; stopped, nothing that was finished is lost; resume with: rlmux resume {folder}"
 
 
-def _as_defect(folder: Path, error: IllegalTransitionError) -> str:
+def _as_defect(folder: Path, error: RlmuxError) -> str:
     """One line: whose defect it is, and what to do. The recent events are in the log."""
     whose = "the policy" if isinstance(error, PolicyError) else "rlmux"
     found = str(error).partition("\n")[0]
@@ -362,17 +371,26 @@ def _checked(parse: ParseSubmission, cluster: Cluster, run_id: str | None, *, is
 
 
 class _Endings:
-    """Writes each pipeline's end to the log as soon as it is over."""
+    """Writes each pipeline's end to the log as soon as it is over, and beside it for a log that is damaged."""
 
     def __init__(
-        self, scheduler: Scheduler, backend: Backend, log: RunLog, ended: dict[PipelineId, Mapping[str, Any]]
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        log: RunLog,
+        folder: Path,
+        ended: dict[PipelineId, Mapping[str, Any]],
     ) -> None:
+        self._folder = folder
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
         self.by_pipeline: dict[PipelineId, Mapping[str, Any]] = ended
 
-    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
+        for note in notes:
+            if note.type == "pipeline_end":  # of one that was cancelled before it came
+                keep_end(self._folder, note.fields)
         ends = PipelineFailed | PipelineCancelled | ClientFinished | Release | Refuse
         if not any(isinstance(one, ends) for one in [*events, *actions]):
             return
@@ -389,6 +407,21 @@ class _Endings:
                 }
                 self.by_pipeline[pipeline] = fields
                 self._log.note("pipeline_end", now_s, **fields)
+                keep_end(self._folder, fields)
+
+
+class _PromisedStarts:
+    """Writes the start that each waiting pipeline was promised to the log, so that a resumed run keeps it."""
+
+    def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
+        self._query = scheduler.query
+        self._log = log
+
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
+        for name in dict.fromkeys(action.pipeline for action in actions if isinstance(action, Queue)):
+            promised_s = self._query.promised_s(name)
+            if math.isfinite(promised_s):
+                self._log.note("start_promised", now_s, pipeline=name, start_s=promised_s)
 
 
 class _UntilClosed:

@@ -39,17 +39,18 @@ def open_folder(
         server.start()
         dashboard.start()
         on_ready(dashboard)
-        wait_for_signal()
+        wait_for_signal(server, dashboard)
     finally:
         server.close()
         if dashboard is not None:
             dashboard.close()
 
 
-def wait_for_signal() -> None:
-    """Return at Ctrl-C or SIGTERM."""
+def wait_for_signal(server: Server, dashboard: Dashboard) -> None:
+    """Return at Ctrl-C or SIGTERM. Raises ThreadDiedError or StorageError where a thread of theirs has ended."""
     is_over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_over.set())
     while not is_over.wait(1.0):
-        pass
+        server.thread.check()
+        dashboard.check()

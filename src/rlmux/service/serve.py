@@ -28,6 +28,7 @@ from rlmux.core.model import PipelineId
 from rlmux.core.policy import Policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.model_host import ModelHost
 from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.listening import Listening
@@ -161,6 +162,7 @@ class _Starter:
         self._charges = Charges(doors.charge)
 
     def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note]) -> None:
+        self._doors.check()
         if not self._is_open:
             self._is_open = True
             self._on_ready(self._doors.open(is_resuming=self._is_resuming), self._doors)
@@ -184,12 +186,13 @@ class Doors:
         self._tinker: TinkerFront | None = None
         self.front = self._serving.front
         self._permit_server = permit_server(spec)
+        self._host: ModelHost | None = None
 
     def open(self, *, is_resuming: bool) -> str:
         """Take in what the ledger holds, and answer requests from now on; returns the server's URL."""
         self._open_permits(is_resuming=is_resuming)
         front, host = self._serving.furnish(self._server.call_soon)
-        self._tinker = front
+        self._tinker, self._host = front, host
         keys = Keys({key: given.project for key, given in self._spec.serve.keys.items()})
         self._server.mount_app(TINKER, routes(front, keys, host.reason))
         self._server.mount("", rollout_routes(front, keys, self._serving.vocabularies))
@@ -233,6 +236,14 @@ class Doors:
             self._permit_server.close()
         if self.dashboard is not None:
             self.dashboard.close()
+
+    def check(self) -> None:
+        """Raises ThreadDiedError or StorageError where a thread behind the doors has ended."""
+        for part in (self._server, self.permits, self._host):
+            if part is not None:
+                part.thread.check()
+        if self.dashboard is not None:
+            self.dashboard.check()
 
     def charge(self, pipeline: PipelineId, device_s: float) -> None:
         """A pipeline's work took so many device-seconds. Called by the controller's thread."""

@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlmux.core.errors import UserError
+from rlmux.runtime.supervised import SupervisedThread
 from rlmux.service.http_head import MAX_HEAD_BYTES, BoundedHttp
 from rlmux.service.listening import Listening, Proxied
 
@@ -58,7 +59,7 @@ class Server:
         self._outermost: ASGIApp = _ByPath(self._app_by_path, self._app)
         self._before_close: list[Callable[[], None]] = []
         self._server: uvicorn.Server | None = None
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self.thread = SupervisedThread(self._run, "http")
 
     @property
     def url(self) -> str:
@@ -115,16 +116,16 @@ class Server:
         )
         self._server = uvicorn.Server(config)
         self._socket.listen(_BACKLOG)  # a client that connects before the loop does so waits, and is not refused
-        self._thread.start()
+        self.thread.start()
         self._is_started.wait(_START_LIMIT_S)
 
     def close(self) -> None:
         """Answer what is being answered, then end. Safe to call twice."""
-        if self._server is not None and self._thread.is_alive():
+        if self._server is not None and self.thread.is_alive():
             for call in self._before_close:
                 self.call_soon(call)
             self._server.should_exit = True
-            self._thread.join()
+            self.thread.join()
         self._socket.close()
 
     def _run(self) -> None:
@@ -135,10 +136,18 @@ class Server:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.loop = asyncio.get_running_loop()
         self._running = [asyncio.ensure_future(task()) for task in self._tasks]
+        for each in self._running:
+            each.add_done_callback(self._check_task)
         self._is_started.set()
         yield
         for task in self._running:
             task.cancel()
+
+    def _check_task(self, task: asyncio.Task[None]) -> None:
+        """A task beside the requests that an error has ended is missed as the thread is."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.thread.fail(error)
 
 
 class _ByPath:

@@ -55,7 +55,7 @@ class _Progress:
         if self.is_done:
             return finished
         next_step = self.arrival.pipeline.first_step + self.steps
-        with_open = (end_s - begin_s) / max(self.alone_s + self.arrival.world.solo_s(next_step), 1e-9)
+        with_open = (end_s - begin_s) / max(self.alone_s + self.arrival.solo_s(next_step), 1e-9)
         if finished is None:
             return with_open if with_open > 1.0 else None
         return max(finished, with_open)
@@ -163,7 +163,7 @@ class Collector:
         if step < 1:
             return
         progress.steps += 1
-        progress.alone_s += progress.arrival.world.solo_s(step)
+        progress.alone_s += progress.arrival.solo_s(step)
         progress.last_step_s = now_s
 
     def compute(self, pipeline: PipelineId, devices: tuple[DeviceId, ...], seconds: float, switch_s: float) -> None:

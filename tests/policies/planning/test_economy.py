@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.group_load import Member, group_load
 from rlmux.core.model import (
@@ -57,7 +58,7 @@ def left_of(one, *, now_s, num_left, num_steps=100):
 # budgets
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     slo=st.floats(1.0, 2.5),
     num_steps=st.integers(1, 400),
@@ -105,13 +106,13 @@ TAIL = RolloutTail(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(members=st.lists(kinds, min_size=1, max_size=4), price=st.sampled_from([0.0, 1.2]))
 def test_a_layout_takes_as_long_and_costs_as_much_as_its_group_in_the_books(members, price):
     check_layouts(members, price, rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     members=st.lists(st.builds(replace, kinds, tail=st.sampled_from([None, TAIL])), min_size=2, max_size=4),
     price=st.sampled_from([0.0, 1.2]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.model import QUEUED, Account, PipelineId, Urgency
 from rlmux.core.offers import QueueView, Share, WaitingPipeline
@@ -119,7 +120,7 @@ def queues(draw) -> QueueView:
 
 
 @given(view=queues())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_every_pipeline_has_one_place_and_the_aged_come_first(view):
     ordered = FairShares().order(view)
     by_id = {one.id: one for one in view.waiting}
@@ -133,7 +134,7 @@ def test_every_pipeline_has_one_place_and_the_aged_come_first(view):
 
 
 @given(view=queues())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_ranks_decide_within_an_account_and_urgency(view):
     ordered = [one for name in FairShares().order(view) for one in view.waiting if one.id == name]
     for account in {one.account for one in ordered}:

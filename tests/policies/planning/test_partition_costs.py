@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.group_load import Member, group_load
 from rlmux.core.model import (
@@ -89,7 +90,7 @@ def in_the_books(candidate, made):
 
 
 @given(pipelines())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_every_group_that_the_search_proposes_keeps_its_slos_in_the_books(made):
     demands = [demand_of(one) for one in made]
     found = candidate_groups(demands, PRICES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.errors import UserError
 from rlmux.policies.planning import linear_program
@@ -75,7 +76,7 @@ def test_ties_go_to_what_comes_first_and_the_same_question_has_the_same_answer()
     fast=st.integers(1, 2),
     slow=st.integers(1, 2),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 def test_no_vertex_has_a_better_minimum_nor_with_it_a_better_sum(steps, fast, slow):
     found = shares(*(demand(*one) for one in steps), fast=fast, slow=slow)
     norms = [1.0 / (a * fast + b * slow) * (fast + slow) for a, b in steps]

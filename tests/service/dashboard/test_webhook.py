@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.log_script import LogScript, append
 
 from rlmux.report.log import RunLog
 from rlmux.service.dashboard.reads import Reads
-from rlmux.service.dashboard.webhook import Webhook
+from rlmux.service.dashboard.webhook import Webhook, body_of
 from rlmux.service.index.indexer import LaneIndexer
 from rlmux.service.index.lanes import Root
 
@@ -24,14 +24,17 @@ class Address:
     def __init__(self) -> None:
         self.told: list[dict] = []
         self.status = 200
+        self.takes: Callable[[dict], bool] = lambda message: True
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers["Content-Length"]))
-                if outer.status == 200:
-                    outer.told.append(json.loads(data))
-                self.send_response(outer.status)
+                message = json.loads(data)
+                status = outer.status if outer.takes(message) else 400
+                if status == 200:
+                    outer.told.append(message)
+                self.send_response(status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -87,25 +90,83 @@ def growing(tmp_path) -> Iterator[Growing]:
     made.close()
 
 
-def test_an_alert_is_told_when_it_begins_and_when_it_is_over(growing, address, capsys):
-    webhook = Webhook(Reads(Root(growing.folder, growing.folder), lambda folder: None), address.url)
-    growing.add(*[0.02] * 20)
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def look_again(webhook: Webhook, clock: Clock) -> None:
+    clock.now_s += 100.0
     webhook.look()
+
+
+def test_an_alert_is_told_when_it_begins_and_when_it_is_over(growing, address, capsys):
+    clock = Clock()
+    webhook = Webhook(Reads(Root(growing.folder, growing.folder), lambda folder: None), address.url, clock)
+    growing.add(*[0.02] * 20)
+    look_again(webhook, clock)
     assert address.told == []
     growing.add(2.0, 2.0, 2.0)
     address.status = 503
-    webhook.look()
-    webhook.look()
+    look_again(webhook, clock)
+    look_again(webhook, clock)
     assert capsys.readouterr().err.count("--webhook") == 1
     address.status = 200
-    webhook.look()
+    look_again(webhook, clock)
     growing.add(2.0)
-    webhook.look()
+    look_again(webhook, clock)
     (first,) = address.told
     assert (first["state"], first["lane"], first["pipeline"], first["rule"]) == ("firing", "demo", "sort", "kl_blowup")
     growing.add(0.02)
-    webhook.look()
+    look_again(webhook, clock)
     assert [one["state"] for one in address.told] == ["firing", "resolved"]
+
+
+def test_an_alert_that_is_refused_holds_no_other_up_and_is_dropped_with_a_line(growing, address, capsys):
+    clock = Clock()
+    webhook = Webhook(Reads(Root(growing.folder, growing.folder), lambda folder: None), address.url, clock)
+    growing.add(*[0.02] * 20, 20.0, 20.0, 20.0)
+    address.takes = lambda message: message["rule"] != "kl_blowup"
+    look_again(webhook, clock)
+    assert [one["rule"] for one in address.told] == ["kl_huge"]
+    for _ in range(20):
+        look_again(webhook, clock)
+    told = capsys.readouterr().err.splitlines()
+    (dropped,) = [line for line in told if "dropped" in line]
+    assert dropped.endswith("kl_blowup of sort in demo (firing) is dropped after 10 tries")
+    assert dropped.startswith("--webhook http://127.0.0.1:")
+    assert "/alerts" not in dropped
+    address.takes = lambda message: True
+    growing.add(0.02)
+    look_again(webhook, clock)
+    assert [(one["rule"], one["state"]) for one in address.told] == [("kl_huge", "firing"), ("kl_huge", "resolved")]
+    growing.add(20.0, 20.0, 20.0)
+    look_again(webhook, clock)
+    assert {one["rule"] for one in address.told[2:]} == {"kl_huge", "kl_blowup"}, "both are told of anew"
+
+
+@pytest.mark.parametrize(("form", "key"), [("slack", "text"), ("discord", "content")])
+def test_slack_and_discord_get_the_form_that_they_take(growing, address, form, key):
+    address.takes = lambda message: list(message) == [key]
+    webhook = Webhook(Reads(Root(growing.folder, growing.folder), lambda folder: None), f"{form}+{address.url}")
+    growing.add(*[0.02] * 20, 2.0, 2.0, 2.0)
+    webhook.look()
+    assert address.told[0][key].startswith("firing: kl_blowup (warning) of sort in demo: ")
+
+
+@pytest.mark.parametrize(
+    ("url", "keys"),
+    [
+        ("https://hooks.slack.com/services/T0/B0/x", ["text"]),
+        ("https://discord.com/api/webhooks/1/x", ["content"]),
+        ("https://example.com/api/webhooks/1", ["lane", "state", "pipeline", "rule", "level", "text", "advice"]),
+    ],
+)
+def test_the_host_of_an_address_says_its_form(url, keys):
+    message = dict.fromkeys(["lane", "state", "pipeline", "rule", "level", "text", "advice"], "a")
+    assert list(body_of(url)(message)) == keys
 
 
 def test_an_address_that_is_gone_ends_nothing(growing, capsys):

@@ -115,6 +115,7 @@ def test_what_is_submitted_while_the_controller_is_away_is_kept_and_taken_once(s
     assert [row["state"] for row in service.client.get("/submissions?limit=1").json()["items"]] == ["taken"]
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_url_answer_every_verb_alike(service):
     service.until_up()
     in_folder, on_server = str(service.lane), f"{service.url}/lanes/cpu"

@@ -54,6 +54,7 @@ def test_the_page_has_every_request_newest_first_and_those_of_one_user(served, e
     assert page.evaluate("() => 'pwned' in window") is False
 
 
+@pytest.mark.slow
 def test_a_user_who_is_no_administrator_has_no_link_to_it(served, enter, context):
     token, around = ask_as_eve(served, 1), context()
     login = {"Origin": served.url, "Content-Type": "application/json"}

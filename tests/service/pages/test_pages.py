@@ -75,6 +75,7 @@ def test_the_fleet_has_the_lanes_shares_and_pipelines(shown, enter):
     assert {name for name in page.locator(".name").all_inner_texts() if name} >= {"sort", "tools"}
 
 
+@pytest.mark.slow
 def test_a_run_whose_log_was_never_read_says_so_and_appears_by_itself(finished_run, tmp_path, context):
     folder = shutil.copytree(finished_run, tmp_path / "demo", ignore=shutil.ignore_patterns("index*"))
     served, wrong = Pages(folder, is_started=False), []
@@ -224,6 +225,7 @@ def test_the_keyboard_reaches_everything(shown, enter):
     assert page.locator("dialog[open]").count() == 0
 
 
+@pytest.mark.slow
 def test_all_tabs_of_a_browser_share_one_stream_and_another_takes_over(shown, enter):
     first = enter(shown, "/fleet")
     streams: list[str] = []
@@ -246,6 +248,7 @@ def test_two_pipelines_are_compared_on_one_axis(shown, enter):
     assert page.locator(".compared thead th").all_inner_texts()[1:3] == ["demo / sort", "demo / tools"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_another_lane_is_shown_with_its_own_lane(tmp_path, enter):
     for name in ("one", "two"):
         AlternatingRun(num_steps=2).script.write(tmp_path / name)
@@ -286,6 +289,7 @@ def test_the_view_of_the_timeline_is_saved_as_table_picture_and_trace(shown, ent
     assert saved(page, "PNG").startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_with_both_futures_of_each_pipeline(tmp_path, enter):
     script = AlternatingRun(num_steps=30).script
     script.file = """

@@ -111,6 +111,7 @@ def test_the_page_has_no_serious_fault(service, enter, theme):
     assert faults_of(page, theme) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_shows_what_its_log_said_last(tmp_path, dashboard):
     with open_root(tmp_path / "root"):
         lane = Lane(tmp_path / "root", "solo", queue_order=FairShares())

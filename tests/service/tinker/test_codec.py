@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.errors import UserError
 from rlmux.rl.arriving import ForwardBackwardDone, SampleDone, SampledSequence
@@ -45,7 +46,7 @@ def serialized(text: str) -> str:
     return next(line for line in text.splitlines() if "AddSerializedFile" in line)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4), st.dictionaries(st.text(max_size=5), floats))
 def test_a_request_of_the_sdk_is_read_as_it_was_meant(pairs, config):
     pb = pytest.importorskip("tinker.proto.tinker_public_pb2")
@@ -68,7 +69,7 @@ def test_a_request_of_the_sdk_is_read_as_it_was_meant(pairs, config):
         assert datum.inputs["advantages"].dtype == np.float32
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.lists(floats, min_size=1, max_size=9), max_size=5), floats)
 def test_the_sdk_reads_our_training_answer(logprobs, loss):
     pb = pytest.importorskip("tinker.proto.tinker_public_pb2")
@@ -82,7 +83,7 @@ def test_the_sdk_reads_our_training_answer(logprobs, loss):
     assert dict(message.metrics) == {"loss:sum": loss}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(tokens, st.sampled_from(["stop", "length"])), max_size=4), st.integers(0, 5))
 def test_the_sdk_reads_our_samples(sequences, num_scored):
     pb = pytest.importorskip("tinker.proto.tinker_public_pb2")

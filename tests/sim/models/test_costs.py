@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
@@ -63,7 +64,7 @@ def test_estimate_by_shape_is_near_the_measured_curve(model):
         assert estimate == pytest.approx(measured.step_s(active, context), rel=0.12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     model=st.sampled_from(tuple(model_shapes())),
     gpu=st.sampled_from(["A100", "H100", "H200", "H20"]),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.errors import UserError
 from rlmux.core.events import ReplyArrived, StageFinished, StagePaused
@@ -83,7 +84,7 @@ def test_looking_ahead_changes_nothing():
     assert (work.report(), work.sequences(), work.sub_stage) == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20),
     slots=st.integers(1, 12),

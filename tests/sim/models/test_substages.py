@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from rlmux.core.errors import UserError
 from rlmux.core.events import NodeJoined, NodeLost
@@ -58,7 +59,7 @@ def test_fewer_slots_make_a_rollout_longer_and_leave_no_sequence_out():
     assert sum(one.left for one in narrow.sequences()) == 2000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=30),
     slots=st.integers(1, 32),
@@ -140,7 +141,7 @@ def conserved(workload, policy, failures=()) -> Simulation:
     return simulation
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     picks=st.lists(st.integers(0, len(HOMOGENEOUS) - 1), min_size=1, max_size=3),
     num_gpus=st.sampled_from([4, 8, 12]),

@@ -135,7 +135,10 @@ def test_a_csv_trace_becomes_a_workload(tmp_path):
         "b,20,,5,,60.5,40,,,\n"
         "a,10,3600,,32B_8k,,,1.5,2e6,100\n",
     )
-    a, b = trace_csv.load(path).arrivals
+    made = trace_csv.load(path)
+    a, b = made.arrivals
+    note = "rows are not in the order of submit_s (row 4 is before the one above it): they were sorted"
+    assert made.notes.count(note) == 1, "row 1 is the comment"
     assert (a.pipeline.id, a.depart_s, a.pipeline.num_rollout_nodes) == ("a", None, 2)
     assert a.pipeline.num_steps == round(3600 / profiles()["32B_8k"].disaggregated.solo_s)  # the same under any policy
     assert (a.switch, a.pipeline.estimate.sync_s) == (switch_seconds("32B"), 3.9)
@@ -186,6 +189,11 @@ def test_a_mistake_in_a_trace_is_one_line_with_file_row_and_column(tmp_path, tex
     assert message.startswith(str(path))
     assert expected in message
     assert "\n" not in message
+
+
+def test_nothing_is_said_of_a_trace_in_the_order_of_time(tmp_path):
+    path = written(tmp_path, "pipeline,submit_s,num_steps,profile\na,0,3,7B_8k\nb,0,3,7B_8k\nc,1,3,7B_8k\n")
+    assert not any("order" in note for note in trace_csv.load(path).notes)
 
 
 def test_a_policy_is_made_by_name_with_its_options():

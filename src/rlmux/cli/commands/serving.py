@@ -45,7 +45,11 @@ AllowHost = Annotated[
 ]
 WebhookUrl = Annotated[
     str | None,
-    typer.Option("--webhook", metavar="URL", help="Address that alerts are sent to as JSON, by POST; not with models."),
+    typer.Option(
+        "--webhook",
+        metavar="URL",
+        help="Address that alerts are sent to as JSON, by POST; Slack's and Discord's, too. Not with models.",
+    ),
 ]
 TlsCert = Annotated[
     Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM): the server speaks HTTPS.")
@@ -315,8 +319,11 @@ def _hours(text: str) -> float:
 
 
 def _check_webhook(url: str | None) -> None:
-    if url is not None and not re.match(r"https?://[^/\s]+", url):
-        raise UserError(f"--webhook {url}: accepted: an address that begins with http:// or https://")
+    if url is not None and not re.match(r"((slack|discord)\+)?https?://[^/\s]+", url):
+        raise UserError(
+            f"--webhook {url}: accepted: an address that begins with http:// or https://, slack+ or discord+ before it "
+            "or not"
+        )
 
 
 def _address(listen: str) -> tuple[str, int]:

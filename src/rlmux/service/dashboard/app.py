@@ -55,10 +55,12 @@ class Dashboard:
         allowed_hosts: Collection[str] = (),
         limits: Limits | None = None,
         trouble: Trouble = lambda folder: None,
+        down: Trouble = lambda folder: None,
         lanes: Collection[str] = (),
         more: Sequence[Address] = (),
     ) -> None:
-        """`folder`: of a run, or of many. `trouble`: what is wrong with a lane beside its index. `lanes`: names of
+        """`folder`: of a run, or of many. `trouble`: what is wrong with a lane beside its index. `down`: why a
+        lane's controller needs a person. `lanes`: names of
         lanes that may have no log yet. `more`: addresses beside those of every dashboard.
 
         Raises UserError where its token is not kept from others.
@@ -83,7 +85,7 @@ class Dashboard:
         self.indexing = Indexing(folder, spare)
         self._webhook: Webhook | None = None
         root = Root(folder, spare, lanes)
-        self._reads = reads = Reads(root, lambda one: trouble(one) or self.indexing.trouble(one))
+        self._reads = reads = Reads(root, lambda one: trouble(one) or self.indexing.trouble(one), down)
         watch = Watch(reads)
         self._sessions = _Sessions(self.access, server.port)
         scrape = Scrape(reads)
@@ -103,6 +105,10 @@ class Dashboard:
     def start(self) -> None:
         """Begin to index."""
         self.indexing.start()
+
+    def check(self) -> None:
+        """Raises ThreadDiedError or StorageError where the thread that minds the indexer has ended."""
+        self.indexing.thread.check()
 
     def login_url(self) -> str:
         """An address that logs a browser in, once, within a minute. What follows the # is sent to no server."""

@@ -64,7 +64,7 @@ class Audit:
     def refused_read(self, status: int, **caller: str) -> None:
         """Note a read that is refused, unless there are too many of them, or no room."""
         with self._is_written:
-            second = int(time.time())
+            second = int(time.monotonic())  # the wall clock may be set back
             if second != self._second:
                 self._second, self._num_in_second = second, 0
             self._num_in_second += 1

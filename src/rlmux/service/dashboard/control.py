@@ -134,6 +134,9 @@ class Control:
 
     def _told(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
         folder = self._reads.run_folder(asked.path["lane"])
+        down = self._reads.down(asked.path["lane"])
+        if down is not None:
+            raise ProblemError(503, down)
         try:
             answer = ask(folder, request, limit_s=_LIMIT_S, **fields)
         except NotRunningError:

@@ -6,11 +6,14 @@ it ended: again after 1, 2, 4 ... 60 s; meanwhile every lane says so
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+from rlmux.runtime.supervised import SupervisedThread
 
 _LONGEST_WAIT_S = 60.0
 
@@ -24,7 +27,7 @@ class Indexing:
         self._is_down = False
         self._is_closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._run, name="indexing", daemon=True)
+        self.thread = SupervisedThread(self._run, "indexing")
 
     @property
     def pid(self) -> int | None:
@@ -33,7 +36,7 @@ class Indexing:
 
     def start(self) -> None:
         self._process = self._begin()
-        self._thread.start()
+        self.thread.start()
 
     def trouble(self, folder: Path) -> str | None:
         """What is wrong with a run folder's index, in one sentence; None where nothing is."""
@@ -58,8 +61,8 @@ class Indexing:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
 
     def _begin(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -68,18 +71,18 @@ class Indexing:
 
     def _run(self) -> None:
         wait_s = 1.0
-        while self._process is not None:
-            with self._process as process:
+        while True:
+            with contextlib.suppress(OSError), self._process or self._begin() as process:  # no room for it: later
+                self._process, self._is_down = process, False
                 assert process.stdout is not None
                 for line in process.stdout:
                     wait_s = 1.0
                     self._hear(line)
+            self._process = None
             self._is_down = not self._is_closed.is_set()
             if self._is_closed.wait(wait_s):
                 return
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            self._process = self._begin()
-            self._is_down = False
 
     def _hear(self, line: str) -> None:
         said = json.loads(line)

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from rlmux.core.errors import LogError, UserError
 from rlmux.report.acknowledged import acknowledge, with_acknowledged
+from rlmux.report.alerts import Alert
 from rlmux.report.comparison import identity
 from rlmux.report.log import LOG_NAME
 from rlmux.report.samples import SAMPLES_NAME
@@ -33,6 +34,7 @@ LOG_FILE = "workers.log"
 _SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
 SHOWN_ONLY = "one that you are shown"
 """What is accepted instead of a pipeline that the caller is not shown, and of one that there is not: alike."""
+_ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
 _BANNER = "the indexer has ended; pages are as of row {seq}"
 
 Trouble = Callable[[Path], str | None]
@@ -42,9 +44,11 @@ Trouble = Callable[[Path], str | None]
 class Reads:
     """The handlers."""
 
-    def __init__(self, root: Root, trouble: Trouble) -> None:
+    def __init__(self, root: Root, trouble: Trouble, down: Trouble = lambda folder: None) -> None:
+        """`down`: why a lane's controller needs a person; what is wrong with it or its index is in `trouble`, too."""
         self._root = root
         self._trouble = trouble
+        self._down = down
 
     # ------------------------------------------------------------------ lanes
 
@@ -57,11 +61,24 @@ class Reads:
         with contextlib.suppress(LogError):  # it is being made
             reader = IndexReader(index)
             if "lane" in reader.facts:  # else it is empty, and being filled
+                reader.facts = {**reader.facts, "alerts": [*self.lane_alerts(lane), *reader.facts.get("alerts", ())]}
                 if who is None or not who.sees_all:
                     _sight(who, reader).conceal(reader)
                 return reader
             reader.__exit__()
         raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
+
+    def down(self, lane: str) -> str | None:
+        """Why the lane's controller needs a person, in one sentence; None where it does not."""
+        return self._down(self.folders(lane)[0])
+
+    def lane_alerts(self, lane: str) -> list[dict[str, Any]]:
+        """Alerts that no log has: those of the lane's controller."""
+        down = self.down(lane)
+        if down is None:
+            return []
+        alert = Alert(rule="lane_down", level="critical", pipeline=None, step=None, text=down, advice=_ADVICE)
+        return [alert.to_json()]
 
     def sight(self, lane: str, who: Who | None) -> Sight:
         """What the caller may see of the lane, for what is read elsewhere than in its index."""
@@ -141,7 +158,8 @@ class Reads:
         facts, (folder, _) = reader.facts, self.folders(lane)
         is_behind = facts.get("signature") != log_signature(folder)
         shown = dict(facts["lane"])
-        state = "running" if facts["is_going_on"] else "over" if shown["is_over"] else "stopped"
+        going = "running" if self._down(folder) is None else "not_answering"
+        state = going if facts["is_going_on"] else "over" if shown["is_over"] else "stopped"
         return {
             "name": lane,
             "state": state,

@@ -133,7 +133,7 @@ class NewLane(Shape):
 
 class Lane(Shape):
     name: str
-    state: Literal["running", "stopped", "over"]
+    state: Literal["running", "not_answering", "stopped", "over"]
     is_going_on: bool
     seq: int
     index_seq: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from fastapi.sse import format_sse_event
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
+from rlmux.core.errors import LogError
 from rlmux.service.dashboard.access import SERVER, Access, Who
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
@@ -41,6 +43,7 @@ class Mark(NamedTuple):
     rev: int
     changed_from_s: float
     is_going_on: bool
+    down: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,8 @@ class Watch:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._wanted:
-                await self.look()
+                with contextlib.suppress(LogError, OSError, sqlite3.Error):  # an index is being made anew
+                    await self.look()
 
     async def look(self) -> None:
         has_all = any(topics.has_lanes for topics in self._wanted.values())
@@ -140,7 +144,9 @@ class Watch:
             if has_all or lane in lanes:
                 with contextlib.suppress(ProblemError), self._reads.open(lane, SERVER) as reader:
                     facts = reader.facts
-                    found[lane] = Mark(reader.seq, facts["rev"], facts["changed_from_s"], facts["is_going_on"])
+                    found[lane] = Mark(
+                        reader.seq, facts["rev"], facts["changed_from_s"], facts["is_going_on"], self._reads.down(lane)
+                    )
         return found
 
 

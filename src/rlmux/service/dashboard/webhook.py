@@ -2,17 +2,27 @@
 
     alerts of every lane ── every few seconds ──▶ what is new, what is gone ──POST──▶ address
 
-What could not be delivered is tried again at the next look. A server that starts sends what fires then.
+    hooks.slack.com, slack+URL              {"text": ...}
+    discord.com/api/webhooks, discord+URL   {"content": ...}
+    any other                               the alert's fields, with `lane` and `state`
+
+What could not be delivered is tried again, `_MAX_TRIES` times in all, and then dropped with a line on stderr: an alert
+that an address refuses holds no other up. A server that starts sends what fires then.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlmux.core.errors import LogError
 from rlmux.service.dashboard.access import SERVER
@@ -21,20 +31,40 @@ from rlmux.service.dashboard.reads import Reads
 
 LOOK_EVERY_S = 2.0
 _ANSWER_LIMIT_S = 5.0
+_MAX_TRIES = 10
+_LONGEST_WAIT_S = 60.0
+"""Seconds before a message is tried again: 2, 4, 8 ... and at most this many."""
+_MAX_TEXT = 1900
+"""Characters of a message of text; Discord takes 2000."""
 _MAX_AT_ONCE = 20
 """Alerts that one look sends: an address that answers slowly holds nothing else up."""
+
+_DOWN = "lane_down"
+"""The rule of an alert that is known without the lane's index."""
 
 Key = tuple[str, str | None, str]
 """Lane, pipeline and rule: an alert is told of once, however its numbers change."""
 
 
+def url_of(webhook: str) -> str:
+    """The address itself, without the form that may be named before it."""
+    form, plus, url = webhook.partition("+")
+    return url if plus and form in _FORMS else webhook
+
+
 class Webhook:
     """See the module."""
 
-    def __init__(self, reads: Reads, url: str) -> None:
+    def __init__(self, reads: Reads, webhook: str, now_s: Callable[[], float] = time.monotonic) -> None:
         self._reads = reads
-        self._url = url
+        self._url = url_of(webhook)
+        self._body = body_of(webhook)
+        self._now_s = now_s
         self._told: dict[Key, dict[str, Any]] = {}
+        self._dropped: set[Key] = set()
+        """Keys of `_told` that were not delivered: their ends are not sent either."""
+        self._tries: dict[tuple[Key, str], tuple[int, float]] = {}
+        """(number of tries, time of the next) of each message that was not taken, by alert and state."""
         self._is_reachable = True
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
@@ -49,20 +79,50 @@ class Webhook:
 
     def _run(self) -> None:
         while not self._is_closed.wait(LOOK_EVERY_S):
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # no alert is worth all others
+                self._print(f"{type(error).__name__}: {error}; the next look is in {LOOK_EVERY_S:g} s")
 
     def look(self) -> None:
         """Send what has changed since the last look."""
         firing = self._firing()
         began = [(key, "firing", alert) for key, alert in firing.items() if key not in self._told]
         ended = [(key, "resolved", alert) for key, alert in self._told.items() if key not in firing]
-        for key, state, alert in [*began, *ended][:_MAX_AT_ONCE]:
-            if not self._send({"lane": key[0], "state": state, **alert}):
-                return
-            if state == "firing":
-                self._told[key] = alert
-            else:
-                del self._told[key]
+        messages = [(key, state, alert) for key, state, alert in [*began, *ended] if self._is_due(key, state)]
+        self._tries = {one: each for one, each in self._tries.items() if (one[0] in firing) == (one[1] == "firing")}
+        for key, state, alert in messages[:_MAX_AT_ONCE]:
+            problem = None if key in self._dropped else self._send({"lane": key[0], "state": state, **alert})
+            if problem is None or self._give_up(key, state, str(problem)):
+                self._tries.pop((key, state), None)
+                self._note(key, state, alert, is_dropped=problem is not None)
+            elif not isinstance(problem, urllib.error.HTTPError):
+                return  # nothing answers there: the others wait
+
+    def _is_due(self, key: Key, state: str) -> bool:
+        return self._now_s() >= self._tries.get((key, state), (0, -math.inf))[1]
+
+    def _give_up(self, key: Key, state: str, problem: str) -> bool:
+        """Count a try that failed; whether it was the last."""
+        num_tries = self._tries.get((key, state), (0, 0.0))[0] + 1
+        if num_tries < _MAX_TRIES:
+            wait_s = min(LOOK_EVERY_S * 2 ** (num_tries - 1), _LONGEST_WAIT_S)
+            self._tries[key, state] = num_tries, self._now_s() + wait_s
+            return False
+        lane, pipeline, rule = key
+        about = f"{rule} of {pipeline or 'the run'} in {lane} ({state})"
+        self._print(f"{problem}; {about} is dropped after {num_tries} tries")
+        return True
+
+    def _note(self, key: Key, state: str, alert: dict[str, Any], *, is_dropped: bool) -> None:
+        """The message was taken, or dropped."""
+        if state == "resolved":
+            del self._told[key]
+            self._dropped.discard(key)
+            return
+        self._told[key] = alert
+        if is_dropped:
+            self._dropped.add(key)
 
     def _firing(self) -> dict[Key, dict[str, Any]]:
         """A lane that cannot be read now has what it had."""
@@ -72,20 +132,56 @@ class Webhook:
                 with self._reads.open(lane, SERVER) as reader:
                     alerts = reader.facts["alerts"]
             except (ProblemError, LogError):
-                found.update({key: alert for key, alert in self._told.items() if key[0] == lane})
-                continue
+                found.update({key: alert for key, alert in self._told.items() if key[0] == lane and key[2] != _DOWN})
+                alerts = self._reads.lane_alerts(lane)
             found.update({(lane, alert["pipeline"], alert["rule"]): alert for alert in alerts})
         return found
 
-    def _send(self, message: dict[str, Any]) -> bool:
-        """Whether the address took it. The first failure in a row is a line on stderr."""
-        data = json.dumps(message).encode()
-        request = urllib.request.Request(self._url, data, {"Content-Type": "application/json"}, method="POST")
+    def _send(self, message: dict[str, Any]) -> Exception | None:
+        """None where the address took it. The first failure in a row is a line on stderr."""
+        data = json.dumps(self._body(message)).encode()
+        headers = {"Content-Type": "application/json", "User-Agent": "rlmux"}  # Discord refuses that of urllib
+        request = urllib.request.Request(self._url, data, headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=_ANSWER_LIMIT_S):
                 self._is_reachable = True
-        except (OSError, urllib.error.URLError, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             if self._is_reachable:
-                print(f"--webhook {self._url}: {error}; alerts are sent again", file=sys.stderr, flush=True)
+                self._print(f"{error}; it is sent again")
             self._is_reachable = False
-        return self._is_reachable
+            return error
+        return None
+
+    def _print(self, text: str) -> None:
+        """A line on stderr, without the path of the address: with Slack and Discord it is a secret."""
+        split = urlsplit(self._url)
+        place = f"{split.scheme}://{split.netloc.rpartition('@')[2]}/"
+        print(f"--webhook {place}: {text}", file=sys.stderr, flush=True)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """An alert in a line."""
+    about = f"{message['pipeline']} in {message['lane']}" if message["pipeline"] else message["lane"]
+    end = f" {message['advice']}" if message["state"] == "firing" else ""
+    return f"{message['state']}: {message['rule']} ({message['level']}) of {about}: {message['text']}.{end}"[:_MAX_TEXT]
+
+
+_FORMS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+    "slack": lambda message: {"text": _text_of(message)},
+    "discord": lambda message: {"content": _text_of(message)},
+}
+
+
+def body_of(webhook: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """What makes the JSON of a message that the address takes."""
+    form, plus, _ = webhook.partition("+")
+    if plus and form in _FORMS:
+        return _FORMS[form]
+    split = urlsplit(webhook)
+    if split.hostname == "hooks.slack.com":
+        return _FORMS["slack"]
+    if split.hostname in ("discord.com", "discordapp.com") and split.path.startswith("/api/"):
+        return _FORMS["discord"]
+    return lambda message: message

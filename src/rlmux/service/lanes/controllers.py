@@ -4,23 +4,28 @@
                                     ──▶ the folder is locked     a child of the server before: adopted
                                     ──▶ neither                  start: `rlmux run`, or `rlmux resume` of a run there
 
+                                    ──▶ every 5 s: does it answer on its control socket?
+
 A controller has a session of its own, and the devices of its lane; it outlives the service. What it prints goes to
-NAME.log. One that ends is started again after 1, 2, 4 ... 60 s.
+NAME.log. One that ends is started again after 1, 2, 4 ... 60 s; one that has ended `MAX_DEATHS` times within an hour is
+left alone until the service is started again. One that lives and does not answer is left alone, too: it may go on.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from rlmux.config.load import Spec
-from rlmux.core.errors import LogError, UserError
+from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.report.folder_lock import FolderInUseError, FolderLock, living_owner
-from rlmux.runtime.control_socket import SOCKET_NAME
+from rlmux.runtime.control_socket import SOCKET_NAME, NoAnswerError, ask
 from rlmux.runtime.folders import RUN_HEADER
 from rlmux.runtime.launch import spec_of
 from rlmux.runtime.run_folder import empty_folder
@@ -30,12 +35,20 @@ _LONGEST_WAIT_S = 60.0
 _STEADY_S = 600.0
 """Seconds of life after which an ended controller is started again at once."""
 _SHOWN_BYTES = 2000
+MAX_DEATHS = 5
+_DEATHS_WITHIN_S = 3600.0
+ASK_EVERY_S = 5.0
+ANSWER_LIMIT_S = 5.0
+_MAX_SILENT = 2
+"""Questions in a row without an answer after which a controller counts as not answering."""
 
 
 class LaneController:
-    """See the module. All but `trouble` and `pid` is called by one thread."""
+    """See the module. All but `trouble`, `down` and `pid` is called by one thread."""
 
-    def __init__(self, root: Path, name: str, spec: Spec, part: Part = NOT_HELD) -> None:
+    def __init__(
+        self, root: Path, name: str, spec: Spec, part: Part = NOT_HELD, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
         """`spec`: the lane's file, without pipelines; `part`: the devices that it is held to.
 
         Raises UserError where its run began with another cluster.
@@ -51,6 +64,12 @@ class LaneController:
         self._not_before_s = 0.0
         self._wait_s = 1.0
         self._ended = ""
+        self._now_s = now_s
+        self._deaths_s: list[float] = []
+        """Times of the last ends of controllers that were started here."""
+        self._asked_s = -math.inf
+        self._num_silent = 0
+        """Questions in a row that the controller has not answered."""
         if self._has_begun():
             self._check_same()
 
@@ -63,22 +82,51 @@ class LaneController:
     def trouble(self) -> str | None:
         """Why nothing runs in the lane, in one sentence; None where it runs."""
         if (self.folder / SOCKET_NAME).exists() and self.pid is not None:
-            return None
-        return f"the controller of {self.name} is being started{self._ended}"
+            return self.down()
+        return self.down() or f"the controller of {self.name} is being started{self._ended}"
+
+    def down(self) -> str | None:
+        """Why the lane needs a person, in one sentence; None where it does not."""
+        pid = self.pid
+        if self._num_silent >= _MAX_SILENT and pid is not None:
+            return f"the controller of {self.name} (process {pid}) lives, and does not answer: it is stopped or hangs"
+        if len(self._deaths_s) >= MAX_DEATHS and pid is None:
+            ends = f"the controller of {self.name} has ended {len(self._deaths_s)} times within an hour"
+            return f"{ends}, and is started no more{self._ended}; to try again, start the service again"
+        return None
 
     def tend(self) -> None:
         """Start the controller where none lives and its time has come."""
         if self._process is not None:
             if self._process.poll() is None:
+                self._ask()
                 return
             self._note_end(self._process.returncode)
             self._process = None
-        if time.monotonic() >= self._not_before_s and not self._is_locked():
+        if self._is_locked():
+            self._ask()
+        elif self._now_s() >= self._not_before_s and len(self._deaths_s) < MAX_DEATHS:
             self._start()
+
+    def _ask(self) -> None:
+        """Whether a controller that has begun to listen still answers."""
+        if self._now_s() < self._asked_s + ASK_EVERY_S or not (self.folder / SOCKET_NAME).exists():
+            return
+        num_silent = 0
+        try:
+            ask(self.folder, "status", limit_s=ANSWER_LIMIT_S)
+        except NoAnswerError:
+            num_silent = self._num_silent + 1
+        except RlmuxError:
+            pass  # it is about to end: that is seen otherwise
+        self._num_silent = num_silent
+        self._asked_s = self._now_s()
 
     def _note_end(self, code: int) -> None:
         """Wait before the next start, longer each time."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
+        self._num_silent = 0
+        self._deaths_s = [each for each in self._deaths_s if each > now_s - _DEATHS_WITHIN_S] + [now_s]
         self._wait_s = 1.0 if now_s - self._started_s > _STEADY_S else min(2 * self._wait_s, _LONGEST_WAIT_S)
         self._not_before_s = now_s + self._wait_s
         self._ended = f"; the one before ended with code {code}: {self._last_line()}"
@@ -96,7 +144,7 @@ class LaneController:
     def _start(self) -> None:
         folder = str(self.folder)
         words = ["resume", folder] if self._has_begun() else ["run", str(self._begin()), "--out", folder]
-        self._started_s = time.monotonic()
+        self._started_s = self._now_s()
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlmux", *words, "--keep-open", "--json"],

@@ -6,7 +6,6 @@ file ─▶ a Spec for each lane ─┬─ a thread each: controller started or 
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -63,14 +62,19 @@ class Lanes:
         lane = self._by_folder.get(folder)
         return None if lane is None else self._failure_by_lane.get(lane.name) or lane.trouble()
 
+    def down(self, folder: Path) -> str | None:
+        """Why the lane in this folder needs a person, in one sentence; None where it does not."""
+        lane = self._by_folder.get(folder)
+        return None if lane is None else lane.down()
+
     def _tend(self, lane: LaneController) -> None:
         while not self._is_over.is_set():
             try:
                 lane.tend()
                 self._submissions.deliver(lane.name)
                 self._failure_by_lane.pop(lane.name, None)
-            except (OSError, sqlite3.Error) as error:  # a full disk, for one: it may have room again
-                self._failure_by_lane[lane.name] = f"lane {lane.name} is not looked after: {error}"
+            except Exception as error:  # a full disk, for one: it may have room again; no fault ends this thread
+                self._failure_by_lane[lane.name] = f"lane {lane.name} is not looked after: {error or repr(error)}"
             self._is_over.wait(_TEND_EVERY_S)
 
 
@@ -99,6 +103,7 @@ def serve_lanes(
                 server,
                 allowed_hosts=allowed_hosts,
                 trouble=lanes.trouble,
+                down=lanes.down,
                 lanes=list(lanes.by_name),
                 more=lanes.addresses,
             )
@@ -106,7 +111,7 @@ def serve_lanes(
             server.start()
             dashboard.start()
             on_ready(server.url, dashboard)
-            wait_for_signal()
+            wait_for_signal(server, dashboard)
         finally:
             server.close()
             lanes.close()

@@ -102,6 +102,8 @@ class Submissions:
 
     def _send(self, lane: LaneController, one: Submitted) -> bool:
         """Whether the controller answered."""
+        if lane.down() is not None:
+            return False
         words = {"text": one.text, "source": one.source, "id": one.id}
         try:
             answer = ask(lane.folder, "submit", limit_s=_ANSWER_LIMIT_S, **words)
@@ -176,6 +178,8 @@ def _is_free(lane: LaneController, spec: Spec, source: str) -> bool:
 
     Raises ProblemError with what the controller says is wrong.
     """
+    if lane.down() is not None:
+        return False
     try:
         ask(lane.folder, "check", limit_s=_ANSWER_LIMIT_S, text=spec.resolved, source=source)
     except NotRunningError:

@@ -36,7 +36,7 @@ export function Fleet() {
       <Charges charges={lane.charges} />
       <CostOverTime />
       <h2>Devices</h2>
-      {devices.value && <Devices devices={devices.value.items} isOver={lane.state !== "running"} />}
+      {devices.value && <Devices devices={devices.value.items} isOver={!lane.is_going_on} />}
       <h2>Pipelines</h2>
       {rows.value && <Brief rows={rows.value.items} />}
       <Happenings lane={lane} />

@@ -29,7 +29,7 @@ export interface Page<T> {
 
 export interface Lane {
   name: string;
-  state: "running" | "stopped" | "over";
+  state: "running" | "not_answering" | "stopped" | "over";
   policy: string | null;
   backend: string | null;
   created: string | null;

@@ -60,6 +60,14 @@ class Arrival:
     tokens_per_step: float = 0.0
     """Mean prompt and response tokens of a step; 0 where they are unknown."""
 
+    def solo_s(self, step: int) -> float:
+        """Seconds of a step alone, as a run's summary counts them: with staleness its rollout overlaps the rest."""
+        whole_s = self.world.solo_s(step)
+        if not self.pipeline.staleness:
+            return whole_s
+        rollout_s = self.world.seconds(Stage.GENERATE, step)
+        return max(rollout_s, whole_s - rollout_s)
+
 
 MAX_STEPS = 10_000_000
 """Steps of a pipeline that a simulation takes on: some 40 million events."""

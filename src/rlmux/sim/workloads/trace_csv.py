@@ -1,4 +1,4 @@
-"""A workload from a CSV file: one pipeline a row, in any order of time.
+"""A workload from a CSV file: one pipeline a row; rows out of the order of time are sorted, with a note.
 
     pipeline,submit_s,duration_s,profile,slo_slowdown
     sales,0,86400,7B_8k,1.5
@@ -31,6 +31,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 
 from rlmux.core.errors import UserError
@@ -91,6 +92,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
             raise row.error("pipeline", f"was given before, in row {line_by_name[name]}; accepted: each name once")
         line_by_name[name] = number
         arrivals.append(_arrival(row))
+    order = _order(arrivals, [number for number, _ in lines[1:]])
     arrivals.sort(key=lambda arrival: arrival.submit_s)
     cluster = cluster or h20_h800_cluster()
     return Workload(
@@ -98,7 +100,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
         cluster=cluster,
         arrivals=tuple(arrivals),
         about=f"{len(arrivals)} pipelines from {path.name}",
-        notes=(_nodes_of(cluster), *_clocked(arrivals), *free_of_costs(arrivals)),
+        notes=(_nodes_of(cluster), *order, *_clocked(arrivals), *free_of_costs(arrivals)),
     )
 
 
@@ -117,6 +119,15 @@ def _how_many(num_nodes: int | None) -> str:
     if num_nodes is None:
         return "as many as are asked for"
     return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+
+
+def _order(arrivals: Sequence[Arrival], rows: Sequence[int]) -> tuple[str, ...]:
+    """A line on rows that come before the one above them, which may be a mistake of the file's."""
+    pairs = zip(rows[1:], pairwise(arrivals), strict=True)
+    late = next((row for row, (before, one) in pairs if one.submit_s < before.submit_s), None)
+    if late is None:
+        return ()
+    return (f"rows are not in the order of submit_s (row {late} is before the one above it): they were sorted",)
 
 
 def _clocked(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
