@@ -264,7 +264,8 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
         damage(folder / name / f"step_{steps[name]}" / file)
     recorder = InterruptsAt("none", 0)
     result = resume(real, pair, folder, listeners=[recorder])
-    warnings = [note.fields for note in recorder.notes if note.type == "warning"]
+    # On a busy machine a process that gets no processor is warned of as well.
+    warnings = [note.fields for note in recorder.notes if note.type == "warning" and "step_" in note.fields["reason"]]
     assert {fields["pipeline"] for fields in warnings} == {"sort", "tool"}
     for fields in warnings:
         assert f"step_{steps[fields['pipeline']]}" in fields["reason"]
