@@ -87,7 +87,7 @@ def test_prompts_of_a_built_in_task_that_are_too_long_are_found(make_config) -> 
     [
         ("def score(text): return 0.0", "task.reward: '{name}:score' takes (text); accepted: verl's (data_source, "),
         ("def score(solution_str, level): return 0.0", "on a sample raised TypeError: score() missing 1 required"),
-        ("def score(solution_str): return 'good'", "returned str 'good'; accepted: a number"),
+        ("def score(solution_str): return 'good'", "returned str 'good'; accepted: a finite number"),
         ("def score(solution_str): return float('nan')", "returned nan; accepted: a finite number"),
         ("def score(completions): return [0.0]", "returned 1 rewards for 2 completions"),
         ("def score(solution_str): 1 / 0", "on a sample raised ZeroDivisionError: division by zero"),

@@ -66,9 +66,9 @@ def test_trls_signature_gets_whole_groups_in_sample_order(
             assert len(set(prompts)) == 1 and len(answer) == len(prompts)
             prompt = completions[0][0]
             assert completions == [f"{prompt}-{sample}" for sample in range(len(prompts))]
-            return [None, *(float(prompt) for _ in completions[1:])]
+            return [float(f"{prompt}.{sample}") for sample in range(len(prompts))]
     """)
-    assert run(make_config(reward=f"{name}:score"), finish, backwards) == [0.0, 0.0, 0.0, 1.0, 0.0, 2.0]
+    assert run(make_config(reward=f"{name}:score"), finish, backwards) == [0.0, 0.1, 1.0, 1.1, 2.0, 2.1]
 
 
 def test_a_reward_may_be_asynchronous(make_config: MakeConfig, finish: Finish, write_module: Write) -> None:
@@ -85,10 +85,12 @@ def test_a_reward_may_be_asynchronous(make_config: MakeConfig, finish: Finish, w
     ("body", "text"),
     [
         ("return 1 / 0", r"step 1 prompt 0 sample 0 raised ZeroDivisionError: .*users_rewards.py:2"),
-        ("return float('nan')", r"returned nan; accepted: a finite number"),
-        ("return '-inf'", r"returned -inf"),
-        ("return 'good'", r"returned str 'good'; accepted: a number"),
-        ("return None", r"returned NoneType"),
+        ("return float('nan')", r"at step 1 prompt 0 sample 0 returned nan; accepted: a finite number"),
+        ("return float('-inf')", r"returned -inf"),
+        ("return 'good'", r"returned str 'good'; accepted: a finite number"),
+        ("return '0.5'", r"returned str '0.5'"),
+        ("return b'0.5'", r"returned bytes \"b'0.5'\""),
+        ("return None if solution_str == '0-1' else 1.0", r"at step 1 prompt 0 sample 1 returned None; accepted"),
         ("return {'reward': 1}", r"dict with reward; accepted: one with 'score'"),
         ("import threading; threading.Event().wait()", r"did not return within 0.2 s"),
         ("while True: pass", r"did not return within 0.2 s"),
@@ -122,8 +124,10 @@ def test_a_swallowed_alarm_rings_again(make_config: MakeConfig, finish: Finish, 
     ("body", "text"),
     [
         ("return [1.0]", "returned 1 rewards for 2 completions"),
-        ("return 1.0", "returned float; accepted: a list of numbers"),
-        ("return [1.0, float('inf')]", "returned inf"),
+        ("return 1.0", "returned 1.0; accepted: a list of numbers"),
+        ("return None", "at step 1 prompt 0 sample 0 returned None; accepted: a list of numbers"),
+        ("return [1.0, float('inf')]", "at step 1 prompt 0 sample 1 returned inf"),
+        ("return [1.0, '0.5']", "at step 1 prompt 0 sample 1 returned str '0.5'"),
     ],
 )
 def test_a_group_reward_that_misbehaves_is_named(

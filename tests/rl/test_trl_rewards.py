@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -15,7 +16,7 @@ from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.preflight import complaint_about
-from rlmux.rl.types import FinishedTurn
+from rlmux.rl.types import FinishedTurn, TrajectoryRequest
 from rlmux.rl.vocabulary import CharVocabulary
 
 MakeConfig = Callable[..., TrainingConfig]
@@ -137,3 +138,40 @@ def test_a_logged_metric_that_is_no_number_is_named(rewarded, logged: str) -> No
     found = complaint_about(rewarded(source, {"prompt": "a?", "answer": "b"})) or ""
     assert "reward trl_rewards:score logged" in found
     assert "accepted: a finite number" in found
+
+
+def test_a_completion_without_a_reward_is_in_no_mean_and_has_no_advantage(rewarded, finish: Finish) -> None:
+    source = """
+        def score(completions, **columns):
+            return [{"a": 1.0, "b": 0.5}.get(text) for text in completions]
+    """
+    config = rewarded(source, {"prompt": "a?", "answer": "b"})
+    config = replace(config, algorithm=replace(config.algorithm, name="dr-grpo", prompts_per_step=1, group_size=3))
+    (env, requests), eos = begun(config), (CharVocabulary.eos_token,)
+    env.on_turns([finish(each, (CharVocabulary().encode("abx"[each.id.sample]) + eos, True)) for each in requests])
+    batch = env.finish_step(1)
+    assert batch.advantages == (0.25, -0.25, 0.0)
+    assert [each.is_judged for each in batch.trajectories] == [True, True, False]
+    metrics = batch_metrics(batch)
+    assert (metrics.num_trajectories, metrics.reward_mean, metrics.reward_std) == (3, 0.75, 0.25)
+
+
+@pytest.mark.parametrize("said", ["axx", "xxx"])
+def test_a_group_with_nothing_to_compare_teaches_nothing(rewarded, finish: Finish, said: str) -> None:
+    source = """
+        def score(completions, **columns):
+            return [{"a": 1.0}.get(text) for text in completions]
+    """
+    config = rewarded(source, {"prompt": "a?", "answer": "a"})
+    config = replace(config, algorithm=replace(config.algorithm, name="rloo", prompts_per_step=1, group_size=3))
+    (env, requests), eos = begun(config), (CharVocabulary.eos_token,)
+    env.on_turns([finish(each, (CharVocabulary().encode(said[each.id.sample]) + eos, True)) for each in requests])
+    batch = env.finish_step(1)
+    assert batch.advantages == (0.0, 0.0, 0.0)
+    assert batch_metrics(batch).reward_mean == (1.0 if "a" in said else 0.0)
+
+
+def begun(config: TrainingConfig) -> tuple[PipelineEnv, Sequence[TrajectoryRequest]]:
+    """An env in its first step, and that step's requests."""
+    env = PipelineEnv(config)
+    return env, env.begin_step(1)

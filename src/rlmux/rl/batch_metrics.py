@@ -21,8 +21,9 @@ class BatchMetrics:
 
     num_trajectories: int
     reward_mean: float
+    """Mean over the trajectories that have a reward; 0.0 where none has."""
     reward_std: float
-    """Standard deviation over all trajectories of the step."""
+    """Standard deviation over the same trajectories."""
     response_tokens: int
     """Response tokens of all trajectories."""
     response_tokens_mean: float
@@ -52,11 +53,11 @@ class BatchMetrics:
 
 def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
     """Means are over trajectories."""
-    rewards = [trajectory.reward for trajectory in batch.trajectories]
+    rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.is_judged] or [0.0]
     lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
     mean = sum(rewards) / len(rewards)
     return BatchMetrics(
-        num_trajectories=len(rewards),
+        num_trajectories=len(lengths),
         reward_mean=mean,
         reward_std=(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
         response_tokens=sum(lengths),

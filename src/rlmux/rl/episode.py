@@ -24,8 +24,10 @@ class Episode:
     """What the environment said to each of `turns`, without a chat template's marks; empty where it ended."""
     ending: FinishedTurn | None = None
     """The last turn, once the episode is over; never replaced."""
+    is_scored: bool = False
+    """The reward function has answered."""
     reward: float | None = None
-    """None until the episode is scored."""
+    """None until the episode is scored, and where the reward function gives it none."""
 
     @property
     def place(self) -> str:
@@ -41,7 +43,7 @@ class Episode:
 
     def to_trajectory(self) -> Trajectory:
         """The data of an episode that is scored."""
-        assert self.reward is not None
+        assert self.is_scored
         ending = self.last_turn
         return Trajectory(
             id=ending.id,
@@ -50,7 +52,8 @@ class Episode:
             is_sampled=ending.is_sampled,
             logprobs=ending.logprobs,
             versions=ending.versions,
-            reward=self.reward,
+            reward=0.0 if self.reward is None else self.reward,
+            is_judged=self.reward is not None,
             stop_reason=ending.stop_reason,
             num_turns=ending.num_turns,
         )

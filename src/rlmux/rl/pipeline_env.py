@@ -178,9 +178,7 @@ class PipelineEnv:
         trajectories = [episode.to_trajectory() for episode in scored]
         advantages: list[float] = []
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.id[:2]):
-            rewards = [trajectory.reward for trajectory in group]
-            is_compared = len(rewards) > 1  # a filler may ask for one answer of each prompt
-            advantages += self._algorithm.advantages(rewards) if is_compared else [0.0]
+            advantages += self._advantages(list(group))
         batch = TrainingBatch(
             step=step,
             trajectories=tuple(trajectories),
@@ -199,6 +197,14 @@ class PipelineEnv:
         self._last_finished_step = max(self._last_finished_step, step)
         return batch
 
+    def _advantages(self, group: Sequence[Trajectory]) -> list[float]:
+        """Of the trajectories of a prompt group: 0 for one that is not judged, or has none to be compared with."""
+        rewards = [each.reward for each in group if each.is_judged]
+        if len(rewards) < 2:  # a filler may ask for one answer of each prompt
+            return [0.0] * len(group)
+        advantages = iter(self._algorithm.advantages(rewards))
+        return [next(advantages) if each.is_judged else 0.0 for each in group]
+
     def _take_scored(self, step: int, ids: Sequence[TrajectoryId] | None) -> list[Episode]:
         """The episodes of the step's batch; the env forgets them, and those that the step does without."""
         if ids is None:
@@ -207,8 +213,8 @@ class PipelineEnv:
                     f"pipeline {self._config.name}: step {step} was to finish with {missing} trajectories unscored"
                 )
             episodes, self._episodes_by_step[step] = self._begun(step), {}
-            return [episode for episode in episodes.values() if episode.reward is not None]
-        unscored = [id for id in ids if self._begun(id.step)[id].reward is None]
+            return [episode for episode in episodes.values() if episode.is_scored]
+        unscored = [id for id in ids if not self._begun(id.step)[id].is_scored]
         if unscored:
             raise IllegalTransitionError(
                 f"pipeline {self._config.name}: step {step} was to finish with {len(unscored)} trajectories unscored"
@@ -241,7 +247,7 @@ class PipelineEnv:
     def _num_unscored(self, step: int) -> int:
         """Trajectories that the step's batch still needs."""
         algorithm = self._config.algorithm
-        scored = sum(episode.reward is not None for episode in self._begun(step).values())
+        scored = sum(episode.is_scored for episode in self._begun(step).values())
         return algorithm.prompts_per_step * algorithm.group_size - scored
 
     def _requests_of(self, step: int) -> Iterable[tuple[Prompt, TrajectoryRequest]]:
@@ -290,9 +296,9 @@ class PipelineEnv:
             batches = [[episode] for episode in ended]
         calls = [(self._score_name(batch), self._score_call(batch)) for batch in batches]
         for batch, result in zip(batches, call_and_await(calls, self._limit_s, self._on_answer), strict=True):
-            rewards = self._reward.check(result, len(batch))
+            rewards = self._reward.check(result, [f"at {episode.place}" for episode in batch])
             for episode, reward in zip(batch, rewards, strict=True):
-                episode.reward = reward
+                episode.reward, episode.is_scored = reward, True
 
     def _groups_over(self, ended: Sequence[Episode]) -> list[list[Episode]]:
         groups = []

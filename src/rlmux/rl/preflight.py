@@ -191,7 +191,7 @@ def _check_reward(config: TrainingConfig, task: Task, before_user_code: Callable
         (result,) = call_and_await(
             [(f"{reward.name} on a sample", partial(reward.call, prompt, responses, 1))], limit_s
         )
-        reward.check(result, len(responses))
+        reward.check(result, ["on a sample"] * len(responses))
     except PipelineError as error:
         raise UserError(f"task.reward: {error}") from error
 

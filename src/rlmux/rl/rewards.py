@@ -1,11 +1,12 @@
 """The user's reward function, in either of the two signatures the field uses, behind one object.
 
     verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
-    TRL    reward(prompts, completions, **columns) -> list[float | None]        (None counts as 0.0)
+    TRL    reward(prompts, completions, **columns) -> list[float | None]        (None: not to be judged)
 
 The two are told apart by their parameters' names. verl's is called once per trajectory. TRL's is called once
 per prompt group, in sample order, when the group is complete: what it sees together is fixed by the config, not
-by which trajectory finished first. Either may be `async def`.
+by which trajectory finished first. Either may be `async def`. A completion that TRL's gives None has the advantage 0
+and is left out of its group's mean and deviation, as in TRL.
 
 TRL's gets what its GRPOTrainer passes (`_calculate_rewards`), by the kind of the row:
 
@@ -84,15 +85,24 @@ class Reward:
         columns = self._grouped(prompt, responses, step) if self.is_grouped else self._single(prompt, responses[0])
         return self._function(**_arguments(self._function, columns))
 
-    def check(self, result: Any, num_responses: int) -> list[float]:
-        """One finite number for each response."""
+    def check(self, result: Any, places: Sequence[str]) -> list[float | None]:
+        """One finite number for each response; None where TRL's signature gives none.
+
+        `places`: how an error names each response. Raises PipelineError for anything else.
+        """
         if not self.is_grouped:
-            return [self._number(self._score_in(result))]
+            return [self._number(self._score_in(result, places[0]), places[0])]
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
-            raise PipelineError(f"{self.name} returned {type(result).__name__}; accepted: a list of numbers")
-        if len(result) != num_responses:
-            raise PipelineError(f"{self.name} returned {len(result)} rewards for {num_responses} completions")
-        return [0.0 if reward is None else self._number(reward) for reward in result]
+            found = _shown(result)
+            raise PipelineError(f"{self.name} {places[0]} returned {found}; accepted: a list of numbers")
+        if len(result) != len(places):
+            raise PipelineError(
+                f"{self.name} {places[0]} returned {len(result)} rewards for {len(places)} completions"
+            )
+        return [
+            None if reward is None else self._number(reward, place)
+            for reward, place in zip(result, places, strict=True)
+        ]
 
     def _single(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         columns = dict(prompt.data or {})
@@ -124,7 +134,7 @@ class Reward:
 
     def _log_metric(self, step: int, name: str, value: Any) -> None:
         try:
-            number = self._number(value)
+            number = self._number(value, f"at step {step}")
         except PipelineError:
             raise PipelineError(f"{self.name} logged {name!r} as {value!r}; accepted: a finite number") from None
         self._logged.setdefault(step, {}).setdefault(f"reward/{name}", []).append(number)
@@ -134,23 +144,29 @@ class Reward:
             if isinstance(value, int | float) and math.isfinite(value):
                 self._log_metric(step, column, value)
 
-    def _score_in(self, result: Any) -> Any:
+    def _score_in(self, result: Any, place: str) -> Any:
         if not isinstance(result, Mapping):
             return result
         if "score" not in result:
             keys = ", ".join(sorted(map(str, result)))
-            raise PipelineError(f"{self.name} returned a dict with {keys or 'no keys'}; accepted: one with 'score'")
+            found = f"a dict with {keys or 'no keys'}"
+            raise PipelineError(f"{self.name} {place} returned {found}; accepted: one with 'score'")
         return result["score"]
 
-    def _number(self, reward: Any) -> float:
+    def _number(self, reward: Any, place: str) -> float:
         try:
-            number = float(reward)
+            number = math.nan if isinstance(reward, str | bytes | bytearray) else float(reward)
         except (TypeError, ValueError):
-            found = f"{type(reward).__name__} {str(reward)[:40]!r}"
-            raise PipelineError(f"{self.name} returned {found}; accepted: a number") from None
+            number = math.nan
         if not math.isfinite(number):
-            raise PipelineError(f"{self.name} returned {number}; accepted: a finite number")
+            raise PipelineError(f"{self.name} {place} returned {_shown(reward)}; accepted: a finite number")
         return number
+
+
+def _shown(result: Any) -> str:
+    """What a function returned, in a few words."""
+    text = " ".join(str(result).split())[:40]
+    return text if result is None or isinstance(result, float) else f"{type(result).__name__} {text!r}"
 
 
 def load_reward(spec: str) -> Callable[..., Any]:

@@ -132,8 +132,11 @@ class Trajectory:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     reward: float
+    """0.0 where the reward function gave None."""
     stop_reason: str
     num_turns: int
+    is_judged: bool = True
+    """Whether it has a reward. Without one it has the advantage 0, and is in no mean of rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
