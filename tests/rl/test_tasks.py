@@ -214,6 +214,11 @@ def test_verls_parquet_rows_work_as_they_are(tmp_path: Path) -> None:
         ([{"question": "a", "answer": "b"}], r"rows.jsonl row 1: no 'prompt'; its columns: question, answer"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": 5, "answer": "b"}], r"row 2: 'prompt' is int '5'"),
         ([{"prompt": None, "answer": "b"}], r"row 1: 'prompt' is null; accepted: a text, or a list of messages"),
+        ([{"prompt": []}], r"row 1: 'prompt' is list '\[\]'; accepted: a text, or a list of messages"),
+        ([{"prompt": ["a"]}], r"row 1: message 1 of 'prompt' is str 'a'; accepted: an object with role and content"),
+        ([{"prompt": [{"content": "a"}]}], r"row 1: message 1 of 'prompt' is dict"),
+        ([{"prompt": [{"role": "user", "content": None}]}], r"message 1 of 'prompt' has content null; .*tool_calls"),
+        ([{"prompt": [{"role": "user", "content": ["a"]}]}], r"message 1 of 'prompt' has content list"),
         ([{"prompt": "a"}], r"row 1: no 'answer' .*task.reward"),
         ([], r"rows.jsonl has no rows"),
     ],
@@ -221,6 +226,25 @@ def test_verls_parquet_rows_work_as_they_are(tmp_path: Path) -> None:
 def test_a_bad_row_is_named(write_rows: Callable[[list[Any]], str], rows: list[Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         task("file", path=write_rows(rows))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(42, "42"), (True, "true"), (["4", "four"], '["4", "four"]'), ({"unit": "cm²"}, '{"unit": "cm²"}'), ("4", "4")],
+)
+def test_an_answer_is_compared_as_json_and_given_to_rewards_as_it_is(
+    write_rows: Callable[[list[Any]], str], answer: Any, text: str
+) -> None:
+    made = task("file", path=write_rows([{"prompt": "a", "answer": answer}]))
+    prompt = made.prompt(0)
+    assert (prompt.answer, prompt.expected) == (text, answer)
+    assert made.score(prompt, text) == 1.0
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8-sig")
+    assert task("file", path=str(path)).prompt(0).text == "a"
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,37 @@ def test_a_rendered_chat_template_gets_no_second_bos(make_config: MakeConfig, tm
     assert prompt_tokens(config) == (BOS, *CharVocabulary().encode("[user]a?[assistant]"))
 
 
-def test_messages_without_a_template_are_a_plain_prompt(make_config: MakeConfig, bos_folder: Path) -> None:
+def test_messages_without_a_template_are_refused_before_the_start(make_config: MakeConfig, bos_folder: Path) -> None:
     config = file_config(make_config, bos_folder, [{"role": "user", "content": "a?"}])
-    assert prompt_tokens(config) == (BOS, *CharVocabulary().encode("a?\n"))
+    assert complaint_about(config) == (
+        f"{config.task.path} row 1: model.path: its tokenizer has no chat template for messages; accepted: texts, or a "
+        "tokenizer with one"
+    )
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_messages_that_the_template_refuses_are_refused_by_row_in_its_words(
+    make_config: MakeConfig, tmp_path: Path, role: str
+) -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT_TEMPLATE
+    config = file_config(make_config, save_tokenizer(tmp_path / "chat", strict), [{"role": role, "content": "a?"}])
+    refused = f"{config.task.path} row 1: model.path: its chat template refuses these messages: no system here"
+    assert complaint_about(config) == (refused if role == "system" else None)
+
+
+def test_a_call_of_a_tool_without_content_reaches_the_template(make_config: MakeConfig, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.tool_calls is defined %}<{{ m.tool_calls[0].function.name }}"
+        "({{ m.tool_calls[0].function.arguments | tojson }}){{ m.content }}>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "find", "arguments": {"of": ["a"], "at": None}}}
+    asked = [
+        {"role": "user", "content": "a?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_calls": None},
+    ]
+    config = file_config(make_config, save_tokenizer(tmp_path / "chat", template), asked)
+    assert prompt_tokens(config) == CharVocabulary().encode('a?<find({"of": ["a"]})>1')
 
 
 def test_a_tokenizer_without_bos_adds_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -145,8 +174,9 @@ def test_a_reply_in_a_chat_is_a_message_of_a_tool_as_the_template_says(tool_conf
     assert rewards == [1.0] * 6, "the reward gets what the environment said, without the template's marks"
 
 
-def test_a_reply_in_a_chat_without_a_template_is_plain_text(tool_config, finish) -> None:
-    env = PipelineEnv(tool_config(None))
+def test_a_reply_to_messages_of_the_built_in_vocabulary_is_plain_text(tool_config, finish) -> None:
+    config = tool_config(None)
+    env = PipelineEnv(replace(config, model=ModelConfig()))  # the built-in vocabulary
     replies, _ = env.on_turns([finish(env.begin_step(1)[0], (encode("a$"), True))])
     assert replies[0].tokens == encode("no")
 

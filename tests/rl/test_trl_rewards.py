@@ -156,6 +156,20 @@ def test_a_completion_without_a_reward_is_in_no_mean_and_has_no_advantage(reward
     assert (metrics.num_trajectories, metrics.reward_mean, metrics.reward_std) == (3, 0.75, 0.25)
 
 
+@pytest.mark.parametrize("signature", ["solution_str, ground_truth", "completions, answer, gold"])
+def test_an_answer_reaches_a_reward_as_its_row_has_it(rewarded, finish: Finish, signature: str) -> None:
+    source = f"""
+        def score({signature}):
+            if "completions" == "{signature[:11]}":
+                assert answer == gold
+                return [float(each == ["4", 4.5]) for each in answer]
+            return float(ground_truth == ["4", 4.5])
+    """
+    config = rewarded(source, {"prompt": "a?", "gold": ["4", 4.5]})
+    config = replace(config, task=replace(config.task, answer_key="gold"))
+    assert rewards(config, finish, "b", "c") == [1.0] * 6
+
+
 @pytest.mark.parametrize("said", ["axx", "xxx"])
 def test_a_group_with_nothing_to_compare_teaches_nothing(rewarded, finish: Finish, said: str) -> None:
     source = """

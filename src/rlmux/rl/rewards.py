@@ -109,13 +109,13 @@ class Reward:
         return {
             "data_source": columns.get("data_source", self._task_name),
             "solution_str": response.text,
-            "ground_truth": prompt.answer,
+            "ground_truth": prompt.expected,
             "extra_info": columns.get("extra_info", columns),
         }
 
     def _grouped(self, prompt: Prompt, responses: Sequence[Response], step: int) -> dict[str, Any]:
         each = {name: value for name, value in (prompt.data or {}).items() if name not in _NOT_COLUMNS}
-        repeated = {name: [value] * len(responses) for name, value in {"answer": prompt.answer, **each}.items()}
+        repeated = {name: [value] * len(responses) for name, value in {"answer": prompt.expected, **each}.items()}
         prompts: list[Any] = [prompt.text] * len(responses)
         completions: list[Any] = [response.text for response in responses]
         if prompt.messages is not None:

@@ -42,10 +42,17 @@ class Prompt:
     """Text that the model continues."""
     answer: str | None = None
     """The right response: the SFT warm-up trains on it, and most rewards compare with it."""
+    ground_truth: Any = None
+    """The answer as its file has it, which may be any JSON value; None: `answer`."""
     data: Mapping[str, Any] | None = None
     """Any other columns, handed to the reward function and the environment as they are."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The messages that `text` was rendered from; None where the row has a plain text."""
+
+    @property
+    def expected(self) -> Any:
+        """The answer as the reward function gets it."""
+        return self.answer if self.ground_truth is None else self.ground_truth
 
 
 @quickly_pickled

@@ -58,8 +58,11 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """One prompt text from messages of `role` and `content`."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """One prompt text from messages of `role` and `content`.
+
+        Raises UserError where there is no chat template, or it refuses them.
+        """
 
     def render_reply(self, text: str) -> tuple[int, ...]:
         """Tokens between two turns of the model in a chat, for a message of role `tool`. Needs a chat template."""
@@ -102,7 +105,8 @@ class CharVocabulary:
         text_by_token = self._text_by_token
         return "".join([text_by_token[token] for token in tokens])
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Their contents, one a line: there is no chat template."""
         return "\n".join(message["content"] for message in messages) + "\n"
 
     def render_reply(self, text: str) -> tuple[int, ...]:
@@ -162,16 +166,22 @@ class FolderVocabulary:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if not self.has_chat_template:
-            return "\n".join(message["content"] for message in messages) + "\n"
+            raise UserError(
+                "model.path: its tokenizer has no chat template for messages; accepted: texts, or a tokenizer with one"
+            )
         is_prefilled = messages[-1]["role"] == "assistant"
-        text: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=not is_prefilled,
-            continue_final_message=is_prefilled,
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=not is_prefilled,
+                continue_final_message=is_prefilled,
+            )
+        except Exception as error:  # a template is the checkpoint's own program
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"model.path: its chat template refuses these messages: {reason}") from error
         return text
 
     def render_reply(self, text: str) -> tuple[int, ...]:

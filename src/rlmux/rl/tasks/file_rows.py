@@ -1,8 +1,8 @@
 """`file`: rows of a JSONL or parquet file, in a new shuffled order each epoch.
 
 Keys may be dotted (`reward_model.ground_truth`), so that verl's parquet files work as they are. A prompt is a
-text, or a list of messages with `role` and `content`, which the vocabulary renders. All columns go to the
-reward function.
+text, or a list of messages with `role` and `content`, which the vocabulary renders; nulls in them are as absent, since
+parquet fills what a message lacks with them. All columns go to the reward function, the answer as the row has it.
 
 With `environment`, a class of the user's, a trajectory has several turns. `MyEnv(row)` is made for one trajectory, from
 a copy of the row, and has the interface of `Environment`: `reply(turn)` gives a text, or None when it is over.
@@ -17,14 +17,14 @@ from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 from rlmux.core.errors import UserError
 from rlmux.rl.tasks.base import Environment, SingleTurnTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code import load_callable
 
-RenderChat = Callable[[Sequence[Mapping[str, str]]], str]
+RenderChat = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 class FileTask(SingleTurnTask):
@@ -108,24 +108,55 @@ class FileTask(SingleTurnTask):
         if found is _ABSENT:
             raise UserError(f"{where}: no {self._prompt_key!r}; its columns: {', '.join(columns) or 'none'}")
         answer = _ABSENT if self._answer_key is None else _lookup(columns, self._answer_key)
-        answer_text = None if answer is _ABSENT or answer is None else str(answer)
-        messages = None if isinstance(found, str) else found
-        return Prompt(text=self._text_of(found, where), answer=answer_text, data=columns, messages=messages)
-
-    def _text_of(self, found: Any, where: str) -> str:
+        answer = None if answer is _ABSENT else answer
+        of_answer: dict[str, Any] = {"answer": _text_of(answer), "ground_truth": answer}
         if isinstance(found, str):
-            return found
-        is_chat = isinstance(found, list) and all(
-            isinstance(message, Mapping) and isinstance(message.get("content"), str) and "role" in message
-            for message in found
-        )
-        if not is_chat:
-            shown = "null" if found is None else f"{type(found).__name__} {str(found)[:40]!r}"
+            return Prompt(text=found, data=columns, **of_answer)
+        messages = self._messages_of(found, where)
+        try:
+            text = self._render_chat(messages)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        return Prompt(text=text, data=columns, messages=messages, **of_answer)
+
+    def _messages_of(self, found: Any, where: str) -> list[dict[str, Any]]:
+        """Messages whose content is a text. Raises UserError for what is no list of messages."""
+
+        def refuse(what: str, accepted: str) -> NoReturn:
+            raise UserError(f"{where}: {what} of {self._prompt_key!r} {accepted}")
+
+        if not isinstance(found, list) or not found:
             raise UserError(
-                f"{where}: {self._prompt_key!r} is {shown}; "
+                f"{where}: {self._prompt_key!r} is {_shown(found)}; "
                 "accepted: a text, or a list of messages with role and content"
             )
-        return self._render_chat(found)
+        messages = []
+        for number, message in enumerate(found, start=1):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                refuse(f"message {number}", f"is {_shown(message)}; accepted: an object with role and content")
+            told = _without_nulls(message)
+            content = told.setdefault("content", "") if "tool_calls" in told else told.get("content")
+            if not isinstance(content, str):
+                refuse(f"message {number}", f"has content {_shown(content)}; accepted: a text, or null with tool_calls")
+            messages.append(told)
+        return messages
+
+
+def _shown(found: Any) -> str:
+    return "null" if found is None else f"{type(found).__name__} {str(found)[:40]!r}"
+
+
+def _text_of(answer: Any) -> str | None:
+    """What a warm-up shows and a response is compared with: JSON for an answer that is no text."""
+    if answer is None or isinstance(answer, str):
+        return answer
+    return json.dumps(answer, ensure_ascii=False, default=str)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 _ABSENT = object()
@@ -158,7 +189,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"task.path: {path} is not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, start=1):
