@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 import subprocess
+import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -262,11 +263,18 @@ def http_sleep(url: str, engine: str, limit_s: float = 120.0) -> EngineSleep:
         data = b"" if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers, method="POST")
-        with urllib.request.urlopen(request, timeout=limit_s) as answer:
+        with _opener(url).open(request, timeout=limit_s) as answer:
             answer.read()
 
     sleep, wake = calls[engine]
     return EngineSleep(lambda: post(*sleep), lambda: post(*wake))
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Through the proxy of the environment, if any; what is on this machine is asked directly."""
+    host = urllib.parse.urlsplit(url).hostname or ""
+    is_here = host in ("localhost", "::1") or host.startswith("127.")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
 def trl(trainer: Any, job: Any) -> Any:

@@ -102,7 +102,8 @@ def look_again(webhook: Webhook, clock: Clock) -> None:
     webhook.look()
 
 
-def test_an_alert_is_told_when_it_begins_and_when_it_is_over(growing, address, capsys):
+def test_an_alert_is_told_when_it_begins_and_when_it_is_over(growing, address, capsys, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # no proxy is asked for an address of this machine
     clock = Clock()
     webhook = Webhook(Reads(Root(growing.folder, growing.folder), lambda folder: None), address.url, clock)
     growing.add(*[0.02] * 20)

@@ -28,6 +28,7 @@ from rlmux.core.errors import LogError
 from rlmux.service.dashboard.access import SERVER
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
+from rlmux.service.listening import LOOPBACK
 
 LOOK_EVERY_S = 2.0
 _ANSWER_LIMIT_S = 5.0
@@ -58,6 +59,7 @@ class Webhook:
     def __init__(self, reads: Reads, webhook: str, now_s: Callable[[], float] = time.monotonic) -> None:
         self._reads = reads
         self._url = url_of(webhook)
+        self._opener = _opener(self._url)
         self._body = body_of(webhook)
         self._now_s = now_s
         self._told: dict[Key, dict[str, Any]] = {}
@@ -143,7 +145,7 @@ class Webhook:
         headers = {"Content-Type": "application/json", "User-Agent": "rlmux"}  # Discord refuses that of urllib
         request = urllib.request.Request(self._url, data, headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=_ANSWER_LIMIT_S):
+            with self._opener.open(request, timeout=_ANSWER_LIMIT_S):
                 self._is_reachable = True
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, urllib.error.HTTPError):
@@ -159,6 +161,13 @@ class Webhook:
         split = urlsplit(self._url)
         place = f"{split.scheme}://{split.netloc.rpartition('@')[2]}/"
         print(f"--webhook {place}: {text}", file=sys.stderr, flush=True)
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Through the proxy of the environment, if any; what is on this machine is asked directly."""
+    host = urlsplit(url).hostname or ""
+    is_here = host in LOOPBACK or host.startswith("127.")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
