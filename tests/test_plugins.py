@@ -6,14 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from tests import command_line
 
 from rlmux import plugins
+from rlmux.cli import inputs
+from rlmux.config.serve import parse_serve_file
 from rlmux.core.errors import UserError
+from rlmux.policies import POLICIES, make_policy
+from rlmux.report.log import RunLog, run_header
+from rlmux.service.serve import spec_of
 
 pytestmark = pytest.mark.xdist_group("plugins")  # one installation for all
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
@@ -116,3 +121,34 @@ def test_each_mistake_with_a_plug_in_is_one_line(module, source, text, line):
         plugins.find("policy", text, ("rollmux",))
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`module:Class` of a policy in a file's folder, which is not the working folder."""
+    (tmp_path / "own_order.py").write_text("from rlmux.policies.baselines import Fifo\n\n\nclass Mine(Fifo):\n    pass\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "own_order:Mine"
+    sys.modules.pop("own_order", None)
+
+
+def test_a_broker_takes_a_policy_that_lies_beside_its_file(own_policy, tmp_path):
+    file = tmp_path / "broker.yaml"
+    file.write_text(f"cluster: {{pools: {{gpu0: {{phase: both}}}}}}\npolicy: {own_policy}\n")
+    spec = inputs.load_for_broker(str(file), None, None)
+    assert make_policy(spec.policy).name == own_policy
+    with pytest.raises(UserError, match="no such policy; nearest: fifo"):
+        inputs.load_for_broker(str(file), ["policy=fifi"], None)
+
+
+def test_a_server_takes_a_policy_that_lies_beside_its_file_and_goes_on_with_it(own_policy, tmp_path):
+    text = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}\n"
+    text += f"policy: {own_policy}\nserve: {{models: {{rlmux/tiny: {{model: {{hidden_size: 16, heads: 2}}}}}}}}\n"
+    spec = parse_serve_file(text, source=str(tmp_path / "serve.yaml"), folder=tmp_path, policies=list(POLICIES))
+    written = {"source": spec.source, "resolved": spec.resolved, "is_server": True}
+    header = run_header(policy=spec.policy, backend="local", cluster=spec.cluster, spec=written)
+    RunLog.create(tmp_path / "served", header).close()
+    resumed = spec_of(tmp_path / "served", list(POLICIES))
+    assert make_policy(resumed.policy).name == own_policy
+    with pytest.raises(UserError, match="no such policy; nearest: rollmux"):
+        parse_serve_file(text.replace(own_policy, "rolmux"), source="x", folder=tmp_path, policies=list(POLICIES))

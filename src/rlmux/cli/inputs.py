@@ -50,9 +50,11 @@ def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -
     from rlmux.policies import POLICIES
 
     if policy is not None:
-        _check_choice("--policy", policy, list(POLICIES))
+        check_policy("--policy", policy)
     spec = load_broker_spec(file, overrides=sets or (), policies=list(POLICIES))
-    return spec if policy is None else replace(spec, policy=policy)
+    spec = spec if policy is None else replace(spec, policy=policy)
+    look_for_plugin(spec.policy, Path(file).absolute().parent)
+    return spec
 
 
 def _load(
@@ -81,14 +83,14 @@ def _load(
     for hint in spec.hints:
         print(f"rlmux: {hint}", file=sys.stderr)
     spec = spec if policy is None else replace(spec, policy=policy)
-    _look_for_plugin(spec)
+    look_for_plugin(spec.policy, spec.code_folder)
     return spec
 
 
-def _look_for_plugin(spec: Spec) -> None:
+def look_for_plugin(policy: str, folder: Path) -> None:
     """Let a policy of the user's own be found in the folder of the file's code."""
-    if plugins.is_plugin("policy", spec.policy):
-        plugins.look_in(spec.code_folder)
+    if plugins.is_plugin("policy", policy):
+        plugins.look_in(folder)
 
 
 def policy_names(text: str) -> tuple[str, ...]:
@@ -185,7 +187,7 @@ def policy_and_switches(spec: Spec, profile: Path | None) -> tuple[Policy, Estim
     from rlmux.policies import make_policy
     from rlmux.runtime.launch import estimate_nothing
 
-    _look_for_plugin(spec)
+    look_for_plugin(spec.policy, spec.code_folder)
     if profile is None:
         return make_policy(spec.policy), estimate_nothing
     from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlmux.config.checks import check_policy
 from rlmux.config.derive import make_cluster
-from rlmux.config.explain import explain, nearest_hint, spec_error
+from rlmux.config.explain import explain, spec_error
 from rlmux.config.load import read_text
 from rlmux.config.located import parse_yaml
 from rlmux.config.merge import merge
@@ -67,9 +68,7 @@ def load_broker_spec(path: str | Path, *, overrides: Sequence[str] = (), policie
         config = TypeAdapter(BrokerConfig).validate_json(json.dumps(root.plain()))
     except ValidationError as error:
         raise explain(error, root, BrokerConfig) from None
-    if config.policy not in policies:
-        hint = nearest_hint(config.policy, policies)
-        raise spec_error(root, ["policy"], f"is {config.policy!r}: no such policy; {hint}")
+    check_policy(root, config.policy, policies)
     for name, pool in config.cluster.pools.items():
         if pool.devices is not None and pool.nodes is not None:
             raise spec_error(root, ["cluster", "pools", name], "has devices and nodes; accepted: one of them")

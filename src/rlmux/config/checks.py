@@ -92,10 +92,8 @@ class Checks:
                 raise self._error((*path, key), f"is {self._given((*path, key))}: {text}")
 
     def _check_policy(self) -> None:
-        policy = self.config.policy
-        if self.policies is not None and policy not in self.policies and not plugins.is_plugin("policy", policy):
-            hint = nearest_hint(policy, self.policies)
-            raise self._error(["policy"], f"is {policy!r}: no such policy; {hint}")
+        if self.policies is not None:
+            check_policy(self.root, self.config.policy, self.policies)
 
     def _check_names(self) -> None:
         where_by_name: dict[str, str] = {}
@@ -271,3 +269,9 @@ class Checks:
         is_key = key[0] in {each.name for each in fields(TrainingConfig)}
         where = self.root.nearest((*path, *(key if is_key else ("task", "path")))).where
         return SpecError(f"{where}: pipelines.{name}{'.' if is_key else ': '}{shown}")
+
+
+def check_policy(root: Node, policy: str, policies: Sequence[str]) -> None:
+    """Raises SpecError for a name that is neither one of `policies` nor a plug-in's. Nothing is imported."""
+    if policy not in policies and not plugins.is_plugin("policy", policy):
+        raise spec_error(root, ["policy"], f"is {policy!r}: no such policy; {nearest_hint(policy, policies)}")

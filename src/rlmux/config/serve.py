@@ -22,6 +22,7 @@ from annotated_types import Ge, Le, Lt, MinLen, Predicate
 from pydantic import TypeAdapter, ValidationError
 
 from rlmux.config.checkpoint_folder import check_checkpoint
+from rlmux.config.checks import check_policy
 from rlmux.config.derive import make_cluster
 from rlmux.config.explain import explain, nearest_hint, spec_error
 from rlmux.config.load import read_text
@@ -163,8 +164,7 @@ def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence
         file = adapter.validate_json(json.dumps(root.plain()))
     except ValidationError as error:
         raise explain(error, root, ServeFile) from None
-    if file.policy not in policies:
-        raise spec_error(root, ["policy"], f"is {file.policy!r}: no such policy; {nearest_hint(file.policy, policies)}")
+    check_policy(root, file.policy, policies)
     known = {key.project for key in file.serve.keys.values()}
     for name in file.serve.projects:
         if name not in known:

@@ -447,9 +447,11 @@ class _UntilClosed:
 def _stop_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP end the run at the next safe point; a second Ctrl-C ends it at once.
 
-    A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
+    SIGHUP stays ignored where it is, as under `nohup`. SIGINT does not: a script has its `&` ignore that unasked, and
+    `kill -INT` is how such a run is ended.
     """
-    numbers = [each for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN]
+    is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [each for each in _STOPPING if each != signal.SIGHUP or not is_hangup_ignored]
 
     def on_signal(number: int, _: object) -> None:
         stop()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlmux import plugins
 from rlmux.broker.backend import token_check
 from rlmux.broker.beside import PermitsBeside
 from rlmux.broker.run import SOCKET_NAME, environment_token
@@ -61,7 +62,11 @@ def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
     if not written.get("is_server"):
         raise UserError(f"{folder}: not the folder of `rlmux serve`; accepted: rlmux resume {folder}")
     spec = parse_serve_file(written["resolved"], source=str(folder), folder=folder.absolute(), policies=policies)
-    return replace(spec, policy=str(header["policy"]))
+    policy = str(header["policy"])
+    if plugins.is_plugin("policy", policy):  # beside the file that the server began with, or in the working folder
+        for place in (Path.cwd(), Path(written["source"]).absolute().parent):
+            plugins.look_in(place)
+    return replace(spec, policy=policy)
 
 
 @contextlib.contextmanager

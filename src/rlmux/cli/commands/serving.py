@@ -220,6 +220,7 @@ def _serve_models(
     opens: bool,
     allow_host: list[str],
 ) -> None:
+    from rlmux.cli import inputs
     from rlmux.config.serve import load_serve_file
     from rlmux.policies import POLICIES, make_policy
     from rlmux.runtime import folders
@@ -236,14 +237,16 @@ def _serve_models(
     from rlmux.service import serve as server
 
     spec = load_serve_file(Path(file), policies=list(POLICIES))
+    if policy is not None:
+        inputs.check_policy("--policy", policy)
     name = policy or spec.policy
-    if name not in POLICIES:
-        raise UserError(f"--policy {name!r}: accepted: {', '.join(POLICIES)}")
+    inputs.look_for_plugin(name, Path(file).absolute().parent)
+    chosen = make_policy(name)
     with folders.chosen(out, f"{Path(file).stem}-{name}") as folder:
         server.serve(
             spec,
             folder,
-            policy=make_policy(name),
+            policy=chosen,
             listening=listening,
             allowed_hosts=allow_host,
             on_ready=lambda url, doors: _say(url, doors, opens),
