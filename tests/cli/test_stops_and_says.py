@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ pytest.importorskip("torch")
 
 from tests.waiting import until
 
+from rlmux.cli.main import main
+from rlmux.client.in_folder import stop
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster, Phase, Pool
+from rlmux.report.folder_lock import FolderLock
+from rlmux.report.log import RunLog, run_header
 from rlmux.runtime.local import SharedMemoryFolder
+from rlmux.runtime.run import _stop_on_interrupt
 
 LIMIT_S = 200
 
@@ -102,3 +110,96 @@ def test_only_living_runs_on_the_same_devices_are_neighbours(tmp_path):
     assert [(each.folder, each.devices) for each in found] == [(str(tmp_path / "here"), ("core 901",))]
     for each in (here, there, newcomer):
         each.close()
+
+
+def test_an_interrupt_that_a_script_had_ignored_stops_a_run():
+    before, stopped = signal.signal(signal.SIGINT, signal.SIG_IGN), []
+    try:
+        with _stop_on_interrupt(lambda: stopped.append(True)):
+            signal.raise_signal(signal.SIGINT)
+        assert stopped == [True]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_command_that_a_script_began_in_the_background_can_be_interrupted(monkeypatch):
+    monkeypatch.setattr(sys.modules["rlmux.cli.main"], "run_command_line", lambda words: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            main([])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+OWNER = """
+import signal, sys, threading
+from pathlib import Path
+from rlmux.report.folder_lock import FolderLock
+over = threading.Event()
+signal.signal(signal.SIGINT, lambda *_: over.set())
+with FolderLock.take(Path(sys.argv[1])) as lock:
+    lock.sign()
+    print("ready", flush=True)
+    over.wait()
+"""
+
+
+@pytest.fixture
+def owned(tmp_path):
+    """Makes a folder, that of a run where it has a header, that a process has until it is interrupted."""
+    processes = []
+
+    def make(name: str, header=None) -> tuple[Path, subprocess.Popen[str]]:
+        folder = tmp_path / name
+        if header is None:
+            folder.mkdir(exist_ok=True)
+        else:
+            RunLog.create(folder, header).close()
+        process = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return folder, process
+
+    yield make
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def header_of(backend: str):
+    cluster = Cluster(pools={"all": Pool(name="all", phase=Phase.TRAIN, num_nodes=1, gpus_per_node=1)})
+    return run_header(policy="solo", backend=backend, cluster=cluster, spec={"source": "demo.yaml"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "resume"), [("local", "rlmux resume {folder}"), ("permits", "rlmux broker demo.yaml --out {folder}")]
+)
+def test_stop_ends_what_runs_in_a_folder_and_says_how_it_goes_on(owned, rlmux, backend, resume):
+    folder, process = owned("demo", header_of(backend))
+    said = rlmux("stop", str(folder), "--json")
+    expected = {"folder": str(folder), "pid": process.pid, "resume": resume.format(folder=folder)}
+    assert (said.code, json.loads(said.out)) == (0, expected)
+    assert process.wait(LIMIT_S) == 0
+    FolderLock.take(folder).release()
+    said = rlmux("stop", str(folder))
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert f"{folder}: nothing runs there now; " in said.err
+
+
+def test_a_lane_is_stopped_after_its_server_which_would_start_it_again(owned, rlmux):
+    root, server = owned("service")
+    lane, controller = owned("service/cpu", header_of("local"))
+    with pytest.raises(UserError, match=f"would start it again; accepted: rlmux stop {root} first"):
+        stop(lane)
+    said = rlmux("stop", str(root))
+    assert said.out == f"{root}: stopped (pid {server.pid}); resume with: rlmux serve FILE --out {root}\n"
+    assert rlmux("stop", str(lane)).code == 0
+    assert (server.wait(LIMIT_S), controller.wait(LIMIT_S)) == (0, 0)
+
+
+def test_stop_takes_a_folder_of_this_machine(tmp_path, rlmux):
+    assert "accepted: the folder of a run" in rlmux("stop", str(tmp_path / "none")).err
+    assert "accepted: its folder, on the machine where it runs" in rlmux("stop", "http://127.0.0.1:7460").err

@@ -6,6 +6,7 @@ words ──▶ commands.app ──▶ a command ──▶ its exit code
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
     """Run one command line (the process's own by default) and exit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind a script's `&`; `kill -INT` ends it all the same
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run_command_line(words))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import inputs, tables
+from rlmux.client import in_folder
 from rlmux.client.target import Target, is_url, target_of
 from rlmux.core.errors import UserError
 from rlmux.report.slos import slo_words
@@ -37,6 +38,17 @@ def tell(place: str, request: str, name: str, **fields: Any) -> str:
     """Ask for something of one pipeline; returns the outcome in words."""
     with closing(target_of(place)) as target:
         return str(target.tell(request, name, **fields)["outcome"])
+
+
+def stop(place: str, *, as_json: bool) -> None:
+    """End what runs in a folder of this machine, and print how it goes on."""
+    if is_url(place):
+        raise UserError(f"{place}: a server is ended where it runs; accepted: its folder, on the machine where it runs")
+    stopped = in_folder.stop(Path(place))
+    if as_json:
+        tables.print_json(stopped)
+    else:
+        print(f"{place}: stopped (pid {stopped['pid']}); resume with: {stopped['resume']}")
 
 
 def show_why(place: str, name: str, *, as_json: bool) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import getpass
+import os
+import signal
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +14,17 @@ from typing import Any
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
 from rlmux.report.acknowledged import acknowledge
+from rlmux.report.folder_lock import FolderInUseError, FolderLock, living_owner
 from rlmux.report.log import LogReader
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
 from rlmux.report.step_rows import read_step_rows
 from rlmux.runtime import folders
 from rlmux.runtime.control_socket import NotRunningError, ask
 from rlmux.runtime.run_status import StatusReader
+
+_LOOK_EVERY_S = 0.1
+_SERVE = "rlmux serve FILE --out {}"
+"""How a service goes on, whose folder is that of no run."""
 
 
 class InFolder:
@@ -115,3 +124,39 @@ class InFolder:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+
+def stop(folder: Path) -> dict[str, Any]:
+    """End what runs in this folder (a run, a server, a lane, a broker) as Ctrl-C would, and wait until it has ended.
+
+    Returns the keys of `rlmux stop --json`. Raises UserError where nothing runs, on another machine, and for a lane
+    that its server would start again.
+    """
+    has_run, owner = (folder / folders.RUN_LOG).is_file(), living_owner(folder)
+    if owner is None or not _is_locked(folder):
+        folders.check_run(folder)
+        raise UserError(f"{folder}: nothing runs there now; accepted: the folder of what runs")
+    pid, host = owner
+    if host != socket.gethostname():
+        raise UserError(f"{folder}: process {pid} on {host} has it; accepted: rlmux stop {folder}, there")
+    parent = folder.absolute().parent
+    if has_run and _is_locked(parent):
+        raise UserError(f"{folder}: its server would start it again; accepted: rlmux stop {parent} first")
+    os.kill(pid, signal.SIGINT)
+    while living_owner(folder) == owner:
+        time.sleep(_LOOK_EVERY_S)
+    return {"folder": str(folder), "pid": pid, "resume": _how_to_resume(folder) if has_run else _SERVE.format(folder)}
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        FolderLock.take(folder).release()
+    except FolderInUseError:
+        return True
+    return False
+
+
+def _how_to_resume(folder: Path) -> str:
+    with LogReader(folder) as log:
+        is_broker, source = log.header.get("backend") == "permits", (log.header.get("spec") or {}).get("source")
+    return f"rlmux broker {source} --out {folder}" if is_broker else f"rlmux resume {folder}"

@@ -107,7 +107,7 @@ def _in_use(folder: Path) -> str:
     where = "" if host == socket.gethostname() else f" on {host}"
     return (
         f"{folder}: another process is writing here: pid {pid}{where}; accepted: another folder, or wait until that "
-        f"one has ended, or stop it{where}: kill -INT {pid}"
+        f"one has ended, or stop it{where}: rlmux stop {folder}"
     )
 
 

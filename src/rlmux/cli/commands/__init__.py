@@ -1,7 +1,7 @@
 """Every command: its words, the function of another room that does the work, and the display of what came out.
 
 training      run, compare, resume, chaos                      prediction    simulate, plan, whatif, reproduce
-runs          report, submit, cancel, why, hold, release, rank, park, unpark, notice, usage, status, logs, verify
+runs          report, submit, cancel, stop, why, hold, release, rank, park, unpark, notice, usage, status, logs, verify
 lookups       queue, samples, alerts, export
 machine       doctor, profile, version
 sharing       broker, serve, budget
@@ -48,6 +48,7 @@ for _command in (
     serving.budget,
     runs.submit,
     runs.cancel,
+    runs.stop,
     runs.why,
     runs.hold,
     runs.release,

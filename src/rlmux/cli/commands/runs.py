@@ -79,6 +79,22 @@ def cancel(place: Place, name: PipelineName) -> None:
     typer.echo(f"{name}: {remote.tell(place, 'cancel', name)}")
 
 
+def stop(
+    place: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a run, a server, a lane or a broker.")],
+    json: Json = False,
+) -> None:
+    """End what runs in a folder, as Ctrl-C would: a run, a server, a lane or a broker; wait until it has ended.
+
+    Nothing that was finished is lost, and what it prints says how it goes on. Lanes go on without their server.
+
+    \b
+    Example: rlmux stop runs/demo
+    """
+    from rlmux.cli import remote
+
+    remote.stop(place, as_json=json)
+
+
 def why(place: Place, name: PipelineName, json: Json = False) -> None:
     """Say why a pipeline of a run that is going on waits, and what would start it now.
 

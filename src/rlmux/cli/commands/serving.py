@@ -178,7 +178,7 @@ def _serve_lanes(
 
     pids = serve_lanes(specs, folder, lock, listening=listening, allowed_hosts=allow_host, on_ready=say)
     for name, pid in pids.items():
-        ends = f"pid {pid}; to end it: kill -INT {pid}" if pid is not None else "not started"
+        ends = f"pid {pid}; to end it: rlmux stop {folder / name}" if pid is not None else "not started"
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
 
 
