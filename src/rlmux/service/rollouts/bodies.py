@@ -27,6 +27,8 @@ class Params(Body):
     presence_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
     logit_bias: Mapping[str, float] | None = None
+    min_tokens: int | None = 0
+    ignore_eos: bool | None = False
 
     def check(self) -> None:
         """Raises UserError for what is not served and would change the answer."""
@@ -38,6 +40,8 @@ class Params(Body):
             "presence_penalty": bool(self.presence_penalty),
             "repetition_penalty": self.repetition_penalty not in (None, 1.0),
             "logit_bias": bool(self.logit_bias),
+            "min_tokens": bool(self.min_tokens),
+            "ignore_eos": bool(self.ignore_eos),
         }
         refuse(refused)
 
@@ -53,7 +57,30 @@ class Generate(Body):
     output_mode: Literal["tokens", "text"] = "tokens"
 
 
-class Completion(Params):
+class StreamOptions(Body):
+    """What a stream tells besides its choices."""
+
+    include_usage: bool | None = False
+
+
+class Streamed(Params):
+    """What can be answered in pieces."""
+
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise UserError("stream_options: accepted with stream: true")
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether the stream ends with the tokens that were read and written."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class Completion(Streamed):
     """A text or tokens to go on with, or several."""
 
     model: str
@@ -63,7 +90,6 @@ class Completion(Params):
     echo: bool | None = False
     suffix: str | None = None
     best_of: int | None = None
-    stream: bool | None = False
     return_token_ids: bool | None = False
 
     def check(self) -> None:
@@ -94,6 +120,7 @@ class Message(Body):
 
     role: str
     content: str | list[Part] | None = None
+    tool_calls: Any = None
 
     def text(self) -> str:
         """Its text. Raises UserError for content of another kind."""
@@ -104,7 +131,7 @@ class Message(Body):
         return "".join(part.text or "" for part in self.content)
 
 
-class Chat(Params):
+class Chat(Streamed):
     """Messages to answer."""
 
     model: str
@@ -113,14 +140,35 @@ class Chat(Params):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[str] | None = None
+    web_search_options: Any = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     response_format: Mapping[str, Any] | None = None
-    stream: bool | None = False
     return_token_ids: bool | None = False
 
     def check(self) -> None:
         super().check()
         is_other = self.response_format is not None and self.response_format.get("type") != "text"
-        refuse({"tools": bool(self.tools), "response_format": is_other, "top_logprobs": bool(self.top_logprobs)})
+        refused = {
+            "tools": bool(self.tools),
+            "tool_choice": self.tool_choice not in (None, "none", "auto"),
+            "functions": bool(self.functions),
+            "function_call": self.function_call not in (None, "none", "auto"),
+            "messages: tool_calls": any(message.tool_calls for message in self.messages),
+            "reasoning_effort": self.reasoning_effort not in (None, "none"),
+            "verbosity": self.verbosity is not None,
+            "modalities": self.modalities not in (None, ["text"]),
+            "web_search_options": self.web_search_options is not None,
+            "chat_template_kwargs": bool(self.chat_template_kwargs),
+            "response_format": is_other,
+            "top_logprobs": bool(self.top_logprobs),
+        }
+        refuse(refused)
 
 
 def refuse(is_asked_by_name: Mapping[str, bool]) -> None:

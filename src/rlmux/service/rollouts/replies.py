@@ -106,10 +106,13 @@ def usage(num_prompt_tokens: int, sampled: Sequence[Sampled]) -> dict[str, int]:
     }
 
 
-def stream(answer: Mapping[str, Any]) -> Iterator[str]:
-    """Server-sent events: each choice in one piece, as sequences are kept whole."""
+def stream(answer: Mapping[str, Any], usage: Mapping[str, int] | None) -> Iterator[str]:
+    """Server-sent events: each choice in one piece, as sequences are kept whole. `usage`: a last event, if any."""
+    told = {} if usage is None else {"usage": None}
     for choice in answer["choices"]:
-        yield f"data: {json.dumps({**answer, 'choices': [choice]})}\n\n"
+        yield f"data: {json.dumps({**answer, **told, 'choices': [choice]})}\n\n"
+    if usage is not None:
+        yield f"data: {json.dumps({**answer, 'usage': usage, 'choices': []})}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -25,7 +25,7 @@ from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.vocabulary import Vocabulary
 from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.rollouts import replies
-from rlmux.service.rollouts.bodies import Chat, Completion, Generate, Params
+from rlmux.service.rollouts.bodies import Chat, Completion, Generate, Params, Streamed
 from rlmux.service.rollouts.replies import Sampled
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
@@ -105,7 +105,7 @@ class _Door:
         read = [prompt for prompt, (_, of_prompt) in zip(prompts, answers, strict=True) for _ in of_prompt]
         self._add_tokens(body, choices, sampled, read)
         answer = replies.envelope("text_completion", answers[0][0], body.model, choices)
-        return _told(answer, sum(map(len, prompts)), sampled, is_stream=bool(body.stream))
+        return _told(answer, sum(map(len, prompts)), sampled, body)
 
     async def chat(self, request: Request, project: str) -> Any:
         body = Chat.model_validate_json(await request.body())
@@ -129,7 +129,7 @@ class _Door:
         self._add_tokens(body, choices, sampled, [prompt] * len(sampled))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         answer = replies.envelope(kind, request_id, body.model, choices)
-        return _told(answer, len(prompt), sampled, is_stream=bool(body.stream))
+        return _told(answer, len(prompt), sampled, body)
 
     async def models(self, request: Request, project: str) -> Any:
         registry = self._front.registry
@@ -251,7 +251,9 @@ def _stop_texts(params: Params) -> list[str]:
     return [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
 
 
-def _told(answer: dict[str, Any], num_prompt_tokens: int, sampled: Sequence[Sampled], *, is_stream: bool) -> Any:
-    if is_stream:
-        return StreamingResponse(replies.stream(answer), media_type="text/event-stream")
-    return {**answer, "usage": replies.usage(num_prompt_tokens, sampled)}
+def _told(answer: dict[str, Any], num_prompt_tokens: int, sampled: Sequence[Sampled], body: Streamed) -> Any:
+    usage = replies.usage(num_prompt_tokens, sampled)
+    if body.stream:
+        pieces = replies.stream(answer, usage if body.tells_usage else None)
+        return StreamingResponse(pieces, media_type="text/event-stream")
+    return {**answer, "usage": usage}
