@@ -310,3 +310,51 @@ def test_without_the_tool_or_a_gpu_the_program_is_told_as_it_joins(checkpointing
     monkeypatch.setenv("RLMUX_OFFLOAD", "criu")
     with pytest.raises(share.ShareError, match="RLMUX_OFFLOAD=criu: accepted: cuda-checkpoint"):
         share.join("a", {"train": "gpu0"})
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda model, optimizer: model(torch.zeros(1, 3)),
+        lambda model, optimizer: next(model.parameters()).sum(),
+        lambda model, optimizer: next(model.parameters()).data,
+        lambda model, optimizer: next(model.parameters()).grad + 1,
+        lambda model, optimizer: optimizer.step(),
+        lambda model, optimizer: {key: value.clone() for key, value in model.state_dict().items()},
+        lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    ],
+)
+def test_an_offloaded_tensor_that_is_read_raises_with_the_phase_to_enter(touch):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    hooks = share.torch_offload(model, optimizer)
+    share.join("a", pools={"rollout": "gpu0", "train": "gpu1"}).on_leave("train", hooks)
+    hooks.offload()
+    assert [tuple(one.shape) for one in model.parameters()] == [(2, 3), (2,)], "shapes can be read"
+    with pytest.raises(RuntimeError, match=r"offloaded.*accepted: within job.phase\('train'\)"):
+        touch(model, optimizer)
+    assert hooks.offload() == 0
+    hooks.onload()
+    assert {type(one) for one in model.parameters()} == {torch.nn.Parameter}
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    optimizer.step()
+
+
+def test_a_region_that_cannot_be_entered_leaves_the_outer_one_its_pool(monkeypatch):
+    job, held = share.join("a", pools={"train": "gpu0", "rollout": "gpu1"}), []
+
+    def change(region):
+        held[:] = []
+        if "gpu1" in region.pools:
+            raise share.ShareError("no permit")
+        held[:] = region.pools
+
+    monkeypatch.setattr(share.Job, "is_shared", True)
+    monkeypatch.setattr(job, "_change", change)
+    with job.phase("train"):
+        with pytest.raises(share.ShareError, match="no permit"), job.phase("rollout"):
+            pass
+        assert held == ["gpu0"]

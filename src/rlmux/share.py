@@ -41,8 +41,7 @@ WIRE_VERSION = 1
 MAX_WEIGHT = 100.0
 """Largest weight of a program."""
 PING_S = 10.0
-"""Seconds of silence after which the library asks whether the broker is there; after three times as many it connects
-anew."""
+"""Seconds of silence until the library asks whether the broker lives; after three times as many it connects anew."""
 CONNECT_LIMIT_S = 15.0
 """Seconds for which `join` waits for a broker that does not answer. Later on there is no limit."""
 _LEAVE_LIMIT_S = 2.0
@@ -202,12 +201,14 @@ class Job:
         """Say how to leave a pool (or the pool of a role) and come back: two functions, or an object that has them as
         `offload` and `onload`, and may have `resident_bytes` and `finish` (see Hooks). One program at a time leaves or
         comes back; a hook that raises stops this one, and no other gets the pool while the program lives."""
+        pool = pool if pool in self.pools.values() else self.pools.get(pool, pool)
         if onload is not None:
             hooks = Hooks(hooks, onload)
         elif not isinstance(hooks, Hooks):
             optional = {name: getattr(hooks, name) for name in ("resident_bytes", "finish") if hasattr(hooks, name)}
+            getattr(hooks, "phases", []).extend(role for role, one in self.pools.items() if one == pool)
             hooks = Hooks(hooks.offload, hooks.onload, **optional)
-        self._hooks[pool if pool in self.pools.values() else self.pools.get(pool, pool)] = hooks
+        self._hooks[pool] = hooks
 
     def phase(
         self, role: str | None, *, units: int | None = None, step: int | None = None, also: Iterable[str] = ()
@@ -244,7 +245,11 @@ class Job:
         if region.pools and region.pools <= outer.pools:
             region = outer
         elif self.is_shared:
-            self._change(region)
+            try:
+                self._change(region)
+            except Exception:  # the outer region may go on: it has its pool again
+                self._change(outer)
+                raise
         self._stack.append(region)
 
     def _exit(self) -> None:
@@ -253,8 +258,7 @@ class Job:
             self._change(self._stack[-1])
 
     def _change(self, region: _Region) -> None:
-        """Leave what is held, and take what the region needs: nothing is held while it waits, so no order of asking
-        can lock two programs up."""
+        """Leave what is held, then take what the region needs: no order of asking can lock two programs up."""
         if self._hook_error is not None:
             raise ShareError(f"the offload hook failed: {self._hook_error!r}") from self._hook_error
         if self._fence is not None:

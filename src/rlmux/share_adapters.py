@@ -41,6 +41,10 @@ class TorchOffload:
 
     def __init__(self, tensors: Callable[[], Iterable[Any]]) -> None:
         self._tensors = tensors
+        self.phases: list[str] = []
+        """Phases of the program that bring the tensors back; `Job.on_leave` adds them."""
+        self._classes: list[Any] = []
+        """(tensor, its class) of all that is away."""
         self._away: list[Any] = []
         """(storage, its bytes on the host) of what was emptied; of what could not be, the tensors and their layouts in
         place of the storage."""
@@ -63,7 +67,7 @@ class TorchOffload:
         """Copy everything to the host and free it. Where that fails, what was freed before comes back."""
         import torch
 
-        freed_bytes = 0
+        freed_bytes, emptied = 0, []
         try:
             for storage, tensors in list(self._storages()):
                 size = storage.nbytes()
@@ -82,15 +86,31 @@ class TorchOffload:
                     for tensor in tensors:
                         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 freed_bytes += size
+                emptied += tensors
         except BaseException:  # an interrupt, too, must not leave half a model away
             self.onload()
             raise
         if _has_cuda():
             torch.cuda.empty_cache()
+        self._guard(emptied)
         return freed_bytes
+
+    def _guard(self, tensors: list[Any]) -> None:
+        """Have whatever reads these tensors raise: their memory is not there, and reading it would end the process."""
+        import torch
+
+        phases = ", ".join(f"job.phase({phase!r})" for phase in dict.fromkeys(self.phases)) or "a phase that has the pool"
+        guards = {base: _away_class(base, phases) for base in (torch.Tensor, torch.nn.Parameter)}
+        for tensor in tensors:
+            if type(tensor) in guards:  # a subclass of others may read what it likes
+                self._classes.append((tensor, type(tensor)))
+                tensor.__class__ = guards[type(tensor)]
 
     def onload(self) -> None:
         """Bring everything back to where it was."""
+        while self._classes:
+            tensor, own_class = self._classes.pop()
+            tensor.__class__ = own_class
         while self._away:
             place, host = self._away.pop()
             if isinstance(place, list):
@@ -123,6 +143,28 @@ class TorchOffload:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
             text = f"tensors ({shapes}) lie in memory that another owner shares: it is freed when that lets go of it"
             warnings.warn(f"rlmux: {text}", stacklevel=3)
+
+
+_SHAPES = frozenset(("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point"))
+"""Methods of a tensor that read none of its memory; properties do not either, but `data` and those that transpose."""
+_VIEWS = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
+
+
+def _away_class(base: Any, phases: str) -> Any:
+    """A class for tensors of the class `base` whose memory is away; torch changes classes of parameters so, too."""
+    import torch
+
+    class Away(base):  # type: ignore[misc]
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(func, "__name__", "")
+            is_property = name in ("__get__", "__set__") and func.__self__.__name__ not in _VIEWS
+            if is_property or name in _SHAPES or name in ("untyped_storage", "__hash__"):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            raise RuntimeError(f"{name or func}: the tensor is offloaded, its pool is another's; accepted: within {phases}")
+
+    return Away
 
 
 def _has_cuda() -> bool:
