@@ -126,7 +126,7 @@ def test_each_mistake_with_a_plug_in_is_one_line(module, source, text, line):
 @pytest.fixture
 def own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`module:Class` of a policy in a file's folder, which is not the working folder."""
-    (tmp_path / "own_order.py").write_text("from rlmux.policies.baselines import Fifo\n\n\nclass Mine(Fifo):\n    pass\n")
+    (tmp_path / "own_order.py").write_text("from rlmux.policies.baselines import Fifo as Mine\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield "own_order:Mine"
     sys.modules.pop("own_order", None)

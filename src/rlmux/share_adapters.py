@@ -99,7 +99,7 @@ class TorchOffload:
         """Have whatever reads these tensors raise: their memory is not there, and reading it would end the process."""
         import torch
 
-        phases = ", ".join(f"job.phase({phase!r})" for phase in dict.fromkeys(self.phases)) or "a phase that has the pool"
+        phases = ", ".join(f"job.phase({one!r})" for one in dict.fromkeys(self.phases)) or "a phase that has its pool"
         guards = {base: _away_class(base, phases) for base in (torch.Tensor, torch.nn.Parameter)}
         for tensor in tensors:
             if type(tensor) in guards:  # a subclass of others may read what it likes
@@ -145,8 +145,10 @@ class TorchOffload:
             warnings.warn(f"rlmux: {text}", stacklevel=3)
 
 
-_SHAPES = frozenset(("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point"))
-"""Methods of a tensor that read none of its memory; properties do not either, but `data` and those that transpose."""
+_SHAPES = frozenset(
+    ("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point")
+)
+"""Methods of a tensor that read none of its memory; nor do its properties, but those that are views."""
 _VIEWS = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
 
 
@@ -162,7 +164,7 @@ def _away_class(base: Any, phases: str) -> Any:
             if is_property or name in _SHAPES or name in ("untyped_storage", "__hash__"):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
-            raise RuntimeError(f"{name or func}: the tensor is offloaded, its pool is another's; accepted: within {phases}")
+            raise RuntimeError(f"{name or func}: the tensor is offloaded with its pool; accepted: within {phases}")
 
     return Away
 

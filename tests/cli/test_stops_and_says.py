@@ -124,7 +124,8 @@ def test_an_interrupt_that_a_script_had_ignored_stops_a_run():
 
 
 def test_a_command_that_a_script_began_in_the_background_can_be_interrupted(monkeypatch):
-    monkeypatch.setattr(sys.modules["rlmux.cli.main"], "run_command_line", lambda words: signal.raise_signal(signal.SIGINT))
+    module = sys.modules["rlmux.cli.main"]
+    monkeypatch.setattr(module, "run_command_line", lambda words: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt):

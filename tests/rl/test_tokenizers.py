@@ -103,7 +103,8 @@ def test_messages_that_the_template_refuses_are_refused_by_row_in_its_words(
 def test_a_call_of_a_tool_without_content_reaches_the_template(make_config: MakeConfig, tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.tool_calls is defined %}<{{ m.tool_calls[0].function.name }}"
-        "({{ m.tool_calls[0].function.arguments | tojson }}){{ m.content }}>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "({{ m.tool_calls[0].function.arguments | tojson }}){{ m.content }}>{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
     )
     call = {"type": "function", "function": {"name": "find", "arguments": {"of": ["a"], "at": None}}}
     asked = [

@@ -28,7 +28,8 @@ def config(tmp_path):
 
 def test_a_reward_that_may_take_longer_is_left_to_the_run_and_the_next_is_checked(tmp_path, config, capfd):
     complaints = preflight.complaints_about([config("slow"), config("short")], tmp_path, patience_s=3.0)
-    assert complaints == [None, "task.reward: reward my_rewards:short on a sample returned str 'x'; accepted: a finite number"]
+    refused = "task.reward: reward my_rewards:short on a sample returned str 'x'; accepted: a finite number"
+    assert complaints == [None, refused]
     assert "rlmux: reward my_rewards:slow takes over 3 s on a sample; it was not checked" in capfd.readouterr().err
 
 
