@@ -41,6 +41,7 @@ class _Progress:
     last_step_s: float = 0.0
     steps: int = 0
     alone_s: float = 0.0
+    overlapped_s: float = 0.0
     left_s: float | None = None
     refused: str = ""
 
@@ -55,7 +56,7 @@ class _Progress:
         if self.is_done:
             return finished
         next_step = self.arrival.pipeline.first_step + self.steps
-        with_open = (end_s - begin_s) / max(self.alone_s + self.arrival.solo_s(next_step), 1e-9)
+        with_open = (end_s - begin_s) / max(self.alone_s + self.arrival.world.solo_s(next_step), 1e-9)
         if finished is None:
             return with_open if with_open > 1.0 else None
         return max(finished, with_open)
@@ -163,7 +164,8 @@ class Collector:
         if step < 1:
             return
         progress.steps += 1
-        progress.alone_s += progress.arrival.solo_s(step)
+        progress.alone_s += progress.arrival.world.solo_s(step)
+        progress.overlapped_s += progress.arrival.solo_s(step)
         progress.last_step_s = now_s
 
     def compute(self, pipeline: PipelineId, devices: tuple[DeviceId, ...], seconds: float, switch_s: float) -> None:
@@ -399,6 +401,7 @@ def _result_of(pipeline: PipelineId, progress: _Progress, now_s: float) -> Pipel
         left_s=progress.left_s,
         steps=progress.steps,
         solo_s=progress.alone_s,
+        overlapped_solo_s=progress.overlapped_s,
         step_slowdown=None if started_s is None else progress.slowdown_since(started_s, end_s),
         completion_slowdown=None if progress.refused else progress.slowdown_since(submit_s, end_s),
         finished_slowdown=_finished_slowdown(progress),

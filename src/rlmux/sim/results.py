@@ -38,7 +38,10 @@ class PipelineResult:
     left_s: float | None
     steps: int
     solo_s: float
-    """Seconds that its finished steps take alone on the nodes that it asks for."""
+    """Seconds that its finished steps take alone on the nodes that it asks for, one phase after the other: what SLOs
+    are planned by."""
+    overlapped_solo_s: float
+    """The same as a run's summary counts it: with staleness a rollout overlaps the rest of a step."""
     step_slowdown: float | None
     """Time from its first work over solo time of the steps in it; None while no step has ended or is late."""
     completion_slowdown: float | None
@@ -49,6 +52,13 @@ class PipelineResult:
     """Seconds from its submission to its admission, or to the end where there was none."""
     slo_slowdown: float
     refused: str = ""
+
+    @property
+    def shown_slowdown(self) -> float | None:
+        """`step_slowdown` as a run's summary would tell it."""
+        if self.step_slowdown is None or not self.overlapped_solo_s:
+            return self.step_slowdown
+        return self.step_slowdown * self.solo_s / self.overlapped_solo_s
 
     @property
     def keeps_slo(self) -> bool:

@@ -82,7 +82,7 @@ def _side(result: SimResult) -> dict[str, Any]:
             str(one.pipeline): {
                 "ends_s": one.left_s,
                 "queue_s": one.queue_s,
-                "step_slowdown": one.step_slowdown,
+                "step_slowdown": one.shown_slowdown,
                 "slo_slowdown": one.slo_slowdown,
                 "keeps_slo": one.keeps_slo,
                 "refused": one.refused,
