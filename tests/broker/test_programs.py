@@ -43,7 +43,9 @@ def alone(room: Room, name: str, steps: int = STEPS, *words: str) -> list[str]:
     return told["sha256"]
 
 
-@pytest.mark.parametrize("policy", ["fifo", "rollmux", "rlmux"])
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fifo", "rollmux")), "rlmux"]
+)
 def test_two_programs_on_one_device_end_with_the_weights_they_have_alone(room, policy):
     expected = {name: alone(room, name) for name in "ab"}
     room.start_broker(policy)
@@ -63,7 +65,7 @@ def test_two_programs_on_one_device_end_with_the_weights_they_have_alone(room, p
     assert {name: one["status"] for name, one in room.status().items()} == {"a": "finished", "b": "finished"}
 
 
-@pytest.mark.parametrize("policy", ["fifo", "rollmux"])
+@pytest.mark.parametrize("policy", [pytest.param("fifo", marks=pytest.mark.slow), "rollmux"])
 def test_programs_take_turns_in_proportion_to_their_weights_and_end_as_they_do_alone(room, policy):
     steps = {"a": 60, "b": 20, "c": 30}
     expected = {name: alone(room, name, count, "safe") for name, count in steps.items()}

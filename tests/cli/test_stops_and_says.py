@@ -41,7 +41,7 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "one" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("how", ["hang-up", "stdout", "stderr"])
+@pytest.mark.parametrize("how", ["hang-up", pytest.param("stdout", marks=pytest.mark.slow), "stderr"])
 def test_a_closed_terminal_or_output_ends_a_run_like_ctrl_c(folder, start, how):
     process = start("run", "long.yaml", "--out", "one")
     until_step(folder, process)

@@ -220,7 +220,11 @@ def test_what_a_good_server_can_is_found_and_recalled(
         ({"ignores_weights": True}, "reloads: it answers that it took other weights"),
         ({"leaks_when_held": True}, "keeps_held: it makes tokens while it is held"),
         ({"restarts_noise": True}, "has_positional_noise: the same seed begins its noise anew"),
-        ({"keeps_memory": True}, "frees_memory: asleep, it holds as much memory as awake"),
+        pytest.param(
+            {"keeps_memory": True},
+            "frees_memory: asleep, it holds as much memory as awake",
+            marks=pytest.mark.slow,
+        ),
         ({"wakes_otherwise": True}, "frees_memory: awake again, it samples other tokens"),
     ],
 )

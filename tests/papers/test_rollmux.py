@@ -32,6 +32,7 @@ def test_training_sharing_gives_the_published_gain_first_come_first_served_only(
     assert micro.micro_gain("micro-b", is_strict=True).over_solo < 1.5
 
 
+@pytest.mark.slow
 def test_migrating_measured_tails_gives_the_published_gains_or_more():
     rows = tail_rows()
     assert all(row.ours >= 0.95 * row.published for row in rows)

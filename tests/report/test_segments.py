@@ -218,11 +218,12 @@ def statements(folder: Path) -> list[str]:
     return seen
 
 
-def test_a_kill_before_any_statement_of_packing_and_sealing_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_before_any_statement_of_packing_and_sealing_loses_nothing(tmp_path: Path, every: int) -> None:
     seen = statements(tmp_path / "whole")
     first_pack = next(number for number, text in enumerate(seen) if "INSERT INTO block" in text)
     copied = next(number for number, text in enumerate(seen) if "VACUUM" in text)
-    for number in [*range(first_pack - 2, first_pack + 8), *range(copied - 8, copied + 25)]:
+    for number in [*range(first_pack - 2, first_pack + 8), *range(copied - 8, copied + 25)][::every]:
         folder = tmp_path / str(number)
         RunLog.create(folder, HEADER).close()
         for _ in range(2):

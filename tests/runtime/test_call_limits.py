@@ -79,6 +79,7 @@ def is_given_up(worker: WorkerProcess, method: str, *args: Any) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_long_call_that_computes_is_never_given_up(worker: WorkerProcess) -> None:
     assert not is_given_up(worker, "computes", 2 * LIMIT_S, True)
     assert worker.num_beats >= 2

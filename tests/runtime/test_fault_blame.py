@@ -111,6 +111,7 @@ class Poisonable(RolloutWorker):
 """
 
 
+@pytest.mark.slow
 def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
     real, make_backend, good, alone, tmp_path, monkeypatch
 ):

@@ -248,10 +248,10 @@ def node_of_a_pipeline_that_needs_it(recorder, num_steps: int) -> NodeId | None:
     return None
 
 
-def test_fewer_nodes_than_the_file_asks_for_is_one_line_with_the_numbers(real, nodes, tmp_path):
+def test_fewer_nodes_than_the_file_asks_for_is_one_line_with_the_numbers(real, one_node, tmp_path):
     with pytest.raises(UserError) as caught:
-        nodes.make_backend()(real.cluster(rollout=1, train=4), _folder(tmp_path))
-    assert "cluster.pools.train has 4 nodes, the Ray cluster offers 2 of resource rlmux_train" in str(caught.value)
+        one_node.make_backend()(real.cluster(rollout=1, train=4), _folder(tmp_path))
+    assert "cluster.pools.train has 4 nodes, the Ray cluster offers 1 of resource rlmux_train" in str(caught.value)
     assert "ray start --address" in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -204,6 +204,7 @@ def trace():
     return replace(whole, arrivals=whole.arrivals[:24])
 
 
+@pytest.mark.slow
 def test_a_price_of_slowness_makes_the_same_work_cheaper_and_keeps_every_slo(trace):
     by_the_hour = simulate(trace, RlMux(slowness_price=0.0), checks=False)
     for_the_work = simulate(trace, RlMux(), checks=False)

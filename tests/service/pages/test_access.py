@@ -18,7 +18,7 @@ RULES = {
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="needs axe-core, which `make pages` installs")
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_no_page_has_a_serious_fault(shown, enter, theme):
     page = enter(shown, "/fleet", color_scheme=theme, bypass_csp=True)  # axe is put into the page
     for place in PLACES:

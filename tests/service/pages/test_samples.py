@@ -58,7 +58,7 @@ def test_tokens_have_their_likelihood_and_the_weights_that_made_them(kept, enter
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="needs axe-core, which `make pages` installs")
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_the_view_by_tokens_has_no_serious_fault(kept, enter, theme):
     page = enter(kept, "/pipelines/demo/sort?tab=samples&open=1.0.0&tokens=1", color_scheme=theme, bypass_csp=True)
     page.wait_for_selector("pre.tokens")
