@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,35 @@ def test_paths_are_relative_to_the_file(load, tmp_path):
     again = parse_spec(spec.resolved, source="spec.yaml", folder=Path("/"))
     assert again.pipelines == spec.pipelines
     assert again.code_folder == tmp_path
+
+
+CANNOT_BE_HELD = {
+    "a code beyond Unicode": ('{name: "\\U00110000"}', "an escape names no character of Unicode"),
+    "a code beyond C": ('{name: "\\UFFFFFFFF"}', "an escape names no character of Unicode"),
+    "a number": ("{name: a, steps: " + "9" * 5000 + "}", "two.yaml:2: a number has 5,000 digits; accepted: fewer"),
+    "a model's path": ("{name: a, model: {path: " + "a" * 5000 + "}}", "no such folder"),
+    "a home of no one": ("{name: a, model: {path: ~no_such_user/a}}", "no such folder"),
+    "a path of rows": ("{name: a, task: {name: file, path: " + "a" * 300 + ".jsonl}}", "no such file"),
+    "a module in Latin-1": (
+        "{name: a, task: {name: file, path: a.jsonl, reward: 'latin:f'}}",
+        "latin.py: not Python",
+    ),
+    "a module": ("{name: a, task: {name: file, path: a.jsonl, reward: '" + "m" * 300 + ":f'}}", "no module"),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_BE_HELD)
+def test_what_python_or_the_disk_cannot_hold_is_a_mistake_of_the_file(load, tmp_path, case):
+    line, told = CANNOT_BE_HELD[case]
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "latin.py").write_bytes(b"def f(): return '\xe9'\n")
+    with pytest.raises(SpecError, match=re.escape(told)):
+        load(POOLS + f"pipelines: [{line}]")
+
+
+def test_a_code_folder_whose_name_no_disk_can_hold_is_no_folder(load):
+    with pytest.raises(SpecError, match=r"two\.yaml:2: code_folder is"):
+        load(POOLS + "code_folder: " + "b" * 5000 + "\npipelines: [{name: a}]")
 
 
 def test_the_resolved_file_loads_to_the_same_pipelines(load, good):

@@ -12,6 +12,7 @@ programs would read differently. This module reads JSON and bytes, so that plann
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def check_checkpoint(folder: Path, *, is_served: bool = False) -> CheckpointFold
     no checkpoint that can be trained.
     """
     accepted = "accepted: a Hugging Face checkpoint folder with config.json and *.safetensors"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # one that is too long to exist is no folder either
         raise UserError(f"no such folder ({folder}); {accepted}")
     if not (folder / "config.json").is_file():
         raise UserError(f"the folder has no config.json ({folder}); {accepted}")

@@ -5,6 +5,7 @@ The first mistake is raised, as a SpecError that names its place.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -108,7 +109,7 @@ class Checks:
             where_by_name[pipeline.name] = self.root.nearest(path).where
 
     def _check_code_folder(self) -> None:
-        if not self._code_folder.is_dir():
+        if not os.path.isdir(self._code_folder):  # one that is too long to exist is no folder either
             raise self._error(["code_folder"], f"is {self._given(['code_folder'])}; accepted: a folder that exists")
 
     @property

@@ -10,6 +10,7 @@ Paths in the file are relative to the file's folder; in a Spec they are absolute
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,9 +159,14 @@ def read_text(path: Path) -> str:
         raise SpecError(f"{path}: cannot be read: {error.strerror}; accepted: a YAML file") from None
 
 
+def absolute_path(path: str, folder: Path) -> str:
+    """A path of a file in `folder`; where ~ names no user, it stays, and no such folder is found later."""
+    return str((folder / os.path.expanduser(path)).absolute())
+
+
 def _with_absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
     def absolute(path: str) -> str:
-        return str((folder / Path(path).expanduser()).absolute())
+        return absolute_path(path, folder)
 
     def of_pipeline(pipeline: PipelineConfig) -> PipelineConfig:
         model, task = pipeline.model, pipeline.task

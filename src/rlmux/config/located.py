@@ -115,6 +115,8 @@ def parse_yaml(text: str, source: str) -> Node:
     except (yaml.YAMLError, RecursionError) as error:
         problem = _one_line(str(error)) if isinstance(error, yaml.YAMLError) else "nested too deeply"
         raise SpecError(f"{source}: this is not YAML: {problem}") from None
+    except (ValueError, OverflowError):  # of chr(), for an escape such as "\\U00110000"
+        raise SpecError(f"{source}: this is not YAML: an escape names no character of Unicode") from None
     if root is None:
         return Node(value=None, where=f"{source}:1", order=1)
     return _Converter(source).convert(root)
@@ -172,11 +174,17 @@ class _Converter:
             case "bool":
                 return text.lower() == "true"
             case "int":
-                return int(text.replace("_", ""))
+                return self._int(text, line)
             case "float":
                 return _float(text)
             case tag:
                 raise SpecError(f"{self._source}:{line}: tag {tag!r} is not accepted; write the plain value")
+
+    def _int(self, text: str, line: int) -> int:
+        try:
+            return int(text.replace("_", ""))
+        except ValueError:
+            raise SpecError(f"{self._source}:{line}: a number has {len(text):,} digits; accepted: fewer") from None
 
 
 def _float(text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def check_rows_file(path: Path) -> None:
     """Raises UserError unless this is a file of rows, by its name."""
     if path.suffix not in _ROW_SUFFIXES:
         raise UserError("not a file of rows by its name; accepted: .jsonl or .parquet")
-    if not path.is_file():
+    if not os.path.isfile(path):  # one that is too long to exist is no file either
         raise UserError(f"no such file ({path}); accepted: a .jsonl or .parquet file")
 
 
@@ -33,6 +34,8 @@ def check_function(reference: str, folder: Path) -> None:
         names = _top_level_names(source)
     except SyntaxError as error:
         raise UserError(f"{source}, line {error.lineno}: not Python: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source}: not Python: {error}") from None
     if names is not None and function not in names:
         close = get_close_matches(function, names, n=1)
         hint = f"nearest: {close[0]}; " if close else ""
@@ -43,7 +46,7 @@ def check_function(reference: str, folder: Path) -> None:
 def _beside(module: str, folder: Path) -> Path | None:
     stem = folder.joinpath(*module.split("."))
     candidates = (stem.with_suffix(".py"), stem / "__init__.py")
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def _is_installed(module: str) -> bool:

@@ -25,7 +25,7 @@ from rlmux.config.checkpoint_folder import check_checkpoint
 from rlmux.config.checks import check_policy
 from rlmux.config.derive import make_cluster
 from rlmux.config.explain import explain, nearest_hint, spec_error
-from rlmux.config.load import read_text
+from rlmux.config.load import absolute_path, read_text
 from rlmux.config.located import parse_yaml
 from rlmux.config.tree import ClusterConfig
 from rlmux.core.errors import UserError
@@ -216,5 +216,4 @@ def _check_model(served: ServedModelConfig, *, has_adapters: bool) -> None:
 def _absolute(served: ServedModelConfig, folder: Path) -> ServedModelConfig:
     if served.model.path is None:
         return served
-    path = str((folder / Path(served.model.path).expanduser()).absolute())
-    return replace(served, model=replace(served.model, path=path))
+    return replace(served, model=replace(served.model, path=absolute_path(served.model.path, folder)))

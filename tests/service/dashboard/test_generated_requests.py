@@ -4,6 +4,8 @@ says, and none is the server's fault."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import tarfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from tests.service.dashboard.test_openapi import answer_schema, faults, submit
 from tests.service.lane_here import Endless, Lane
+from tests.service.lanes.test_bundles import tar
 from tests.service.pages_server import Pages
 
+from rlmux.service.dashboard import questions
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.ledger import Ledger
 from rlmux.service.lanes.root import open_root
@@ -27,8 +31,16 @@ THERE = {"lane": "cpu", "name": "first"}
 """What right requests ask for."""
 RARELY = {("POST", "/lanes/{lane}/whatif"): 40}
 """Addresses that begin a process for each answer: every so many requests of theirs one is sent."""
-LEFT_OUT = {("POST", "/logout"), ("POST", "/bundles")}
-"""What ends a session, and what takes bytes that no document describes (test_bundles.py)."""
+LEFT_OUT = {("POST", "/logout")}
+"""What ends a session."""
+BUNDLES = [
+    b"",
+    tar(("a", 1), ("a/b", 1)),
+    tar(("a" * 300, 1)),
+    tar(("a/" * 2000 + "b", 1)),
+    tar(*((f"{number}/a", 1) for number in range(20))),
+]
+"""Bodies of which one or none is what the document calls bytes."""
 NUM = 3_000
 FULL = (503, 507)
 
@@ -82,6 +94,11 @@ class Asker:
         body = told.get("data")
         if isinstance(body, str | bytes):
             sent["content"] = body
+        if address == ("POST", "/bundles"):
+            sent["content"] = BUNDLES[self._asked[address] % len(BUNDLES)]
+            sent["headers"]["Content-Type"] = b"application/gzip"
+        if address == ("POST", "/submissions"):
+            sent["headers"].setdefault("Idempotency-Key", f"key {self._asked[address]}".encode())
         with self._client.stream(told["method"], told["url"], **sent) as answer:
             status, media_type = answer.status_code, answer.headers.get("content-type", "")
             if media_type.startswith("text/event-stream"):
@@ -107,6 +124,46 @@ class Asker:
         if value is None or schema is None:
             return None
         return faults(value, schema, self.root) or None
+
+
+@pytest.mark.parametrize("body", [b'{"a": "\\ud800"}', b'{"\\udfff": 1}', b'{"a": ["\\ud83d "]}', b'"\xed\xa0\x80"'])
+def test_half_of_a_surrogate_pair_is_refused_by_every_address_that_takes_json(served, body):
+    paths = served.get("/openapi.json")["paths"]
+    posts = [path for path, methods in paths.items() if "post" in methods and path not in ("/bundles", "/logout")]
+    assert {"/submissions", "/lanes/{lane}/whatif", "/login"} <= set(posts)
+    for path in posts:
+        headers = {"Content-Type": "application/json", "Idempotency-Key": "half"}
+        answer = served.client.post(path.format(**THERE), content=body, headers=headers)
+        assert (answer.status_code, answer.json()["detail"]) == (400, "a text is not Unicode"), path
+
+
+@pytest.mark.parametrize("sends", ["a bundle", "a submission", "a question"])
+def test_a_full_disk_is_said_and_keeps_nothing_half_written(served, monkeypatch, sends):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def post() -> httpx.Response:
+        if sends == "a bundle":
+            headers = {"Content-Type": "application/gzip"}
+            return served.client.post("/bundles", content=packed, headers=headers)
+        if sends == "a submission":
+            return submit(served, {"name": "full", "user": "ann"})
+        return served.client.post("/lanes/cpu/whatif", json={"remove": ["first"]})
+
+    packed, root = tar(("full.py", 3000)), served.dashboard.token_path.parent
+    before = sorted(path.name for path in (root / "bundles").iterdir()), submissions_of(served)
+    with monkeypatch.context() as patched:
+        patched.setattr(tarfile, "copyfileobj", full)
+        patched.setattr(Ledger, "add", full)
+        patched.setattr(questions.tempfile, "TemporaryDirectory", full)
+        answer = post()
+    assert (answer.status_code, answer.json()["detail"]) == (507, "the disk is full, and nothing was kept")
+    assert (sorted(path.name for path in (root / "bundles").iterdir()), submissions_of(served)) == before
+    assert post().status_code < 500, "the disk has room again"
+
+
+def submissions_of(pages: Pages) -> list[str]:
+    return [one["id"] for one in pages.get("/submissions")["items"]]
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import gzip
 import io
 import tarfile
@@ -12,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlmux.client import bundle
 from rlmux.client.bundle import pack
@@ -112,6 +116,13 @@ BAD = {
     "a link": (tar(("a", 0), type=tarfile.SYMTYPE, link="/etc"), 400, LINK),
     "a hard link": (tar(("a", 0), type=tarfile.LNKTYPE, link="../../admin.token"), 400, LINK),
     "a device": (tar(("a", 0), type=tarfile.CHRTYPE), 400, LINK),
+    "a name that is too long": (tar(("a" * 300, 1)), 400, "is too long"),
+    "a path that is too long": (tar((f"{'a' * 200}/" * 9 + "b", 1)), 400, "is too long"),
+    "folders that are too deep": (tar(("a/" * 2000 + "b", 1)), 400, "is too long"),
+    "a name of other bytes": (tar(("a\udcff", 1)), 400, "'a\\udcff' is not UTF-8"),
+    "a file, and a folder": (tar(("a", 1), ("a/b", 1)), 400, "'a' is a file and a folder"),
+    "a folder, and a file": (tar(("a/b", 1), ("a", 1)), 400, "'a' is a file and a folder"),
+    "a folder as a file": (tar(("a/./b/", 1), ("a/b", 1), ("a//b/c", 1)), 400, "'a/b' is a file and a folder"),
     "too many bytes": (tar(("a", 3000), ("b", 3000)), 413, "the bundle is too large"),
     "too many files": (tar(*((f"{place}", 0) for place in range(12))), 413, "the bundle is too large"),
 }
@@ -126,6 +137,48 @@ def test_a_bad_bundle_is_refused_and_nothing_of_it_is_left(store, tmp_path, monk
         upload(store, data)
     assert refused.value.status == status
     assert line in str(refused.value)
+    assert [path.name for path in (tmp_path / "root" / "bundles").iterdir()] == ["none"]
+
+
+NAMES = st.text(st.sampled_from("a/.\\\0é\udcff\n~"), max_size=6) | st.sampled_from(["b" * 300, "c/" * 900])
+TIMES = st.none() | st.sampled_from(["1e300", "-1e300", "nan", "99999999999999999999", "x"])
+KINDS = st.sampled_from([tarfile.REGTYPE, tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.GNUTYPE_SPARSE, tarfile.SYMTYPE])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    members=st.lists(st.tuples(NAMES, KINDS, TIMES), max_size=5),
+    noise=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=3),
+)
+def test_whatever_is_packed_is_kept_as_a_whole_or_refused(tmp_path_factory, members, noise):
+    root = tmp_path_factory.mktemp("root")
+    (root / "bundles" / "none").mkdir(parents=True)
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as file:
+        for name, kind, time in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.pax_headers = kind, {} if time is None else {"mtime": time}
+            file.addfile(member)
+    raw = bytearray(data.getvalue())
+    for place, byte in noise:
+        raw[place % len(raw)] = byte
+    kept = ["none"]
+    with contextlib.suppress(ProblemError):
+        kept.append(upload(Bundles(root), gzip.compress(raw)).value["sha256"])
+    assert sorted(path.name for path in (root / "bundles").iterdir()) == sorted(kept)
+
+
+@pytest.mark.parametrize("where", ["as it comes", "as it is unpacked"])
+def test_of_a_bundle_that_fills_the_disk_nothing_is_left(store, tmp_path, monkeypatch, where):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "as it comes":
+        monkeypatch.setattr(bundles, "run_in_threadpool", full)
+    else:
+        monkeypatch.setattr(tarfile, "copyfileobj", full)
+    with pytest.raises(OSError, match="No space left"):
+        upload(store, tar(("a.py", 3000)))
     assert [path.name for path in (tmp_path / "root" / "bundles").iterdir()] == ["none"]
 
 

@@ -7,11 +7,13 @@ Door ── method other than GET and HEAD? by token, or by a page of this serve
      ── every query parameter known and of its type? ── else 400
      ── may the pipeline that it names be seen? ── else 404
      ── may have an effect? a line in the audit first ── else 507
-     ── answer: in a thread, as what it does may read a file ── 304 where the caller has it already
+     ── answer: in a thread, as what it does may read a file ── 507 where the disk is full
+     ── 304 where the caller has it already
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import sqlite3
@@ -159,8 +161,8 @@ class Door:
                     problem.detail = await run_in_threadpool(self._shown.mask, asked, problem.detail)
                     problem.accepted = await run_in_threadpool(self._shown.mask, asked, problem.accepted)
                 return line, "", problem.response(request.url.path)
-            except (LogError, sqlite3.Error) as error:
-                return line, "", ProblemError(503, str(error)).response(request.url.path)
+            except (LogError, sqlite3.Error, OSError) as error:
+                return line, "", _of_storage(error).response(request.url.path)
             if isinstance(told, Response):
                 return line, "", told
             return line, told.user, _response(told, request)
@@ -261,6 +263,16 @@ def cookie_name(port: int, *, is_https: bool) -> str:
     return f"{'__Host-' if is_https else ''}rlmux_{port}"
 
 
+def _of_storage(error: LogError | sqlite3.Error | OSError) -> ProblemError:
+    """What is answered where a file is not read or written. Raises an OSError that is no full disk: it is a fault."""
+    is_sqlite_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    if is_sqlite_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return ProblemError(507, "the disk is full, and nothing was kept", accepted="a disk with room")
+    if isinstance(error, OSError):
+        raise error
+    return ProblemError(503, str(error))
+
+
 def _unwritten(error: OSError) -> ProblemError:
     return ProblemError(507, f"the audit cannot be written: {error.strerror}", accepted="a disk with room")
 
@@ -321,6 +333,10 @@ async def _json_of(request: Request) -> Any:
         raise ProblemError(400, "not JSON", where="body", accepted="an object") from None
     if _depth(value) > _MAX_JSON_DEPTH:
         raise ProblemError(400, "nested too deeply", where="body", accepted=f"{_MAX_JSON_DEPTH} levels")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON has a way to write it, and UTF-8 has none
+        raise ProblemError(400, "a text is not Unicode", where="body", accepted="whole surrogate pairs") from None
     return value
 
 

@@ -27,6 +27,12 @@ from rlmux.service.lanes.root import BUNDLES, NO_CODE
 
 MAX_BYTES = 512 << 20
 MAX_FILES = 20_000
+_MAX_NAME_BYTES = 255
+"""Bytes of a file's or folder's name: what Linux file systems take."""
+_MAX_PATH_BYTES = 1024
+"""Bytes of a path within the bundle."""
+_MAX_FOLDERS = 64
+"""Folders within each other."""
 _ADDRESS = "/bundles"
 
 
@@ -82,7 +88,7 @@ class Bundles:
         try:
             with gzip.open(packed) as stream, tarfile.open(fileobj=cast(IO[bytes], _Bounded(stream)), mode="r|") as tar:
                 tar.extractall(aside, members=_checked(tar), filter="data")
-        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, OverflowError) as error:
             raise ProblemError(400, f"not a bundle: {error}", where="body", accepted="a gzipped tar") from None
         if self.folder_of(sha256) is None:  # else another request has unpacked the same
             aside.rename(self._folder / sha256)
@@ -99,20 +105,39 @@ async def _write(chunks: AsyncIterator[bytes], path: Path) -> str:
 
 
 def _checked(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members, each once it is known to be harmless."""
+    """The members, each once it is known to be harmless, and that a folder can hold it beside those before it."""
     num_files = num_bytes = 0
+    files: set[PurePosixPath] = set()
+    folders: set[PurePosixPath] = set()
     for member in tar:
-        parts = PurePosixPath(member.name).parts
-        num_files, num_bytes = num_files + 1, num_bytes + member.size
+        path = PurePosixPath(member.name)
+        num_files, num_bytes = num_files + 1, num_bytes + max(0, member.size)
         if not (member.isreg() or member.isdir()):
             raise ProblemError(400, f"{member.name[:80]!r} is a link or a device", accepted="files and folders")
-        if not parts or ".." in parts or member.name.startswith(("/", "\\")) or "\0" in member.name:
+        if not path.parts or ".." in path.parts or member.name.startswith(("/", "\\")) or "\0" in member.name:
             raise ProblemError(400, f"{member.name[:80]!r} leaves the bundle", accepted="relative paths without ..")
         if num_files > MAX_FILES or num_bytes > MAX_BYTES:
             accepted = f"{MAX_FILES} files, {MAX_BYTES >> 20} MiB in all"
-            raise ProblemError(413, "the bundle is too large", where=member.name[:80], accepted=accepted)
-        member.mode = 0o700 if member.isdir() else 0o600
+            raise ProblemError(413, "the bundle is too large", where=repr(member.name[:80]), accepted=accepted)
+        _check_name(path)
+        folders.update(path.parents, [path] if member.isdir() else [])
+        files.update([] if member.isdir() else [path])
+        if both := files & {path, *path.parents} & folders:
+            raise ProblemError(400, f"{str(min(both))[:80]!r} is a file and a folder", accepted="one of the two")
+        member.mode, member.mtime = 0o700 if member.isdir() else 0o600, 0  # a time may be one that no disk can hold
         yield member
+
+
+def _check_name(path: PurePosixPath) -> None:
+    """Raises ProblemError for a path that not every disk can hold."""
+    try:
+        longest = max(len(part.encode()) for part in path.parts)
+    except UnicodeEncodeError:
+        raise ProblemError(400, f"{str(path)[:80]!r} is not UTF-8", accepted="names in UTF-8") from None
+    is_long = longest > _MAX_NAME_BYTES or len(str(path).encode()) > _MAX_PATH_BYTES
+    if is_long or len(path.parts) > _MAX_FOLDERS:
+        accepted = f"names of {_MAX_NAME_BYTES} bytes, paths of {_MAX_PATH_BYTES}, {_MAX_FOLDERS} folders deep"
+        raise ProblemError(400, f"{str(path)[:80]!r} is too long", accepted=accepted)
 
 
 class _Bounded:
