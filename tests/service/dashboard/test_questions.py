@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from tests import waiting
 from tests.log_script import AlternatingRun, append
 
 from rlmux.cli.main import run_command_line
 from rlmux.report.log import RunLog
+from rlmux.service.dashboard import questions
 
 FILE = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
@@ -98,6 +103,27 @@ def test_predictions_are_scored_by_what_came(script, half, dashboard):
     score = dashboard(half).get(WHATIF)
     assert score["num_scored"] == 2
     assert 0.0 < score["median_error"] <= score["worst_error"] < 0.2
+
+
+def test_questions_that_take_long_hold_no_other_request_up(half, dashboard, monkeypatch):
+    pages, is_let_go = dashboard(half), threading.Event()
+
+    def slow(*_: object) -> dict[str, Any]:
+        is_let_go.wait()
+        return {"at_s": 0.0, "now": {"pipelines": {}}}
+
+    monkeypatch.setattr(questions, "_answer", slow)
+    with ThreadPoolExecutor(60) as asking:
+        try:
+            asked = [asking.submit(pages.client.post, WHATIF, json={"remove": ["sort"]}) for _ in range(60)]
+            waiting.until(lambda: sum(one.done() for one in asked) == 55, "all but those that wait are refused")
+            refused = [one.result() for one in asked if one.done()]
+            assert pages.get("/lanes")["items"], "and every page is answered"
+        finally:
+            is_let_go.set()
+    assert {(one.status_code, one.headers["Retry-After"]) for one in refused} == {(429, "5")}
+    assert [one.result().status_code for one in asked].count(200) == 5
+    assert pages.client.post(WHATIF, json={"remove": ["sort"]}).status_code == 200, "and the next is, too"
 
 
 def test_who_may_only_read_may_not_ask(half, dashboard):

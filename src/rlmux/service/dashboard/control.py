@@ -18,7 +18,7 @@ from rlmux.core.errors import RlmuxError, UserError
 from rlmux.report.log import LogReader
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 from rlmux.runtime.run_status import StatusReader
-from rlmux.service.dashboard.door import Address, Asked
+from rlmux.service.dashboard.door import Address, Asked, LongWork, get
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import SHOWN_ONLY, Reads
 
@@ -33,17 +33,21 @@ class Control:
         self._reads = reads
         self._status_by_folder: dict[Path, StatusReader] = {}
         self._is_read = threading.Lock()
+        self._asking = LongWork(at_once=8, waiting=64)
 
     def addresses(self) -> tuple[Address, ...]:
+        asking: dict[str, Any] = {"long_work": self._asking}
         return (
-            Address(method="GET", path=f"{_LANE}/status", scope="read", answer=self.status),
-            Address(method="GET", path=f"{_LANE}/queue", scope="read", answer=self.queue),
-            Address(method="GET", path=f"{_LANE}/spec", scope="read", answer=self.spec),
-            Address(method="GET", path=f"{_PIPELINE}/why", scope="read", answer=self.why),
-            Address(method="GET", path=f"{_LANE}/usage", scope="read", answer=self.usage),
-            Address(method="POST", path=f"{_LANE}/shares", scope="admin", answer=self.set_shares),
+            get(f"{_LANE}/status", self.status),
+            get(f"{_LANE}/queue", self.queue, **asking),
+            get(f"{_LANE}/spec", self.spec),
+            get(f"{_PIPELINE}/why", self.why, **asking),
+            get(f"{_LANE}/usage", self.usage, **asking),
+            Address(method="POST", path=f"{_LANE}/shares", scope="admin", answer=self.set_shares, **asking),
             *(
-                Address(method="POST", path=f"{_PIPELINE}/{verb}", scope="control", answer=self._telling(verb))
+                Address(
+                    method="POST", path=f"{_PIPELINE}/{verb}", scope="control", answer=self._telling(verb), **asking
+                )
                 for verb in ("cancel", "hold", "release", "rank", "park", "unpark")
             ),
         )

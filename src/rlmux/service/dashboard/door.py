@@ -7,12 +7,13 @@ Door ── method other than GET and HEAD? by token, or by a page of this serve
      ── every query parameter known and of its type? ── else 400
      ── may the pipeline that it names be seen? ── else 404
      ── may have an effect? a line in the audit first ── else 507
-     ── answer: in a thread, as what it does may read a file ── 507 where the disk is full
+     ── answer: in a thread, as what it does may read a file; what may take long, in its `LongWork` ── 429, 507
      ── 304 where the caller has it already
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
@@ -88,6 +89,28 @@ class Told:
     """User who is known by the request alone: that of a login."""
 
 
+class LongWork:
+    """Answers that may take long: some at once, which leaves other requests their threads, and some that wait."""
+
+    def __init__(self, *, at_once: int, waiting: int) -> None:
+        self._at_once = at_once
+        self._waiting = waiting
+        self._room = asyncio.Semaphore(at_once)
+        self._num = 0
+
+    async def run(self, answer: Callable[..., Any], *asked: Any) -> Any:
+        """Call it in a thread. Raises ProblemError where too many wait already. To be used on one event loop."""
+        if self._num >= self._at_once + self._waiting:
+            told = f"{self._at_once} at once, {self._waiting} waiting"
+            raise ProblemError(429, "too many such requests are being answered", accepted=told, again_s=5)
+        self._num += 1
+        try:
+            async with self._room:
+                return await run_in_threadpool(answer, *asked)
+        finally:
+            self._num -= 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
     """One row of the table."""
@@ -105,6 +128,13 @@ class Address:
     media_type: str = "application/json"
     """Type of the body that it takes."""
     is_async: bool = False
+    long_work: LongWork | None = None
+    """What it waits in where it may take long, for a controller or a process; None: in the threads of all requests."""
+
+    async def answered(self, asked: Asked) -> Any:
+        if self.is_async:
+            return await self.answer(asked)
+        return await (self.long_work.run if self.long_work else run_in_threadpool)(self.answer, asked)
 
 
 def get(path: str, answer: Callable[[Asked], Any], asks: Mapping[str, Parse] | None = None, **more: Any) -> Address:
@@ -152,10 +182,7 @@ class Door:
                 asked = await self._let_in(address, request)
                 await run_in_threadpool(self._shown.check_seen, asked, address.scope)
                 line = await run_in_threadpool(self._begin, request)
-                told = (
-                    await address.answer(asked) if address.is_async else await run_in_threadpool(address.answer, asked)
-                )
-                told = await run_in_threadpool(self._masked, asked, told)
+                told = await run_in_threadpool(self._masked, asked, await address.answered(asked))
             except ProblemError as problem:
                 if asked is not None and problem.status != 404:  # that says the caller's own word, and nothing else
                     problem.detail = await run_in_threadpool(self._shown.mask, asked, problem.detail)

@@ -18,14 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlmux.policies import POLICIES
 from rlmux.service.dashboard.access import SERVER
-from rlmux.service.dashboard.door import Address, Asked, Told, get
+from rlmux.service.dashboard.door import Address, Asked, LongWork, Told, get
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 
@@ -33,6 +32,8 @@ LIMIT_S = 60.0
 """Seconds after which an answer is given up."""
 MEMORY_BYTES = 4 << 30
 """Address space of the process that answers."""
+_MOST_WAITING = 4
+"""Questions that wait for another one to be answered."""
 _ADDRESS = "/lanes/{lane}/whatif"
 _KEPT = "questions.jsonl"
 _MAX_KEPT_BYTES = 4 << 20
@@ -42,16 +43,16 @@ _ACCEPTED = "file (text of YAML), add (number) with like (name), remove (names),
 
 
 class Questions:
-    """The handlers. One question is answered at a time."""
+    """The handlers. One question is answered at a time, and a few wait."""
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
-        self._answering = threading.Lock()
+        self._asking = LongWork(at_once=1, waiting=_MOST_WAITING)
 
     def addresses(self) -> tuple[Address, ...]:
         return (
             get(_ADDRESS, self.score),
-            Address(method="POST", path=_ADDRESS, scope="submit", answer=self.ask),
+            Address(method="POST", path=_ADDRESS, scope="submit", answer=self.ask, long_work=self._asking),
         )
 
     def ask(self, asked: Asked) -> Any:
@@ -63,12 +64,7 @@ class Questions:
         if asked.who is not None and not asked.who.may_run_code and _may_name_code(question):
             why = "a file, a setting or a policy may name code, which you may not run"
             raise ProblemError(403, why, accepted=f"a question without; policies: {', '.join(POLICIES)}")
-        if not self._answering.acquire(timeout=LIMIT_S):
-            raise ProblemError(503, "another question is being answered; ask again")
-        try:
-            answer = _answer(folder, question)
-        finally:
-            self._answering.release()
+        answer = _answer(folder, question)
         _keep(index.with_name(_KEPT), answer)
         return Told(value={**answer, "command": _command(folder, question, "FILE")})
 

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 
 from starlette.concurrency import run_in_threadpool
 
-from rlmux.service.dashboard.door import Address, Asked, Told
+from rlmux.service.dashboard.door import Address, Asked, LongWork, Told
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes.rights import check_may_run_code
 from rlmux.service.lanes.root import BUNDLES, NO_CODE
@@ -42,6 +42,7 @@ class Bundles:
     def __init__(self, root: Path) -> None:
         self._folder = root / BUNDLES
         self.no_code = self._folder / NO_CODE
+        self._unpacking = LongWork(at_once=2, waiting=8)
         for left in self._folder.glob(".*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -77,7 +78,7 @@ class Bundles:
             sha256 = await _write(asked.body, packed)
             is_new = self.folder_of(sha256) is None
             if is_new:
-                await run_in_threadpool(self._unpack, packed, aside, sha256)
+                await self._unpacking.run(self._unpack, packed, aside, sha256)
         finally:
             packed.unlink(missing_ok=True)
             shutil.rmtree(aside, ignore_errors=True)

@@ -21,7 +21,7 @@ from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import OverQuotaError, RlmuxError, SpecError, UserError
 from rlmux.runtime.control_socket import NotRunningError, ask
 from rlmux.service.dashboard.access import Who
-from rlmux.service.dashboard.door import Address, Asked, Told
+from rlmux.service.dashboard.door import Address, Asked, LongWork, Told
 from rlmux.service.dashboard.parameters import whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes.bundles import Bundles
@@ -43,11 +43,14 @@ class Submissions:
         self._lanes = lanes
         self._ledger = ledger
         self._bundles = bundles
+        self._handing_over = LongWork(at_once=8, waiting=64)
         self._sending = {name: threading.Lock() for name in lanes}
 
     def addresses(self) -> tuple[Address, ...]:
         return (
-            Address(method="POST", path=_ADDRESS, scope="submit", answer=self.submit),
+            Address(
+                method="POST", path=_ADDRESS, scope="submit", answer=self.submit, long_work=self._handing_over
+            ),
             Address(method="GET", path=_ADDRESS, scope="read", answer=self.newest, asks={"limit": whole(1, 500)}),
             Address(method="GET", path=f"{_ADDRESS}/{{id}}", scope="read", answer=self.one),
         )
