@@ -159,6 +159,8 @@ def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux):
         (["cancel", "nowhere", "a"], "nowhere: no such folder; accepted: the folder of a run"),
         (["status", "http://127.0.0.1:1/x"], "http://127.0.0.1:1/x: accepted: http://HOST:PORT/lanes/NAME"),
         (["status", "http://127.0.0.1:1"], "http://127.0.0.1:1: no token; accepted: RLMUX_TOKEN=..."),
+        (["rank", "nowhere", "a", "-5"], "nowhere: no such folder; accepted: the folder of a run"),
+        (["rank", "nowhere", "a", "--front"], "Invalid value for 'RANK'"),
         (["logs", "nowhere", "a"], "nowhere: no such folder; accepted: the folder of a run"),
     ],
 )

@@ -24,7 +24,7 @@ from rlmux.report.log import LogReader
 from rlmux.service.dashboard import audit, tokens
 from rlmux.service.dashboard.door import PREFIX
 
-CALLER = {"user": "ann", "token": "", "address": "127.0.0.1", "method": "POST", "path": "/x"}
+CALLER = {"user": "ann", "by": "session", "token": "", "address": "127.0.0.1", "method": "POST", "path": "/x"}
 
 
 @pytest.fixture
@@ -154,6 +154,24 @@ def test_files_of_an_earlier_version_and_half_a_line_are_read(tmp_path):
     old = {"at": "2026-11-01T00:00:00Z", **CALLER, "status": 200}
     (tmp_path / audit.NAME).write_text(json.dumps(old) + "\n" + '{"id": "half')
     assert audit.read(tmp_path)[0] == [{"left_out": 0, **old}]
+
+
+def test_a_request_says_whether_a_token_a_session_or_a_proxy_named_its_user(pages):
+    folder = pages.dashboard.token_path.parent
+    pages.dashboard.access.add_token("a-token-of-an-earlier-form" * 2, scopes=["read"])
+    bearer = {"Authorization": f"Bearer {'a-token-of-an-earlier-form' * 2}"}
+    pages.anyone.post(f"{pages.url}{PREFIX}/logout", json={}, headers=bearer)
+    with contextlib.closing(pages.browser()) as browser:
+        browser.post("/logout", json={})
+    pages.anyone.post(f"{pages.url}{PREFIX}/logout", json={}, headers={"Authorization": "Bearer none"})
+    rows = audit.read(folder)[0]
+    told = [(row["path"].removeprefix(PREFIX), row["by"], row["token"], row["status"]) for row in rows]
+    assert told == [
+        ("/logout", "", "", 401),
+        ("/logout", "session", "", 204),
+        ("/login", "", "", 200),
+        ("/logout", "token", "", 204),
+    ]
 
 
 def test_the_command_reads_a_folder_and_a_server_alike(pages, monkeypatch, capsys):

@@ -18,6 +18,7 @@ from rlmux.report.api import read_timeline
 from rlmux.report.intervals import Kind
 from rlmux.report.samples import Sample, SampleWriter
 from rlmux.report.summary import summarize
+from rlmux.service.dashboard import reads
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,20 @@ def test_a_log_is_read_from_any_byte_in_whole_lines(pages):
     assert text == (pages.folder / "sort" / "workers.log").read_text()
     assert pages.get("/pipelines/demo/sort/logs", grep="line 77", limit=262144)["text"].count("\n") == 11
     assert pages.get("/pipelines/demo/sort/logs", offset=-9)["text"] == "line 999\n"
+
+
+def test_a_log_is_searched_as_far_back_as_it_is_said(pages, monkeypatch):
+    monkeypatch.setattr(reads, "MAX_LOG_BYTES", 40)
+    whole = (pages.folder / "sort" / "workers.log").read_text()
+    found = pages.get("/pipelines/demo/sort/logs", grep="line 7", offset=-(1 << 24), limit=1 << 24)
+    assert found["text"] == "".join(f"line {number}\n" for number in (796, 797, 798, 799)), "the newest"
+    assert found["offset"] == whole.index("line 796")
+    older = pages.get("/pipelines/demo/sort/logs", grep="line 7", limit=found["offset"])
+    assert older["text"] == "".join(f"line {number}\n" for number in (792, 793, 794, 795))
+    first = pages.get("/pipelines/demo/sort/logs", grep="line 3", limit=60)
+    assert (first["text"], first["offset"], first["is_end"]) == ("line 3\n", 0, False)
+    assert pages.get("/pipelines/demo/sort/logs", grep="no such", limit=1 << 24)["offset"] == 0, "all was searched"
+    assert len(pages.get("/pipelines/demo/sort/logs", limit=1 << 24)["text"]) == 35, "what is not searched stays short"
 
 
 def test_trajectories_are_searched_paged_and_read(pages):

@@ -31,6 +31,9 @@ def _no_command(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+_NEGATIVE = {"ignore_unknown_options": True}
+"""Words such as -5 are arguments."""
+
 for _command in (
     training.run,
     training.compare,
@@ -70,4 +73,4 @@ for _command in (
     prediction.reproduce,
     machine.version,
 ):  # in the order of `rlmux --help`
-    app.command()(_command)
+    app.command(context_settings=_NEGATIVE if _command is runs.rank else None)(_command)

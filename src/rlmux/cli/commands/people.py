@@ -121,7 +121,7 @@ def audit(
         {
             "at": row["at"],
             "user": row["user"] or "-",
-            "token": row["token"] or "-",
+            "token": row["token"] or row["by"] or "-",
             "address": row["address"],
             "asked": f"{row['method']} {row['path']}",
             "answer": "-" if row["status"] is None else str(row["status"]),

@@ -133,10 +133,10 @@ def rank(
     name: PipelineName,
     rank: Annotated[int, typer.Argument(metavar="RANK", help="Lower ones are offered room first.")],
 ) -> None:
-    """Put a waiting pipeline before or behind its user's others; -- goes before a rank below 0.
+    """Put a waiting pipeline before or behind its user's others.
 
     \b
-    Example: rlmux rank runs/demo sort 3
+    Example: rlmux rank runs/demo sort -3
     """
     from rlmux.cli import remote
 

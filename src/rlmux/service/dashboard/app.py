@@ -31,7 +31,7 @@ from rlmux.service.dashboard.parameters import line, one_of, whole, words
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.questions import Questions
-from rlmux.service.dashboard.reads import Reads, Trouble, parse_place, parse_sort
+from rlmux.service.dashboard.reads import MAX_SEARCHED_BYTES, Reads, Trouble, parse_place, parse_sort
 from rlmux.service.dashboard.samples import SampleReads
 from rlmux.service.dashboard.sessions import LONGEST_SESSION_S
 from rlmux.service.dashboard.stream import Streams, Watch
@@ -218,7 +218,7 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get(
             f"{_PIPELINE}/logs",
             reads.logs,
-            {"offset": whole(-(2**53), 2**53), "limit": whole(1, 262_144), "grep": line},
+            {"offset": whole(-(2**53), 2**53), "limit": whole(1, MAX_SEARCHED_BYTES), "grep": line},
             scope="samples",
         ),
         get("/metrics", scrape.answer, scope="metrics"),

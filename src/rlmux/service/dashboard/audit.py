@@ -134,6 +134,7 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
             end = end_by_id.pop(id, {})
             yield {
                 "left_out": 0,
+                "by": "token" if row.get("token") else "",  # of a line that was written before there was the word
                 **row,
                 "status": end.get("status", row["status"]),
                 "user": end.get("user", row["user"]),
@@ -148,11 +149,13 @@ def _number(path: Path) -> int:
     return int(path.name.split(".")[1])
 
 
-def _row(*, user: str, token: str, address: str, method: str, path: str) -> dict[str, Any]:
-    """`token`: its id, empty for a session."""
+def _row(*, user: str, by: str, token: str, address: str, method: str, path: str) -> dict[str, Any]:
+    """`by`: how the user is known: `token`, `session` or `proxy`; empty where none is. `token`: its id, where it has
+    one."""
     return {
         "at": _now(),
         "user": user,
+        "by": by,
         "token": token,
         "address": address,
         "method": method,

@@ -229,9 +229,11 @@ class Door:
         return told
 
     def _caller(self, request: Request) -> dict[str, str]:
-        who, _, _ = self._who(request)
+        who, _, is_bearer = self._who(request)
+        by = "token" if is_bearer else "session" if who and who.is_session else "proxy"
         return {
             "user": who.user if who else "",
+            "by": by if who else "",
             "token": who.token if who else "",
             "address": request.client.host if request.client else "",
             "method": request.method,

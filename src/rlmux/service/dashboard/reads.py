@@ -31,6 +31,10 @@ from rlmux.service.index.lanes import Root, log_signature
 from rlmux.service.index.store import IndexReader
 
 LOG_FILE = "workers.log"
+MAX_LOG_BYTES = 256 << 10
+"""Most of a log that one answer has."""
+MAX_SEARCHED_BYTES = 16 << 20
+"""Most of a log that one request searches."""
 _SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
 SHOWN_ONLY = "one that you are shown"
 """What is accepted instead of a pipeline that the caller is not shown, and of one that there is not: alike."""
@@ -340,7 +344,8 @@ class Reads:
     def logs(self, asked: Asked) -> Any:
         name, query = asked.path["name"], asked.query
         path = self.folder_of(asked) / LOG_FILE
-        limit, grep = query.get("limit", 65536), query.get("grep", "")
+        grep = query.get("grep", "")
+        limit = min(query.get("limit", 65536), MAX_SEARCHED_BYTES if grep else MAX_LOG_BYTES)
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -352,12 +357,12 @@ class Reads:
             raise ProblemError(404, f"{name} has no {LOG_FILE}", accepted="a pipeline whose workers wrote") from None
         end = data.rfind(b"\n") + 1 if offset + len(data) < size else len(data)
         data = data[: end or len(data)]
-        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+        text, skipped = (data, 0) if not grep else _newest_with(grep.encode(), data)
         return {
-            "offset": offset,
+            "offset": offset + skipped,
             "next_offset": offset + len(data),
             "size": size,
-            "text": "".join(line for line in lines if grep in line),
+            "text": text.decode("utf-8", "replace"),
             "is_end": offset + len(data) >= size,
         }
 
@@ -420,3 +425,18 @@ def _age_s(folder: Path) -> float:
     """Seconds since the log last changed."""
     times = [path.stat().st_mtime for path in folder.glob("run.db*") if path.is_file()]
     return max(0.0, time.time() - max(times, default=time.time()))
+
+
+def _newest_with(words: bytes, data: bytes) -> tuple[bytes, int]:
+    """(lines with the words, the newest where they are too many to send; bytes of `data` before the first of those)."""
+    found: list[bytes] = []
+    room, end = MAX_LOG_BYTES, len(data)
+    while end > 0 and (at := data.rfind(words, 0, end)) >= 0:
+        start = data.rfind(b"\n", 0, at) + 1
+        stop = data.find(b"\n", at) + 1 or len(data)
+        room -= stop - start
+        if room < 0 and found:
+            return b"".join(reversed(found)), stop
+        found.append(data[start:stop])
+        end = start
+    return b"".join(reversed(found)), 0

@@ -86,8 +86,10 @@ class WhoAmI(Shape):
 class AuditRow(Shape):
     at: str
     user: str
+    by: str
+    """How the user is known: `token`, `session` or `proxy`; empty where none is."""
     token: str
-    """Id of the token; empty for a session."""
+    """Id of the token, where it has one."""
     address: str
     method: str
     path: str

@@ -55,7 +55,7 @@ function RequestRow({ row }: { row: Request }) {
     <tr>
       <td class="mono">{row.at.replace("T", " ").replace("Z", "")}</td>
       <td>{row.user || <span class="muted">not known</span>}</td>
-      <td class="mono muted">{row.token || (row.user ? "session" : "–")}</td>
+      <td class="mono muted">{row.token || row.by || "–"}</td>
       <td class="mono">{row.address}</td>
       <td class="mono">
         {row.method} {row.path.startsWith(PREFIX) ? row.path.slice(PREFIX.length) : row.path}

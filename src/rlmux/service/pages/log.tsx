@@ -13,13 +13,15 @@ interface Piece {
 }
 
 const BYTES = 65536;
+const SEARCHED_BYTES = 16 << 20;
 
 export function Log({ path, isOver }: { path: string; isOver: boolean }) {
   const { query } = usePlace();
   const grep = query.get("grep") ?? "";
   const [pieces, setPieces] = useState<Piece[]>([]);
   const [error, setError] = useState<Error | null>(null);
-  const ask = async (offset: number, limit = BYTES) => {
+  const reach = grep ? SEARCHED_BYTES : BYTES;
+  const ask = async (offset: number, limit = reach) => {
     try {
       const filter = grep ? `&grep=${encodeURIComponent(grep)}` : "";
       const piece = await get<Piece>(`${path}/logs?offset=${offset}&limit=${limit}${filter}`);
@@ -32,7 +34,7 @@ export function Log({ path, isOver }: { path: string; isOver: boolean }) {
   };
   useEffect(() => {
     setPieces([]);
-    void ask(-BYTES).then((piece) => piece && setPieces([piece]));
+    void ask(-reach).then((piece) => piece && setPieces([piece]));
   }, [path, grep]);
   useEffect(() => {
     const last = pieces.at(-1);
@@ -45,19 +47,24 @@ export function Log({ path, isOver }: { path: string; isOver: boolean }) {
   }, [pieces, isOver]);
   const start = pieces[0]?.offset ?? 0;
   const older = async () => {
-    const piece = await ask(Math.max(0, start - BYTES), Math.min(BYTES, start));
+    const piece = await ask(Math.max(0, start - reach), Math.min(reach, start));
     if (piece) setPieces([piece, ...pieces]);
   };
   return (
     <>
       <div class="toolbar">
         <input data-search type="search" placeholder="lines that contain   /" aria-label="lines that contain" value={grep} onInput={(event) => amend({ grep: event.currentTarget.value || null })} />
-        {start > 0 && <button onClick={older}>Older</button>}
+        {start > 0 && <button onClick={older}>{grep ? "Search older" : "Older"}</button>}
       </div>
       <Trouble error={error} />
-      <pre class="text" tabIndex={0}>{visible(pieces.map((piece) => piece.text).join("")) || (grep ? "No line contains that." : "Its workers have written nothing.")}</pre>
+      <pre class="text" tabIndex={0}>{visible(pieces.map((piece) => piece.text).join("")) || (grep ? none(start, pieces.at(-1)?.size ?? 0) : "Its workers have written nothing.")}</pre>
     </>
   );
+}
+
+/** What is said where no line contains the words: how much of the log was searched. */
+function none(start: number, size: number): string {
+  return start > 0 ? `No line of the newest ${((size - start) / 1e6).toFixed(1)} MB of ${(size / 1e6).toFixed(1)} contains that.` : "No line contains that.";
 }
 
 /** Colour codes are dropped, other control characters become the signs for them. */

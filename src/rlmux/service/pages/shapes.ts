@@ -14,6 +14,7 @@ export interface Who {
 export interface Request {
   at: string;
   user: string;
+  by: string;
   token: string;
   address: string;
   method: string;
