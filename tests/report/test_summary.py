@@ -13,7 +13,7 @@ import pytest
 from rlmux.core.actions import Action, Admit, ExpectSteps, Queue, Release, Relocate, RunStage, Switch
 from rlmux.core.events import PipelineCancelled, PipelineRestarted, PipelineSubmitted, StageFinished, StagePaused
 from rlmux.core.model import AdmissionKind, BoundedSteps, DeviceId, MeasuredSeconds, PhaseSeconds, Pipeline, Stage
-from rlmux.report.slos import slo_words
+from rlmux.report.slos import slo_attainment, slo_words
 from rlmux.report.status import status
 from rlmux.report.summary import summarize
 
@@ -227,10 +227,14 @@ def test_a_move_shows_the_step_that_was_expected_and_the_steps_that_came(script:
     assert a["moves"] == [{"time_s": 4.5, "expected_step_s": 3.5, "step_s": 5.0, "num_steps": 1}]
 
 
-def test_attainment_is_a_share_of_all_submitted_pipelines(script: Any, make_order: Order) -> None:
+def test_attainment_is_a_share_of_the_pipelines_with_an_slo(script: Any, make_order: Order) -> None:
     summary = summarize(two_steps(script, make_order).timeline())
-    assert list(summary["pipelines"]) == ["a", "other"]
-    assert summary["slo_attainment"] == 0.5
+    assert {name: one["keeps_slo"] for name, one in summary["pipelines"].items()} == {"a": False, "other": None}
+    assert summary["slo_attainment"] == 0.0
+    none = [{"slo_slowdown": None, "keeps_slo": None}]
+    kept, broken, unknown = ([{"slo_slowdown": 2.0, "keeps_slo": keeps}] for keeps in (True, False, None))
+    shares = [slo_attainment(each) for each in (none, none + kept, kept + broken, kept + unknown)]
+    assert shares == [None, 1.0, 0.5, None]
 
 
 def test_what_was_learned_and_expected_last_is_shown(script: Any, make_order: Order) -> None:

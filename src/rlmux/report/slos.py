@@ -86,13 +86,11 @@ def slo_fields(record: PipelineRecord, steps: Sequence[StepTime], end_s: float) 
 
 
 def slo_attainment(pipelines: Iterable[Mapping[str, Any]]) -> float | None:
-    """The share of all submitted pipelines that stay within their SLO, one without accepting anything; None where none
-    has one, or one is not known yet."""
-    shown = list(pipelines)
-    with_slo = [one["keeps_slo"] for one in shown if one["slo_slowdown"] is not None]
+    """The share of the pipelines with an SLO that keep it; None where none has one, or one is not known yet."""
+    with_slo = [one["keeps_slo"] for one in pipelines if one["slo_slowdown"] is not None]
     if not with_slo or None in with_slo:
         return None
-    return 1.0 - with_slo.count(False) / len(shown)
+    return with_slo.count(True) / len(with_slo)
 
 
 def _keeps_slo(record: PipelineRecord, steady: Sequence[StepTime], end_s: float) -> bool | None:
