@@ -15,21 +15,25 @@ from rlmux.core.events import PipelineRestarted, PipelineSubmitted, WorkerLost
 from rlmux.core.model import DeviceId, Stage
 from rlmux.report.alerts import Alerts
 from rlmux.report.condensed import CACHE_NAME, CondensedHistory, Place, keep, kept_history
-from rlmux.report.history import History
 from rlmux.report.log import Entry
 from rlmux.report.status import status
-from rlmux.report.summary import step_times_so_far
+from rlmux.report.summary import StepTimes, step_times
+from rlmux.report.timeline import build_timeline
 
 PLACE = Place(7, 99)
 
 
-def shown(history: History, *, is_going_on: bool = True) -> str:
+def shown(history: CondensedHistory, *, is_going_on: bool = True) -> str:
     """All that is shown of a history, to the last digit."""
-    is_condensed = isinstance(history, CondensedHistory)
-    steps = history.step_times() if isinstance(history, CondensedHistory) else step_times_so_far(history)
-    assert is_condensed == (type(history) is not History)
+    steps = history.step_times()
     alerts = Alerts().look(history, steps, now_s=history.last_s, is_going_on=is_going_on)
     return json.dumps([status(history, is_going_on=is_going_on, steps=steps), [one.to_json() for one in alerts]])
+
+
+def flat(times: StepTimes) -> list[float]:
+    """The figures of every published step, pipeline after pipeline."""
+    every = (one for steps in times.values() for one in steps)
+    return [figure for one in every for figure in (one.step, one.end_s, one.seconds, one.solo_s)]
 
 
 def with_faults(rows: list[Entry]) -> list[Entry]:
@@ -55,7 +59,7 @@ def test_a_condensed_history_shows_what_the_whole_one_does_after_every_row(alter
     script: LogScript = alternating_run(num_steps=4, failing=failing)
     header = script.header
     rows = with_faults(script.rows)
-    whole, condensed = History(header), CondensedHistory(header)
+    whole, condensed = CondensedHistory(header), CondensedHistory(header)
     for number, row in enumerate(rows):
         whole.add(row)
         condensed.add(row)
@@ -68,6 +72,7 @@ def test_a_condensed_history_shows_what_the_whole_one_does_after_every_row(alter
             assert place == PLACE
         for is_going_on in (True, False):
             assert shown(condensed, is_going_on=is_going_on) == shown(whole, is_going_on=is_going_on), row
+        assert flat(condensed.step_times()) == pytest.approx(flat(step_times(build_timeline(whole))), rel=1e-9)
     condensed.condense()
     assert len(whole.orders) > 20
     assert condensed.orders == []

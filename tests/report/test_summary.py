@@ -311,7 +311,7 @@ def test_a_status_has_the_same_slowdown_as_the_summary(alternating_run: Callable
     run = alternating_run()
     shown, summary = status(run.history(), is_going_on=False), summarize(run.timeline())
     for name, one in shown["pipelines"].items():
-        assert one["step_slowdown"] == pytest.approx(summary["pipelines"][name]["step_slowdown"], rel=0.05)
+        assert one["step_slowdown"] == pytest.approx(summary["pipelines"][name]["step_slowdown"], rel=1e-9)
 
 
 def test_a_status_says_why_a_pipeline_waits_until_it_is_placed(script: Any) -> None:

@@ -27,13 +27,14 @@ from rlmux.core.model import OrderId, PipelineId
 from rlmux.report import codec
 from rlmux.report.columns import Numbers, pack_column, read_column
 from rlmux.report.history import History
-from rlmux.report.records import OrderRecord, Pin, PipelineRecord
+from rlmux.report.progress import OrderProgress, Report
+from rlmux.report.records import OrderRecord, Pin, PipelineRecord, Standstill
 from rlmux.report.slos import StepTime
 from rlmux.report.step_work import StepWork
 
 CACHE_NAME = ".status.cache"
-_VERSION = 1
-_KEPT_APART = {OrderRecord: {"chunks"}, PipelineRecord: {"metrics", "rollouts"}, Pin: set[str]()}
+_VERSION = 2
+_KEPT_APART = {OrderRecord: {"chunks"}, PipelineRecord: {"metrics", "rollouts"}, Pin: set(), Standstill: set[str]()}
 """Fields that a status does not need of each record, or that are kept in columns."""
 
 
@@ -58,19 +59,21 @@ class CondensedHistory(History):
         num_over = next((at for at, order in enumerate(self.orders) if math.isinf(order.end_s)), len(self.orders))
         for order in self.orders[:num_over]:
             if order.pipeline in self.pipelines:
-                self._past.setdefault(order.pipeline, StepWork()).add_whole_order(order)
+                self._past.setdefault(order.pipeline, StepWork()).add_whole_order(order, self.standstills)
         for work in self._past.values():
             work.forget_orders()
         del self.orders[:num_over]
+        since_s = self.orders[0].start_s if self.orders else math.inf
+        self.standstills = [one for one in self.standstills if one.end_s > since_s]
         self.pins = [pin for pin in self.pins if math.isinf(pin.end_s)]
-        self.instants, self.standstills, self.decisions_s, self.down = [], [], [], []
+        self.instants, self.decisions_s, self.down = [], [], []
 
     def step_times(self) -> dict[PipelineId, list[StepTime]]:
-        """What `step_times_so_far` says of the whole history."""
+        """What `summary.step_times` says of the whole history's timeline."""
         work = {name: self._past[name].copy() if name in self._past else StepWork() for name in self.pipelines}
         for order in self.orders:
             if order.pipeline in work and math.isfinite(order.end_s):
-                work[order.pipeline].add_whole_order(order)
+                work[order.pipeline].add_whole_order(order, self.standstills)
         return {name: work[name].steps(record) for name, record in self.pipelines.items()}
 
     def _forget_steps_after(self, record: PipelineRecord, last_step: int) -> None:
@@ -102,6 +105,13 @@ class CondensedHistory(History):
                 [_fields_of(record), list(record.metrics), pack_column(list(record.metrics.values()), numbers)]
                 for record in self.pipelines.values()
             ],
+            "reports": [
+                [pack_column(list(order.chunks.column(name)), numbers) for name in Report._fields]
+                for order in self.orders
+                if order.chunks
+            ],
+            "num_reports": [len(order.chunks) for order in self.orders],
+            "standstills": [_fields_of(one) for one in self.standstills],
             "past": {name: work.as_json() for name, work in self._past.items()},
         }
         return zlib.compress(b"\n".join([codec.dumps(described).encode(), b"".join(numbers)]), 1)
@@ -129,6 +139,12 @@ class CondensedHistory(History):
             record.metrics = dict(zip(steps, read_column(packed, len(steps), numbers), strict=True))
             self.pipelines[record.pipeline.id] = record
         self.orders = [_record(OrderRecord, each) for each in described["orders"]]
+        told = iter(described["reports"])
+        for order, count in zip(self.orders, described["num_reports"], strict=True):
+            if count:
+                columns: list[Any] = [read_column(packed, count, numbers) for packed in next(told)]
+                order.chunks.extend(OrderProgress(order.id, (), *columns))
+        self.standstills = [_record(Standstill, each) for each in described["standstills"]]
         by_id = {order.id: order for order in self.orders}
         self._running = {OrderId(id): by_id[OrderId(id + self._first_order)] for id in described["running"]}
         self.pins = [_record(Pin, each) for each in described["pins"]]

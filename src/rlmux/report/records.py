@@ -129,11 +129,15 @@ class PipelineRecord:
         return self.ended_s is not None
 
     @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each of its steps in order, without those that have none."""
+        every = (self.metrics[step].get("reward_mean", math.nan) for step in sorted(self.metrics))
+        return [reward for reward in every if math.isfinite(reward)]
+
+    @property
     def score(self) -> float | None:
         """Mean reward of all its steps, which a filler is asked for; None before the first."""
-        rewards = [
-            reward for each in self.metrics.values() if math.isfinite(reward := each.get("reward_mean", math.nan))
-        ]
+        rewards = self.rewards
         return math.fsum(rewards) / len(rewards) if rewards else None
 
     @property

@@ -66,6 +66,12 @@ class StepTime:
     solo_s: float
 
 
+def mean_step_s(steps: Sequence[StepTime]) -> float | None:
+    """Mean seconds of a step, the first left out where there are others; None before there is one."""
+    steady = steps[1:] or steps
+    return math.fsum(step.seconds for step in steady) / len(steady) if steady else None
+
+
 def slo_fields(record: PipelineRecord, steps: Sequence[StepTime], end_s: float) -> dict[str, Any]:
     """A pipeline's keys of the summary and of the status. `end_s`: the last known time of the run."""
     slo, expected = record.pipeline.slo_slowdown, record.expected

@@ -17,7 +17,8 @@ from rlmux.core.model import PipelineId, Placement
 from rlmux.report.history import History
 from rlmux.report.records import STOPPED, OrderRecord, PipelineRecord
 from rlmux.report.slos import slo_fields
-from rlmux.report.summary import StepTimes, step_times_so_far
+from rlmux.report.summary import StepTimes, step_times
+from rlmux.report.timeline import build_timeline, end_of
 
 _UNDER_WAY = ("running", "waiting")
 
@@ -25,10 +26,10 @@ _UNDER_WAY = ("running", "waiting")
 def status(history: History, *, is_going_on: bool, steps: StepTimes | None = None) -> dict[str, Any]:
     """`is_going_on`: a process carries the run on. Without one, what the log shows under way is stopped.
 
-    `steps`: every published step, where it is known.
+    `steps`: what `step_times` says of the history's timeline, where it is known.
     """
     running = history.running if is_going_on else []
-    steps = step_times_so_far(history) if steps is None else steps
+    steps = step_times(build_timeline(history)) if steps is None else steps
     placements = {pin.pipeline: pin.placement for pin in history.pins if math.isinf(pin.end_s)}
     return {
         "policy": history.header.get("policy"),
@@ -38,7 +39,7 @@ def status(history: History, *, is_going_on: bool, steps: StepTimes | None = Non
         "pipelines": {
             str(name): {
                 **_pipeline(record, placements.get(name), running, is_going_on=is_going_on),
-                **slo_fields(record, steps[name], history.last_s),
+                **slo_fields(record, steps[name], end_of(history)),
             }
             for name, record in history.pipelines.items()
         },
@@ -49,11 +50,7 @@ def status(history: History, *, is_going_on: bool, steps: StepTimes | None = Non
 def _pipeline(
     record: PipelineRecord, placement: Placement | None, running: list[OrderRecord], *, is_going_on: bool
 ) -> dict[str, Any]:
-    rewards = [
-        reward
-        for step in sorted(record.metrics)
-        if math.isfinite(reward := record.metrics[step].get("reward_mean", math.nan))
-    ]
+    rewards = record.rewards
     is_stopped = not is_going_on and record.status in _UNDER_WAY
     return {
         "status": STOPPED if is_stopped else str(record.status),

@@ -11,7 +11,8 @@ from typing import Any
 
 from rlmux.core.model import DeviceId, OrderId, Stage
 from rlmux.report.intervals import Cause, Interval, Kind
-from rlmux.report.records import Ending, OrderRecord, PipelineRecord
+from rlmux.report.layout import lay_out_order
+from rlmux.report.records import Ending, OrderRecord, PipelineRecord, Standstill
 from rlmux.report.slos import StepTime
 
 _GENERATE = Stage.GENERATE
@@ -59,11 +60,16 @@ class StepWork:
                     of_stage[device] = of_stage.get(device, 0.0) + device_s
         return {stage: max(spent.values(), default=0.0) for stage, spent in by_device.items()}
 
-    def add_whole_order(self, order: OrderRecord) -> None:
-        if order.stage is _GENERATE and not order.is_migration:
-            self.begin_s = min(self.begin_s, order.start_s + order.switch_s)
-        spent_s = max(0.0, order.end_s - order.start_s - order.switch_s)
-        self._seconds_by_order[order.id] = dict.fromkeys(order.devices, spent_s)
+    def add_whole_order(self, order: OrderRecord, standstills: Iterable[Standstill]) -> None:
+        """Add one that is over, with the intervals that a timeline shows of it. `standstills`: of the whole run."""
+        its = [one for one in standstills if one.pipeline == order.pipeline]
+        own: dict[tuple[Standstill, ...], list[Interval]] = {}
+        for device in () if order.is_migration else order.devices:
+            stood = tuple(one for one in its if device in one.devices)
+            if stood not in own:  # most often it is one layout for all devices
+                own[stood] = list(filter(is_own_time, lay_out_order(order, 0, order.end_s, stood)))
+            for interval in own[stood]:
+                self.add_interval(device, interval)
         self.add_order(order)
 
     def add_order(self, order: OrderRecord) -> None:

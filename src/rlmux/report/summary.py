@@ -21,17 +21,15 @@ Everything is there for an unfinished run too, as of the last row; what is not k
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import DeviceId, PipelineId, Stage
-from rlmux.report.history import History
 from rlmux.report.intervals import Cause, Kind
 from rlmux.report.records import OrderRecord, PipelineRecord
-from rlmux.report.slos import StepTime, slo_attainment, slo_fields
+from rlmux.report.slos import StepTime, mean_step_s, slo_attainment, slo_fields
 from rlmux.report.step_work import StepWork
 from rlmux.report.timeline import Timeline
 
@@ -79,16 +77,6 @@ def step_times(timeline: Timeline) -> dict[PipelineId, list[StepTime]]:
     return {name: work[name].steps(record) for name, record in timeline.pipelines.items()}
 
 
-def step_times_so_far(history: History) -> dict[PipelineId, list[StepTime]]:
-    """The same without laying out the devices' time, for a status: an order computes from its begin to its end, but for
-    the switch."""
-    work = {name: StepWork() for name in history.pipelines}
-    for order in history.orders:
-        if order.pipeline in work and math.isfinite(order.end_s):
-            work[order.pipeline].add_whole_order(order)
-    return {name: work[name].steps(record) for name, record in history.pipelines.items()}
-
-
 def _tokens_by_pipeline(orders: Iterable[OrderRecord]) -> Counter[PipelineId]:
     """Tokens sampled in rollouts whose result counts."""
     tokens: Counter[PipelineId] = Counter()
@@ -100,15 +88,14 @@ def _tokens_by_pipeline(orders: Iterable[OrderRecord]) -> Counter[PipelineId]:
 
 def _pipeline(timeline: Timeline, record: PipelineRecord, steps: Sequence[StepTime], num_tokens: int) -> dict[str, Any]:
     metrics = [record.metrics[step] for step in sorted(record.metrics)]
-    rewards = [reward for each in metrics if math.isfinite(reward := each.get("reward_mean", math.nan))]
-    steady = steps[1:] or steps
+    rewards = record.rewards
     return {
         "steps": max(record.published, default=0),
         "tokens": num_tokens or int(sum(each.get("tokens", 0.0) for each in metrics)),
         "trajectories": int(sum(each.get("trajectories", 0.0) for each in metrics)),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
-        "step_s_mean": _ratio(math.fsum(step.seconds for step in steady), len(steady)),
+        "step_s_mean": mean_step_s(steps),
         **slo_fields(record, steps, timeline.end_s),
         "weights_sha256": record.weights_sha256,
         "status": str(record.status),

@@ -14,7 +14,7 @@ from rlmux.core.model import DeviceId
 from rlmux.report.follow import Follower, Look
 from rlmux.report.intervals import Cause, Interval, Kind, label_of
 from rlmux.report.records import Instant, PipelineRecord
-from rlmux.report.slos import StepTime, slo_attainment
+from rlmux.report.slos import StepTime, mean_step_s, slo_attainment
 from rlmux.report.status import status
 from rlmux.report.timeline import Name
 
@@ -141,8 +141,7 @@ def pipeline_rows(
 
 
 def _row(shown: Mapping[str, Any], record: PipelineRecord, steps: Sequence[StepTime], tokens: int) -> dict[str, Any]:
-    steady = steps[1:] or steps
-    step_s = math.fsum(step.seconds for step in steady) / len(steady) if steady else None
+    step_s = mean_step_s(steps)
     num_left = max(0, shown["num_steps"] - shown["step"]) if shown["num_steps"] else None
     is_under_way = shown["status"] == "running" and num_left is not None and step_s is not None
     keys = (
@@ -177,8 +176,7 @@ def _detail(shown: Mapping[str, Any], record: PipelineRecord, waits: Sequence[tu
 
 
 def _small_curve(record: PipelineRecord) -> list[float]:
-    rewards = [record.metrics[step].get("reward_mean", math.nan) for step in sorted(record.metrics)]
-    rewards = [reward for reward in rewards if math.isfinite(reward)]
+    rewards = record.rewards
     size = -(-len(rewards) // _MAX_REWARDS) if rewards else 1
     return [math.fsum(part) / len(part) for part in (rewards[at : at + size] for at in range(0, len(rewards), size))]
 
