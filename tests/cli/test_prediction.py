@@ -51,6 +51,19 @@ def test_a_plan_that_refuses_a_pipeline_ends_with_code_1(rlmux, files):
     assert (waiting.code, "waiting" in waiting.out) == (0, True)
 
 
+@pytest.mark.parametrize("what", ["device", "host"])
+def test_a_worker_that_no_device_holds_is_refused_by_a_plan_as_by_a_run(rlmux, folder, what):
+    pools = f"rollout: {{devices: 1}}, train: {{devices: 1, {what}_memory_gb: 0.0001}}"
+    pipeline = "name: a, task: sort, steps: 1, estimate: {rollout_s: 1, train_s: 1}"
+    (folder / "big.yaml").write_text(f"cluster: {{pools: {{{pools}}}}}\npipelines: [{{{pipeline}}}]\n")
+    planned, run = rlmux("plan", "big.yaml"), rlmux("run", "big.yaml", "--out", "big")
+    assert planned.err.startswith("rlmux: pipeline a: its train worker needs 0.")
+    assert f"of {what} memory" in planned.err
+    assert "and there are 0.0001 GB" in planned.err
+    assert (planned.code, planned.err) == (run.code, run.err)
+    assert not (folder / "big").exists()
+
+
 def test_a_simulation_says_why_pipelines_were_refused(rlmux, files):
     said = rlmux(
         "simulate", "plan.yaml", "--policies", "solo,rollmux",

@@ -86,7 +86,8 @@ def plan(
 ) -> int:
     """Show placement, predicted slowdowns, cost per hour, and each worker's memory by part.
 
-    Starts nothing. Exit code 1 if a pipeline is refused: it can never run there.
+    Starts nothing. Exit code 1 if a pipeline is refused: it can never run there. Workers that need more memory than a
+    device has are a mistake in the file, as for `run`.
 
     \b
     Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
@@ -95,6 +96,7 @@ def plan(
 
     spec = inputs.load_for_plan(file, sets, policy)
     recorded = inputs.recorded_for_split(from_run, split)
+    memory_rows.check_fits(spec)
 
     from rlmux.sim import api
 
