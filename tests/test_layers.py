@@ -15,6 +15,7 @@ core          (config: the user's file; plugins: what users add by name; share: 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,18 @@ ONLY_IN = {
 }
 EVERYWHERE = {"rlmux"}
 """The package itself, for its version."""
+
+
+def test_the_picture_and_the_table_of_the_docs_have_every_room():
+    design = (SOURCE.parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    drawn = design.partition("## Rooms")[2].partition("```")[2].partition("```")[0]
+    table = design.partition("| room | start reading at |")[2].partition("\n\n")[0]
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert folders == set(ROOMS)
+    assert folders == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert folders <= set(re.findall(r"\w+", drawn))
+    named = re.findall(r"`([\w/]+/(?:\w+\.py)?)", table)
+    assert [path for path in named if not (SOURCE / path).exists()] == []
 
 
 def modules() -> list[str]:
