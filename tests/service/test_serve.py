@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from tests.service.clients import weights_of
 from tests.service.conftest import FILE
@@ -10,6 +12,7 @@ from tests.waiting import until
 from rlmux.core.actions import Admit, Queue, RunStage
 from rlmux.core.events import WorkArrived
 from rlmux.report.log import LogReader
+from rlmux.service.serve import silence_limits
 
 PARAMS = {"max_tokens": 12, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -137,3 +140,9 @@ def test_a_model_beyond_the_memory_waits_with_a_reason_and_begins_when_another_h
     queued, admitted = (next(one for one in of_third if isinstance(one, kind)) for kind in (Queue, Admit))
     assert of_third.index(queued) < of_third.index(admitted)
     assert "it is first in the queue and starts when s0-0 has ended" in queued.reason
+
+
+def test_no_session_ends_before_its_client_had_the_time_to_find_the_server_that_is_back():
+    assert silence_limits(1059.0, 1000.0, 600.0) == (-math.inf, -math.inf)
+    assert silence_limits(1060.0, 1000.0, 600.0) == (460.0, 1030.0)
+    assert silence_limits(1012.0, 1000.0, 12.0) == (1000.0, 982.0)

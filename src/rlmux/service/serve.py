@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -49,6 +50,11 @@ TOKENIZERS = "tokenizers"
 ADDRESS = "listen"
 """File with the address of the folder's newest server."""
 _SWEEP_S = 1.0
+_RETURN_S = 60.0
+"""Seconds after the server's start in which no session ends by itself: its client shows life every 10 s, and had nobody
+to show it to."""
+_LEAVING_S = 30.0
+"""Seconds without a sign of life after which the session of a program that said that it ends is over."""
 
 OnReady = Callable[[str, "Doors"], None]
 """Gets the server's URL, and its doors: pages and permits, where it has some."""
@@ -273,9 +279,18 @@ async def _fold(fold: Callable[[], int]) -> None:
             await asyncio.to_thread(fold)
 
 
+def silence_limits(now_s: float, begun_s: float, timeout_s: float) -> tuple[float, float]:
+    """Times since which a session, and one whose program said that it ends, must have shown life. `begun_s`: when the
+    server began."""
+    if now_s < begun_s + min(timeout_s, _RETURN_S):
+        return -math.inf, -math.inf
+    return now_s - timeout_s, now_s - _LEAVING_S
+
+
 async def _sweep(front: TinkerFront, timeout_s: float) -> None:
     """Delete checkpoints whose time is over, and end sessions that have shown no life for too long."""
+    begun_s = time.monotonic()
     while True:
         await asyncio.sleep(_SWEEP_S)
         front.expire(time.time())
-        front.end_silent_sessions(time.monotonic() - timeout_s)
+        front.end_silent_sessions(*silence_limits(time.monotonic(), begun_s, timeout_s))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,6 +224,70 @@ def test_a_silent_client_gives_back_what_it_holds_and_its_checkpoints_stay(place
 
     (place.folder / "models").mkdir()
     asyncio.run(fall_silent())
+
+
+def telemetry(session: str, *events: str) -> bytes:
+    told = [{"event": each, "event_id": "e", "event_session_index": 0, "severity": "INFO"} for each in events]
+    return as_json(events=told, platform="Linux", sdk_version="0.38.0", session_id=session, process_uuid="p")
+
+
+def test_a_program_that_said_that_it_ends_gives_back_what_it_holds_long_before_one_that_fell_silent(place):
+    async def end() -> None:
+        silent, ended = await place.begin(), await place.begin()
+        assert (await place.post("telemetry", telemetry(ended, "UNHANDLED_EXCEPTION", "SESSION_END"))).json() == {
+            "status": "accepted"
+        }
+        place.front.end_silent_sessions(-math.inf, time.monotonic() - 30.0)
+        assert place.host.finished == [], "it may have caught the error"
+        place.front.end_silent_sessions(-math.inf, math.inf)
+        assert place.host.finished == ["s1-0", "s1-sampling-0"]
+        assert not place.front.registry.sessions[silent].is_over
+        assert (await place.post("telemetry", telemetry(ended, "SESSION_END"))).status_code == 200, "over already"
+
+    asyncio.run(end())
+
+
+@pytest.mark.parametrize("life", ["session_heartbeat", "asample"])
+def test_a_program_that_goes_on_after_an_error_that_it_caught_keeps_its_session(place, life):
+    async def go_on() -> None:
+        session = await place.begin()
+        await place.post("telemetry", telemetry(session, "SESSION_END"))
+        await place.post(life, as_json(session_id=session) if life == "session_heartbeat" else sample(session, 0))
+        place.front.end_silent_sessions(-math.inf, math.inf)
+        assert place.host.finished == []
+
+    asyncio.run(go_on())
+
+
+def test_only_its_own_project_can_say_that_a_session_ends_and_nothing_else_that_it_reports_does(place):
+    async def report() -> None:
+        session = await place.begin()
+        body = telemetry(session, "SESSION_END")
+        told = await place.http.post("telemetry", content=body, headers={"X-API-Key": "other"})
+        assert told.status_code == 200, "what is not there is not told of, either"
+        await place.post("telemetry", telemetry(session, "SESSION_START", "GENERIC_EVENT"))
+        await place.post("telemetry", telemetry("sessionless-7", "GENERIC_EVENT", "SESSION_END"))
+        place.front.end_silent_sessions(-math.inf, math.inf)
+        assert place.host.finished == []
+
+    asyncio.run(report())
+
+
+def test_a_session_that_was_silent_before_a_restart_has_been_so_since_then(place, monkeypatch):
+    async def ask() -> tuple[str, str]:
+        first, second = await place.begin(), await place.begin()
+        monkeypatch.setattr(time, "time", lambda: written - 600)
+        await place.post("asample", sample(second, 0))
+        return first, second
+
+    written = time.time()
+    monkeypatch.setattr(time, "time", lambda: written - 3600)
+    first, second = asyncio.run(ask())
+    monkeypatch.setattr(time, "time", lambda: written)
+    resumed = place.resumed()
+    resumed.front.end_silent_sessions(time.monotonic() - 1200)
+    sessions = resumed.front.registry.sessions
+    assert (sessions[first].is_over, sessions[second].is_over) == (True, False)
 
 
 def test_answers_that_come_together_have_one_commit_before_any_is_told(place):

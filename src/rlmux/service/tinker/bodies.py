@@ -40,6 +40,14 @@ class OfSession(Body):
     session_id: str
 
 
+class TelemetryEvent(Body):
+    event: str = ""
+
+
+class Telemetry(OfSession):
+    events: Sequence[TelemetryEvent] = ()
+
+
 class OfPath(Body):
     path: str
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.ledger import Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.promises import Promised, Promises
-from rlmux.service.tinker.registry import Model, Registry, Sampler, Session
+from rlmux.service.tinker.registry import Model, Registry, Session
 from rlmux.service.tinker.requests import (
     ConflictError,
     RequestChecks,
@@ -144,7 +145,7 @@ class TinkerFront:
         self._checks.check(taken, said)
         self._ledger.take(taken)
         try:
-            told = self._apply_by_path[path](taken, said)
+            told = self._apply(taken, said)
         except BaseException:
             self._ledger.forget(request_id)
             raise
@@ -154,7 +155,7 @@ class TinkerFront:
         """Take a request as another front took it, whose ledger has it."""
         self._files.are_kept = True
         self._ledger.take(taken)
-        self._apply(taken)
+        self._apply(taken, read(taken.path, taken.body))
 
     def hashes(self, model: str) -> dict[int, str]:
         """Hash of a model's weights after each update; see `Ledger.hashes`."""
@@ -166,14 +167,17 @@ class TinkerFront:
         self._files.are_kept = True
         for taken in self._ledger.taken():
             try:
-                self._apply(taken)
+                self._apply(taken, read(taken.path, taken.body))
             except (RlmuxError, ValueError) as error:
                 _LOG.warning("request %s (%s) is skipped: %s", taken.id, taken.path, error)
                 self.promises.skip(taken.id, str(error))
         self._files.are_kept = False
 
-    def _apply(self, taken: Taken) -> None:
-        self._apply_by_path[taken.path](taken, read(taken.path, taken.body))
+    def _apply(self, taken: Taken, said: Any) -> dict[str, Any] | None:
+        told = self._apply_by_path[taken.path](taken, said)
+        if (session := self.registry.sessions.get(taken.id.partition(":")[0])) is not None:
+            session.hear(_clock_s(taken.at_s))
+        return told
 
     def knows(self, request_id: str, project: str) -> bool:
         """Whether the project asked this; another's request does not exist for it."""
@@ -208,18 +212,21 @@ class TinkerFront:
 
     def heard_of(self, session_id: str, project: str, now_s: float) -> None:
         """A session showed life. Raises UnknownIdError, GoneError."""
-        self.registry.session(session_id, project).heard_s = now_s
+        self.registry.session(session_id, project).hear(now_s)
 
     def expire(self, now_s: float) -> None:
         """Delete checkpoints whose time is over. `now_s`: seconds since 1970."""
         for each in self.registry.expired(now_s):
             self.take("delete_checkpoint", json.dumps({"path": str(each.path)}).encode(), each.project)
 
-    def end_silent_sessions(self, since_s: float) -> None:
-        """End sessions that showed no life since then, and remove the files of those that ended before."""
+    def end_silent_sessions(self, since_s: float, leaving_since_s: float = -math.inf) -> None:
+        """End sessions that showed no life since then, and remove the files of those that ended before.
+
+        `leaving_since_s`: the same for those whose program said that it ends."""
         self._files.collect_all()
         for session in list(self.registry.sessions.values()):
-            if not session.is_over and session.heard_s < since_s:
+            limit_s = max(since_s, leaving_since_s) if session.is_leaving else since_s
+            if not session.is_over and session.heard_s < limit_s:
                 self.take("finish_session", json.dumps({"session_id": session.id}).encode(), session.project)
 
     def end_session(self, session: Session) -> None:
@@ -240,7 +247,7 @@ class TinkerFront:
             name=name,
             hints=read_tags(body.tags),
             user_metadata=body.user_metadata or {},
-            heard_s=time.monotonic(),
+            heard_s=_clock_s(taken.at_s),
         )
         return {
             "type": "create_session",
@@ -355,7 +362,7 @@ class TinkerFront:
     def _snapshot(self, model: Model, number: int, file: Path, num_kept: int) -> None:
         self.registry.being_saved.pop(file, None)
         origin = (model.number_in_session, model.num_updates)
-        made = self._add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
+        made = self.registry.add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
         model.add_snapshot(made, num_kept)
         self._files.collect([model.folder] if num_kept else [])
 
@@ -428,7 +435,7 @@ class TinkerFront:
         is_own = source is not None and source.session is session
         pipeline = source.pipeline if is_own and source else self._sampling_pipeline(session, served, adapter)
         number = body.sampling_session_seq_id
-        self._add_sampler(session, number, served, pipeline, weights, seed, path, origin)
+        self.registry.add_sampler(session, number, served, pipeline, weights, seed, path, origin)
 
     def _sampling_pipeline(self, session: Session, served: ServedModel, adapter: AdapterConfig | None) -> PipelineId:
         """The session's pipeline for samples of weights that none of its own models made."""
@@ -438,33 +445,6 @@ class TinkerFront:
             self._open(session, pipeline, served.training(pipeline, adapter), None)
             session.sampling_pipelines[key] = pipeline
         return session.sampling_pipelines[key]
-
-    def _add_sampler(
-        self,
-        session: Session,
-        number: int,
-        served: ServedModel,
-        pipeline: PipelineId,
-        weights: Path | None,
-        seed: int,
-        path: str | None,
-        origin: tuple[int, int],
-    ) -> Sampler:
-        """`origin`: number of the model in its session, -1 for a base model; updates that made the weights."""
-        occurrence = session.num_samplers_by_origin[origin]
-        session.num_samplers_by_origin[origin] += 1
-        its_id = sampler_id(session.id, number)
-        made = self.registry.samplers[its_id] = Sampler(
-            id=its_id,
-            session=session,
-            pipeline=pipeline,
-            served=served,
-            path=path,
-            weights=weights,
-            seed=seed,
-            origin=f"{origin[0]} {origin[1]} {occurrence}",
-        )
-        return made
 
     def _sample(self, taken: Taken, body: bodies.Sample) -> None:
         sampler = self.registry.sampler(body.sampling_session_id, taken.project)
@@ -476,6 +456,11 @@ class TinkerFront:
             if request_id in self.promises:
                 request = sample_request(request_id, each, sampler.served, number=number, key=key)
                 self._host.sample(sampler.pipeline, request, sampler.weights)
+
+
+def _clock_s(at_s: float) -> float:
+    """The front's clock at a time in seconds since 1970: before a restart, too, a session's silence counts."""
+    return time.monotonic() - max(0.0, time.time() - at_s)
 
 
 def _protobuf(answer: bytes) -> Result:

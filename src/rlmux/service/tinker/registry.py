@@ -14,7 +14,7 @@ from rlmux.core.model import PipelineId
 from rlmux.rl.config import AdapterConfig
 from rlmux.service.tinker.draws import Draws
 from rlmux.service.tinker.in_order import InOrder
-from rlmux.service.tinker.names import SAMPLER_WEIGHTS, TinkerPath
+from rlmux.service.tinker.names import SAMPLER_WEIGHTS, TinkerPath, sampler_id
 from rlmux.service.tinker.served import ServedModel
 from rlmux.service.tinker.tags import Hints
 
@@ -40,11 +40,21 @@ class Session:
     heard_s: float
     """Time of the last sign of life, on the front's clock."""
     is_over: bool = False
+    is_leaving: bool = False
+    """Its program said that it ends, and has shown no life since."""
     pipelines: list[PipelineId] = field(default_factory=list)
     sampling_pipelines: dict[tuple[str, AdapterConfig | None], PipelineId] = field(default_factory=dict)
     """Pipelines for weights that none of its own models made, by the served model's name and the weights' adapter."""
     num_samplers_by_origin: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Samplers by the model that made their weights, and its updates until then."""
+
+    def hear(self, now_s: float) -> None:
+        """It showed life: a program that said that it ends may go on, as one that catches an error does."""
+        self.heard_s, self.is_leaving = max(self.heard_s, now_s), False
+
+    def leave(self, now_s: float) -> None:
+        """Its program says that it ends."""
+        self.heard_s, self.is_leaving = max(self.heard_s, now_s), True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -213,6 +223,33 @@ class Registry:
         later = [_expiry_s(each) for each in self.checkpoints.values() if _expiry_s(each) > now_s]
         self._next_expiry_s = min(later, default=math.inf)
         return found
+
+    def add_sampler(
+        self,
+        session: Session,
+        number: int,
+        served: ServedModel,
+        pipeline: PipelineId,
+        weights: Path | None,
+        seed: int,
+        path: str | None,
+        origin: tuple[int, int],
+    ) -> Sampler:
+        """`origin`: number of the model in its session, -1 for a base model; updates that made the weights."""
+        occurrence = session.num_samplers_by_origin[origin]
+        session.num_samplers_by_origin[origin] += 1
+        its_id = sampler_id(session.id, number)
+        made = self.samplers[its_id] = Sampler(
+            id=its_id,
+            session=session,
+            pipeline=pipeline,
+            served=served,
+            path=path,
+            weights=weights,
+            seed=seed,
+            origin=f"{origin[0]} {origin[1]} {occurrence}",
+        )
+        return made
 
     def session(self, session_id: str, project: str) -> Session:
         """Raises UnknownIdError, and GoneError for one that is over."""

@@ -139,6 +139,11 @@ class _Door:
         return {}
 
     async def telemetry(self, request: Request, project: str) -> Mapping[str, Any]:
+        """The SDK reports the end of a session with every error that leaves one of its calls: the program may go on."""
+        body = bodies.Telemetry.model_validate_json(await request.body())
+        if any(each.event == "SESSION_END" for each in body.events):
+            with contextlib.suppress(UnknownIdError, GoneError):
+                self._front.registry.session(body.session_id, project).leave(time.monotonic())
         return {"status": "accepted"}
 
     async def capabilities(self, request: Request, project: str) -> Mapping[str, Any]:
