@@ -48,6 +48,8 @@ class Answer:
     """A value of rl/arriving.py, what its request's `write` makes of it, or a hash of weights; None where there is an
     error."""
     error: str | None = None
+    is_fault_of_server: bool = False
+    """The error is not the request's own."""
     tenant: str = ""
     """Name of the tenant of a sampling worker that asked."""
 
@@ -330,5 +332,5 @@ class DatumWorker:
         except (UserError, PipelineError) as error:
             return Answer(id=name, error=str(error))
         except OSError as error:  # a disk that is full: the model goes on
-            return Answer(id=name, error=f"cannot be written or read: {error}")
+            return Answer(id=name, error=f"cannot be written or read: {error}", is_fault_of_server=True)
         return Answer(id=name, value=value)

@@ -28,7 +28,7 @@ from rlmux.runtime.memory import with_footprint, with_machine_memory
 from rlmux.runtime.model_host import ModelHost
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
-from rlmux.service.tinker.ledger import Ledger
+from rlmux.service.tinker.ledger import ERROR, SERVER_ERROR, Ledger
 from rlmux.service.tinker.served import ServedModel
 from rlmux.service.tinker.tags import Hints
 
@@ -186,10 +186,14 @@ class News:
         """All that were answered until now have one commit."""
         with self._lock:
             answers, self._answers = self._answers, []
-        self.front.promises.settle_all([(each.id, each.value, each.error) for each in answers])
+        self.front.promises.settle_all([(each.id, each.value, each.error, _kind(each)) for each in answers])
 
     def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
         self._call_soon(lambda: self.front.add_update(request_id, folder, sha256))
 
     def over(self, pipeline_id: PipelineId, reason: str) -> None:
         self._call_soon(lambda: self.front.promises.fail_pipeline(pipeline_id, f"pipeline {pipeline_id}: {reason}"))
+
+
+def _kind(answer: Answer) -> str:
+    return SERVER_ERROR if answer.is_fault_of_server else ERROR

@@ -205,7 +205,7 @@ class _Again:
         steps = [each.id for each in self._record.requests if each.path == "optim_step"]
         ours = [each for each in steps if each.startswith(f"{self._record.model}:")]
         results = [self._front.promises.result(each) for each in ours]
-        return sum(each is not None and each.kind != "error" for each in results)
+        return sum(each is not None and not each.is_error for each in results)
 
     def _compare_answers(self) -> None:
         """The first answer that is another one, as a difference at the step that it belongs to."""
@@ -214,7 +214,7 @@ class _Again:
             if each.path == "optim_step" and each.id.startswith(f"{self._record.model}:"):
                 step += 1
             logged = self._record.ledger.result(each.id)
-            if each.path not in _COMPARED or logged is None or logged.kind == "error":
+            if each.path not in _COMPARED or logged is None or logged.is_error:
                 continue
             alone = self._front.promises.result(each.id)
             num_answers += 1

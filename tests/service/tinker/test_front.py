@@ -19,10 +19,10 @@ from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, Stage
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
 from rlmux.runtime.burst_workers import Answer
 from rlmux.service.serving import News
-from rlmux.service.tinker import requests, routes
+from rlmux.service.tinker import routes
 from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.keys import Keys
-from rlmux.service.tinker.ledger import Ledger, Result, Taken
+from rlmux.service.tinker.ledger import SERVER_ERROR, Ledger, Result, Taken
 
 
 @pytest.fixture
@@ -35,24 +35,25 @@ def sample(session: str, number: int) -> bytes:
     return as_json(sampling_session_id=sampler, seq_id=number, prompt=PROMPT, sampling_params={"max_tokens": 4})
 
 
-def test_a_flood_is_answered_with_429_and_what_others_wait_for_is_always_taken(place, monkeypatch):
-    monkeypatch.setattr(requests, "MAX_SAMPLES_AT_ONCE", 3)
-
-    async def flood() -> None:
+def test_an_error_that_is_not_the_requests_own_is_the_servers_for_the_sdk_and_after_a_restart(place):
+    async def fail() -> None:
         session = await place.begin()
-        for number in (1, 2, 3):  # all wait for number 0
-            await place.post("asample", sample(session, number))
-        refused = await place.http.post("asample", content=sample(session, 4))
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert "3 sampling requests of this project wait already" in refused.json()["detail"]
-        assert (await place.http.post("asample", content=sample(session, 2))).status_code == 200, "a repeated one"
-        assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200
-        for number in (0, 1):
-            assert (await place.http.post("asample", content=sample(session, 4))).status_code == 429
-            place.front.promises.settle(f"{session}:sample:0:{number}", b"", None)
-        assert (await place.http.post("asample", content=sample(session, 4))).status_code == 200
+        model = f"{session}:train:0"
+        ids = [f"{model}:{number}" for number in (1, 2, 3)]
+        for number in (1, 2, 3):
+            await place.post("forward_backward", training_body(model, number, seed=1))
+        news = News(lambda call: call())
+        news.front = place.front
+        news.answered(PipelineId("s0-0"), Answer(id=ids[0], error="no such loss"))
+        news.answered(PipelineId("s0-0"), Answer(id=ids[1], error="disk full", is_fault_of_server=True))
+        news.over(PipelineId("s0-0"), "worker died, 5 times in a row")
+        answering = place
+        for _ in range(2):
+            told = [(await answering.post("retrieve_future", as_json(request_id=each))).json() for each in ids]
+            answering = answering.resumed()
+            assert [each["category"] for each in told] == ["user", "server", "server"]
 
-    asyncio.run(flood())
+    asyncio.run(fail())
 
 
 NAMES = [None, "a", "a-sampling", "a-sampling-0", "a-0", "s1", "s2", "s3-0", "s4-sampling", "sampling", "s05", "x" * 50]
@@ -112,7 +113,7 @@ def test_a_request_that_cannot_be_applied_again_is_skipped_and_its_client_is_tol
         resumed = place.resumed()
         assert list(resumed.host.opened) == ["s0-0", "s0-sampling-0", "after-0", "after-sampling-0"]
         assert "request x:1 (create_model) is skipped: no session 'x'" in caplog.text
-        assert resumed.front.promises.result("x:1") == Result(b"no session 'x'", "error")
+        assert resumed.front.promises.result("x:1") == Result(b"no session 'x'", SERVER_ERROR)
         assert (await resumed.post("asample", sample(session, 0))).status_code == 200
 
     asyncio.run(ask())
@@ -231,7 +232,7 @@ def telemetry(session: str, *events: str) -> bytes:
     return as_json(events=told, platform="Linux", sdk_version="0.38.0", session_id=session, process_uuid="p")
 
 
-def test_a_program_that_said_that_it_ends_gives_back_what_it_holds_long_before_one_that_fell_silent(place):
+def test_a_program_that_said_that_it_ends_gives_back_what_it_holds_before_a_silent_one(place):
     async def end() -> None:
         silent, ended = await place.begin(), await place.begin()
         assert (await place.post("telemetry", telemetry(ended, "UNHANDLED_EXCEPTION", "SESSION_END"))).json() == {
@@ -259,7 +260,7 @@ def test_a_program_that_goes_on_after_an_error_that_it_caught_keeps_its_session(
     asyncio.run(go_on())
 
 
-def test_only_its_own_project_can_say_that_a_session_ends_and_nothing_else_that_it_reports_does(place):
+def test_a_session_ends_by_a_report_of_its_own_project_and_of_its_end_alone(place):
     async def report() -> None:
         session = await place.begin()
         body = telemetry(session, "SESSION_END")

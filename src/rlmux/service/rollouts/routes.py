@@ -209,7 +209,7 @@ class _Door:
                 raise UserError("the client went away")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(settled.wait(), _LOOK_S)
-        if result.kind == "error":
+        if result.is_error:
             raise UserError(result.body.decode())
         return request_id, replies.read_sampled(result.body)
 

@@ -30,10 +30,10 @@ from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
 from rlmux.service.tinker.files import Files
 from rlmux.service.tinker.in_order import InOrder
-from rlmux.service.tinker.ledger import Ledger, Result, Taken
+from rlmux.service.tinker.ledger import ERROR, Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.promises import Promised, Promises
-from rlmux.service.tinker.registry import Model, Registry, Session
+from rlmux.service.tinker.registry import Model, Registry, Sampler, Session
 from rlmux.service.tinker.requests import (
     ConflictError,
     RequestChecks,
@@ -235,7 +235,7 @@ class TinkerFront:
         for pipeline in session.pipelines:
             self._host.withdraw(pipeline, self.promises.of_pipeline(pipeline))
             self._host.finish(pipeline)
-            self.promises.fail_pipeline(pipeline, f"session {session.id} is over")
+            self.promises.fail_pipeline(pipeline, f"session {session.id} is over", ERROR)
 
     def _create_session(self, taken: Taken, body: bodies.CreateSession) -> dict[str, Any]:
         number = len(self.registry.sessions)
@@ -270,7 +270,7 @@ class TinkerFront:
         adapter = served.adapter(body.lora_config)
         model = self._add_model(session, body.model_seq_id, served, adapter, seed, body.user_metadata, 1)
         answer = {"type": "create_model", "model_id": model.id}
-        self.promises.expect(taken.id, Promised(pipeline=model.pipeline, encode=lambda _: _json(answer)))
+        self.promises.expect(taken.id, _promised(taken, model.pipeline, lambda _: _json(answer)))
 
     def _add_model(
         self,
@@ -318,7 +318,7 @@ class TinkerFront:
     ) -> None:
         """Hand over what is due of the model's requests, in their order. `when_due`: called at the request's turn."""
         model.requested_s = taken.at_s
-        self.promises.expect(taken.id, Promised(pipeline=model.pipeline, encode=encode))
+        self.promises.expect(taken.id, _promised(taken, model.pipeline, encode))
         update = self._ledger.newest_update(model.id)
         due = _Due(number=seq_id, id=taken.id, request=request, when_due=when_due)
         for each in model.order.put(seq_id, due):
@@ -362,7 +362,9 @@ class TinkerFront:
     def _snapshot(self, model: Model, number: int, file: Path, num_kept: int) -> None:
         self.registry.being_saved.pop(file, None)
         origin = (model.number_in_session, model.num_updates)
-        made = self.registry.add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
+        made = self.registry.add_sampler(
+            model.session, number, model.served, model.pipeline, file, model.seed, None, origin
+        )
         model.add_snapshot(made, num_kept)
         self._files.collect([model.folder] if num_kept else [])
 
@@ -448,7 +450,7 @@ class TinkerFront:
 
     def _sample(self, taken: Taken, body: bodies.Sample) -> None:
         sampler = self.registry.sampler(body.sampling_session_id, taken.project)
-        self.promises.expect(taken.id, Promised(pipeline=sampler.pipeline, encode=_protobuf, sampler=sampler))
+        self.promises.expect(taken.id, _promised(taken, sampler.pipeline, _protobuf, sampler))
         order, draws = sampler.order(body.seq_id)
         for request_id, each in order.put(body.seq_id, (taken.id, body)):
             number = self._num_samples[sampler.pipeline] = self._num_samples.get(sampler.pipeline, 0) + 1
@@ -461,6 +463,14 @@ class TinkerFront:
 def _clock_s(at_s: float) -> float:
     """The front's clock at a time in seconds since 1970: before a restart, too, a session's silence counts."""
     return time.monotonic() - max(0.0, time.time() - at_s)
+
+
+def _promised(
+    taken: Taken, pipeline: PipelineId, encode: Callable[[Any], Result], sampler: Sampler | None = None
+) -> Promised:
+    return Promised(
+        pipeline=pipeline, encode=encode, project=taken.project, num_bytes=len(taken.body), sampler=sampler
+    )
 
 
 def _protobuf(answer: bytes) -> Result:

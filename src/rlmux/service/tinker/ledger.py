@@ -34,6 +34,10 @@ CREATE TABLE IF NOT EXISTS budgets (project TEXT PRIMARY KEY, hours REAL NOT NUL
 """
 
 
+ERROR, SERVER_ERROR = "error", "server_error"
+"""Kinds of results: the request's own fault, and the server's."""
+
+
 class Taken(NamedTuple):
     """One request as it was taken."""
 
@@ -52,7 +56,11 @@ class Result(NamedTuple):
 
     body: bytes
     kind: str
-    """`json`, `protobuf`, or `error`, whose body is the text."""
+    """`json`, `protobuf`, or ERROR or SERVER_ERROR, whose body is the text."""
+
+    @property
+    def is_error(self) -> bool:
+        return self.kind in (ERROR, SERVER_ERROR)
 
 
 class Ledger:

@@ -6,13 +6,12 @@ expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ all 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlmux.core.model import PipelineId
-from rlmux.service.tinker.ledger import Ledger, Result
+from rlmux.service.tinker.ledger import ERROR, SERVER_ERROR, Ledger, Result
 from rlmux.service.tinker.registry import Sampler
 
 
@@ -23,10 +22,25 @@ class Promised:
     pipeline: PipelineId
     encode: Callable[[Any], Result]
     """The result for clients of what an engine answered."""
+    project: str
+    num_bytes: int = 0
+    """Bytes of its body that are held until it is done."""
     sampler: Sampler | None = None
     """The sampler of a sampling request."""
     then: Callable[[bool], None] | None = None
     """Called before the result is told; True: the request was carried out."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What a project has without a result."""
+
+    num_samples: int = 0
+    """Sampling requests."""
+    num_others: int = 0
+    """Requests of models."""
+    num_bytes: int = 0
+    """Bytes of their bodies."""
 
 
 class Promises:
@@ -36,7 +50,7 @@ class Promises:
         self._ledger = ledger
         self._promised: dict[str, Promised] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
-        self._num_samples: Counter[str] = Counter()
+        self._waiting: dict[str, Waiting] = {}
 
     @property
     def num_pending(self) -> int:
@@ -51,14 +65,13 @@ class Promises:
         """A request was taken. One that has its result already, from before a restart, is no promise any more."""
         if self._ledger.result(request_id) is None:
             self._promised[request_id] = promised
-            if promised.sampler is not None:
-                self._num_samples[promised.sampler.session.project] += 1
+            self._count(promised, 1)
 
     def then(self, request_id: str, call: Callable[[bool], None]) -> None:
         """Call before the request's result is told; at once where it has one already."""
         known = self._ledger.result(request_id)
         if known is not None:
-            call(known.kind != "error")
+            call(not known.is_error)
         elif request_id in self._promised:
             self._promised[request_id] = replace(self._promised[request_id], then=call)
 
@@ -79,9 +92,17 @@ class Promises:
         if then in waiting:
             waiting.remove(then)
 
-    def num_samples_of(self, project: str) -> int:
-        """Sampling requests of a project without a result."""
-        return self._num_samples[project]
+    def waiting_of(self, project: str) -> Waiting:
+        """What a project has without a result."""
+        return self._waiting.setdefault(project, Waiting())
+
+    def _count(self, promised: Promised, sign: int) -> None:
+        waiting = self.waiting_of(promised.project)
+        waiting.num_bytes += sign * promised.num_bytes
+        if promised.sampler is not None:
+            waiting.num_samples += sign
+        else:
+            waiting.num_others += sign
 
     def samplers(self) -> list[Sampler]:
         """Samplers of requests without a result."""
@@ -97,32 +118,33 @@ class Promises:
 
     def settle(self, request_id: str, value: Any, error: str | None) -> None:
         """What became of a request."""
-        self.settle_all([(request_id, value, error)])
+        self.settle_all([(request_id, value, error, ERROR)])
 
-    def settle_all(self, ended: Sequence[tuple[str, Any, str | None]]) -> None:
-        """What became of requests, as (id, value, error): written in one commit, and told after it."""
+    def settle_all(self, ended: Sequence[tuple[str, Any, str | None, str]]) -> None:
+        """What became of requests, as (id, value, error, kind of error): written in one commit, and told after it."""
         results = {}
-        for request_id, value, error in ended:
+        for request_id, value, error, kind in ended:
             promised = self._promised.pop(request_id, None)
             if promised is None:  # done again after a restart
                 continue
-            if promised.sampler is not None:
-                self._num_samples[promised.sampler.session.project] -= 1
+            self._count(promised, -1)
             if promised.then is not None:
                 promised.then(error is None)
-            failed = None if error is None else Result(error.encode(), "error")
+            failed = None if error is None else Result(error.encode(), kind)
             results[request_id] = failed or promised.encode(value)
         if results:
             self._keep(results)
 
     def skip(self, request_id: str, reason: str) -> None:
         """A request of the ledger cannot be applied any more: the reason is its result, unless it has one."""
-        self._promised.pop(request_id, None)
-        self._ledger.settle(request_id, Result(reason.encode(), "error"))
+        promised = self._promised.pop(request_id, None)
+        if promised is not None:
+            self._count(promised, -1)
+        self._ledger.settle(request_id, Result(reason.encode(), SERVER_ERROR))
 
-    def fail_pipeline(self, pipeline: PipelineId, reason: str) -> None:
+    def fail_pipeline(self, pipeline: PipelineId, reason: str, kind: str = SERVER_ERROR) -> None:
         """Every promise of a pipeline that is over is settled with the reason."""
-        self.settle_all([(request_id, None, reason) for request_id in self.of_pipeline(pipeline)])
+        self.settle_all([(request_id, None, reason, kind) for request_id in self.of_pipeline(pipeline)])
 
     def _keep(self, results: Mapping[str, Result]) -> None:
         """Write results, and tell them to all that wait."""

@@ -251,6 +251,14 @@ class Registry:
         )
         return made
 
+    def open_sessions(self, project: str) -> list[Session]:
+        """Sessions of a project that are not over."""
+        return [each for each in self.sessions.values() if each.project == project and not each.is_over]
+
+    def models_of(self, project: str) -> list[Model]:
+        """Models of a project, in the order they were made."""
+        return [each for each in self.models.values() if each.session.project == project]
+
     def session(self, session_id: str, project: str) -> Session:
         """Raises UnknownIdError, and GoneError for one that is over."""
         session = self.sessions.get(session_id)

@@ -20,7 +20,7 @@ from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import read_head
 from rlmux.service.tinker.ledger import Taken
 from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
-from rlmux.service.tinker.promises import Promises
+from rlmux.service.tinker.promises import Promises, Waiting
 from rlmux.service.tinker.registry import Registry
 from rlmux.service.tinker.sampling import check_sample
 from rlmux.service.tinker.served import ServedModel, find_served
@@ -30,6 +30,16 @@ _CHARGED = ("forward_backward", "asample")
 """Requests that begin work; what ends it (an update, a save) is always taken."""
 MAX_SAMPLES_AT_ONCE = 2000
 """Sampling requests of one project that may wait for results."""
+MAX_TRAINING_AT_ONCE = 2000
+"""Requests of one project's models that may wait for results."""
+MAX_BYTES_AT_ONCE = 4 << 30
+"""Bytes of the bodies of one project's requests that wait for results: all are held in memory."""
+MAX_BODY_BYTES = 256 << 20
+"""Bytes of one request; the SDK sends losses in parts of 5 MB."""
+MAX_SESSIONS_AT_ONCE = 500
+"""Sessions of one project that are not over."""
+MAX_MODELS_AT_ONCE = 200
+"""Models of one project whose session is not over: each has, or waits for, workers of its own."""
 
 MAX_TTL_S = 10 * 366 * 86400
 """Seconds of the ten years that clients may ask for."""
@@ -147,6 +157,7 @@ class RequestChecks:
         match taken.path:
             case "create_session":
                 read_tags(said.tags)
+                self._check_sessions(project)
             case "set_ttl":
                 self._registry.checkpoint(said.path, project)
                 _check_ttl(said.ttl_seconds)
@@ -167,25 +178,50 @@ class RequestChecks:
 
     def _check_create(self, body: bodies.CreateModel, project: str) -> None:
         self._registry.session(body.session_id, project)
+        self._check_models(project)
         find_served(self._models, body.base_model).adapter(body.lora_config)
         optimizer = body.optimizer_config
         if optimizer is not None and optimizer.type not in ("adam", "adamw"):
             raise UserError(f"optimizer {optimizer.type!r} is not served; accepted: adamw")
 
     def _check_sample(self, body: bodies.Sample, project: str) -> None:
-        """One that others wait for is always taken: they could have no result without it."""
         sampler = self._registry.sampler(body.sampling_session_id, project)
         check_sample(body, sampler.served)
-        is_full = self._promises.num_samples_of(project) >= MAX_SAMPLES_AT_ONCE
-        if is_full and not sampler.order(body.seq_id)[0].is_missing(body.seq_id):
-            raise FloodError(
-                f"{MAX_SAMPLES_AT_ONCE} sampling requests of this project wait already; send it again later"
-            )
+        waiting = self._promises.waiting_of(project)
+        if not sampler.order(body.seq_id)[0].is_missing(body.seq_id):
+            self._check_room("sampling requests", waiting.num_samples, MAX_SAMPLES_AT_ONCE, waiting)
 
     def _check_number(self, model: str, seq_id: int, project: str) -> None:
         """A request whose turn has passed is another one with a number that is taken."""
-        if seq_id < self._registry.model(model, project).order.following:
+        order = self._registry.model(model, project).order
+        if seq_id < order.following:
             raise ConflictError(f"request {seq_id} of {model} was another one")
+        waiting = self._promises.waiting_of(project)
+        if not order.is_missing(seq_id):
+            self._check_room("requests of models", waiting.num_others, MAX_TRAINING_AT_ONCE, waiting)
+
+    def _check_room(self, what: str, num_waiting: int, most: int, waiting: Waiting) -> None:
+        """Not for a request that others wait for: they could have no result without it."""
+        if num_waiting >= most:
+            raise FloodError(f"{most} {what} of this project wait already; accepted: this one again, later")
+        if waiting.num_bytes >= MAX_BYTES_AT_ONCE:
+            raise FloodError(
+                f"requests of this project with {MAX_BYTES_AT_ONCE} bytes wait already; accepted: this one again, later"
+            )
+
+    def _check_sessions(self, project: str) -> None:
+        if len(self._registry.open_sessions(project)) >= MAX_SESSIONS_AT_ONCE:
+            raise FloodError(
+                f"{MAX_SESSIONS_AT_ONCE} sessions of this project are open; accepted: another once one is closed "
+                "(ServiceClient.close), or silent for serve.session_timeout_s"
+            )
+
+    def _check_models(self, project: str) -> None:
+        if sum(not each.session.is_over for each in self._registry.models_of(project)) >= MAX_MODELS_AT_ONCE:
+            raise FloodError(
+                f"{MAX_MODELS_AT_ONCE} models of this project are in training; accepted: another once a session of "
+                "theirs is closed (ServiceClient.close)"
+            )
 
     def _check_save(self, body: bodies.SaveWeights, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
@@ -220,6 +256,7 @@ class RequestChecks:
                 )
         else:
             self._registry.session(body.session_id or "", project)
+            self._check_models(project)
             base = body.base_model or checkpoint.served.name
         if base != checkpoint.served.name:
             raise UserError(f"{body.path} is of {checkpoint.served.name}, not of {base}")

@@ -19,15 +19,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
+from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
 from rlmux.rl.config import AdapterConfig
 from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
+from rlmux.service.tinker.ledger import SERVER_ERROR
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS
 from rlmux.service.tinker.registry import Checkpoint, GoneError, Model, UnknownIdError
-from rlmux.service.tinker.requests import MAX_SAMPLES_AT_ONCE
+from rlmux.service.tinker.requests import MAX_BODY_BYTES, MAX_SAMPLES_AT_ONCE
 
 POLL_S = 30.0
 """Longest wait for a result in one request; a client gives up after 45 s and asks again."""
@@ -52,6 +54,10 @@ _TAKEN = (
     "create_model",
 )
 """Requests that change something; a route is found the sooner the earlier it stands."""
+_LOGGED = (400, 401, 409, 429)
+"""Refusals that an operator is told of; what is over or used up is no news."""
+_LINES_A_MINUTE = 20
+_LINE_LENGTH = 400
 _LOG = logging.getLogger("rlmux.tinker")
 
 Reason = Callable[[PipelineId], str | None]
@@ -89,6 +95,24 @@ def routes(front: TinkerFront, keys: Keys, reason: Reason) -> Router:
     return Router([*found, Route("/{path:path}", door.not_served, methods=others)], redirect_slashes=False)
 
 
+class _Lines:
+    """Lines of the log about refusals: a flood of requests is none of lines, and no line is more than one."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._num = 0
+
+    def write(self, text: str) -> None:
+        minute = int(time.monotonic() // 60)
+        if minute != self._minute:
+            self._minute, self._num = minute, 0
+        self._num += 1
+        if self._num <= _LINES_A_MINUTE:
+            _LOG.warning("%s", "".join(char if char.isprintable() else "?" for char in text)[:_LINE_LENGTH])
+        elif self._num == _LINES_A_MINUTE + 1:
+            _LOG.warning("more requests are refused in this minute; no further line says so")
+
+
 class _Door:
     """The handlers."""
 
@@ -96,12 +120,13 @@ class _Door:
         self._front = front
         self._keys = keys
         self._reason = reason
+        self._lines = _Lines()
 
     def taking(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         """A handler for requests that change something."""
 
         async def take(request: Request, project: str) -> Any:
-            return self._front.take(name, await request.body(), project)
+            return self._front.take(name, await _body(request), project)
 
         return self.answering(take)
 
@@ -109,11 +134,18 @@ class _Door:
         """The handler with its errors as answers."""
 
         async def answer(request: Request) -> Response:
+            project = "of an unknown key"
             try:
                 self._front.expire(time.time())
-                told = await handler(request, self._keys.project(request.headers.get("x-api-key", "")))
+                project = self._keys.project(request.headers.get("x-api-key", ""))
+                told = await handler(request, project)
             except REFUSALS as error:
-                return _refusal(*refusal(request.url.path, error))
+                status, text = refusal(request.url.path, error)
+                if status in _LOGGED:
+                    path = request.url.path
+                    told = text.removeprefix(f"{path}: ")
+                    self._lines.write(f"project {project}: {request.method} {path}: {status}: {told}")
+                return _refusal(status, text)
             return told if isinstance(told, Response) else JSONResponse(told)
 
         return answer
@@ -127,7 +159,7 @@ class _Door:
         return {"sample_cancel_enabled": True}
 
     async def heartbeat(self, request: Request, project: str) -> Mapping[str, Any]:
-        body = bodies.OfSession.model_validate_json(await request.body())
+        body = bodies.OfSession.model_validate_json(await _body(request))
         self._front.heard_of(body.session_id, project, time.monotonic())
         return {"type": "session_heartbeat"}
 
@@ -140,7 +172,7 @@ class _Door:
 
     async def telemetry(self, request: Request, project: str) -> Mapping[str, Any]:
         """The SDK reports the end of a session with every error that leaves one of its calls: the program may go on."""
-        body = bodies.Telemetry.model_validate_json(await request.body())
+        body = bodies.Telemetry.model_validate_json(await _body(request))
         if any(each.event == "SESSION_END" for each in body.events):
             with contextlib.suppress(UnknownIdError, GoneError):
                 self._front.registry.session(body.session_id, project).leave(time.monotonic())
@@ -164,7 +196,7 @@ class _Door:
     # --- promises ---------------------------------------------------------------------------------------------
 
     async def retrieve(self, request: Request, project: str) -> Response:
-        request_id = bodies.OfRequest.model_validate_json(await request.body()).request_id
+        request_id = bodies.OfRequest.model_validate_json(await _body(request)).request_id
         if not self._front.knows(request_id, project):
             return _refusal(410 if ":sample:" in request_id else 404, f"no request {request_id!r}")
         result = self._front.promises.result(request_id)
@@ -187,19 +219,20 @@ class _Door:
                 "queue_state_reason": why,
             }
             return JSONResponse(waiting, 408)
-        if result.kind == "error":
-            return JSONResponse({"error": result.body.decode(), "category": "user"})
+        if result.is_error:
+            category = "server" if result.kind == SERVER_ERROR else "user"
+            return JSONResponse({"error": result.body.decode(), "category": category})
         is_protobuf = result.kind == "protobuf"
         return Response(result.body, media_type="application/x-protobuf" if is_protobuf else "application/json")
 
     async def cancel(self, request: Request, project: str) -> Mapping[str, Any]:
-        self._front.cancel(bodies.OfRequest.model_validate_json(await request.body()).request_id, project)
+        self._front.cancel(bodies.OfRequest.model_validate_json(await _body(request)).request_id, project)
         return {}
 
     # --- what there is ----------------------------------------------------------------------------------------
 
     async def get_info(self, request: Request, project: str) -> Mapping[str, Any]:
-        body = bodies.OfModel.model_validate_json(await request.body())
+        body = bodies.OfModel.model_validate_json(await _body(request))
         model = self._front.registry.model(body.model_id, project)
         name = model.served.name
         return {
@@ -211,7 +244,7 @@ class _Door:
         }
 
     async def weights_info(self, request: Request, project: str) -> Mapping[str, Any]:
-        body = bodies.WeightsInfo.model_validate_json(await request.body())
+        body = bodies.WeightsInfo.model_validate_json(await _body(request))
         checkpoint = self._front.registry.checkpoint(body.tinker_path, project)
         return {"base_model": checkpoint.served.name, **_told_rank(checkpoint.adapter), **_matrices(checkpoint.adapter)}
 
@@ -220,8 +253,8 @@ class _Door:
         return {"sampler_id": sampler.id, "base_model": sampler.served.name, "model_path": sampler.path}
 
     async def training_runs(self, request: Request, project: str) -> Mapping[str, Any]:
-        runs = [model for model in self._front.registry.models.values() if model.session.project == project]
-        page, cursor = _page(request, [self._run(model) for model in reversed(runs)])
+        runs = reversed(self._front.registry.models_of(project))
+        page, cursor = _page(request, [self._run(model) for model in runs])
         return {"training_runs": page, "cursor": cursor}
 
     async def training_run(self, request: Request, project: str) -> Mapping[str, Any]:
@@ -243,14 +276,14 @@ class _Door:
         return {}
 
     async def set_ttl(self, request: Request, project: str) -> Mapping[str, Any]:
-        body = json.loads(await request.body())
+        body = json.loads(await _body(request))
         said = {**(body if isinstance(body, dict) else {}), "path": self._checkpoint_path(request)}
         self._front.take("set_ttl", json.dumps(said).encode(), project)
         return {}
 
     async def not_served(self, request: Request) -> Response:
         text = f"not served by rlmux: {request.method} {request.url.path}"
-        _LOG.warning(text)
+        self._lines.write(text)
         return _refusal(404, text)
 
     def _checkpoint_path(self, request: Request) -> str:
@@ -281,6 +314,18 @@ class _Door:
             "last_sampler_checkpoint": _told(sampling[-1]) if sampling else None,
             "user_metadata": model.user_metadata,
         }
+
+
+async def _body(request: Request) -> bytes:
+    """Raises UserError for more than MAX_BODY_BYTES, once all is read: a client that still sends hears no answer."""
+    parts, num_bytes = [], 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes <= MAX_BODY_BYTES:
+            parts.append(part)
+    if num_bytes > MAX_BODY_BYTES:
+        raise UserError(f"body: {num_bytes} bytes; accepted: {MAX_BODY_BYTES} or less, in several requests")
+    return b"".join(parts)
 
 
 def _told(checkpoint: Checkpoint) -> dict[str, Any]:
