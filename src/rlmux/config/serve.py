@@ -119,6 +119,9 @@ class ServeConfig(FromFile):
     keep_snapshots: Annotated[int, Ge(0)] = 8
     """Newest weights of a model that a client can sample with without having named them
     (`save_weights_and_get_sampling_client`); older ones are removed. 0: all are kept while the session lasts."""
+    ledger_gb: Annotated[float, Ge(0)] = 8.0
+    """Gigabytes of `tinker.db`. Beyond, the oldest bodies of losses that a checkpoint has, and results that clients
+    have, are emptied to 80 % of it; `rlmux verify` needs them, and says what is missing. 0: all are kept."""
     permits: PermitsConfig | None = None
     """Permits for programs that keep their own trainer; `{}` for all default values. Without: none are given."""
 

@@ -51,8 +51,8 @@ ADDRESS = "listen"
 """File with the address of the folder's newest server."""
 _SWEEP_S = 1.0
 _RETURN_S = 60.0
-"""Seconds after the server's start in which no session ends by itself: its client, which shows life every 10 s, may have
-had no server to show it to."""
+"""Seconds after the server's start in which no session ends by itself: its client, which shows life every 10 s, may
+have had no server to show it to."""
 _LEAVING_S = 30.0
 """Seconds without a sign of life after which the session of a program that said that it ends is over."""
 

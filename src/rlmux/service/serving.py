@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from rlmux.runtime.local import BASES, LocalProcesses, SharedMemoryFolder, assig
 from rlmux.runtime.memory import with_footprint, with_machine_memory
 from rlmux.runtime.model_host import ModelHost
 from rlmux.service.tinker.budgets import Budgets
+from rlmux.service.tinker.codec import write_head
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.ledger import ERROR, SERVER_ERROR, Ledger
 from rlmux.service.tinker.served import ServedModel
@@ -51,7 +54,8 @@ class Serving:
         self._folder = folder
         self._is_gpu = bool(visible_gpus())
         self.fold: Callable[[], int] = lambda: 0
-        """Brings the newest commits into the ledger's file; from any thread, again and again."""
+        """Brings the newest commits into the ledger's file, and keeps that within its bound; from any thread, again and
+        again."""
 
     def furnish(self, call_soon: CallSoon) -> tuple[TinkerFront, ModelHost]:
         """A front on the folder's ledger, and its host, which is to be started."""
@@ -60,7 +64,7 @@ class Serving:
         host = ModelHost(workplace, self.front, news, wake=workplace.wake)
         ledger = Ledger(self._folder / LEDGER)
         ledger.leave_folding()
-        self.fold = ledger.fold
+        self.fold = partial(_fold, ledger, int(self._spec.serve.ledger_gb * 1e9))
         bridge = _Host(host, self.front, self._footprint)
         budgets, keep = budgets_of(self._spec, ledger), self._spec.serve.keep_snapshots
         news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, budgets, keep)
@@ -70,6 +74,13 @@ class Serving:
         submission = Submission(pipeline=pipeline, config=config)
         found = with_footprint(submission, self._spec.cluster, is_gpu=self._is_gpu, has_base=self._is_gpu)
         return found.pipeline.footprint
+
+
+def _fold(ledger: Ledger, max_bytes: int) -> int:
+    """`max_bytes`: of the ledger; 0: no bound."""
+    if max_bytes:
+        ledger.compact(max_bytes, write_head, time.time())
+    return ledger.fold()
 
 
 def budgets_of(spec: ServeSpec, ledger: Ledger) -> Budgets:

@@ -32,7 +32,7 @@ from rlmux.service.serve import spec_of
 from rlmux.service.serving import LEDGER, Serving
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
-from rlmux.service.tinker.ledger import Ledger, Taken
+from rlmux.service.tinker.ledger import EMPTIED, Ledger, Taken
 from rlmux.service.tinker.names import TinkerPath
 
 _SKIPPED = ("finish_session", "delete_checkpoint", "set_ttl")
@@ -52,6 +52,14 @@ class _Record:
     hashes: Mapping[int, str]
     """Hash of the weights after each update, by the number of its request, in their order."""
     ledger: Ledger
+
+    def emptied(self) -> str | None:
+        """A request whose body or result is not there any more."""
+        for each in self.requests:
+            result = self.ledger.result(each.id)
+            if each.sha256 or (result is not None and result.kind == EMPTIED):
+                return each.id
+        return None
 
 
 def verify_served(folder: Path, names: Sequence[str], *, say: Say) -> list[Verdict]:
@@ -116,6 +124,8 @@ def _verify_one(spec: ServeSpec, record: _Record, say: Say) -> Verdict:
     )  # fmt: skip
     if not record.hashes:
         return verdict
+    if (emptied := record.emptied()) is not None:
+        return replace(verdict, reason=f"{emptied} was emptied; accepted: what is within serve.ledger_gb, or 0 there")
     machine = describe_machine(spec.cluster)
     cluster = with_machine_memory(spec.cluster, [], machine)
     with tempfile.TemporaryDirectory(prefix="rlmux-verify-") as scratch:

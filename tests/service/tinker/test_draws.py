@@ -6,6 +6,7 @@ import json
 
 from rlmux.service.tinker.draws import Draws
 from rlmux.service.tinker.in_order import InOrder
+from rlmux.service.tinker.ledger import Taken
 from rlmux.service.tinker.requests import is_repeated
 
 
@@ -35,8 +36,12 @@ def test_a_save_that_is_sent_again_may_number_its_sampler_anew():
     def body(**fields: object) -> bytes:
         return json.dumps({"model_id": "s0:train:0", "seq_id": 4, **fields}).encode()
 
-    path, first = "save_weights_for_sampler", body(sampling_session_seq_id=1)
+    def known(**fields: object) -> Taken:
+        return Taken("s0:train:0:4", path, body(**fields), "", "lab", 0.0)
+
+    path = "save_weights_for_sampler"
+    first = known(sampling_session_seq_id=1)
     assert is_repeated(path, first, body(sampling_session_seq_id=3, kind="snapshot"))
     assert not is_repeated(path, first, body(path="kept"))
-    assert not is_repeated(path, body(path="kept"), body(path="other"))
-    assert not is_repeated("save_weights", body(path="kept"), body(path="kept", overwrite=True))
+    assert not is_repeated(path, known(path="kept"), body(path="other"))
+    assert not is_repeated("save_weights", known(path="kept"), body(path="kept", overwrite=True))

@@ -325,7 +325,7 @@ def test_commits_leave_the_disk_to_another_thread_which_brings_all_of_them_into_
     assert num_pages > 1000
     assert before < 4096 * 10 < 300 * 20_000 < (tmp_path / "tinker.db").stat().st_size
     ledger.take(Taken("s:after", "asample", b"", "", "lab", 0.0))
-    assert ledger.body("s:after") == b""
+    assert ledger.request("s:after").body == b""
 
 
 def test_tags_reach_the_host_with_the_project(place):

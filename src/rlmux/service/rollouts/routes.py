@@ -211,6 +211,7 @@ class _Door:
                 await asyncio.wait_for(settled.wait(), _LOOK_S)
         if result.is_error:
             raise UserError(result.body.decode())
+        self._front.promises.tell(request_id, result)
         return request_id, replies.read_sampled(result.body)
 
     # --- text -------------------------------------------------------------------------------------------------

@@ -43,6 +43,14 @@ def read_head(body: bytes) -> LossHead:
     return LossHead(message.model_id, message.seq_id, message.forward_only, num_bytes // _TOKEN_BYTES)
 
 
+def write_head(body: bytes) -> bytes:
+    """The request without its datums: `read_head` gives what it gives for the whole, but for the tokens."""
+    message = _parsed(body)
+    head = wire.ForwardBackwardRequest(model_id=message.model_id, seq_id=message.seq_id, loss_fn=message.loss_fn)
+    head.forward_only = message.forward_only
+    return head.SerializeToString(deterministic=True)
+
+
 def read_or_complain(body: bytes) -> ForwardBackward:
     """The request of a body whose head was read; one that is not served holds nothing but what is wrong with it."""
     try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.errors import RlmuxError
+from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
 from rlmux.rl.arriving import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest
 from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
@@ -30,7 +30,7 @@ from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
 from rlmux.service.tinker.files import Files
 from rlmux.service.tinker.in_order import InOrder
-from rlmux.service.tinker.ledger import ERROR, Ledger, Result, Taken
+from rlmux.service.tinker.ledger import ERROR, PROTOBUF, Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.promises import Promised, Promises
 from rlmux.service.tinker.registry import Model, Registry, Sampler, Session
@@ -136,7 +136,7 @@ class TinkerFront:
         said = read(path, body)
         chosen = choose(path, said, self.registry, self._keep_snapshots)
         request_id = request_id_of(path, said, chosen)
-        known = self._ledger.body(request_id) if self.knows(request_id, project) else None
+        known = self._ledger.request(request_id) if self.knows(request_id, project) else None
         if known is not None:
             if not is_repeated(path, known, body):
                 raise ConflictError(f"{request_id} was another request; accepted: the same one again")
@@ -328,6 +328,9 @@ class TinkerFront:
 
     def _forward_backward(self, taken: Taken, head: LossHead) -> None:
         model = self.registry.model(head.model_id, taken.project)
+        update = self._ledger.newest_update(model.id) if taken.sha256 else None
+        if taken.sha256 and (update is None or head.seq_id > update[0]):
+            raise UserError("its body was emptied (serve.ledger_gb), and the checkpoint that has it is gone")
         request = PackedLoss(
             body=taken.body,
             read=read_or_complain,
@@ -475,7 +478,7 @@ def _promised(
 
 def _protobuf(answer: bytes) -> Result:
     """The result of an answer that a worker wrote."""
-    return Result(answer, "protobuf")
+    return Result(answer, PROTOBUF)
 
 
 def _json(answer: Mapping[str, Any]) -> Result:

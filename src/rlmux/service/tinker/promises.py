@@ -6,12 +6,13 @@ expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ all 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlmux.core.model import PipelineId
-from rlmux.service.tinker.ledger import ERROR, SERVER_ERROR, Ledger, Result
+from rlmux.service.tinker.ledger import ERROR, PROTOBUF, SERVER_ERROR, Ledger, Result
 from rlmux.service.tinker.registry import Sampler
 
 
@@ -78,9 +79,14 @@ class Promises:
     def result(self, request_id: str) -> Result | None:
         """The result of a request, once there is one. Raises KeyError for an id that was never given."""
         found = self._ledger.result(request_id)
-        if found is None and request_id not in self._promised and self._ledger.body(request_id) is None:
+        if found is None and request_id not in self._promised and self._ledger.project(request_id) is None:
             raise KeyError(request_id)
         return found
+
+    def tell(self, request_id: str, result: Result) -> None:
+        """A client gets this result."""
+        if result.kind == PROTOBUF:
+            self._ledger.tell(request_id, time.time())
 
     def when_settled(self, request_id: str, then: Callable[[], None]) -> None:
         """Call back once the request has a result."""

@@ -26,7 +26,7 @@ from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
-from rlmux.service.tinker.ledger import SERVER_ERROR
+from rlmux.service.tinker.ledger import EMPTIED, PROTOBUF, SERVER_ERROR
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS
 from rlmux.service.tinker.registry import Checkpoint, GoneError, Model, UnknownIdError
 from rlmux.service.tinker.requests import MAX_BODY_BYTES, MAX_SAMPLES_AT_ONCE
@@ -222,7 +222,10 @@ class _Door:
         if result.is_error:
             category = "server" if result.kind == SERVER_ERROR else "user"
             return JSONResponse({"error": result.body.decode(), "category": category})
-        is_protobuf = result.kind == "protobuf"
+        if result.kind == EMPTIED:
+            return _refusal(410, f"the result of {request_id} was delivered, and emptied since: serve.ledger_gb")
+        self._front.promises.tell(request_id, result)
+        is_protobuf = result.kind == PROTOBUF
         return Response(result.body, media_type="application/x-protobuf" if is_protobuf else "application/json")
 
     async def cancel(self, request: Request, project: str) -> Mapping[str, Any]:
