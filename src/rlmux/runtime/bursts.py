@@ -239,8 +239,8 @@ class PipelineBursts:
     def _note_others(self, order: RunStage, report: BurstReport) -> None:
         """Put into the log whose requests an order of this pipeline took along."""
         tokens = {name: count for name, count in sorted(report.tokens_by_tenant.items()) if count}
-        if len(tokens) > 1:
-            self._front.note("shared_batch", order=order.order, tokens=tokens)
+        if any(name not in ("", self.id) for name in tokens):
+            self._front.note("shared_batch", order=order.order, tokens=tokens, seconds=report.seconds)
 
     def _train_burst(self, order: RunStage) -> Burst:
         spent, has_stepped = _Spent(), False

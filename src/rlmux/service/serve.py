@@ -177,7 +177,7 @@ class _Starter:
         if not self._is_open:
             self._is_open = True
             self._on_ready(self._doors.open(is_resuming=self._is_resuming), self._doors)
-        self._charges.update(events, actions)
+        self._charges.update(events, actions, notes)
         if self._doors.permits is not None:
             self._doors.permits.update(now_s, events, actions, notes)
 

@@ -17,6 +17,7 @@ from tests.service.tinker.test_random_requests import PROMPT, SERVED, Place, as_
 from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
+from rlmux.runtime.backend import Note
 from rlmux.runtime.burst_workers import Answer
 from rlmux.service.serving import News
 from rlmux.service.tinker import routes
@@ -397,6 +398,24 @@ def test_what_an_order_took_is_charged_on_all_its_devices_and_kept(tmp_path):
         Budgets(ledger, {}, today=lambda: 1).charge("lab", 5.0)
         ledger.close()
     assert Ledger(tmp_path / "tinker.db").usage("lab", 1) == 10.0
+
+
+def test_a_batch_is_charged_to_each_client_by_its_tokens_and_the_sum_is_what_was_held():
+    charged: list[tuple[str, float]] = []
+    charges = Charges(lambda pipeline, device_s: charged.append((pipeline, device_s)))
+    charges.update([], [order_of(1, "a")])
+    for tokens, seconds in (({"a": 10, "b": 30}, 2.0), ({"b": 5, "c": 5}, 1.0)):
+        charges.update([], [], [shared(tokens, seconds)])
+    ended = StageFinished(time_s=9.0, order=OrderId(1), seconds=4.0, switch_s=0.5)
+    charges.update([ended], [])
+    assert charged == [("a", 2.0), ("b", 1.5 + 0.5), ("c", 0.5)]
+    charges.update([], [order_of(1, "b")], [shared({"a": 1, "b": 1}, 1.0)])  # of the order that has ended
+    charges.update([ended], [])
+    assert charged[3:] == [("b", 4.5)]
+
+
+def shared(tokens: dict[str, int], seconds: float) -> Note:
+    return Note(type="shared_batch", fields={"order": OrderId(1), "tokens": tokens, "seconds": seconds})
 
 
 def order_of(number: int, pipeline: str, node: int = 0) -> RunStage:

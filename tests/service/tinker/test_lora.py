@@ -47,7 +47,7 @@ def test_two_clients_that_sample_at_once_are_in_one_batch_and_get_what_each_gets
     assert found["alone"][0] != found["alone"][1]
     with LogReader(served.folder) as log:
         shared = [entry.value["tokens"] for entry in log.entries() if entry.type == "shared_batch"]
-    assert {tuple(tokens) for tokens in shared} == {("s0-0", "s1-0")}
+    assert {tuple(tokens) for tokens in shared if len(tokens) > 1} == {("s0-0", "s1-0")}
     assert sum(sum(tokens.values()) for tokens in shared) > 1000, "most of what two clients asked for at once"
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.errors import RlmuxError
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, StagePaused, WorkerLost
 from rlmux.core.model import OrderId, PipelineId
+from rlmux.runtime.backend import Note
 from rlmux.service.tinker.ledger import Ledger
 
 _DAY_S = 86400
@@ -71,7 +73,10 @@ class Budgets:
 
 
 class Charges:
-    """Finds in the controller's events what each order took.
+    """Finds in the controller's events what each order took, and for whom.
+
+    A chunk whose batch had adapters of several clients is theirs by their shares of its tokens; all else of an order is
+    its own pipeline's. What is charged for an order is what it held, to the second.
 
     An order that ends without an event that names it (its worker, node or pipeline is gone) has told no seconds: it is
     forgotten, and nothing is charged for it.
@@ -81,19 +86,24 @@ class Charges:
         """`charge`: gets a pipeline and device-seconds; called in the controller's thread."""
         self._charge = charge
         self._order: dict[OrderId, RunStage] = {}
+        self._others_s: dict[OrderId, Counter[PipelineId]] = {}
+        """Seconds of an order that were other pipelines'."""
 
     @property
     def num_open(self) -> int:
         """Orders that have not ended."""
         return len(self._order)
 
-    def update(self, events: Sequence[object], actions: Sequence[object]) -> None:
+    def update(self, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note] = ()) -> None:
         """Take what happened, in the order in which it did."""
+        for note in notes:
+            if note.type == "shared_batch" and note.fields["order"] in self._order:
+                self._share(**note.fields)
         for event in events:
             if not isinstance(event, StageFinished | StagePaused):
                 self._forget_ended(event)
             elif (order := self._order.pop(event.order, None)) is not None:
-                self._charge(order.pipeline, (event.seconds + event.switch_s) * len(order.devices))
+                self._charge_order(order, event.seconds + event.switch_s)
         for action in actions:
             if isinstance(action, RunStage):
                 self._order[action.order] = action
@@ -103,6 +113,20 @@ class Charges:
     def _forget_ended(self, news: object) -> None:
         for order in [order for order in self._order.values() if _is_ended(order, news)]:
             del self._order[order.order]
+            self._others_s.pop(order.order, None)
+
+    def _share(self, order: OrderId, tokens: Mapping[str, int], seconds: float) -> None:
+        """A chunk of an order sampled these tokens by pipeline."""
+        others_s = self._others_s.setdefault(order, Counter())
+        for name, count in tokens.items():
+            if name != self._order[order].pipeline:
+                others_s[PipelineId(name)] += seconds * count / sum(tokens.values())
+
+    def _charge_order(self, order: RunStage, seconds: float) -> None:
+        others_s = self._others_s.pop(order.order, Counter())
+        self._charge(order.pipeline, (seconds - sum(others_s.values())) * len(order.devices))
+        for pipeline, its_s in sorted(others_s.items()):
+            self._charge(pipeline, its_s * len(order.devices))
 
 
 def _is_ended(order: RunStage, news: object) -> bool:
