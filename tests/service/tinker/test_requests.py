@@ -75,6 +75,20 @@ def test_floods_are_refused_by_name_for_one_project_and_room_is_given_back(place
     asyncio.run(flood())
 
 
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("0.24.9", False), ("0.3.1", False), ("0.25.0", True), ("0.38.0rc1", True), ("1.0", True), ("", True),
+     ("nightly", True), ("0", True)],
+)  # fmt: skip
+def test_an_sdk_that_is_too_old_hears_so_before_it_has_a_session(place, version, is_taken):
+    told = asyncio.run(place.post("create_session", as_json(sdk_version=version)))
+    assert told.status_code == (200 if is_taken else 400)
+    if not is_taken:
+        text = f"tinker {version} is too old for this server; accepted: tinker 0.25 or newer"
+        assert told.json()["detail"] == text
+    assert len(place.front.registry.sessions) == is_taken
+
+
 def test_a_body_without_end_is_refused_with_what_is_accepted(place, monkeypatch):
     monkeypatch.setattr(routes, "MAX_BODY_BYTES", 1000)
     told = asyncio.run(place.post("create_session", b" " * 1001))

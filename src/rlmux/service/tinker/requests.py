@@ -9,6 +9,7 @@ RequestChecks.check        ─▶ UserError, ...        before anything of the r
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +42,8 @@ MAX_SESSIONS_AT_ONCE = 500
 MAX_MODELS_AT_ONCE = 200
 """Models of one project whose session is not over: each has, or waits for, workers of its own."""
 
+_OLDEST_SDK = (0, 25)
+"""First version of the SDK that sends losses as protobuf."""
 MAX_TTL_S = 10 * 366 * 86400
 """Seconds of the ten years that clients may ask for."""
 
@@ -156,6 +159,7 @@ class RequestChecks:
             self._budgets.check(project)
         match taken.path:
             case "create_session":
+                _check_sdk(said.sdk_version)
                 read_tags(said.tags)
                 self._check_sessions(project)
             case "set_ttl":
@@ -267,6 +271,13 @@ class RequestChecks:
             self._registry.checkpoint(body.model_path, project)
         else:
             find_served(self._models, body.base_model or "")
+
+
+def _check_sdk(version: str) -> None:
+    """Refuses a client whose later requests could not be read; one whose version says nothing is let through."""
+    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
+    if found is not None and (int(found[1]), int(found[2])) < _OLDEST_SDK:
+        raise UserError(f"tinker {version[:40]} is too old for this server; accepted: tinker 0.25 or newer")
 
 
 def _check_ttl(ttl_s: int | None) -> None:
