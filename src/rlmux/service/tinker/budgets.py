@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rlmux.core.actions import Park, Release, RunStage
@@ -86,7 +86,7 @@ class Charges:
         """`charge`: gets a pipeline and device-seconds; called in the controller's thread."""
         self._charge = charge
         self._order: dict[OrderId, RunStage] = {}
-        self._others_s: dict[OrderId, Counter[PipelineId]] = {}
+        self._others_s: dict[OrderId, defaultdict[PipelineId, float]] = {}
         """Seconds of an order that were other pipelines'."""
 
     @property
@@ -117,13 +117,13 @@ class Charges:
 
     def _share(self, order: OrderId, tokens: Mapping[str, int], seconds: float) -> None:
         """A chunk of an order sampled these tokens by pipeline."""
-        others_s = self._others_s.setdefault(order, Counter())
+        others_s = self._others_s.setdefault(order, defaultdict(float))
         for name, count in tokens.items():
             if name != self._order[order].pipeline:
                 others_s[PipelineId(name)] += seconds * count / sum(tokens.values())
 
     def _charge_order(self, order: RunStage, seconds: float) -> None:
-        others_s = self._others_s.pop(order.order, Counter())
+        others_s = self._others_s.pop(order.order, {})
         self._charge(order.pipeline, (seconds - sum(others_s.values())) * len(order.devices))
         for pipeline, its_s in sorted(others_s.items()):
             self._charge(pipeline, its_s * len(order.devices))
