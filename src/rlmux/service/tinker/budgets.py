@@ -123,7 +123,7 @@ class Charges:
                 others_s[PipelineId(name)] += seconds * count / sum(tokens.values())
 
     def _charge_order(self, order: RunStage, seconds: float) -> None:
-        others_s = self._others_s.pop(order.order, {})
+        others_s: Mapping[PipelineId, float] = self._others_s.pop(order.order, {})
         self._charge(order.pipeline, (seconds - sum(others_s.values())) * len(order.devices))
         for pipeline, its_s in sorted(others_s.items()):
             self._charge(pipeline, its_s * len(order.devices))
