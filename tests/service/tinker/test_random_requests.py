@@ -262,6 +262,47 @@ def test_any_order_and_repetition_of_requests_hands_over_the_same_and_nothing_br
         shutil.rmtree(tmp_path / str(number))
 
 
+async def two_projects(folder: Path, choose: random.Random) -> dict[str, list[Any]]:
+    """Two clients with keys of their own send what they have in any order, and at times what is the other's."""
+    place = Place(folder)
+    sessions, to_send, promised = [], [], {0: ["s9:train:0:1"], 1: ["s9:train:0:1"]}
+    for key in ("k", "other"):
+        place.http.headers["X-API-Key"] = key
+        sessions.append(await place.begin())
+        to_send.append(valid_requests(sessions[-1]))
+        choose.shuffle(to_send[-1])
+    while any(to_send):
+        mine = choose.randrange(2)
+        place.http.headers["X-API-Key"] = ("k", "other")[mine]
+        stolen = choose.choice(valid_requests(sessions[1 - mine]))
+        assert (await place.post(*stolen)).status_code == 404
+        await place.post(*broken(stolen, choose))
+        its = choose.choice(promised[1 - mine])
+        told = await place.post("retrieve_future", as_json(request_id=its))
+        assert (told.status_code, told.json()) == (410 if ":sample:" in its else 404, {"detail": f"no request {its!r}"})
+        await place.post("cancel_future", as_json(request_id=its))
+        runs = (await place.http.get("training_runs")).json()["training_runs"]
+        assert [each["training_run_id"] for each in runs] == [f"{sessions[mine]}:train:0"]
+        if to_send[mine]:
+            answer = await place.post(*to_send[mine].pop())
+            assert answer.status_code == 200, answer.text
+            promised[mine].append(answer.json()["request_id"])
+    await place.http.aclose()
+    assert place.host.withdrawn == []
+    return place.host.given
+
+
+@pytest.mark.parametrize("num_sequences", [10, pytest.param(500, marks=LONG)])
+def test_no_sequence_gives_a_project_anything_of_another_ones(tmp_path, num_sequences):
+    expected = asyncio.run(ordered(tmp_path / "ordered"))
+    for number in range(num_sequences):
+        found = asyncio.run(two_projects(tmp_path / str(number), random.Random(number)))
+        for session in ("s0", "s1"):
+            its = {f"s0{name.removeprefix(session)}": each for name, each in found.items() if name.startswith(session)}
+            assert its == expected, f"sequence {number}"
+        shutil.rmtree(tmp_path / str(number))
+
+
 class Saves:
     """A client that saves, overwrites, deletes, loads and samples at random, and knows what it must get each time.
 
