@@ -147,9 +147,12 @@ def test_a_folder_and_a_url_answer_every_verb_alike(service):
 
 
 def shape(text: str) -> object:
-    """What is printed; of JSON, its keys and the types of its values."""
+    """What is printed; of JSON, and of lines of JSON, keys and the types of values."""
     if not text.startswith("{"):
         return text
+    lines = text.splitlines()
+    if len(lines) > 1 and all(line.startswith("{") for line in lines):
+        return [shape(line) for line in lines]
 
     def of(value: object) -> object:
         if isinstance(value, dict):

@@ -252,7 +252,7 @@ async def breaking(place: Place, request: tuple[str, bytes], requests: Sequence[
         await place.post(*scratch)
 
 
-@pytest.mark.parametrize("num_sequences", [30, pytest.param(2000, marks=LONG)])
+@pytest.mark.parametrize("num_sequences", [30, pytest.param(1000, marks=LONG)])
 def test_any_order_and_repetition_of_requests_hands_over_the_same_and_nothing_broken_is_a_500(tmp_path, num_sequences):
     expected = asyncio.run(ordered(tmp_path / "ordered"))
     assert sum(map(len, expected.values())) == 22
@@ -443,7 +443,7 @@ async def save_at_random(folder: Path, seed: int) -> None:
     assert kept == {each.folder for each in client.place.front.registry.checkpoints.values()}
 
 
-@pytest.mark.parametrize("num_sequences", [10, pytest.param(1500, marks=LONG)])
+@pytest.mark.parametrize("num_sequences", [10, pytest.param(500, marks=LONG)])
 def test_a_name_means_the_same_weights_whatever_is_saved_deleted_and_replayed(tmp_path, num_sequences):
     for seed in range(num_sequences):
         asyncio.run(save_at_random(tmp_path / str(seed), seed))
