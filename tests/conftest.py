@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         guardian.start()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file that share a fixture of its module run in one process: others would make the fixture again.
 

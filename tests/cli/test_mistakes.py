@@ -119,7 +119,7 @@ def ends(solution_str): os._exit(3)
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        ("short", "task.reward: reward my_rewards:short returned str 'x'; accepted: a number"),
+        ("short", "task.reward: reward my_rewards:short on a sample returned str 'x'; accepted: a finite number"),
         (
             "hangs",
             "task.reward: reward my_rewards:hangs on a sample did not return within 2 s (task.reward_timeout_s)",
