@@ -358,3 +358,15 @@ def test_a_region_that_cannot_be_entered_leaves_the_outer_one_its_pool(monkeypat
         with pytest.raises(share.ShareError, match="no permit"), job.phase("rollout"):
             pass
         assert held == ["gpu0"]
+
+
+def test_hooks_of_a_program_may_have_phases_of_their_own():
+    class Trainer:
+        phases = ("warm-up",)
+
+        def offload(self) -> None: ...
+
+        def onload(self) -> None: ...
+
+    share.join("a", pools={"train": "gpu0"}).on_leave("train", Trainer())
+    assert Trainer.phases == ("warm-up",)

@@ -206,7 +206,7 @@ class Job:
             hooks = Hooks(hooks, onload)
         elif not isinstance(hooks, Hooks):
             optional = {name: getattr(hooks, name) for name in ("resident_bytes", "finish") if hasattr(hooks, name)}
-            getattr(hooks, "phases", []).extend(role for role, one in self.pools.items() if one == pool)
+            getattr(hooks, "rlmux_phases", []).extend(role for role, one in self.pools.items() if one == pool)
             hooks = Hooks(hooks.offload, hooks.onload, **optional)
         self._hooks[pool] = hooks
 

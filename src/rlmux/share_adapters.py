@@ -41,7 +41,7 @@ class TorchOffload:
 
     def __init__(self, tensors: Callable[[], Iterable[Any]]) -> None:
         self._tensors = tensors
-        self.phases: list[str] = []
+        self.rlmux_phases: list[str] = []
         """Phases of the program that bring the tensors back; `Job.on_leave` adds them."""
         self._classes: list[Any] = []
         """(tensor, its class) of all that is away."""
@@ -99,7 +99,8 @@ class TorchOffload:
         """Have whatever reads these tensors raise: their memory is not there, and reading it would end the process."""
         import torch
 
-        phases = ", ".join(f"job.phase({one!r})" for one in dict.fromkeys(self.phases)) or "a phase that has its pool"
+        names = dict.fromkeys(self.rlmux_phases)
+        phases = ", ".join(f"job.phase({one!r})" for one in names) or "a phase that has its pool"
         guards = {base: _away_class(base, phases) for base in (torch.Tensor, torch.nn.Parameter)}
         for tensor in tensors:
             if type(tensor) in guards:  # a subclass of others may read what it likes
