@@ -242,6 +242,18 @@ def test_the_first_request_after_its_time_finds_a_checkpoint_no_more(client, mon
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"[]", b"{", b"{}", b"\xff", b'{"ttl_seconds": "soon"}'])
+def test_a_time_to_live_that_cannot_be_read_is_refused_in_a_line(client, body):
+    async def go() -> None:
+        await client.begin()
+        await client.save("a")
+        place = f"training_runs/{client.session}:train:0/checkpoints/weights/a/ttl"
+        told = await client.place.http.put(place, content=body)
+        assert (told.status_code, "\n" in told.json()["detail"]) == (400, False)
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("seconds", [0, -5, 10**12])
 def test_a_time_to_live_out_of_range_is_refused_with_what_is_accepted(client, seconds):
     async def go() -> None:

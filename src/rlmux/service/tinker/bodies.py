@@ -52,9 +52,12 @@ class OfPath(Body):
     path: str
 
 
-class SetTtl(Body):
-    path: str
+class Ttl(Body):
     ttl_seconds: int | None
+
+
+class SetTtl(Ttl):
+    path: str
 
 
 class LoraConfig(Body):

@@ -279,9 +279,9 @@ class _Door:
         return {}
 
     async def set_ttl(self, request: Request, project: str) -> Mapping[str, Any]:
-        body = json.loads(await _body(request))
-        said = {**(body if isinstance(body, dict) else {}), "path": self._checkpoint_path(request)}
-        self._front.take("set_ttl", json.dumps(said).encode(), project)
+        ttl_s = bodies.Ttl.model_validate_json(await _body(request)).ttl_seconds
+        said = bodies.SetTtl(path=self._checkpoint_path(request), ttl_seconds=ttl_s)
+        self._front.take("set_ttl", said.model_dump_json().encode(), project)
         return {}
 
     async def not_served(self, request: Request) -> Response:
