@@ -14,7 +14,8 @@ from rlmux.core.events import StageFinished
 from rlmux.core.model import Stage
 from rlmux.report.api import read_timeline
 from rlmux.report.intervals import Interval, Kind
-from rlmux.report.log import LogReader, RunLog
+from rlmux.report.log import LOG_NAME, LogReader, RunLog
+from rlmux.report.segments import last_seq_of
 from rlmux.report.step_rows import read_step_rows
 from rlmux.report.summary import step_times, summarize
 from rlmux.report.timeline import Timeline, exposed
@@ -163,6 +164,46 @@ def test_an_index_that_follows_a_log_equals_one_made_at_once(script, tmp_path):
     made.close()
     followed = contents(tmp_path / "index.db")
     assert followed == contents(index_of(tmp_path / "run"))
+
+
+def test_rows_that_are_written_while_a_lane_is_read_are_indexed_though_none_follow(script, tmp_path, monkeypatch):
+    folder, index = tmp_path / "run", tmp_path / "index.db"
+    log, catch_up, later = RunLog.create(folder, script.header), LaneIndexer.catch_up, [script.rows[40:80]]
+    append(log, script.rows[:40])
+    log.commit()
+
+    def catch_up_while_the_log_grows(self: LaneIndexer) -> bool:
+        has_news = catch_up(self)
+        if later:
+            append(log, later.pop())
+            log.commit()
+        return has_news
+
+    monkeypatch.setattr(LaneIndexer, "catch_up", catch_up_while_the_log_grows)
+    lane = indexer._Lane(folder, index)
+    for _ in range(3):
+        lane.look()
+    lane.forget()
+    with IndexReader(index) as reader:
+        assert reader.facts["seq"] == reader.facts["log_seq"] == last_seq_of(folder / LOG_NAME)
+        assert reader.facts["signature"] == log_signature(folder)
+    log.close()
+
+
+def test_an_index_that_read_rows_ahead_of_their_signature_is_up_to_date_at_the_next_look(script, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    log = RunLog.create(folder, script.header)
+    append(log, script.rows[:40])
+    log.commit()
+    made = LaneIndexer(folder, tmp_path / "index.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(indexer, "log_signature", lambda folder: "before the newest rows")
+        made.catch_up()
+    assert not made.catch_up()
+    made.close()
+    with IndexReader(tmp_path / "index.db") as reader:
+        assert reader.facts["signature"] == log_signature(folder)
+    log.close()
 
 
 @pytest.mark.slow

@@ -121,11 +121,13 @@ def headers_of(token: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     root = tmp_path_factory.mktemp("service") / "root"
-    with open_root(root):
+    with open_root(root), contextlib.ExitStack() as undo:
         lane = Lane(root, "solo", Endless(), FairShares())
+        undo.callback(lane.close)
         bundles = Bundles(root)
         submissions = Submissions({"cpu": lane}, Ledger(root), bundles)  # type: ignore[dict-item]
         pages = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *bundles.addresses()))
+        undo.callback(pages.close)
         with_people(root)
         people.set_user(root, "cat", role="member")
         people.set_project(root, "audio", add=["cat"])
@@ -147,8 +149,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         pages.until(lambda: {row["name"] for row in pages.get("/pipelines")["items"]} == {"tools", "sort"})
         with httpx.Client(base_url=f"{pages.url}{PREFIX}", verify=False, timeout=60) as client:
             yield Service(pages, told.json()["id"], client)
-        pages.close()
-        lane.close()
 
 
 def test_the_table_has_every_address_of_the_service(service):

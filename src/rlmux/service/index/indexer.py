@@ -86,6 +86,9 @@ class LaneIndexer:
             for _ in self._take_in():
                 self._show(_PART, last_seq)
         if self._seq == before and is_going_on == self._is_going_on and not self._is_first:
+            if signature != self._index.fact("signature"):  # rows of it were read before they had changed it
+                with self._index.transaction():
+                    self._index.set_facts(signature=signature)
             return False
         self._is_going_on = is_going_on
         self._show(signature, max(last_seq, self._seq))
@@ -255,7 +258,8 @@ class _Lane:
         self.due_s = time.monotonic() + max(_LOOK_EVERY_S, _PAUSE_PER_SECOND * (time.monotonic() - begun_s))
 
     def _catch_up(self, now_s: float) -> None:
-        state = f"{log_signature(self.folder)} {living_owner(self.folder)} {self.index.is_file()}"
+        log = f"{log_signature(self.folder)} {living_owner(self.folder)}"  # before it is read: it may grow meanwhile
+        state = f"{log} {self.index.is_file()}"
         if state == self.signature:
             if self.indexer is not None and now_s - self.quiet_s > _FORGET_S and living_owner(self.folder) is None:
                 self.forget()
@@ -269,7 +273,7 @@ class _Lane:
             self.indexer = LaneIndexer(self.folder, self.index)
         self.indexer.catch_up()
         self.quiet_s = time.monotonic()
-        self.signature = f"{log_signature(self.folder)} {living_owner(self.folder)} {self.index.is_file()}"
+        self.signature = f"{log} {self.index.is_file()}"
 
     def forget(self) -> None:
         if self.indexer is not None:
