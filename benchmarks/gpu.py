@@ -1,7 +1,7 @@
 """One device, everything that sharing it depends on, in one command.
 
     python benchmarks/gpu.py [--device cuda|cpu] [--quick] [--parts curves,switches,engines,interference,pipelines]
-                             [--vllm-python PATH] [--out FILE]
+                             [--policies LIST] [--interference FILE] [--runs DIR] [--vllm-python PATH] [--out FILE]
 
     curves         units per second of prefill, dense and tail decoding, log-probs and updates alone, by fraction
     interference   each pair side by side, by device fraction: the table of `rlmux profile`
@@ -9,7 +9,9 @@
     engines        sampled tokens per second of a full batch, and what the engine promises: ours, and vLLM where
                    `--vllm-python` names an environment that has it
     pipelines      two real pipelines on the one device under each of six policies; those that share sub-stages
-                   place them side by side at the fractions that the interference table found to help
+                   place them side by side at the fractions that the interference table found to help: the
+                   one measured in this command, or in an earlier one on such a device (`--interference FILE`).
+                   `--runs DIR` keeps the folders of the runs, without their checkpoints
 
 The pipelines' model has the depth and width of Qwen3-0.6B (28 layers of 1024, 8 heads of 128) and the built-in
 vocabulary, with random weights: nothing is downloaded.
@@ -42,12 +44,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from substages import from_log
 
+from rlmux.core.actions import RunStage
+from rlmux.core.events import StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage, SubStage
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
@@ -67,6 +72,7 @@ from rlmux.profiling.micro_benchmarks import (
     usual_sizes,
 )
 from rlmux.profiling.profile_file import load_sharing
+from rlmux.report.log import LogReader
 from rlmux.rl.config import (
     AlgorithmConfig,
     EngineConfig,
@@ -111,6 +117,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda; a core with --quick where there is none")
     parser.add_argument("--quick", action="store_true", help="tiny models, short windows: to see that it works")
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument(
+        "--policies",
+        default=",".join(POLICIES),
+        help="the first is what others are compared with",
+    )
+    parser.add_argument("--interference", type=Path, metavar="FILE", help="an earlier result with such a part")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="keeps the runs of the pipelines part, for a look")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--vllm-python", metavar="PATH", help="python of an environment that has vLLM")
@@ -120,6 +133,10 @@ def main() -> None:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"--parts {unknown[0]}; accepted: {', '.join(PARTS)}")
+    policies = args.policies.split(",")
+    unknown = [policy for policy in policies if policy not in POLICIES]
+    if unknown:
+        parser.error(f"--policies {unknown[0]}; accepted: {', '.join(POLICIES)}")
     device = chosen_device(args.device, is_quick=args.quick)
     torch.set_num_threads(1)
     with mps_daemon(is_wanted=device == "cuda" and not args.no_mps) as mps:
@@ -129,8 +146,16 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         num_repeats = 1 if args.quick else args.repeats
         result: dict[str, Any] = {"machine": about, "is_quick": args.quick}
+        table = None if args.interference is None else json.loads(args.interference.read_text())["interference"]
+        runs = args.runs.absolute() if args.runs is not None else None
+        of_pipelines = partial(pipelines, policies=policies, table=table, runs=runs)
         for name, part in parts_of(
-            device, fractions, is_quick=args.quick, num_repeats=num_repeats, vllm_python=args.vllm_python
+            device,
+            fractions,
+            of_pipelines,
+            is_quick=args.quick,
+            num_repeats=num_repeats,
+            vllm_python=args.vllm_python,
         ).items():
             if name not in parts:
                 continue
@@ -160,7 +185,13 @@ def chosen_device(asked: str | None, *, is_quick: bool) -> str:
 
 
 def parts_of(
-    device: str, fractions: DeviceFractions, *, is_quick: bool, num_repeats: int, vllm_python: str | None
+    device: str,
+    fractions: DeviceFractions,
+    of_pipelines: Callable[..., dict[str, Any]],
+    *,
+    is_quick: bool,
+    num_repeats: int,
+    vllm_python: str | None,
 ) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     """Each part, in order: what was found before in, what it finds out."""
     sizes = QUICK_SIZES if is_quick else usual_sizes(device)
@@ -170,15 +201,14 @@ def parts_of(
     def interference(result: dict[str, Any]) -> dict[str, Any]:
         return measure_interference(device, sub_stages=sub_stages, sizes=sizes, **window).to_json()
 
-    def of_pipelines(result: dict[str, Any]) -> dict[str, Any]:
-        return pipelines(device, fractions, result.get("interference"), is_quick=is_quick, num_repeats=num_repeats)
-
     return {
         "curves": lambda result: curves(device, fractions, sizes, is_quick=is_quick, **window),
         "switches": lambda result: switches(device, sizes, num_repeats=1 if is_quick else 5),
         "engines": lambda result: engines(device, vllm_python, is_quick=is_quick),
         "interference": interference,
-        "pipelines": of_pipelines,
+        "pipelines": lambda result: of_pipelines(
+            device, fractions, measured=result.get("interference"), is_quick=is_quick, num_repeats=num_repeats
+        ),
     }
 
 
@@ -289,9 +319,24 @@ def switches(device: str, sizes: BenchmarkSizes, *, num_repeats: int) -> dict[st
 
 
 def pipelines(
-    device: str, fractions: DeviceFractions, table: Mapping[str, Any] | None, *, is_quick: bool, num_repeats: int
+    device: str,
+    fractions: DeviceFractions,
+    *,
+    policies: Sequence[str],
+    table: Mapping[str, Any] | None,
+    runs: Path | None,
+    measured: Mapping[str, Any] | None,
+    is_quick: bool,
+    num_repeats: int,
 ) -> dict[str, Any]:
-    """Tokens per second of two pipelines with long tails on the one device, under each policy in turn."""
+    """Tokens per second of two pipelines with long tails on the one device, under each policy in turn.
+
+    Args:
+        policies: names, the one that the others are compared with first.
+        table: the interference of an earlier command, for where none was `measured` in this one.
+        runs: where the runs' folders are kept; None keeps none.
+    """
+    table = measured or table
     sharing = SharingTable()
     notes = ["no interference was measured in this command"] if table is None else []
     if table is not None:
@@ -301,22 +346,24 @@ def pipelines(
             sharing, warnings = load_sharing(path, fractions)
             warnings = [warning.replace(f"{path}: ", "") for warning in warnings]
             notes += [warning.replace(str(path), "the interference table") for warning in warnings]
-    policies = {name: make_policy(name, sharing=sharing) for name in POLICIES}
     if device == "cuda":
         notes.append("a worker computes on the GPU that it is given, at its device_fraction; see machine.mps")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
-    for _ in range(num_repeats):
-        for name, policy in policies.items():
+    for number in range(num_repeats):
+        for name in policies:
             say(f"pipelines: {name}")
-            pair = run_pair(device, policy, is_quick=is_quick)
+            with tempfile.TemporaryDirectory() as scratch:
+                run = (Path(scratch) if runs is None else runs) / f"{name}-{number + 1}"
+                pair = run_pair(device, make_policy(name, sharing=sharing), run, is_quick=is_quick)
             if pair is not None:
+                say(json.dumps(pair))
                 found[name].append(pair)
     notes += [f"{name} refuses a pipeline: there is one device for both" for name, runs in found.items() if not runs]
     hashes = {json.dumps(run["sha256"], sort_keys=True) for runs in found.values() for run in runs}
     medians = {name: statistics.median(run["tokens_per_s"] for run in runs) for name, runs in found.items() if runs}
     return {
         "tokens_per_s": medians,
-        "gain": {name: value / medians[POLICIES[0]] for name, value in medians.items()},
+        "gain": {name: value / medians[policies[0]] for name, value in medians.items()},
         "are_weights_equal": len(hashes) == 1,
         "notes": notes,
         "runs": found,
@@ -383,7 +430,7 @@ def engine_figures(
     }
 
 
-def run_pair(device: str, policy: Policy, *, is_quick: bool) -> dict[str, Any] | None:
+def run_pair(device: str, policy: Policy, folder: Path, *, is_quick: bool) -> dict[str, Any] | None:
     """None where the policy refuses a pipeline: `solo` has one device for two."""
     cluster = Cluster(pools={"train": Pool(name="train", phase=Phase.TRAIN, num_nodes=1)})
     given = [submission(name, seed, device, is_quick=is_quick) for seed, name in enumerate(("sort", "reverse"), 1)]
@@ -391,13 +438,13 @@ def run_pair(device: str, policy: Policy, *, is_quick: bool) -> dict[str, Any] |
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name) / "run"
-            result = run_pipelines(
-                cluster, given, policy, folder, spec={}, options=WorkerOptions(chunk_s=0.05 if is_quick else 0.2)
-            )
-            in_steps_s, _, _ = from_log(folder)
+        result = run_pipelines(
+            cluster, given, policy, folder, spec={}, options=WorkerOptions(chunk_s=0.05 if is_quick else 0.2)
+        )
+        in_steps_s, _, _ = from_log(folder)
     finally:
+        for checkpoint in folder.glob("*/step_*"):
+            shutil.rmtree(checkpoint)
         if device == "cpu":
             os.environ.pop("CUDA_VISIBLE_DEVICES")
             if visible is not None:
@@ -413,7 +460,27 @@ def run_pair(device: str, policy: Policy, *, is_quick: bool) -> dict[str, Any] |
         "tokens_per_s": sum(fields["tokens"] for fields in of_pipeline.values()) / in_steps_s,
         "sha256": {name: fields["weights_sha256"] for name, fields in of_pipeline.items()},
         "step_slowdown": {name: fields["step_slowdown"] for name, fields in of_pipeline.items()},
+        "seconds": seconds_by_stage(folder),
     }
+
+
+def seconds_by_stage(folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds of work and of switches, by stage, of all steps of a run; `checkpoint`: halts of training."""
+    orders: dict[int, RunStage] = {}
+    found: dict[str, dict[str, float]] = {}
+    with LogReader(folder) as log:
+        for entry in log.entries():
+            if isinstance(entry.value, RunStage):
+                orders[entry.value.order] = entry.value
+            elif isinstance(entry.value, StageFinished | StagePaused):
+                stage = orders[entry.value.order].stage.value
+                row = found.setdefault(stage, {"work_s": 0.0, "switch_s": 0.0})
+                row["work_s"] += entry.value.seconds
+                row["switch_s"] += entry.value.switch_s
+            elif isinstance(entry.value, Mapping) and "stall_s" in entry.value:
+                row = found.setdefault("checkpoint", {"work_s": 0.0, "switch_s": 0.0})
+                row["work_s"] += entry.value["stall_s"]
+    return found
 
 
 def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submission:
@@ -421,14 +488,14 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
     symbols = "digits" if name == "sort" else "letters"
     longest = 24 if is_quick else 96
     mean = 4 if is_quick else 12
-    num_steps = 3 if is_quick else 4
+    num_steps = 3
     config = TrainingConfig(
         name=name,
         seed=seed,
         num_steps=num_steps,
         model=pair_model(device, is_quick=is_quick),
         task=TaskConfig(name=name, params={f"min_{symbols}": 2, f"mean_{symbols}": mean, f"max_{symbols}": longest}),
-        sft_warmup=SftWarmupConfig(num_updates=4 if is_quick else 20, batch_size=32, learning_rate=1e-3),
+        sft_warmup=SftWarmupConfig(num_updates=4 if is_quick else 6, batch_size=32, learning_rate=1e-3),
         algorithm=AlgorithmConfig(
             prompts_per_step=4 if is_quick else 16, group_size=4 if is_quick else 8, micro_batch_size=8
         ),

@@ -103,6 +103,41 @@ def test_an_engine_that_never_computes_the_same_twice_is_statistical(
     assert promise_of(report.checks) is Promise.STATISTICAL
 
 
+class SeesMode(torch.autograd.Function):
+    """Adds nothing; notes in backward whether torch refuses what is not deterministic."""
+
+    seen: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        SeesMode.seen.append(not torch.is_deterministic_algorithms_warn_only_enabled())
+        return grads[0]
+
+
+def test_gradients_are_by_deterministic_kernels_where_torch_was_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = TorchTrainEngine(TrainingConfig(name="a"))
+
+    def scored(*args: Any, **kwargs: Any) -> TokenScores:
+        scores = score_tokens(*args, **kwargs)
+        return replace(scores, logprobs=SeesMode.apply(scores.logprobs))
+
+    monkeypatch.setattr(train_state, "score_tokens", scored)
+    monkeypatch.setattr(SeesMode, "seen", [])
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        probe_training(engine)
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert SeesMode.seen == [True] * 3
+
+
 def test_gradients_are_compared_and_leave_the_weights_and_gradients_alone() -> None:
     engine = TorchTrainEngine(TrainingConfig(name="a"))
     before = engine.weights_sha256()

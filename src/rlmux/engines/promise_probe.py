@@ -35,6 +35,8 @@ MAX_PROMPT_TOKENS = 24
 MAX_NEW_TOKENS = 8
 NUM_SEQUENCES = 8
 """Sequences of the micro-batch whose gradient is compared, where the pipeline's are not smaller."""
+_LONGEST_SEQUENCE = {"cpu": 24, "cuda": 256}
+"""Tokens of the longest of them. A GPU's attention splits its sums over blocks of tokens: one block shows nothing."""
 _MANY = 1_000_000
 
 
@@ -158,6 +160,7 @@ def _by_id(turns: Iterable[FinishedTurn]) -> Sampled:
 def _micro_batches(engine: TorchTrainEngine) -> list[MicroBatch]:
     """Two micro-batches of random sequences of different lengths."""
     generator, size = random.Random(0), min(engine.micro_batch_size, NUM_SEQUENCES)
+    longest = _LONGEST_SEQUENCE[engine.device_type]
 
     def tokens(count: int) -> list[int]:
         return [generator.randrange(engine.vocab_size) for _ in range(count)]
@@ -165,7 +168,7 @@ def _micro_batches(engine: TorchTrainEngine) -> list[MicroBatch]:
     sequences = [
         TrainingSequence(
             prompt_tokens=tokens(1 + number % 4),
-            tokens=tokens(length := 4 + 20 * number // (2 * size)),
+            tokens=tokens(length := 4 + (longest - 4) * number // (2 * size)),
             is_sampled=[True] * length,
             weight=1.0 / length,
         )

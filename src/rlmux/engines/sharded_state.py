@@ -41,7 +41,13 @@ from rlmux.engines.lora import ADAPTER_FILE, trained_parameters
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.ranks import Ranks, touching_others
 from rlmux.engines.residency import return_freed_memory
-from rlmux.engines.train_tensors import OPTIMIZER_FILE, REFERENCE_FILE, TrainTensors, require_same_model
+from rlmux.engines.train_tensors import (
+    OPTIMIZER_FILE,
+    REFERENCE_FILE,
+    TrainTensors,
+    deterministic_backward,
+    require_same_model,
+)
 from rlmux.engines.training_forward import TokenScores, score_tokens
 from rlmux.engines.weight_checksum import CHECKSUM, weights_checksum
 from rlmux.engines.weights import MODEL_FILE, weights_sha256, write_copies
@@ -118,7 +124,7 @@ class ShardedState(TrainTensors):
         return value
 
     def _backward(self, loss: Tensor) -> None:
-        with touching_others():
+        with deterministic_backward(), touching_others():
             loss.backward()  # type: ignore[no-untyped-call]
 
     def update_weights(

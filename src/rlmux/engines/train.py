@@ -135,6 +135,11 @@ class TorchTrainEngine:
         return self._vocabulary.vocab_size
 
     @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self._device.type
+
+    @property
     def micro_batch_size(self) -> int:
         """Sequences of one forward and backward pass."""
         return self._config.algorithm.micro_batch_size

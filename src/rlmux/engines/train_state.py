@@ -24,7 +24,13 @@ from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.lora import ADAPTER_FILE
 from rlmux.engines.micro_batches import MicroBatch
 from rlmux.engines.ranks import Ranks
-from rlmux.engines.train_tensors import OPTIMIZER_FILE, REFERENCE_FILE, TrainTensors, require_same_model
+from rlmux.engines.train_tensors import (
+    OPTIMIZER_FILE,
+    REFERENCE_FILE,
+    TrainTensors,
+    deterministic_backward,
+    require_same_model,
+)
 from rlmux.engines.training_forward import TokenScores, score_tokens
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.engines.weight_checksum import CHECKSUM, weights_checksum
@@ -79,7 +85,8 @@ class TrainState(TrainTensors):
     def gradient_of(self, batch: MicroBatch, temperature: float) -> list[Tensor]:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         logprobs = self.score(batch, temperature).logprobs
-        found = torch.autograd.grad((logprobs * batch.weights).sum(), parameters, allow_unused=True)
+        with deterministic_backward():
+            found = torch.autograd.grad((logprobs * batch.weights).sum(), parameters, allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 
     def begin_update(self, num_leaves: int) -> None:
@@ -96,7 +103,8 @@ class TrainState(TrainTensors):
         if not math.isfinite(value):
             raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
         self._flat.gradients.zero_()
-        loss.backward()  # type: ignore[no-untyped-call]
+        with deterministic_backward():
+            loss.backward()  # type: ignore[no-untyped-call]
         self._gradient_sum.add(self._flat.gradients.to(torch.float32, copy=True))
         return value
 

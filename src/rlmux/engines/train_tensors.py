@@ -12,8 +12,8 @@ memory on the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,24 @@ from rlmux.engines.training_forward import TokenScores
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
+
+
+@contextmanager
+def deterministic_backward() -> Iterator[None]:
+    """Gradients by deterministic kernels alone, in a process that asked torch for deterministic algorithms.
+
+    With `warn_only`, torch's memory-efficient attention still adds its gradients atomically: on an H200, the weights of
+    two runs differed after 20 updates. Raises RuntimeError for an operation without a deterministic kernel.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    is_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=is_warn_only)
 
 
 class TrainTensors(ABC):

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
+from rlmux.engines.residency import host_copy
 from rlmux.engines.weight_checksum import CHECKSUM, weights_checksum
 from rlmux.rl.origin import Origin
 
@@ -52,7 +53,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory, which later changes of the originals do not reach."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return {name: host_copy(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
