@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_an_engine_that_never_computes_the_same_twice_is_statistical(
 class SeesMode(torch.autograd.Function):
     """Adds nothing; notes in backward whether torch refuses what is not deterministic."""
 
-    seen: list[bool] = []
+    seen: ClassVar[list[bool]] = []
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
