@@ -107,7 +107,7 @@ def watch(driver, shares: ShareSettings) -> None:
                 assert run.pipeline.slo_slowdown == math.inf
         for load in driver.scheduler.ledger.groups():
             assert load.keeps_slos, f"{load.id} takes {load.period_s} s, its members allow {load.budget_s} s"
-        over = {run.pipeline.id for run, _ in driver.scheduler._queue.over_quota()}
+        over = {run.pipeline.id for run, _ in driver.scheduler._parts.queue.over_quota()}
         waiting = [run for run in state.waiting.values() if not run.is_held and run.pipeline.id not in over]
         if state.reservation is not None:
             waiting = [state.runs[state.reservation.pipeline]]

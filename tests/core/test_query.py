@@ -9,7 +9,7 @@ import pytest
 
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, PipelineStatus
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import WorkState
+from rlmux.core.work import WorkState
 from rlmux.policies import make_policy
 
 ROOT = Path(__file__).parents[2]

@@ -24,9 +24,9 @@ from rlmux.core.events import (
 from rlmux.core.idling import Idling
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import WorkState
 from rlmux.core.step_machine import PIPELINE_MOVES, SHARD_MOVES, TRAINING_MOVES, WorkInput, diagrams
 from rlmux.core.views import Choice, GroupView, MigrateWork
+from rlmux.core.work import WorkState
 from rlmux.policies import make_policy
 from rlmux.policies.jigsaw import Jigsaw
 

@@ -17,7 +17,7 @@ from rlmux.core.events import (
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingEntry, SharingTable
-from rlmux.core.state import WorkState
+from rlmux.core.work import WorkState
 from rlmux.policies.jigsaw import Jigsaw, overdue_first
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.static_sharing import mux_all, serial

@@ -22,10 +22,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rlmux.core.actions import Queue, Refuse
+from rlmux.core.actions import Action, Queue, Refuse
 from rlmux.core.estimates import StepEstimates
 from rlmux.core.group_load import GroupLoad, Member
-from rlmux.core.journal import Journal
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.offers import PipelineWait
 from rlmux.core.placement import PlacementLedger
@@ -47,13 +46,10 @@ HELD = Refusal(reason="its user holds it", is_final=False)
 class AdmissionQueue:
     """Says whether a waiting pipeline starts now, and where, or why it waits."""
 
-    def __init__(
-        self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, journal: Journal, shares: Shares
-    ) -> None:
+    def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares) -> None:
         self._state = state
         self._ledger = ledger
         self._policy = policy
-        self._journal = journal
         self._shares = shares
         self._view = PlacementView(ledger)
         self._step_s_of: dict[PipelineId, tuple[GroupLoad, StepEstimates, float]] = {}
@@ -104,12 +100,13 @@ class AdmissionQueue:
         reservation = self._state.reservation
         return reservation is not None and self.fits(self._state.runs[reservation.pipeline].pipeline)
 
-    def leave(self, run: PipelineRun) -> bool:
-        """A pipeline that may have waited is over. Returns whether others were held back for it."""
+    def leave(self, run: PipelineRun) -> None:
+        """A pipeline that may have waited is over; where others were held back for it, all are tried again."""
         reservation = self._state.reservation
         self._state.waiting.pop(run.pipeline.id, None)
         self._state.waiting_fillers.pop(run.pipeline.id, None)
-        return reservation is not None and reservation.pipeline == run.pipeline.id
+        if reservation is not None and reservation.pipeline == run.pipeline.id:
+            self._state.dirty.queue = True
 
     def restore(self, waits: Sequence[PipelineWait]) -> None:
         """Have pipelines go on waiting as in an earlier part of the run, once they `enter`."""
@@ -157,14 +154,13 @@ class AdmissionQueue:
             return True
         return self._may_overtake(reservation, pipeline, choice)
 
-    def tell(self, run: PipelineRun, refusal: Refusal) -> None:
+    def tell(self, run: PipelineRun, refusal: Refusal) -> list[Action]:
         """Say why the pipeline waits, or never starts, unless that was said before."""
         is_new_reason = refusal.reason != run.reason
         run.reason = refusal.reason
         if refusal.is_final:
-            self._journal.act(Refuse(pipeline=run.pipeline.id, reason=refusal.reason))
-        elif is_new_reason:
-            self._journal.act(Queue(pipeline=run.pipeline.id, reason=refusal.reason))
+            return [Refuse(pipeline=run.pipeline.id, reason=refusal.reason)]
+        return [Queue(pipeline=run.pipeline.id, reason=refusal.reason)] if is_new_reason else []
 
     # ------------------------------------------------------------------ reserving
 

@@ -16,16 +16,15 @@ the pipeline is placed. `BURST_MOVES` in `step_machine` is the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rlmux.core.estimates import UNKNOWN_S
 from rlmux.core.events import WorkArrived, WorkWithdrawn
 from rlmux.core.groups import Groups
 from rlmux.core.journal import Journal
 from rlmux.core.model import DeviceId, Phase, PhaseSeconds, PipelineStatus, Stage
 from rlmux.core.orders import Orders
-from rlmux.core.state import Burst, Order, PipelineRun, ReadyWork, SchedulerState
+from rlmux.core.state import PipelineRun, SchedulerState
 from rlmux.core.step_machine import StepMachine, WorkInput
+from rlmux.core.work import Burst, Order, ReadyWork
 
 _UNKNOWN = PhaseSeconds(rollout_s=UNKNOWN_S, train_s=UNKNOWN_S)
 _ALIVE = (PipelineStatus.WAITING, PipelineStatus.RUNNING)
@@ -35,21 +34,13 @@ class Bursts:
     """Takes the bursts of every pipeline through their lives; see the module."""
 
     def __init__(
-        self,
-        state: SchedulerState,
-        orders: Orders,
-        steps: StepMachine,
-        groups: Groups,
-        journal: Journal,
-        relocate: Callable[[PipelineRun], None],
+        self, state: SchedulerState, orders: Orders, steps: StepMachine, groups: Groups, journal: Journal
     ) -> None:
         self._state = state
         self._orders = orders
         self._steps = steps
         self._groups = groups
         self._journal = journal
-        self._relocate = relocate
-        """Called for a pipeline that is to be relocated, between its bursts."""
 
     def check(self, run: PipelineRun) -> None:
         """Raises IllegalTransitionError for a pipeline whose work is planned."""
@@ -65,7 +56,7 @@ class Bursts:
             self._arrive(run, event.phases, event.units)
         else:
             self._withdraw(run, event.phases)
-            self.relocate_between(run)
+            self._mark_boundary(run)
 
     def open_due(self, run: PipelineRun) -> None:
         """The pipeline is placed: what it kept opens."""
@@ -84,7 +75,7 @@ class Bursts:
             self._open_next(run, burst, units)
         elif not any(other.is_open for other in run.bursts.values()):
             run.burst_seconds.begin_thinking(burst.kind, self._state.now_s)
-        self.relocate_between(run)
+        self._mark_boundary(run)
 
     def pause(self, run: PipelineRun, order: Order) -> None:
         """A burst's order has ended with work left: it is ready again."""
@@ -104,15 +95,15 @@ class Bursts:
                 self._steps.move(burst, WorkInput.WORKER_LOST)
                 self._make_ready(run, burst, is_continuation=True)
 
-    def relocate_between(self, run: PipelineRun) -> None:
-        """Relocate the pipeline if it is to be, and nothing of it runs or is paused."""
-        if run.next_placement is None or self._orders.of(run):
-            return
-        if not any(burst.is_open and burst.is_begun for burst in run.bursts.values()):
-            self._relocate(run)
-            self.open_due(run)
+    def are_between(self, run: PipelineRun) -> bool:
+        """Whether nothing of the pipeline runs or is paused."""
+        return not (self._orders.of(run) or any(burst.is_open and burst.is_begun for burst in run.bursts.values()))
 
     # ------------------------------------------------------------------ helpers, in the order they are called
+
+    def _mark_boundary(self, run: PipelineRun) -> None:
+        if run.next_placement is not None:
+            self._state.dirty.boundaries[run.pipeline.id] = run
 
     def _arrive(self, run: PipelineRun, kind: tuple[Phase, ...], units: int) -> None:
         run.burst_seconds.end_thinking(self._state.now_s)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmux.core.model import DeviceId, Phase
-from rlmux.core.state import PipelineRun, WorkState
+from rlmux.core.state import PipelineRun
+from rlmux.core.work import WorkState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

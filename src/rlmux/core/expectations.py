@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from rlmux.core.actions import ExpectSteps
+from rlmux.core.actions import Action, ExpectSteps
 from rlmux.core.group_load import GroupLoad, budget_of
 from rlmux.core.journal import Journal
 from rlmux.core.measured_steps import has_drifted
@@ -112,12 +112,13 @@ class Expectations:
             return pipeline.colocated_estimate if self._ledger.group_of(pipeline.id).num_members == 1 else None
         return pipeline.estimate if len(placement.rollout_nodes) == pipeline.num_rollout_nodes else None
 
-    def tell(self) -> None:
+    def tell(self) -> list[Action]:
         """Say what is expected of pipelines whose seconds are new, and of their neighbours with an SLO where that is
         other than was said."""
         beyond_slo = self._state.beyond_slo
         if not self._learned and not beyond_slo and not self._placed:
-            return
+            return []
+        actions: list[Action] = []
         learned, self._learned = self._learned, {}
         placed, self._placed = self._placed, {}
         asked = {**learned, **placed, **beyond_slo}
@@ -143,7 +144,7 @@ class Expectations:
                 seen = run.burst_seconds if run.pipeline.work_arrives else run.measured
                 is_given = run.has_given_estimate and not run.has_left_estimate
                 measured = None if is_given else seen.seconds()
-                self._journal.act(
+                actions.append(
                     ExpectSteps(
                         pipeline=pipeline,
                         measured=measured,
@@ -157,6 +158,7 @@ class Expectations:
                 beyond_slo[pipeline] = None
             else:
                 beyond_slo.pop(pipeline, None)
+        return actions
 
     def _probability(self, run: PipelineRun) -> float | None:
         """Probability with which a meta-iteration of its group takes no longer than it is planned with, where all its

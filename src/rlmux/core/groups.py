@@ -15,8 +15,9 @@ from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, GroupId, Phase, Placement
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.shares import Shares
-from rlmux.core.state import GroupState, PipelineRun, ReadyWork, SchedulerState
+from rlmux.core.state import GroupState, PipelineRun, SchedulerState
 from rlmux.core.views import GroupView
+from rlmux.core.work import ReadyWork
 
 
 class Groups:

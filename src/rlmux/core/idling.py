@@ -16,8 +16,9 @@ from typing import Protocol, runtime_checkable
 
 from rlmux.core.cycle_slots import has_phase_to_begin
 from rlmux.core.model import DeviceId
-from rlmux.core.state import GroupState, ReadyWork, SchedulerState
+from rlmux.core.state import GroupState, SchedulerState
 from rlmux.core.views import GroupView
+from rlmux.core.work import ReadyWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,9 @@ from rlmux.core.idling import Idling, MayIdle, check_idling
 from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import DeviceState, PipelineRun, ReadyWork, SchedulerState, Work, WorkState
+from rlmux.core.state import DeviceState, PipelineRun, SchedulerState
 from rlmux.core.tails import is_tail
+from rlmux.core.work import ReadyWork, Work, WorkState
 
 _TOLERANCE = 1e-9
 

@@ -1,14 +1,9 @@
-"""One event at a time: the actions decided for it so far, and the recent events that an error shows.
-
-Scheduler.handle ── begin(event) ─▶ Journal ◀─ act(action) ── Orders, Scheduler
-                                       └─ illegal(what) ─▶ IllegalTransitionError with the recent events
-"""
+"""The recent events, which every error of the scheduler shows."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from rlmux.core.actions import Action
 from rlmux.core.errors import IllegalTransitionError, PolicyError
 from rlmux.core.events import Event
 
@@ -16,21 +11,14 @@ _NUM_RECENT_EVENTS = 12
 
 
 class Journal:
-    """Shared by the parts of one scheduler; see the module."""
+    """Shared by the parts of one scheduler, which raise its errors."""
 
     def __init__(self, policy_name: str) -> None:
         self.policy_name = policy_name
         self._recent_events: deque[Event] = deque(maxlen=_NUM_RECENT_EVENTS)
-        self._actions: list[Action] = []
 
-    def begin(self, event: Event) -> list[Action]:
-        """Start on an event; returns the list that its actions will be in."""
+    def add(self, event: Event) -> None:
         self._recent_events.append(event)
-        self._actions = []
-        return self._actions
-
-    def act(self, action: Action) -> None:
-        self._actions.append(action)
 
     def illegal(self, what: str) -> IllegalTransitionError:
         """The error to raise for an event that does not fit the state."""

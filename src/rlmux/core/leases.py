@@ -14,11 +14,12 @@ none.
 
 from __future__ import annotations
 
-from rlmux.core.actions import Prefetch, Switch
+from rlmux.core.actions import Action, Prefetch, Switch
 from rlmux.core.journal import Journal
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, Placement, Resident
-from rlmux.core.state import DeviceState, GroupState, Order, PipelineRun, SchedulerState
+from rlmux.core.state import DeviceState, GroupState, PipelineRun, SchedulerState
 from rlmux.core.tails import is_tail
+from rlmux.core.work import Order
 
 _FRACTION_TOLERANCE = 1e-9
 
@@ -138,13 +139,14 @@ class Leases:
         """The pipeline's state is on the device no longer."""
         self._state.devices[device].residents.pop((run.pipeline.id, phase), None)
 
-    def prefetch(self, group: GroupState) -> None:
+    def prefetch(self, group: GroupState) -> list[Action]:
         """Say which spilled states are likely needed next on devices that others hold: those of the oldest ready work.
 
         Each is said once for each time that its work becomes ready.
         """
         if not self._spills:
-            return
+            return []
+        actions: list[Action] = []
         group.announced = {sequence: None for sequence in group.announced if sequence in group.ready}
         taken: dict[DeviceId, None] = {}
         for work in sorted(group.ready.values(), key=lambda work: (not work.is_continuation, work.sequence)):
@@ -160,7 +162,8 @@ class Leases:
             spills = any(self._cluster.pools[device.pool].spills_to_disk for device in work.devices)
             if spills and is_elsewhere and work.sequence not in group.announced:
                 group.announced[work.sequence] = None
-                self._journal.act(Prefetch(pipeline=work.pipeline, phase=work.phase, devices=work.devices))
+                actions.append(Prefetch(pipeline=work.pipeline, phase=work.phase, devices=work.devices))
+        return actions
 
     def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[Resident]:
         """Evict least recently used states until `need` bytes fit beside the rest."""

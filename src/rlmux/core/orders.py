@@ -8,13 +8,14 @@ An order for a shard, a training stage or a burst leases its devices; rewards, p
 
 from __future__ import annotations
 
-from rlmux.core.actions import MigrateShard, RunStage, SetDeviceFraction, Switch
+from rlmux.core.actions import Action, MigrateShard, RunStage, SetDeviceFraction, Switch
 from rlmux.core.events import ChunkFinished
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Resident, Stage
 from rlmux.core.shares import Shares
-from rlmux.core.state import Burst, Order, PipelineRun, ReadyWork, RolloutShard, SchedulerState, Work
+from rlmux.core.state import FILLERS, PipelineRun, SchedulerState
+from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, Work
 
 _NOTHING: tuple[Resident, ...] = ()
 
@@ -35,20 +36,21 @@ class Orders:
         ready: ReadyWork,
         device_fraction: float,
         slowdown: float,
-    ) -> OrderId:
+    ) -> RunStage:
         """Run ready work on a fraction of its devices."""
-        order = self._run(
+        action = self._run(
             run, ready.step, ready.stage, ready.phase, ready.devices, device_fraction, ready.rollout_devices
         )
+        order = self._state.orders[action.order]
         order.slowdown = slowdown
         order.work = work
-        return order.id
+        return action
 
-    def run_without_device(self, run: PipelineRun, step: int, stage: Stage, phase: Phase) -> None:
+    def run_without_device(self, run: PipelineRun, step: int, stage: Stage, phase: Phase) -> RunStage:
         """Run a reward or a publication."""
-        self._run(run, step, stage, phase, (), 0.0)
+        return self._run(run, step, stage, phase, (), 0.0)
 
-    def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> OrderId:
+    def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> MigrateShard:
         """Move the shard's unfinished trajectories to the target device."""
         order_id = self._next_id()
         self._state.orders[order_id] = run.orders[order_id] = Order(
@@ -65,19 +67,16 @@ class Orders:
             rate_since_s=self._state.now_s,
             is_fresh=not shard.work.is_continuation,
         )
-        self._journal.act(
-            MigrateShard(
-                order=order_id,
-                pipeline=run.pipeline.id,
-                step=run.rollout_step,
-                source=shard.device,
-                target=target,
-                copies_kv=copies_kv,
-            )
+        return MigrateShard(
+            order=order_id,
+            pipeline=run.pipeline.id,
+            step=run.rollout_step,
+            source=shard.device,
+            target=target,
+            copies_kv=copies_kv,
         )
-        return order_id
 
-    def change_fraction(self, order: Order, device_fraction: float, slowdown: float) -> None:
+    def change_fraction(self, order: Order, device_fraction: float, slowdown: float) -> list[Action]:
         """Give a running order another device fraction, and the slowdown that is expected with it from now on."""
         is_changed = device_fraction != order.device_fraction
         self._shares.charge(order.devices)
@@ -85,8 +84,7 @@ class Orders:
         now_s = self._state.now_s
         order.solo_s += (now_s - order.rate_since_s) / order.slowdown
         order.rate_since_s, order.slowdown = now_s, slowdown
-        if is_changed:
-            self._journal.act(SetDeviceFraction(order=order.id, device_fraction=device_fraction))
+        return [SetDeviceFraction(order=order.id, device_fraction=device_fraction)] if is_changed else []
 
     def end(self, order: Order) -> None:
         """The order has ended: its devices are free."""
@@ -100,6 +98,15 @@ class Orders:
         self._leases.release(order)
         if run.is_filler:
             self._shares.let_go(order.devices)
+            self._return_to_groups(order.devices)
+
+    def _return_to_groups(self, devices: tuple[DeviceId, ...]) -> None:
+        """A filler has left these devices: the groups that wanted them start what they chose there."""
+        state = self._state
+        for device in devices:
+            group = state.groups.get(state.wanted_by.pop(device, FILLERS))
+            if group is not None:
+                state.dirty.groups[group.id] = group
 
     def end_all(self, run: PipelineRun) -> None:
         for order in self.of(run):
@@ -156,7 +163,7 @@ class Orders:
         devices: tuple[DeviceId, ...],
         device_fraction: float,
         rollout_devices: tuple[DeviceId, ...] = (),
-    ) -> Order:
+    ) -> RunStage:
         state = self._state
         pipeline = run.pipeline
         order_id = self._next_id()
@@ -182,20 +189,17 @@ class Orders:
         )
         if devices:
             state.group_of(run).running[order_id] = order
-        self._journal.act(
-            RunStage(
-                order=order_id,
-                pipeline=pipeline.id,
-                step=step,
-                stage=stage,
-                devices=devices,
-                weight_version=_weight_version(pipeline, step, phase),
-                device_fraction=device_fraction,
-                switch=switch,
-                evicted=evicted,
-            )
+        return RunStage(
+            order=order_id,
+            pipeline=pipeline.id,
+            step=step,
+            stage=stage,
+            devices=devices,
+            weight_version=_weight_version(pipeline, step, phase),
+            device_fraction=device_fraction,
+            switch=switch,
+            evicted=evicted,
         )
-        return order
 
     def _next_id(self) -> OrderId:
         order_id = OrderId(self._state.next_order)

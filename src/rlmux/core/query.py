@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement_view import PlacementView
 from rlmux.core.quotas import too_many_waiting
-from rlmux.core.state import ReadyWork, SchedulerState, WorkState
+from rlmux.core.state import SchedulerState
 from rlmux.core.views import GroupView, MemberView, OrderView
+from rlmux.core.work import ReadyWork, WorkState
 
 
 class SchedulerQuery:

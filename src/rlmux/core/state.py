@@ -7,18 +7,17 @@ SchedulerState
 │                        └── bursts       work that arrived instead: kind ─▶ Burst
 ├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
 ├── devices: device   ─▶ DeviceState      which orders compute there, whose state is resident
-└── orders:  order    ─▶ Order            what was ordered and has not ended
+├── orders:  order    ─▶ Order            what was ordered and has not ended
+└── dirty:   Dirty                        what the event under way has left to settle
 
-`step_machine` holds the legal moves of shards, training stages, bursts and pipelines, and makes all of them.
+`work` has what shards, training stages, bursts and orders are.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from rlmux.core.actions import Switch
 from rlmux.core.burst_seconds import BurstSeconds
 from rlmux.core.estimates import StepHistory
 from rlmux.core.group_look import NO_MEMBERS, GroupLook, MemberFacts
@@ -40,194 +39,10 @@ from rlmux.core.offers import AccountSpent, PipelineWait, Quota, Share, ShareSet
 from rlmux.core.step_bounds import StepBounds
 from rlmux.core.turn_shares import TurnShares
 from rlmux.core.usage import DecayedUsage
+from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, TrainingStage, WorkState
 
 FILLERS = GroupId(1_000_000_000)
 """The group that all fillers are in: beyond the numbers of groups that a policy makes."""
-
-
-class WorkState(StrEnum):
-    """Where a rollout shard or a training stage is in its life."""
-
-    __hash__ = str.__hash__  # an Enum's own is Python code, and these are the keys of every move
-
-    READY = "ready"
-    """It could start now, were its devices free."""
-    WAITING_FOR_ENV = "waiting_for_env"
-    """A paused shard of which every trajectory waits for its environment: started, it would compute nothing yet."""
-    RUNNING = "running"
-    PAUSING = "pausing"
-    """Its order was told to pause and has not ended."""
-    MIGRATING = "migrating"
-    """A shard whose trajectories are on their way to another device."""
-    DONE = "done"
-    """Nothing of it is left to do in this step."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyWork:
-    """Work that could start now, were its devices free. Frozen: policies see these."""
-
-    pipeline: PipelineId
-    step: int
-    stage: Stage
-    phase: Phase
-    devices: tuple[DeviceId, ...]
-    """One device for a rollout shard, every training device for a training stage."""
-    since_s: float
-    """Time at which it became ready."""
-    sequence: int
-    """Total order of becoming ready: ties in time are broken on purpose."""
-    is_continuation: bool
-    """Its phase has begun: an earlier training stage of the step ran, or this shard was paused."""
-    is_waiting: bool = False
-    """A shard in state WAITING_FOR_ENV."""
-    migrate_to: DeviceId | None = None
-    """Device to which this shard was paused to migrate, while the policy is asked once; then it is like any other."""
-    kind: tuple[Phase, ...] = ()
-    """Kind of a burst; empty for work of a planned step."""
-    rollout_devices: tuple[DeviceId, ...] = ()
-    """Devices of a burst of both phases that it uses as a rollout, where `phase` is training; else empty."""
-
-    @property
-    def is_burst(self) -> bool:
-        """Whether it arrived: it then starts on all its devices at once."""
-        return bool(self.kind)
-
-    @property
-    def takes_slot(self) -> bool:
-        """Whether it begins a phase in its pipeline's cycle slot. A burst of both phases belongs to no one cycle."""
-        return not self.is_continuation and self.step > 0 and len(self.kind) < 2
-
-    def phase_on(self, device: DeviceId) -> Phase:
-        """The phase whose state it needs on the device."""
-        return Phase.ROLLOUT if device in self.rollout_devices else self.phase
-
-
-@dataclass(slots=True)
-class RolloutShard:
-    """The part of a step's rollout that one device has."""
-
-    work: ReadyWork
-    """The value that policies see while it is READY or WAITING_FOR_ENV; the last such value afterwards."""
-    state: WorkState = WorkState.READY
-    order: OrderId | None = None
-    """The order that runs or migrates it; None where there is none."""
-    migrate_to: DeviceId | None = None
-    """The device to which it is to migrate once it is paused; set only while it is PAUSING."""
-
-    @property
-    def device(self) -> DeviceId:
-        return self.work.devices[0]
-
-    @property
-    def is_ready(self) -> bool:
-        """It is in its group's ready work, with or without something to compute."""
-        return self.state is WorkState.READY or self.state is WorkState.WAITING_FOR_ENV
-
-
-@dataclass(slots=True)
-class TrainingStage:
-    """The training of a pipeline: one stage of one step at a time. DONE between two steps."""
-
-    work: ReadyWork | None = None
-    """The value that policies see while it is READY; the last such value afterwards; None before the first."""
-    state: WorkState = WorkState.DONE
-    order: OrderId | None = None
-    """The order that runs it; None where there is none."""
-    index: int | None = None
-    """Number of the stage among the pipeline's training stages; None between steps and for the SFT warm-up."""
-
-    @property
-    def is_open(self) -> bool:
-        """A stage of it is ready or runs."""
-        return self.state is not WorkState.DONE
-
-
-@dataclass(slots=True)
-class Burst:
-    """The work of one kind of a pipeline whose work arrives; `bursts.py` has its life. DONE while there is none."""
-
-    kind: tuple[Phase, ...]
-    """Phases of whose devices it needs all."""
-    work: ReadyWork | None = None
-    """The value that policies see while it is READY; the last such value afterwards; None before the first."""
-    state: WorkState = WorkState.DONE
-    order: OrderId | None = None
-    """The order that runs it; None where there is none."""
-    number: int = 0
-    """Number of the open burst, or of the last one, from 1: the step of its orders."""
-    units: int = 0
-    """Size of the open burst; 0 where it is unknown."""
-    solo_s: float = 0.0
-    """Solo seconds of the open burst's orders so far."""
-    held_s: float = 0.0
-    """Seconds for which they held their devices, switches left out."""
-    next_units: int | None = None
-    """Size of the work that arrived while it ran, and that the next burst is; None where none did."""
-    is_due: bool = False
-    """Whether it opens, under its number, as soon as the pipeline is placed."""
-
-    @property
-    def is_open(self) -> bool:
-        """It is ready or runs."""
-        return self.state is not WorkState.DONE
-
-    @property
-    def is_begun(self) -> bool:
-        """An order of it has run."""
-        return self.work is not None and self.work.is_continuation
-
-
-Work = RolloutShard | TrainingStage | Burst
-"""What an order runs on devices."""
-
-
-@dataclass(slots=True)
-class Order:
-    """A RunStage or MigrateShard that has not ended."""
-
-    id: OrderId
-    pipeline: PipelineId
-    step: int
-    stage: Stage
-    phase: Phase
-    devices: tuple[DeviceId, ...]
-    device_fraction: float
-    """Part of each device that it may use; 0 for one that leases no device."""
-    started_s: float
-    work: Work | None = None
-    """The shard, training stage or burst that it runs or migrates; None for rewards and publications."""
-    rollout_devices: tuple[DeviceId, ...] = ()
-    """As in ReadyWork."""
-    migrates_from: DeviceId | None = None
-    """Source of a MigrateShard: `devices` is then its target, and it leases nothing. None for a RunStage."""
-    is_fresh: bool = False
-    """A MigrateShard of a shard that had not begun."""
-    switch: Switch = Switch.NONE
-    slowdown: float = 1.0
-    """Expected at its device fraction beside the orders that share its devices."""
-    rate_since_s: float = 0.0
-    """Time from which it has had that slowdown."""
-    solo_s: float = 0.0
-    """Seconds up to `rate_since_s`, each divided by the slowdown of its time."""
-    num_active: int | None = None
-    """Sequences decoding at the last progress report; None before the first."""
-    num_waiting: int = 0
-    """Sequences waiting for a slot at the last progress report."""
-    num_waiting_for_env: int = 0
-    """Sequences waiting for their environment at the last progress report."""
-    has_waited_for_env: bool = False
-    """Whether a progress report told of sequences that wait for their environment."""
-    tokens: int = 0
-    """Tokens since it began, at the last progress report."""
-
-    @property
-    def is_pausing(self) -> bool:
-        return self.work is not None and self.work.state is WorkState.PAUSING
-
-    def phase_on(self, device: DeviceId) -> Phase:
-        """The phase whose state it uses on the device."""
-        return Phase.ROLLOUT if device in self.rollout_devices else self.phase
 
 
 @dataclass(slots=True)
@@ -404,6 +219,32 @@ class HeldDevice:
 
 
 @dataclass(slots=True)
+class Dirty:
+    """What facts have left to settle, in the order in which `Scheduler.settle` takes it up. Empty between events."""
+
+    over: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    """Pipelines that have ended and run nothing more: their nodes go back."""
+    boundaries: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    """Pipelines that may be at a step boundary: they park, relocate, or open their next rollout."""
+    newcomer: PipelineRun | None = None
+    """Pipeline that was submitted and comes last in the queue: it is tried before the queue is tried as a whole."""
+    queue: bool = False
+    """The whole queue for admission is to be tried."""
+    balance: bool = False
+    """The policy is to be asked for relocations."""
+    expectations: bool = False
+    """What is expected of pipelines may be new."""
+    groups: dict[GroupId, GroupState] = field(default_factory=dict)
+    """Groups whose policy is to be asked what starts."""
+    fillers: bool = False
+    """Nodes, or what is pinned to them, may have changed: fillers are placed again."""
+
+    def mark_nodes(self) -> None:
+        """Nodes are free that were not: all tiers of placement look again."""
+        self.queue = self.balance = self.fillers = True
+
+
+@dataclass(slots=True)
 class SchedulerState:
     """Everything that decisions depend on, but the placement ledger."""
 
@@ -429,6 +270,7 @@ class SchedulerState:
     """Every device that a pipeline was ever pinned to."""
     orders: dict[OrderId, Order] = field(default_factory=dict)
     """Every order that has not ended, oldest first."""
+    dirty: Dirty = field(default_factory=Dirty)
     beyond_slo: dict[PipelineId, None] = field(default_factory=dict)
     """Placed pipelines of which was said that their SLO cannot be promised where they are."""
     share_by_account: dict[Account, Share] = field(default_factory=dict)
@@ -466,6 +308,11 @@ class SchedulerState:
         """The co-execution group of a pipeline that is placed."""
         assert run.placement is not None
         return self.groups.get(run.placement.group, self.fillers)
+
+    def mark_group(self, run: PipelineRun) -> None:
+        """Have the policy asked what starts in the pipeline's group."""
+        group = self.group_of(run)
+        self.dirty.groups[group.id] = group
 
     def work_left(self, pipeline: PipelineId) -> WorkLeft | None:
         """What is left of a submitted pipeline's steps; None where it has no number of them."""

@@ -15,26 +15,17 @@ What this module does not do: it leases no device and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-from rlmux.core.actions import Pause
+from rlmux.core.actions import Action, MigrateShard, Pause, RunStage
 from rlmux.core.journal import Journal
 from rlmux.core.model import DeviceId, Phase, PipelineStatus, Stage
 from rlmux.core.orders import Orders, rollout_version
-from rlmux.core.state import (
-    Burst,
-    Order,
-    PipelineRun,
-    ReadyWork,
-    RolloutShard,
-    SchedulerState,
-    TrainingStage,
-    Work,
-    WorkState,
-)
+from rlmux.core.state import GroupState, PipelineRun, SchedulerState
+from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, TrainingStage, Work, WorkState
 
 
 class WorkInput(StrEnum):
@@ -213,25 +204,10 @@ def _diagram(first: StrEnum, moves: Mapping[Any, Mapping[Any, Any]]) -> str:
 class StepMachine:
     """Takes every pipeline through its steps and its life; the only place where their states change."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        orders: Orders,
-        journal: Journal,
-        *,
-        relocate: Callable[[PipelineRun], None],
-        release: Callable[[PipelineRun], None],
-        parks: Callable[[PipelineRun], bool],
-    ) -> None:
+    def __init__(self, state: SchedulerState, orders: Orders, journal: Journal) -> None:
         self._state = state
         self._orders = orders
         self._journal = journal
-        self._relocate = relocate
-        """Called at the step boundary of a pipeline that is to be relocated."""
-        self._release = release
-        """Called for a pipeline whose last step is published."""
-        self._parks = parks
-        """Called before a rollout opens: whether none does, since the pipeline gives its nodes back."""
 
     # ------------------------------------------------------------------ a pipeline's life
 
@@ -273,18 +249,12 @@ class StepMachine:
         if restored_step < 0:
             self._open_training_stage(run, 0, Stage.SFT_WARMUP, None, is_continuation=False)
         else:
-            self.open_rollout(run)
+            self._mark_boundary(run)
 
     def open_rollout(self, run: PipelineRun) -> None:
-        """Open the next step's rollout as soon as the version that it must sample from is published."""
+        """Open the next step's rollout, where none is open and the version that it must sample from is published."""
         pipeline = run.pipeline
         step = run.rollout_step + 1
-        if self._parks(run):
-            return
-        if run.next_placement is not None:
-            if run.shards or run.training.is_open or self._orders.of(run):
-                return  # the end of one of these comes back here
-            self._relocate(run)
         if run.shards or (pipeline.num_steps is not None and step > pipeline.num_steps):
             return
         if run.published_version < rollout_version(pipeline, step):
@@ -294,8 +264,9 @@ class StepMachine:
         run.measured.open_rollout(step, run.rollout_devices)
         for device in run.rollout_devices:
             run.shards[device] = RolloutShard(self._shard_work(run, device, is_continuation=False))
+        self._state.mark_group(run)
 
-    def start(self, run: PipelineRun, ready: ReadyWork, device_fraction: float, slowdown: float) -> None:
+    def start(self, run: PipelineRun, ready: ReadyWork, device_fraction: float, slowdown: float) -> RunStage:
         """Order ready work to run. The group's ready work no longer has it."""
         work: Work
         if ready.kind:
@@ -303,19 +274,23 @@ class StepMachine:
         else:
             work = run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
         self.move(work, WorkInput.STARTED)
-        work.order = self._orders.run_ready(run, work, ready, device_fraction, slowdown)
+        action = self._orders.run_ready(run, work, ready, device_fraction, slowdown)
+        work.order = action.order
+        return action
 
-    def order_pause(self, order: Order, *, migrate_to: DeviceId | None = None) -> None:
+    def order_pause(self, order: Order, *, migrate_to: DeviceId | None = None) -> list[Action]:
         """Pause the order at its next safe point; its shard is to migrate to that device then.
 
         An order that is pausing already is not told again, and one that cannot be paused goes on.
         """
         work = order.work
+        actions: list[Action] = []
         if work is not None and work.state is WorkState.RUNNING:
             self.move(work, WorkInput.PAUSE_ORDERED)
-            self._journal.act(Pause(order=order.id))
+            actions.append(Pause(order=order.id))
         if isinstance(work, RolloutShard) and work.state is WorkState.PAUSING:
             work.migrate_to = migrate_to
+        return actions
 
     def pause(self, run: PipelineRun, order: Order, *, is_waiting: bool) -> None:
         """The order has been paused: what it worked on is ready again."""
@@ -343,20 +318,23 @@ class StepMachine:
             self._orders.end(self._orders.named(order))
             self._ready_after_pause(run, shard)
 
-    def drop_asked_migration(self, run: PipelineRun, device: DeviceId) -> None:
-        """A shard that was paused to migrate, and that its policy then left where it is, is ready like any other."""
-        shard = run.shards.get(device)
-        if shard is not None and shard.is_ready and shard.work.migrate_to is not None:
-            shard.work = replace(shard.work, migrate_to=None)
-            self._state.group_of(run).ready[shard.work.sequence] = shard.work
+    def drop_asked_migrations(self, group: GroupState) -> None:
+        """Shards that were paused to migrate, and that the policy left where they are, are ready like any other."""
+        for ready in [work for work in group.ready.values() if work.migrate_to is not None]:
+            shard = group.members[ready.pipeline].shards[ready.devices[0]]
+            shard.work = group.ready[ready.sequence] = replace(ready, migrate_to=None)
 
-    def order_migration(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> None:
+    def order_migration(
+        self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool
+    ) -> MigrateShard:
         """Move a ready shard's trajectories to the target, which has a shard of the same rollout."""
         self.move(shard, WorkInput.MIGRATION_ORDERED)
         del self._state.group_of(run).ready[shard.work.sequence]
-        shard.order = self._orders.migrate(run, shard, target, copies_kv=copies_kv)
+        action = self._orders.migrate(run, shard, target, copies_kv=copies_kv)
+        shard.order = action.order
+        return action
 
-    def finish_migration(self, run: PipelineRun, order: Order) -> None:
+    def finish_migration(self, run: PipelineRun, order: Order) -> list[Action]:
         """The trajectories have arrived: the source is done, and a target that was done is ready again."""
         source, target = order.work, run.shards[order.devices[0]]
         assert isinstance(source, RolloutShard)
@@ -365,21 +343,22 @@ class StepMachine:
         self.move(target, WorkInput.RECEIVED)
         if was_done:
             target.work = self._shard_work(run, target.device, is_continuation=True)
-        self._reward_if_done(run)
+        return self._reward_if_done(run)
 
-    def finish(self, run: PipelineRun, order: Order) -> None:
+    def finish(self, run: PipelineRun, order: Order) -> list[Action]:
         """The order's work is complete: open what follows it."""
         if order.work is not None:
             self.move(order.work, WorkInput.FINISHED)
         if isinstance(order.work, RolloutShard):
             order.work.migrate_to = None
-            self._reward_if_done(run)
-        elif order.phase is Phase.TRAIN:
-            self._finish_training_stage(run, order)
-        elif order.phase is Phase.ENV:
+            return self._reward_if_done(run)
+        if order.phase is Phase.TRAIN:
+            return self._finish_training_stage(run, order)
+        if order.phase is Phase.ENV:
             self._finish_rollout(run)
         else:
             self._publish(run, order.step)
+        return []
 
     def withdraw(self, run: PipelineRun) -> None:
         """Forget the open rollout and the training under way; open bursts are due again. Their orders end by themselves
@@ -438,13 +417,13 @@ class StepMachine:
         shard.work = replace(shard.work, is_waiting=False, since_s=self._state.now_s)
         self._state.group_of(run).ready[shard.work.sequence] = shard.work
 
-    def _reward_if_done(self, run: PipelineRun) -> None:
+    def _reward_if_done(self, run: PipelineRun) -> list[Action]:
         if any(shard.state is not WorkState.DONE for shard in run.shards.values()):
-            return
+            return []
         if Stage.REWARD in run.pipeline.stages:
-            self._orders.run_without_device(run, run.rollout_step, Stage.REWARD, Phase.ENV)
-        else:
-            self._finish_rollout(run)
+            return [self._orders.run_without_device(run, run.rollout_step, Stage.REWARD, Phase.ENV)]
+        self._finish_rollout(run)
+        return []
 
     def _finish_rollout(self, run: PipelineRun) -> None:
         run.shards.clear()
@@ -454,7 +433,7 @@ class StepMachine:
             self._publish(run, run.rollout_step)
             return
         self._open_training(run)
-        self.open_rollout(run)
+        self._mark_boundary(run)
 
     def _open_training(self, run: PipelineRun) -> None:
         step = run.trained_step + 1
@@ -468,25 +447,30 @@ class StepMachine:
         run.train_step, run.training.index = step, index
         run.training.work = self._training_work(run, step, stage, is_continuation=is_continuation)
 
-    def _finish_training_stage(self, run: PipelineRun, order: Order) -> None:
+    def _finish_training_stage(self, run: PipelineRun, order: Order) -> list[Action]:
         if order.stage is not Stage.SFT_WARMUP:
             assert run.training.index is not None
             index = run.training.index + 1
             if index < len(run.train_stages):
                 self._open_training_stage(run, order.step, run.train_stages[index], index, is_continuation=True)
-                return
+                return []
             run.training.index = None
         run.trained_step = order.step
+        actions: list[Action] = []
         if Stage.PUBLISH in run.pipeline.stages:
-            self._orders.run_without_device(run, order.step, Stage.PUBLISH, Phase.SYNC)
+            actions.append(self._orders.run_without_device(run, order.step, Stage.PUBLISH, Phase.SYNC))
         else:
             self._publish(run, order.step)
         self._open_training(run)
+        return actions
 
     def _publish(self, run: PipelineRun, version: int) -> None:
         run.published_version = max(run.published_version, version)
         if run.published_version == run.pipeline.num_steps:
             self.move_pipeline(run, PipelineInput.LAST_STEP_PUBLISHED)
-            self._release(run)
+            self._state.dirty.over[run.pipeline.id] = run
         else:
-            self.open_rollout(run)
+            self._mark_boundary(run)
+
+    def _mark_boundary(self, run: PipelineRun) -> None:
+        self._state.dirty.boundaries[run.pipeline.id] = run

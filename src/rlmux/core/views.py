@@ -15,16 +15,9 @@ from rlmux.core.estimates import StepEstimates
 from rlmux.core.group_load import sync_s
 from rlmux.core.group_look import GroupLook
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
-from rlmux.core.state import (
-    GroupState,
-    Order,
-    PipelineRun,
-    ReadyWork,
-    RolloutShard,
-    SchedulerState,
-    WorkState,
-)
+from rlmux.core.state import GroupState, PipelineRun, SchedulerState
 from rlmux.core.switches import num_fitting
+from rlmux.core.work import Order, ReadyWork, RolloutShard, WorkState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

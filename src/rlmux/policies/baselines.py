@@ -22,8 +22,8 @@ from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement_view import PlacementView
-from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, RunWork
+from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
 from rlmux.policies.planning.dispatching import (
     age,

@@ -26,8 +26,8 @@ from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement_view import PlacementView
 from rlmux.core.sharing import NO_SHARING, SharingTable
-from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView
+from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.cycle_priorities import in_cycle_order
 from rlmux.policies.planning.dispatching import start_in_cycle_order, start_oldest_first, start_where_free
 from rlmux.policies.planning.forecast import Forecast, forecast_group, is_idle, solo_step_s

@@ -62,7 +62,7 @@ from rlmux.core.events import (
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import WorkState
+from rlmux.core.work import WorkState
 from rlmux.policies import with_sharing
 from rlmux.policies.planning.fairness import FairShares
 from rlmux.sim.clients import ClientBurst, SimClient

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rlmux.core.cycle_slots import CycleSlot
 from rlmux.core.model import DeviceId, Phase
-from rlmux.core.state import ReadyWork
 from rlmux.core.tails import is_tail
 from rlmux.core.views import GroupView, RunWork
+from rlmux.core.work import ReadyWork
 
 LEAST_FREE = 0.5
 """Part of a node beside tails with which a rollout begins."""

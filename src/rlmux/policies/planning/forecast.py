@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from rlmux.core.estimates import StepEstimates
 from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, Phase, PipelineId, Stage, SubStage
-from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, MemberView, OrderView
+from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.problem import WorkItem
 
 MAX_WORK_ITEMS = 96

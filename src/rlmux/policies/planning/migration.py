@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
-from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
+from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.forecast import Forecast, is_idle
 from rlmux.policies.planning.problem import IdleMigration, Problem, Schedule, SiblingMigration
 

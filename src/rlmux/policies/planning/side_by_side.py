@@ -11,8 +11,8 @@ from collections.abc import Generator, Mapping, Sequence
 
 from rlmux.core.model import DeviceId, OrderId, Phase, SubStage
 from rlmux.core.sharing import SharingTable
-from rlmux.core.state import ReadyWork
 from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, OrderView, RunWork
+from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.forecast import decode_sub_stage
 
 Holder = OrderId | ReadyWork

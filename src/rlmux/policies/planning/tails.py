@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
-from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
+from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.migration import continue_migrations
 
 Members = Mapping[PipelineId, MemberView]

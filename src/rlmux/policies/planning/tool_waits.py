@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rlmux.core.model import DeviceId, Phase
-from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, OrderView, PauseOrder
+from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.forecast import is_idle
 
 

@@ -1,0 +1,92 @@
+"""What users say of their pipelines, and what was set for them: held, released, ranked, parked; shares and usage.
+
+PipelineHeld, HoldReleased, PipelineRanked, ParkRequested ─┐
+PipelineParked, SharesSet, UsageRestored, WaitsRestored ───┼─▶ a pipeline's run, or Shares ─▶ the queue
+TimeReached ───────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from rlmux.core import parking, placing
+from rlmux.core.actions import Action
+from rlmux.core.admission_queue import HELD
+from rlmux.core.events import (
+    HoldReleased,
+    ParkRequested,
+    PipelineHeld,
+    PipelineParked,
+    PipelineRanked,
+    SharesSet,
+    TimeReached,
+    UsageRestored,
+    WaitsRestored,
+)
+from rlmux.core.model import PipelineStatus
+from rlmux.core.parts import Parts
+from rlmux.core.state import PipelineRun
+
+
+def on_held(parts: Parts, event: PipelineHeld) -> list[Action]:
+    run = parts.run(event.pipeline)
+    return _hold(parts, run) if run.status is PipelineStatus.WAITING else []
+
+
+def _hold(parts: Parts, run: PipelineRun) -> list[Action]:
+    if run.is_held:
+        return []
+    run.is_held = parts.state.dirty.queue = True
+    return parts.queue.tell(run, HELD)
+
+
+def on_hold_released(parts: Parts, event: HoldReleased) -> list[Action]:
+    run = parts.run(event.pipeline)
+    run.is_held = False
+    if not run.is_leaving:
+        parking.forget(run)
+    parts.state.dirty.queue = True
+    return []
+
+
+def on_ranked(parts: Parts, event: PipelineRanked) -> list[Action]:
+    parts.run(event.pipeline).rank = event.rank
+    parts.shares.begin()
+    parts.state.dirty.queue = True
+    return []
+
+
+def on_park_requested(parts: Parts, event: ParkRequested) -> list[Action]:
+    run = parts.run(event.pipeline)
+    if run.status is PipelineStatus.WAITING:
+        return _hold(parts, run)
+    if run.status is PipelineStatus.RUNNING and not run.pipeline.work_arrives:
+        run.is_held = True
+        parking.request(parts, run)
+    return []
+
+
+def on_parked(parts: Parts, event: PipelineParked) -> list[Action]:
+    run = parts.run(event.pipeline)
+    if run.status is PipelineStatus.RUNNING and run.is_leaving:  # else it is over, or has lost a node meanwhile
+        return placing.park(parts, run)
+    return []
+
+
+def on_shares_set(parts: Parts, event: SharesSet) -> list[Action]:
+    parts.shares.set(event.shares)
+    parts.state.dirty.queue = True
+    return []
+
+
+def on_usage_restored(parts: Parts, event: UsageRestored) -> list[Action]:
+    parts.shares.restore(event.usage, event.spent)
+    return []
+
+
+def on_waits_restored(parts: Parts, event: WaitsRestored) -> list[Action]:
+    parts.queue.restore(event.waits)
+    return []
+
+
+def on_time_reached(parts: Parts, event: TimeReached) -> list[Action]:
+    parts.state.dirty.queue = True
+    return []

@@ -1,0 +1,154 @@
+"""Pipelines come, end and break: how each of these facts is applied.
+
+PipelineSubmitted ─▶ it waits
+PipelineCancelled, ClientFinished ─▶ what runs is paused; the last order that ends leaves it over
+PipelineFailed ─▶ its orders end, and it is over
+WorkerLost ─▶ what the worker had is to be done again
+PipelineRestarted ─▶ the pipeline goes on from its last checkpoint, where it is
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlmux.core import fillers, placing
+from rlmux.core.actions import Action
+from rlmux.core.admission_queue import HELD
+from rlmux.core.events import (
+    ClientFinished,
+    PipelineCancelled,
+    PipelineFailed,
+    PipelineRestarted,
+    PipelineSubmitted,
+    WorkerLost,
+)
+from rlmux.core.groups import device_keys
+from rlmux.core.model import DeviceId, Phase, PipelineStatus
+from rlmux.core.parts import Parts
+from rlmux.core.state import PipelineRun
+from rlmux.core.step_machine import PipelineInput
+from rlmux.core.work import Burst, Order
+
+
+def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
+    pipeline, state = event.pipeline, parts.state
+    if pipeline.id in state.runs:
+        raise parts.journal.illegal(f"pipeline {pipeline.id} was submitted before")
+    if pipeline.tail is not None and not getattr(parts.policy, "migrates_tails", False):
+        pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do
+    state.has_tails = state.has_tails or pipeline.tail is not None
+    run = PipelineRun(pipeline, event.time_s, state.next_in_sequence())
+    run.restart_step = -1 if pipeline.has_sft_warmup and pipeline.first_step == 1 else pipeline.first_step - 1
+    state.runs[pipeline.id] = run
+    parts.queue.enter(run)
+    parts.shares.note_submitted(pipeline)
+    waiting = state.waiting_fillers if pipeline.is_filler else state.waiting
+    waiting[pipeline.id] = run
+    if run.is_held:
+        return parts.queue.tell(run, HELD)
+    if not pipeline.is_filler:
+        state.dirty.balance = True
+        if parts.queue.is_next(run):
+            state.dirty.newcomer = run
+        else:
+            state.dirty.queue = True
+    return []
+
+
+def on_cancelled(parts: Parts, event: PipelineCancelled) -> list[Action]:
+    return _end_softly(parts, parts.run(event.pipeline), PipelineInput.CANCELLED)
+
+
+def on_client_finished(parts: Parts, event: ClientFinished) -> list[Action]:
+    run = parts.run(event.pipeline)
+    parts.bursts.check(run)
+    return _end_softly(parts, run, PipelineInput.CLIENT_FINISHED)
+
+
+def _end_softly(parts: Parts, run: PipelineRun, what: PipelineInput) -> list[Action]:
+    """It begins nothing more; what runs is paused, and the last order that ends leaves it over."""
+    was_running = run.status is PipelineStatus.RUNNING
+    parts.steps.move_pipeline(run, what)
+    parts.queue.leave(run)
+    if not was_running:
+        return []
+    parts.steps.withdraw(run)
+    orders = parts.orders.of(run)
+    if not orders:
+        parts.state.dirty.over[run.pipeline.id] = run
+    elif run.pipeline.work_arrives:  # what its ready bursts kept is free
+        parts.state.mark_group(run)
+    return [action for order in orders for action in parts.steps.order_pause(order)]
+
+
+def on_failed(parts: Parts, event: PipelineFailed) -> list[Action]:
+    run = parts.run(event.pipeline)
+    if run.status in (PipelineStatus.WAITING, PipelineStatus.RUNNING):
+        run.reason = event.reason
+    parts.steps.move_pipeline(run, PipelineInput.FAILED)
+    parts.queue.leave(run)
+    drain(parts, run, parts.orders.of(run))
+    return []
+
+
+def drain(parts: Parts, run: PipelineRun, ended: list[Order]) -> None:
+    """End these orders of a pipeline that is over: others use their devices, and the last one leaves it over."""
+    for order in ended:
+        parts.orders.end(order)
+    if run.placement is not None and parts.orders.of(run):
+        parts.state.mark_group(run)
+    elif run.placement is not None:
+        parts.state.dirty.over[run.pipeline.id] = run
+
+
+def on_worker_lost(parts: Parts, event: WorkerLost) -> list[Action]:
+    run = parts.run(event.pipeline)
+    if run.placement is None:
+        return []  # it has ended, or waits for other nodes: nothing of it runs
+    if run.status is not PipelineStatus.RUNNING:
+        drain(parts, run, [order for order in parts.orders.of(run) if _runs_on(order, event.device)])
+        return []
+    for phase in (Phase.ROLLOUT, Phase.TRAIN) if run.pipeline.work_arrives else (Phase.ROLLOUT,):
+        parts.leases.remove_state(run, phase, event.device)
+        run.host_resident.discard((phase, event.device))
+    parts.bursts.lose_orders(run, event.device)
+    if event.device in run.shards:
+        if run.waits_for_user_code:
+            parts.groups.catch_up(run)
+        parts.steps.lose_worker(run, run.shards[event.device])
+    parts.state.mark_group(run)
+    return []
+
+
+def on_restarted(parts: Parts, event: PipelineRestarted) -> list[Action]:
+    run = parts.run(event.pipeline)
+    if run.placement is None:
+        return []  # as above
+    if run.status is not PipelineStatus.RUNNING:
+        drain(parts, run, parts.orders.of(run))
+    elif run.is_leaving:  # its processes have ended for good
+        run.published_version = run.trained_step = event.restored_step
+    elif run.pipeline.is_filler:
+        fillers.begin_again(parts, run, event.restored_step)
+    else:
+        _begin_again(parts, run, event.restored_step)
+    return []
+
+
+def _begin_again(parts: Parts, run: PipelineRun, restored_step: int) -> None:
+    parts.orders.end_all(run)
+    parts.steps.withdraw(run)
+    for phase, device in device_keys(run):
+        parts.leases.remove_state(run, phase, device)
+    run.host_resident.clear()
+    parts.groups.rejoin_cycle(run)
+    placing.begin(parts, run, restored_step)
+    parts.ledger.renew(run.pipeline.id)
+    parts.state.mark_group(run)
+
+
+def _runs_on(order: Order, device: DeviceId) -> bool:
+    """Whether the order ended with the device's worker: it ran a shard or a burst there, or migrated from there."""
+    if isinstance(order.work, Burst):
+        return device in order.devices
+    return order.migrates_from == device or (order.phase is Phase.ROLLOUT and device in order.devices)

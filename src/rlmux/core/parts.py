@@ -1,0 +1,91 @@
+"""What one scheduler is made of. The functions that apply facts and settle their consequences take it as a whole.
+
+Parts ─▶ StepMachine       each pipeline's life and steps, by tables of legal moves
+      ─▶ Bursts            work that arrives instead of being planned
+      ─▶ Groups            members of each co-execution group, and the cycle
+      ─▶ Orders            what was ordered and has not ended
+      ─▶ Leases            device fractions and residency
+      ─▶ PlacementLedger   which pipeline is pinned to which nodes
+      ─▶ Expectations      what its own steps say of a pipeline without an estimate
+      ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
+      ─▶ Shares            what accounts have used, and who is offered room first for it
+      ─▶ Turns             who holds nodes next, where pipelines hold them by turns
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlmux.core.admission_queue import AdmissionQueue
+from rlmux.core.bursts import Bursts
+from rlmux.core.expectations import Expectations
+from rlmux.core.groups import Groups
+from rlmux.core.journal import Journal
+from rlmux.core.leases import Leases
+from rlmux.core.model import Cluster, PipelineId
+from rlmux.core.offers import QueueOrder
+from rlmux.core.orders import Orders
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_view import PlacementView
+from rlmux.core.policy import Policy
+from rlmux.core.shares import Shares
+from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.step_machine import StepMachine
+from rlmux.core.turns import Turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """See the module."""
+
+    cluster: Cluster
+    policy: Policy
+    state: SchedulerState
+    ledger: PlacementLedger
+    placement: PlacementView
+    """What policies and drivers see of the ledger."""
+    journal: Journal
+    shares: Shares
+    leases: Leases
+    orders: Orders
+    groups: Groups
+    queue: AdmissionQueue
+    steps: StepMachine
+    bursts: Bursts
+    expectations: Expectations
+    turns: Turns
+
+    @classmethod
+    def of(cls, cluster: Cluster, policy: Policy, queue_order: QueueOrder | None) -> Parts:
+        """The parts of a scheduler to which nothing was submitted yet."""
+        state, journal = SchedulerState(), Journal(policy.name)
+        ledger = PlacementLedger(cluster, state.work_left)
+        shares = Shares(cluster, state, queue_order)
+        leases = Leases(cluster, state, journal)
+        orders = Orders(state, leases, shares, journal)
+        groups = Groups(cluster, state, ledger, leases, shares)
+        steps = StepMachine(state, orders, journal)
+        return cls(
+            cluster=cluster,
+            policy=policy,
+            state=state,
+            ledger=ledger,
+            placement=PlacementView(ledger),
+            journal=journal,
+            shares=shares,
+            leases=leases,
+            orders=orders,
+            groups=groups,
+            queue=AdmissionQueue(state, ledger, policy, shares),
+            steps=steps,
+            bursts=Bursts(state, orders, steps, groups, journal),
+            expectations=Expectations(state, ledger, journal),
+            turns=Turns(state, ledger, policy, shares),
+        )
+
+    def run(self, pipeline: PipelineId) -> PipelineRun:
+        """Raises IllegalTransitionError for a pipeline that was not submitted."""
+        try:
+            return self.state.runs[pipeline]
+        except KeyError:
+            raise self.journal.illegal(f"no pipeline {pipeline} was submitted") from None
