@@ -83,9 +83,9 @@ def play(builders, policy: str, crowd: Crowd, check_every: int = 1) -> None:
     driver.run()
     for _, _, pipeline in made:
         state = driver.scheduler.state.runs[pipeline.id]
-        assert state.status in (PipelineStatus.FINISHED, PipelineStatus.REFUSED), (pipeline.id, state.reason)
+        assert state.status in (PipelineStatus.FINISHED, PipelineStatus.REFUSED), (pipeline.id, state.admission.reason)
         if state.status is PipelineStatus.FINISHED:
-            assert state.published_version == pipeline.num_steps
+            assert state.step.published_version == pipeline.num_steps
 
 
 def watch(driver, shares: ShareSettings) -> None:
@@ -102,13 +102,13 @@ def watch(driver, shares: ShareSettings) -> None:
         asked = sum(one.num_rollout_nodes + one.num_train_nodes for one in of_ann)
         assert quota.max_devices is None or asked <= quota.max_devices
         for run in state.runs.values():
-            if run.status is PipelineStatus.RUNNING and run.is_parking and run.parks_for is not None:
-                assert state.runs[run.parks_for].num_parks == 0
+            if run.status is PipelineStatus.RUNNING and run.parking.is_parking and run.parking.parks_for is not None:
+                assert state.runs[run.parking.parks_for].parking.num_parks == 0
                 assert run.pipeline.slo_slowdown == math.inf
         for load in driver.scheduler.ledger.groups():
             assert load.keeps_slos, f"{load.id} takes {load.period_s} s, its members allow {load.budget_s} s"
         over = {run.pipeline.id for run, _ in driver.scheduler._parts.queue.over_quota()}
-        waiting = [run for run in state.waiting.values() if not run.is_held and run.pipeline.id not in over]
+        waiting = [run for run in state.waiting.values() if not run.admission.is_held and run.pipeline.id not in over]
         if state.reservation is not None:
             waiting = [state.runs[state.reservation.pipeline]]
         for run in waiting:

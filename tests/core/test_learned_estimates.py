@@ -214,7 +214,7 @@ def test_steps_per_cycle_are_taken_back_when_neighbours_leave(driver):
     counts: dict[int, None] = {}
     while "c" in run.scheduler.query.placement or "a" in run.scheduler.query.placement:
         assert run.step()
-        counts[run.scheduler.state.runs[PipelineId("b")].steps_per_cycle] = None
+        counts[run.scheduler.state.runs[PipelineId("b")].cycle.steps_per_cycle] = None
     assert max(counts) > 1
     members = run.scheduler.query.placement.group(
         run.scheduler.query.placement.placement(PipelineId("b")).group
@@ -242,7 +242,7 @@ def test_due_times_count_every_step_since_the_first(driver):
     run.submit(unknown("a", slo_slowdown=1.5))
     while not expectations(run, "a"):
         assert run.step()
-    history = run.scheduler.state.runs[PipelineId("a")].history
+    history = run.scheduler.state.runs[PipelineId("a")].estimates.history
     assert history.due_s == pytest.approx(4 * 1.5 * 3.0)  # the fourth rollout is open
 
 

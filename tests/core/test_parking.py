@@ -221,7 +221,7 @@ def test_none_is_parked(driver, builders, fields):
     set_shares(driver, **fields)
     heavy_use(driver, builders)
     driver.step()
-    assert not any(run.is_parking for run in driver.scheduler.state.runs.values())
+    assert not any(run.parking.is_parking for run in driver.scheduler.state.runs.values())
 
 
 def test_what_was_promised_an_slo_is_never_parked_for_another(driver, builders):
@@ -350,4 +350,4 @@ def run_until(driver, until_s: float, submitted_s: dict[str, float], latest_s: d
 
 def seconds_left(run) -> float:
     pipeline = run.pipeline
-    return (pipeline.num_steps - run.published_version) * (pipeline.estimate.rollout_s + pipeline.estimate.train_s)
+    return (pipeline.num_steps - run.step.published_version) * (pipeline.estimate.rollout_s + pipeline.estimate.train_s)

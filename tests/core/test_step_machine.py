@@ -173,6 +173,6 @@ def test_what_comes_too_late_changes_nothing_of_a_pipeline_that_is_over(driver):
 
 
 def test_the_invariants_notice_a_state_that_was_changed_past_the_tables(driver):
-    driver.scheduler.state.runs[A].shards[DEVICE].state = WorkState.DONE
+    driver.scheduler.state.runs[A].step.shards[DEVICE].state = WorkState.DONE
     with pytest.raises(AssertionError, match="has order 1"):
         invariants.check(driver.scheduler)

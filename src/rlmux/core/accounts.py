@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from rlmux.core.model import Account, PipelineStatus
 from rlmux.core.offers import AccountUsage, Quota, Share
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.shares import Shares
-from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.state import SchedulerState
 from rlmux.core.usage import HALF_LIFE_S
 from rlmux.core.why import is_over
 

@@ -23,7 +23,7 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import PipelineStatus
 from rlmux.core.parts import Parts
-from rlmux.core.state import PipelineRun
+from rlmux.core.pipeline_run import PipelineRun
 
 
 def on_held(parts: Parts, event: PipelineHeld) -> list[Action]:
@@ -32,23 +32,24 @@ def on_held(parts: Parts, event: PipelineHeld) -> list[Action]:
 
 
 def _hold(parts: Parts, run: PipelineRun) -> list[Action]:
-    if run.is_held:
+    if run.admission.is_held:
         return []
-    run.is_held = parts.state.dirty.queue = True
+    parts.queue.hold(run)
+    parts.state.dirty.queue = True
     return parts.queue.tell(run, HELD)
 
 
 def on_hold_released(parts: Parts, event: HoldReleased) -> list[Action]:
     run = parts.run(event.pipeline)
-    run.is_held = False
-    if not run.is_leaving:
+    parts.queue.release_hold(run)
+    if not run.parking.is_leaving:
         parking.forget(run)
     parts.state.dirty.queue = True
     return []
 
 
 def on_ranked(parts: Parts, event: PipelineRanked) -> list[Action]:
-    parts.run(event.pipeline).rank = event.rank
+    parts.queue.rank(parts.run(event.pipeline), event.rank)
     parts.shares.begin()
     parts.state.dirty.queue = True
     return []
@@ -59,14 +60,14 @@ def on_park_requested(parts: Parts, event: ParkRequested) -> list[Action]:
     if run.status is PipelineStatus.WAITING:
         return _hold(parts, run)
     if run.status is PipelineStatus.RUNNING and not run.pipeline.work_arrives:
-        run.is_held = True
+        parts.queue.hold(run)
         parking.request(parts, run)
     return []
 
 
 def on_parked(parts: Parts, event: PipelineParked) -> list[Action]:
     run = parts.run(event.pipeline)
-    if run.status is PipelineStatus.RUNNING and run.is_leaving:  # else it is over, or has lost a node meanwhile
+    if run.status is PipelineStatus.RUNNING and run.parking.is_leaving:  # else it is over, or has lost a node meanwhile
         return placing.park(parts, run)
     return []
 

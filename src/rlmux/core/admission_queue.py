@@ -27,12 +27,13 @@ from rlmux.core.estimates import StepEstimates
 from rlmux.core.group_load import GroupLoad, Member
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.offers import PipelineWait
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice, Refusal
 from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.shares import Shares
-from rlmux.core.state import PipelineRun, Reservation, SchedulerState
+from rlmux.core.state import Reservation, SchedulerState
 
 _TOLERANCE = 1e-9
 """Relative: ends that are computed in two ways are the same time."""
@@ -84,7 +85,7 @@ class AdmissionQueue:
         """Waiting pipelines that are over a quota, and why; final where they would be by themselves."""
         if not self._state.quota_by_account:
             return []
-        waiting = [run for run in self._state.waiting.values() if not run.is_held]
+        waiting = [run for run in self._state.waiting.values() if not run.admission.is_held]
         return [
             (run, Refusal(reason=excess.reason, is_final=excess.is_final))
             for run, excess in self._shares.quotas.excesses(waiting)
@@ -114,16 +115,45 @@ class AdmissionQueue:
 
     def enter(self, run: PipelineRun) -> None:
         """A pipeline was submitted: its wait begins, or goes on."""
+        self._waiting(run)[run.pipeline.id] = run
         wait = self._state.restored_waits.pop(run.pipeline.id, None)
         if wait is not None:
-            run.waiting_since_s, run.promised_s = wait.since_s, wait.promised_s
+            run.admission.waiting_since_s, run.admission.promised_s = wait.since_s, wait.promised_s
+
+    def hold(self, run: PipelineRun) -> None:
+        """The user keeps the pipeline from starting, or from going on once it is parked."""
+        run.admission.is_held = True
+
+    def release_hold(self, run: PipelineRun) -> None:
+        run.admission.is_held = False
+
+    def rank(self, run: PipelineRun, rank: int) -> None:
+        """Give a pipeline its place among its account's own waiting ones."""
+        run.admission.rank = rank
 
     def start(self, run: PipelineRun) -> None:
         """A pipeline of the queue is admitted."""
-        del self._state.waiting[run.pipeline.id]
-        run.reason = ""
-        run.admitted_s = self._state.now_s
-        self._shares.enter(run)
+        del self._waiting(run)[run.pipeline.id]
+        run.admission.reason = ""
+        run.admission.admitted_s = self._state.now_s
+        if not run.is_filler:
+            self._shares.enter(run)
+
+    def wait_again(self, run: PipelineRun) -> None:
+        """A pipeline that ran has left its nodes: it waits, and begins after its last published version."""
+        self._waiting(run)[run.pipeline.id] = run
+        run.admission.restart_step = run.step.published_version
+        run.admission.waiting_since_s = self._state.now_s
+
+    def drop_promise(self, run: PipelineRun) -> None:
+        """The start that was reserved for the pipeline before is promised no longer."""
+        run.admission.promised_s = math.inf
+
+    def fail(self, run: PipelineRun, reason: str) -> None:
+        run.admission.reason = reason
+
+    def _waiting(self, run: PipelineRun) -> dict[PipelineId, PipelineRun]:
+        return self._state.waiting_fillers if run.is_filler else self._state.waiting
 
     def decide(self, run: PipelineRun) -> PlacementChoice | Refusal:
         """The policy's answer, unless it would let the pipeline start before its turn."""
@@ -142,7 +172,7 @@ class AdmissionQueue:
         reservation = self._state.reservation = self._reserve(run)
         if reservation is None:
             return choice
-        run.promised_s = min(run.promised_s, reservation.start_s)
+        run.admission.promised_s = min(run.admission.promised_s, reservation.start_s)
         return replace(choice, reason=f"{choice.reason}; it is first in the queue and starts {_when(reservation)}")
 
     def would_start(self, pipeline: Pipeline, reservation: Reservation | None) -> bool:
@@ -156,8 +186,8 @@ class AdmissionQueue:
 
     def tell(self, run: PipelineRun, refusal: Refusal) -> list[Action]:
         """Say why the pipeline waits, or never starts, unless that was said before."""
-        is_new_reason = refusal.reason != run.reason
-        run.reason = refusal.reason
+        is_new_reason = refusal.reason != run.admission.reason
+        run.admission.reason = refusal.reason
         if refusal.is_final:
             return [Refuse(pipeline=run.pipeline.id, reason=refusal.reason)]
         return [Queue(pipeline=run.pipeline.id, reason=refusal.reason)] if is_new_reason else []
@@ -219,7 +249,7 @@ class AdmissionQueue:
     def _may_overtake(self, reservation: Reservation, pipeline: Pipeline, choice: PlacementChoice) -> bool:
         """Whether the head can still start at its reserved time once this choice is carried out."""
         head = self._state.runs[reservation.pipeline]
-        if reservation.start_s == math.inf or self._state.now_s >= head.promised_s:
+        if reservation.start_s == math.inf or self._state.now_s >= head.admission.promised_s:
             return False
         latest_s = reservation.start_s * (1.0 + _TOLERANCE)
         with self._ledger.trial():
@@ -256,8 +286,8 @@ class AdmissionQueue:
         if num_steps is None:
             return math.inf
         is_running = run.status is PipelineStatus.RUNNING
-        begun_s = max(run.admitted_s, run.history.step_began_s) if is_running else now_s
-        num_left = num_steps - max(run.published_version if is_running else run.restart_step, 0)
+        begun_s = max(run.admission.admitted_s, run.estimates.history.step_began_s) if is_running else now_s
+        num_left = num_steps - max(run.step.published_version if is_running else run.admission.restart_step, 0)
         return max(now_s, begun_s + num_left * self._step_s(member, group))
 
     def _step_s(self, member: Member, group: GroupLoad) -> float:
@@ -265,7 +295,7 @@ class AdmissionQueue:
 
         Otherwise the members are taken to work one after another, each as long as its last steps took.
         """
-        estimates = self._state.runs[member.pipeline.id].history.estimates()
+        estimates = self._state.runs[member.pipeline.id].estimates.history.estimates()
         known = self._step_s_of.get(member.pipeline.id)
         if known is not None and known[0] is group and known[1] is estimates:
             return known[2]
@@ -277,7 +307,7 @@ class AdmissionQueue:
 
     def _solo_s(self, member: Member) -> float:
         """Solo seconds of a step: as the last ones took, else as estimated; infinite where neither is known."""
-        estimates = self._state.runs[member.pipeline.id].history.estimates()
+        estimates = self._state.runs[member.pipeline.id].estimates.history.estimates()
         if estimates.curves:
             return estimates.shard_s + sum(seconds for _, seconds in estimates.seconds_by_stage)
         return member.phase_load.solo_s if member.pipeline.estimate is not None else math.inf

@@ -22,7 +22,8 @@ from rlmux.core.groups import Groups
 from rlmux.core.journal import Journal
 from rlmux.core.model import DeviceId, Phase, PhaseSeconds, PipelineStatus, Stage
 from rlmux.core.orders import Orders
-from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.pipeline_run import PipelineRun
+from rlmux.core.state import SchedulerState
 from rlmux.core.step_machine import StepMachine, WorkInput
 from rlmux.core.work import Burst, Order, ReadyWork
 
@@ -60,7 +61,7 @@ class Bursts:
 
     def open_due(self, run: PipelineRun) -> None:
         """The pipeline is placed: what it kept opens."""
-        for burst in run.bursts.values():
+        for burst in run.step.bursts.values():
             if burst.is_due:
                 self._open(run, burst)
 
@@ -69,12 +70,12 @@ class Bursts:
         burst = order.work
         assert isinstance(burst, Burst)
         self._steps.move(burst, WorkInput.FINISHED)
-        run.burst_seconds.end(burst.kind, burst.units, burst.solo_s, burst.held_s)
+        run.estimates.burst_seconds.end(burst.kind, burst.units, burst.solo_s, burst.held_s)
         if burst.next_units is not None:
             units, burst.next_units = burst.next_units, None
             self._open_next(run, burst, units)
-        elif not any(other.is_open for other in run.bursts.values()):
-            run.burst_seconds.begin_thinking(burst.kind, self._state.now_s)
+        elif not any(other.is_open for other in run.step.bursts.values()):
+            run.estimates.burst_seconds.begin_thinking(burst.kind, self._state.now_s)
         self._mark_boundary(run)
 
     def pause(self, run: PipelineRun, order: Order) -> None:
@@ -86,7 +87,7 @@ class Bursts:
 
     def lose_orders(self, run: PipelineRun, device: DeviceId) -> None:
         """The orders on the device ended without their work done: the bursts are to be done again."""
-        for burst in run.bursts.values():
+        for burst in run.step.bursts.values():
             if burst.order is None:
                 continue
             order = self._orders.named(burst.order)
@@ -97,17 +98,17 @@ class Bursts:
 
     def are_between(self, run: PipelineRun) -> bool:
         """Whether nothing of the pipeline runs or is paused."""
-        return not (self._orders.of(run) or any(burst.is_open and burst.is_begun for burst in run.bursts.values()))
+        return not (self._orders.of(run) or any(burst.is_open and burst.is_begun for burst in run.step.bursts.values()))
 
     # ------------------------------------------------------------------ helpers, in the order they are called
 
     def _mark_boundary(self, run: PipelineRun) -> None:
-        if run.next_placement is not None:
+        if run.nodes.next_placement is not None:
             self._state.dirty.boundaries[run.pipeline.id] = run
 
     def _arrive(self, run: PipelineRun, kind: tuple[Phase, ...], units: int) -> None:
-        run.burst_seconds.end_thinking(self._state.now_s)
-        burst = run.bursts.setdefault(kind, Burst(kind))
+        run.estimates.burst_seconds.end_thinking(self._state.now_s)
+        burst = run.step.bursts.setdefault(kind, Burst(kind))
         if burst.order is not None:
             self._steps.move(burst, WorkInput.ARRIVED)
             burst.next_units = (burst.next_units or 0) + units
@@ -120,7 +121,7 @@ class Bursts:
             self._open_next(run, burst, units)
 
     def _withdraw(self, run: PipelineRun, kind: tuple[Phase, ...]) -> None:
-        burst = run.bursts.get(kind)
+        burst = run.step.bursts.get(kind)
         if burst is None:
             return
         burst.next_units = None
@@ -134,7 +135,7 @@ class Bursts:
         burst.number += 1
         burst.units, burst.solo_s, burst.held_s = units, 0.0, 0.0
         burst.is_due = True
-        if run.placement is not None:
+        if run.nodes.placement is not None:
             self._open(run, burst)
 
     def _open(self, run: PipelineRun, burst: Burst) -> None:
@@ -146,8 +147,8 @@ class Bursts:
             self._groups.level(run, work)
 
     def _make_ready(self, run: PipelineRun, burst: Burst, *, is_continuation: bool) -> ReadyWork:
-        train = run.train_devices if Phase.TRAIN in burst.kind else ()
-        rollout = tuple(d for d in run.rollout_devices if d not in train) if Phase.ROLLOUT in burst.kind else ()
+        train = run.nodes.train_devices if Phase.TRAIN in burst.kind else ()
+        rollout = tuple(d for d in run.nodes.rollout_devices if d not in train) if Phase.ROLLOUT in burst.kind else ()
         work = ReadyWork(
             run.pipeline.id, burst.number, Stage.UPDATE if train else Stage.GENERATE, burst.kind[-1], rollout + train,
             self._state.now_s, self._state.next_in_sequence(), is_continuation,
@@ -163,11 +164,11 @@ class Bursts:
         """Tell its estimates how long the open bursts, or those that were last open, take."""
         seconds = {}
         for phase in (Phase.ROLLOUT, Phase.TRAIN):
-            burst = run.bursts.get((phase,))
-            seconds[phase] = None if burst is None else run.burst_seconds.expected_s(burst.kind, burst.units)
+            burst = run.step.bursts.get((phase,))
+            seconds[phase] = None if burst is None else run.estimates.burst_seconds.expected_s(burst.kind, burst.units)
         rollout_s, train_s = seconds[Phase.ROLLOUT], seconds[Phase.TRAIN]
         prior = run.pipeline.estimate or _UNKNOWN
-        run.history.expect(
+        run.estimates.history.expect(
             PhaseSeconds(
                 rollout_s=prior.rollout_s if rollout_s is None else rollout_s,
                 train_s=prior.train_s if train_s is None else train_s,

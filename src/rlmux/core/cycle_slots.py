@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmux.core.model import DeviceId, Phase
-from rlmux.core.state import PipelineRun
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.work import WorkState
 
 
@@ -29,16 +29,16 @@ def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
     """Whether this pipeline will begin another such phase on this device, and not once its user code is done."""
     phase, device = key
     if run.pipeline.work_arrives:
-        burst = run.bursts.get((phase,))
+        burst = run.step.bursts.get((phase,))
         return burst is not None and burst.state is WorkState.READY and not burst.is_begun
     last = run.pipeline.num_steps
     if phase is Phase.ROLLOUT:
-        shard = run.shards.get(device)
+        shard = run.step.shards.get(device)
         is_next_open = shard is not None and shard.is_ready and not shard.work.is_continuation
-        has_another = last is None or run.rollout_step < last
+        has_another = last is None or run.step.rollout_step < last
     else:
-        training = run.training
+        training = run.step.training
         is_ready = training.state is WorkState.READY and training.work is not None
         is_next_open = is_ready and training.work is not None and not training.work.is_continuation
-        has_another = last is None or run.train_step < last
+        has_another = last is None or run.step.train_step < last
     return is_next_open or (has_another and not run.waits_for_user_code)

@@ -60,7 +60,7 @@ def _start(parts: Parts, group: GroupState, choice: RunWork) -> tuple[bool, list
     action = parts.steps.start(run, work, choice.device_fraction, choice.slowdown)
     if work.takes_slot:
         for device in work.devices:
-            run.phases_started[work.phase, device] += 1
+            parts.groups.count_begun(run, work.phase, device)
     return True, [action]
 
 
@@ -83,7 +83,7 @@ def _pause(parts: Parts, choice: PauseOrder) -> list[Action]:
     order = parts.orders.named(choice.order)
     target = choice.migrate_to
     if target is not None:
-        shards = parts.state.runs[order.pipeline].shards
+        shards = parts.state.runs[order.pipeline].step.shards
         if order.phase is not Phase.ROLLOUT or target not in shards or target in order.devices:
             raise parts.journal.illegal_choice(f"pauses {order} to migrate its shard to {target}")
     return parts.steps.order_pause(order, migrate_to=target)
@@ -93,11 +93,11 @@ def _migrate(parts: Parts, choice: MigrateWork) -> MigrateShard:
     run = parts.state.runs.get(choice.pipeline)
     if run is None:
         raise parts.journal.illegal_choice(f"migrates {choice}: no such pipeline was submitted")
-    shard = run.shards.get(choice.source)
-    if shard is None or not shard.is_ready or choice.target not in run.shards or choice.target == choice.source:
+    shard = run.step.shards.get(choice.source)
+    if shard is None or not shard.is_ready or choice.target not in run.step.shards or choice.target == choice.source:
         raise parts.journal.illegal_choice(f"migrates {choice}: the source must be a ready shard")
     if not parts.state.can_migrate(run, choice.source, choice.target):
         raise parts.journal.illegal_choice(f"migrates {choice}: trajectories are on their way to one that leaves")
     if shard.work.takes_slot:  # its phase begins elsewhere: the device owes it no slot in this cycle
-        run.phases_started[Phase.ROLLOUT, choice.source] += 1
+        parts.groups.count_begun(run, Phase.ROLLOUT, choice.source)
     return parts.steps.order_migration(run, shard, choice.target, copies_kv=choice.copies_kv)

@@ -19,8 +19,9 @@ from rlmux.core.group_load import GroupLoad, budget_of
 from rlmux.core.journal import Journal
 from rlmux.core.measured_steps import has_drifted
 from rlmux.core.model import MeasuredSeconds, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement import PlacementLedger
-from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.state import SchedulerState
 from rlmux.core.step_bounds import StepBounds
 
 _ROUNDING = 1e-9
@@ -44,40 +45,40 @@ class Expectations:
 
     def learn(self, run: PipelineRun, step: int) -> bool:
         """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
-        run.measured.end_step(step)
-        if run.bounds is not None:
-            return self._plan_with_bounds(run, run.bounds, step)
-        return self._plan_with(run, run.measured.seconds)
+        run.estimates.measured.end_step(step)
+        if run.estimates.bounds is not None:
+            return self._plan_with_bounds(run, run.estimates.bounds, step)
+        return self._plan_with(run, run.estimates.measured.seconds)
 
     def learn_bursts(self, run: PipelineRun) -> bool:
         """A burst of arrived work has ended. Returns whether the pipeline is planned with other seconds from now on."""
-        return self._plan_with(run, run.burst_seconds.seconds)
+        return self._plan_with(run, run.estimates.burst_seconds.seconds)
 
     def _plan_with(self, run: PipelineRun, measured_seconds: Callable[[], MeasuredSeconds | None]) -> bool:
         if run.status is not PipelineStatus.RUNNING:
             return False
-        planned = self._given_seconds(run) if run.has_given_estimate else run.pipeline.estimate
-        if run.has_given_estimate and (planned is None or not run.measured.is_last_beyond(planned)):
+        planned = self._given_seconds(run) if run.estimates.has_given_estimate else run.pipeline.estimate
+        if run.estimates.has_given_estimate and (planned is None or not run.estimates.measured.is_last_beyond(planned)):
             return False  # before the distribution is computed, which takes longer than the rest of a step's end
         measured = measured_seconds()
         if measured is None or not has_drifted(planned, measured.median):
             return False
-        if run.has_given_estimate:
-            run.has_left_estimate = True
+        if run.estimates.has_given_estimate:
+            run.estimates.has_left_estimate = True
             run.pipeline = drifted(run.pipeline, planned, measured.median)
         else:
             run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
         if not run.pipeline.work_arrives:
-            run.history.plan_with(run.pipeline)
+            run.estimates.history.plan_with(run.pipeline)
         self._ledger.revise(run.pipeline)
         self._learned[run.pipeline.id] = None
         return True
 
     def _plan_with_bounds(self, run: PipelineRun, bounds: StepBounds, step: int) -> bool:
         """Tighten or widen the bounds by the step, and plan with them."""
-        if run.status is not PipelineStatus.RUNNING or run.placement is None:
+        if run.status is not PipelineStatus.RUNNING or run.nodes.placement is None:
             return False
-        last, given, placement = run.measured.last, bounds.given, run.placement
+        last, given, placement = run.estimates.measured.last, bounds.given, run.nodes.placement
         seconds: PhaseSeconds | None = None
         if bounds.has_base:
             is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
@@ -89,9 +90,9 @@ class Expectations:
         planned = bounds.plan(run.pipeline)
         if planned is None:
             return False
-        run.has_left_estimate |= planned.estimate != given.estimate
+        run.estimates.has_left_estimate |= planned.estimate != given.estimate
         run.pipeline = planned
-        run.history.plan_with(planned)
+        run.estimates.history.plan_with(planned)
         self._ledger.revise(planned)
         self._learned[planned.id] = None
         return True
@@ -105,7 +106,7 @@ class Expectations:
     def _given_seconds(self, run: PipelineRun) -> PhaseSeconds | None:
         """What the steps of a pipeline with a given estimate should take where it is; None where that says nothing: on
         other numbers of nodes, or where sub-stages of several members share them."""
-        pipeline, placement = run.pipeline, run.placement
+        pipeline, placement = run.pipeline, run.nodes.placement
         if placement is None or len(placement.train_nodes) != pipeline.num_train_nodes:
             return None
         if set(placement.train_nodes) <= set(placement.rollout_nodes):
@@ -133,16 +134,18 @@ class Expectations:
                 continue
             step_slowdown, reason = self._expected(run)
             probability = self._probability(run)
-            is_stated_anew = run.bounds is not None and (probability != run.told_probability or pipeline in placed)
+            is_stated_anew = run.estimates.bounds is not None and (
+                probability != run.estimates.told_probability or pipeline in placed
+            )
             if (
                 pipeline in learned
                 or is_stated_anew
                 or bool(reason) != (pipeline in beyond_slo)
                 or _is_news(run, step_slowdown)
             ):
-                run.told_slowdown, run.told_probability = step_slowdown, probability
-                seen = run.burst_seconds if run.pipeline.work_arrives else run.measured
-                is_given = run.has_given_estimate and not run.has_left_estimate
+                run.estimates.told_slowdown, run.estimates.told_probability = step_slowdown, probability
+                seen = run.estimates.burst_seconds if run.pipeline.work_arrives else run.estimates.measured
+                is_given = run.estimates.has_given_estimate and not run.estimates.has_left_estimate
                 measured = None if is_given else seen.seconds()
                 actions.append(
                     ExpectSteps(
@@ -151,7 +154,7 @@ class Expectations:
                         step_slowdown=step_slowdown,
                         reason=reason,
                         probability=probability,
-                        bounded=run.bounds.known(run.pipeline) if run.bounds is not None else None,
+                        bounded=run.estimates.bounds.known(run.pipeline) if run.estimates.bounds is not None else None,
                     )
                 )
             if reason:
@@ -164,7 +167,7 @@ class Expectations:
         """Probability with which a meta-iteration of its group takes no longer than it is planned with, where all its
         steps keep its SLO at that pace; None where they do not, or a member has no bounds that hold with as much."""
         pipeline = run.pipeline
-        if run.bounds is None or pipeline.slo_slowdown == math.inf or pipeline.estimate is None:
+        if run.estimates.bounds is None or pipeline.slo_slowdown == math.inf or pipeline.estimate is None:
             return None
         group = self._ledger.group_of(pipeline.id)
         if not self._keeps_slo_at_pace(run, group):
@@ -172,7 +175,7 @@ class Expectations:
         if group.num_members == 1:
             return 1.0
         asked = [member.pipeline.slo_probability or 0.0 for member in group.members]
-        bounds = [self._state.runs[member.pipeline.id].bounds for member in group.members]
+        bounds = [self._state.runs[member.pipeline.id].estimates.bounds for member in group.members]
         return min(asked) if all(one and one.is_known for one in bounds) else None
 
     def _keeps_slo_at_pace(self, run: PipelineRun, group: GroupLoad) -> bool:
@@ -242,6 +245,6 @@ def _stretch(now_s: float, before_s: float) -> float:
 
 def _is_news(run: PipelineRun, step_slowdown: float) -> bool:
     """Whether the expected slowdown of a pipeline with an SLO differs noticeably from what was said of it."""
-    if run.told_slowdown is None or run.pipeline.slo_slowdown == math.inf:
+    if run.estimates.told_slowdown is None or run.pipeline.slo_slowdown == math.inf:
         return False
-    return abs(step_slowdown - run.told_slowdown) > _NOTICEABLE * run.told_slowdown
+    return abs(step_slowdown - run.estimates.told_slowdown) > _NOTICEABLE * run.estimates.told_slowdown

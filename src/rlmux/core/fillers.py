@@ -24,8 +24,9 @@ from rlmux.core import parking
 from rlmux.core.actions import Action, Admit, Park
 from rlmux.core.model import AdmissionKind, NodeId, Phase, PipelineStatus, Placement, Pool
 from rlmux.core.parts import Parts
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement_choice import Refusal
-from rlmux.core.state import FILLERS, PipelineRun, SchedulerState
+from rlmux.core.state import FILLERS, SchedulerState
 from rlmux.core.step_machine import PipelineInput
 
 CHUNK_S = 0.1
@@ -37,7 +38,7 @@ def place(parts: Parts) -> list[Action]:
     parts.state.dirty.fillers = False
     actions = _make_room(parts)
     for run in list(parts.state.waiting_fillers.values()):
-        if not run.is_held:  # those that were submitted first come first
+        if not run.admission.is_held:  # those that were submitted first come first
             actions += _place(parts, run)
     return actions
 
@@ -58,16 +59,14 @@ def unpin(parts: Parts, run: PipelineRun) -> None:
     """Take the filler off its nodes."""
     parts.orders.end_all(run)
     parts.steps.withdraw(run)
-    _forget_states(parts, run)
-    del parts.state.fillers.members[run.pipeline.id]
-    run.placement, run.rollout_devices = None, ()
+    parts.groups.leave_fillers(run)
 
 
 def begin_again(parts: Parts, run: PipelineRun, restored_step: int) -> None:
     """The filler's processes were started anew: what is known of the open step is sampled again."""
     parts.orders.end_all(run)
     parts.steps.withdraw(run)
-    _forget_states(parts, run)
+    parts.leases.forget_states(run)
     parts.steps.begin_after(run, restored_step)
 
 
@@ -90,7 +89,11 @@ def leave_node(parts: Parts, node: NodeId) -> list[Action]:
 
 
 def _on_node(state: SchedulerState, node: NodeId) -> list[PipelineRun]:
-    return [run for run in state.fillers.members.values() if run.placement is not None and node in run.placement.nodes]
+    return [
+        run
+        for run in state.fillers.members.values()
+        if run.nodes.placement is not None and node in run.nodes.placement.nodes
+    ]
 
 
 def _place(parts: Parts, run: PipelineRun) -> list[Action]:
@@ -104,17 +107,12 @@ def _place(parts: Parts, run: PipelineRun) -> list[Action]:
 
 
 def _admit(parts: Parts, run: PipelineRun, nodes: tuple[NodeId, ...]) -> Admit:
-    state = parts.state
-    del state.waiting_fillers[run.pipeline.id]
+    parts.queue.start(run)
     parking.forget(run)
-    run.reason, run.admitted_s = "", state.now_s
     parts.steps.move_pipeline(run, PipelineInput.PLACED)
-    run.placement = placement = Placement(group=FILLERS, rollout_nodes=nodes, train_nodes=())
-    pool = parts.cluster.pools[nodes[0].pool]
-    run.rollout_devices = tuple(device for node in nodes for device in pool.devices(node))
-    parts.leases.add_devices(placement)
-    state.fillers.members[run.pipeline.id] = run
-    parts.steps.begin_after(run, max(run.restart_step, 0))
+    placement = Placement(group=FILLERS, rollout_nodes=nodes, train_nodes=())
+    parts.groups.join_fillers(run, placement)
+    parts.steps.begin_after(run, max(run.admission.restart_step, 0))
     return Admit(pipeline=run.pipeline.id, placement=placement, kind=AdmissionKind.DIRECT)
 
 
@@ -147,8 +145,8 @@ def _make_room(parts: Parts) -> list[Action]:
     actions: list[Action] = []
     held = _held_bytes(parts)
     for run in reversed(list(parts.state.fillers.members.values())):
-        assert run.placement is not None
-        nodes = run.placement.nodes
+        assert run.nodes.placement is not None
+        nodes = run.nodes.placement.nodes
         if run.status is not PipelineStatus.RUNNING or all(held[node] <= pool.host_memory_bytes for node in nodes):
             continue
         for node in nodes:
@@ -186,19 +184,13 @@ def _placed(parts: Parts) -> list[tuple[PipelineRun, Placement]]:
     placed = []
     for group in (*parts.state.groups.values(), parts.state.fillers):
         for run in group.members.values():
-            if run.placement is not None:
-                placed.append((run, run.placement))
-            if run.next_placement is not None:
-                placed.append((run, run.next_placement))
+            if run.nodes.placement is not None:
+                placed.append((run, run.nodes.placement))
+            if run.nodes.next_placement is not None:
+                placed.append((run, run.nodes.next_placement))
     return placed
 
 
 def _pool(parts: Parts) -> Pool | None:
     """The pool that serves rollouts."""
     return parts.cluster.pool_serving(Phase.ROLLOUT)
-
-
-def _forget_states(parts: Parts, run: PipelineRun) -> None:
-    for device in run.rollout_devices:
-        parts.leases.remove_state(run, Phase.ROLLOUT, device)
-    run.host_resident.clear()

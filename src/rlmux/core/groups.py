@@ -13,9 +13,10 @@ import math
 from rlmux.core.group_look import NO_MEMBERS, MemberFacts
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, GroupId, Phase, Placement
+from rlmux.core.pipeline_run import PipelineRun, device_keys
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.shares import Shares
-from rlmux.core.state import GroupState, PipelineRun, SchedulerState
+from rlmux.core.state import GroupState, SchedulerState
 from rlmux.core.views import GroupView
 from rlmux.core.work import ReadyWork
 
@@ -39,17 +40,13 @@ class Groups:
 
     def join(self, run: PipelineRun, placement: Placement) -> None:
         """Make the pipeline a member of the group that its placement names."""
-        pools = self._cluster.pools
-        run.placement = placement
-        run.rollout_devices = tuple(d for node in placement.rollout_nodes for d in pools[node.pool].devices(node))
-        run.train_devices = tuple(d for node in placement.train_nodes for d in pools[node.pool].devices(node))
+        self._pin(run, placement)
         group = self._state.groups.setdefault(placement.group, GroupState(placement.group))
         if group.id not in self._views:
             self._views[group.id] = GroupView(self._state, group)
-        self._leases.add_devices(placement)
-        self._shares.hold(run.rollout_devices + run.train_devices, group)
+        self._shares.hold(run.nodes.rollout_devices + run.nodes.train_devices, group)
         _begin_as_newcomer(group, run)
-        for key in run.phases_started:
+        for key in run.cycle.phases_started:
             group.members_by_device.setdefault(key, {})[run.pipeline.id] = run
         group.members[run.pipeline.id] = run
         group.facts = _facts_of(group)
@@ -58,24 +55,48 @@ class Groups:
     def leave(self, run: PipelineRun) -> GroupState:
         """Take the pipeline, which has no ready work, out of its group; returns the group."""
         group = self._state.group_of(run)
-        self._shares.charge(run.rollout_devices + run.train_devices)
+        self._shares.charge(run.nodes.rollout_devices + run.nodes.train_devices)
         for key in device_keys(run):
             pinned = group.members_by_device[key]
             del pinned[run.pipeline.id]
             if not pinned:
                 del group.members_by_device[key]
-            self._leases.remove_state(run, *key)
         del group.members[run.pipeline.id]
         group.facts = _facts_of(group)
-        self._shares.let_go(run.rollout_devices + run.train_devices)
+        self._shares.let_go(run.nodes.rollout_devices + run.nodes.train_devices)
         if not group.members:
             del self._state.groups[group.id]
             del self._views[group.id]
-        run.placement = None
-        run.phases_started.clear()
-        run.steps_per_cycle = 1
-        run.host_resident.clear()
+        self._leases.forget_states(run)
+        run.nodes.placement = None
+        run.cycle.phases_started.clear()
+        run.cycle.steps_per_cycle = 1
         return group
+
+    def join_fillers(self, run: PipelineRun, placement: Placement) -> None:
+        """Pin a filler; no policy sees it."""
+        self._pin(run, placement)
+        self._state.fillers.members[run.pipeline.id] = run
+
+    def leave_fillers(self, run: PipelineRun) -> None:
+        self._leases.forget_states(run)
+        del self._state.fillers.members[run.pipeline.id]
+        run.nodes.placement, run.nodes.rollout_devices = None, ()
+
+    def plan_move(self, run: PipelineRun, placement: Placement | None) -> None:
+        """Have the pipeline relocate there at its next step boundary; None: it stays."""
+        run.nodes.next_placement = placement
+
+    def count_begun(self, run: PipelineRun, phase: Phase, device: DeviceId) -> None:
+        """The pipeline begins its phase on the device, which is one slot of its cycle."""
+        run.cycle.phases_started[phase, device] += 1
+
+    def _pin(self, run: PipelineRun, placement: Placement) -> None:
+        pools = self._cluster.pools
+        run.nodes.placement = placement
+        run.nodes.rollout_devices = tuple(d for node in placement.rollout_nodes for d in pools[node.pool].devices(node))
+        run.nodes.train_devices = tuple(d for node in placement.train_nodes for d in pools[node.pool].devices(node))
+        self._leases.add_devices(placement)
 
     def rejoin_cycle(self, run: PipelineRun) -> None:
         """Count a member that was restarted as a newcomer."""
@@ -90,7 +111,7 @@ class Groups:
         until it had caught up with all that they did meanwhile.
         """
         group = self._state.group_of(run)
-        if len(group.members) == 1 or not run.train_devices:
+        if len(group.members) == 1 or not run.nodes.train_devices:
             return
         if group.facts.has_arriving_work:
             for key in device_keys(run):
@@ -98,8 +119,8 @@ class Groups:
             return
         ahead = min(_cycles_ahead(other, run) for other in group.members.values() if other is not run)
         if ahead > 0:
-            shift = ahead * run.steps_per_cycle
-            run.phases_started = {key: count + shift for key, count in run.phases_started.items()}
+            shift = ahead * run.cycle.steps_per_cycle
+            run.cycle.phases_started = {key: count + shift for key, count in run.cycle.phases_started.items()}
 
     def level(self, run: PipelineRun, work: ReadyWork) -> None:
         """Give work that arrived the last slot of the cycle under way: what its client's thinking let pass is lost.
@@ -126,26 +147,20 @@ class Groups:
         for cycle_index, member in enumerate(self._ledger.group(group.id).members):
             run = group.members.get(member.pipeline.id)
             if run is not None:
-                has_changed |= run.steps_per_cycle != member.steps_per_cycle
-                run.cycle_index, run.steps_per_cycle = cycle_index, member.steps_per_cycle
-        most_steps_per_cycle = max((run.steps_per_cycle for run in group.members.values()), default=1)
+                has_changed |= run.cycle.steps_per_cycle != member.steps_per_cycle
+                run.cycle.cycle_index, run.cycle.steps_per_cycle = cycle_index, member.steps_per_cycle
+        most_steps_per_cycle = max((run.cycle.steps_per_cycle for run in group.members.values()), default=1)
         if has_changed or (most_steps_per_cycle > 1 and has_newcomer):
             for run in group.members.values():
-                is_last = run.steps_per_cycle < most_steps_per_cycle and not run.training.is_open
-                first, least = run.steps_per_cycle if is_last else 0, min(run.phases_started.values())
-                for key, count in run.phases_started.items():
-                    run.phases_started[key] = first + (0 if run.pipeline.work_arrives else count - least)
+                is_last = run.cycle.steps_per_cycle < most_steps_per_cycle and not run.step.training.is_open
+                first, least = run.cycle.steps_per_cycle if is_last else 0, min(run.cycle.phases_started.values())
+                for key, count in run.cycle.phases_started.items():
+                    run.cycle.phases_started[key] = first + (0 if run.pipeline.work_arrives else count - least)
 
     def refresh_tails(self, group: GroupState) -> None:
         """Copy from the ledger when rollouts of the group leave their nodes to the next member's."""
         if self._ledger.has_group(group.id):
             group.tail_left = self._ledger.group(group.id).tail_left
-
-
-def device_keys(run: PipelineRun) -> list[tuple[Phase, DeviceId]]:
-    """Every device of the pipeline with the phase that it serves there, rollout first."""
-    rollout = [(Phase.ROLLOUT, device) for device in run.rollout_devices]
-    return rollout + [(Phase.TRAIN, device) for device in run.train_devices]
 
 
 def _facts_of(group: GroupState) -> MemberFacts:
@@ -154,19 +169,20 @@ def _facts_of(group: GroupState) -> MemberFacts:
         return NO_MEMBERS
     return MemberFacts(
         has_arriving_work=any(run.pipeline.work_arrives for run in runs),
-        has_wide_rollouts=any(len(run.rollout_devices) > 1 for run in runs),
+        has_wide_rollouts=any(len(run.nodes.rollout_devices) > 1 for run in runs),
         has_tails=any(run.pipeline.tail is not None for run in runs),
-        serves_both_phases=set(runs[0].train_devices) <= set(runs[0].rollout_devices),
+        serves_both_phases=set(runs[0].nodes.train_devices) <= set(runs[0].nodes.rollout_devices),
     )
 
 
 def _cycles_ahead(other: PipelineRun, run: PipelineRun) -> int:
     """Whole cycles by which the other's next training slot is beyond where the cyclic order has it."""
     cycle, other_cycle = (
-        min(each.phases_started[Phase.TRAIN, device] for device in each.train_devices) // each.steps_per_cycle
+        min(each.cycle.phases_started[Phase.TRAIN, device] for device in each.nodes.train_devices)
+        // each.cycle.steps_per_cycle
         for each in (run, other)
     )
-    return other_cycle - cycle - (other.cycle_index < run.cycle_index)
+    return other_cycle - cycle - (other.cycle.cycle_index < run.cycle.cycle_index)
 
 
 def _begin_as_newcomer(group: GroupState, run: PipelineRun) -> None:
@@ -175,9 +191,9 @@ def _begin_as_newcomer(group: GroupState, run: PipelineRun) -> None:
     num_started = _newcomer_phases_started(group)
     for other in group.members.values():
         if other.pipeline.work_arrives:
-            for key, count in other.phases_started.items():
-                other.phases_started[key] = min(count, num_started + 1)
-    run.phases_started = dict.fromkeys(device_keys(run), num_started)
+            for key, count in other.cycle.phases_started.items():
+                other.cycle.phases_started[key] = min(count, num_started + 1)
+    run.cycle.phases_started = dict.fromkeys(device_keys(run), num_started)
 
 
 def _newcomer_phases_started(group: GroupState) -> int:
@@ -191,7 +207,7 @@ def _newcomer_phases_started(group: GroupState) -> int:
     started = [
         count
         for run in planned or group.members.values()
-        for (phase, _), count in run.phases_started.items()
+        for (phase, _), count in run.cycle.phases_started.items()
         if phase is Phase.ROLLOUT
     ]
     return max(0, min(max(started) - 1, min(started))) if started else 0  # a member that filled gaps is ahead
@@ -201,12 +217,12 @@ def _level(group: GroupState, run: PipelineRun, key: tuple[Phase, DeviceId]) -> 
     """Count as begun, on one device, all but the last cycle that the member furthest ahead there has begun."""
     furthest = (
         max(
-            other.phases_started[key] / other.steps_per_cycle
+            other.cycle.phases_started[key] / other.cycle.steps_per_cycle
             for pipeline, other in group.members_by_device[key].items()
             if pipeline != run.pipeline.id
         )
         if len(group.members_by_device[key]) > 1
         else 0.0
     )
-    least = math.floor((furthest - 1.0) * run.steps_per_cycle)
-    run.phases_started[key] = max(run.phases_started[key], least)
+    least = math.floor((furthest - 1.0) * run.cycle.steps_per_cycle)
+    run.cycle.phases_started[key] = max(run.cycle.phases_started[key], least)

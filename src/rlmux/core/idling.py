@@ -83,10 +83,10 @@ def _check_cycle(group: GroupState, view: GroupView, work: ReadyWork, cycle_lead
         key = (work.phase, device)
         pinned = group.members_by_device[key]
         mine = pinned[work.pipeline]
-        rank = mine.phases_started[key] / mine.steps_per_cycle
+        rank = mine.cycle.phases_started[key] / mine.cycle.steps_per_cycle
         last = min(
             (
-                run.phases_started[key] / run.steps_per_cycle
+                run.cycle.phases_started[key] / run.cycle.steps_per_cycle
                 for run in pinned.values()
                 # A client that comes back has fewer, and takes the last slot of the cycle with its next burst.
                 if has_phase_to_begin(run, key) and not run.pipeline.work_arrives
@@ -94,13 +94,13 @@ def _check_cycle(group: GroupState, view: GroupView, work: ReadyWork, cycle_lead
             default=rank,
         )
         # A cycle that begins anew, as the steps in it change, keeps a rollout that is ahead of its training.
-        kept = 1 / mine.steps_per_cycle if mine.steps_per_cycle > 1 else 0.0
+        kept = 1 / mine.cycle.steps_per_cycle if mine.cycle.steps_per_cycle > 1 else 0.0
         assert rank - last <= cycle_lead + kept, f"{work} waits on {device} for a member {rank - last:g} cycles behind"
 
 
 def _is_going_on(group: GroupState) -> bool:
     """An order of the group is under way, or a member's environments are waited for."""
-    has_order = any(run.orders for run in group.members.values())
+    has_order = any(run.step.orders for run in group.members.values())
     return has_order or any(work.is_waiting for work in group.ready.values())
 
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from rlmux.core.idling import Idling, MayIdle, check_idling
 from rlmux.core.model import Phase, PipelineStatus
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import DeviceState, PipelineRun, SchedulerState
+from rlmux.core.state import DeviceState, SchedulerState
 from rlmux.core.tails import is_tail
 from rlmux.core.work import ReadyWork, Work, WorkState
 
@@ -70,7 +71,7 @@ def _check_devices(scheduler: Scheduler) -> None:
             assert is_apart != ((order.pipeline, order.phase_on(device.id)) in device.residents), (
                 f"{order.pipeline} is {'still' if is_apart else 'not'} loaded on {device.id}"
             )
-    of_runs = {order.id: order for run in state.runs.values() for order in run.orders.values()}
+    of_runs = {order.id: order for run in state.runs.values() for order in run.step.orders.values()}
     assert of_runs == state.orders, f"pipelines have orders {sorted(of_runs)}, of {sorted(state.orders)}"
     for order in state.orders.values():
         assert order.rate_since_s >= order.started_s, f"order {order.id} counts seconds from before it began"
@@ -101,9 +102,9 @@ def _check_ready_work(state: SchedulerState) -> None:
             run = group.members[ready.pipeline]
             work: Work
             if ready.is_burst:
-                work = run.bursts[ready.kind]
+                work = run.step.bursts[ready.kind]
             else:
-                work = run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
+                work = run.step.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.step.training
             assert work.work is ready, f"{ready} is listed as ready, but its pipeline says {work}"
             _check_work(state, group.ready, work)
 
@@ -124,13 +125,15 @@ def _check_work(state: SchedulerState, ready: dict[int, ReadyWork], work: Work) 
 
 def _check_asked_migrations(state: SchedulerState) -> None:
     for run in state.runs.values():
-        for shard in run.shards.values():
+        for shard in run.step.shards.values():
             if shard.migrate_to is not None:
                 assert shard.state is WorkState.PAUSING, f"{shard} is to migrate without being paused"
                 assert shard.migrate_to != shard.device, f"{shard} is to migrate to where it is"
-                assert shard.migrate_to in run.shards, f"{shard} is to migrate to {shard.migrate_to}, without a shard"
+                assert shard.migrate_to in run.step.shards, (
+                    f"{shard} is to migrate to {shard.migrate_to}, without a shard"
+                )
     for order in state.orders.values():
-        shards = state.runs[order.pipeline].shards
+        shards = state.runs[order.pipeline].step.shards
         if order.migrates_from is not None and order.devices[0] in shards:
             target = shards[order.devices[0]]
             assert target.state is not WorkState.MIGRATING, f"order {order.id} brings trajectories to {target}"
@@ -141,30 +144,32 @@ def _check_asked_migrations(state: SchedulerState) -> None:
 
 def _check_run(state: SchedulerState, run: PipelineRun) -> None:
     pipeline = run.pipeline
-    assert run.placement is not None
+    assert run.nodes.placement is not None
     group = state.group_of(run)
-    for device, shard in run.shards.items():
+    for device, shard in run.step.shards.items():
         assert shard.device == device, f"{pipeline.id}: {shard} is filed under {device}"
-        assert shard.work.step == run.rollout_step, f"{pipeline.id}: {shard} is of another step"
+        assert shard.work.step == run.step.rollout_step, f"{pipeline.id}: {shard} is of another step"
         _check_work(state, group.ready, shard)
         if shard.order is not None:
             order = state.orders[shard.order]
             assert device in (*order.devices, order.migrates_from), f"{pipeline.id}: {shard} has order {order}"
-    _check_work(state, group.ready, run.training)
-    assert pipeline.work_arrives or not run.bursts, f"{pipeline.id} has planned steps and bursts: {run.bursts}"
-    for kind, burst in run.bursts.items():
+    _check_work(state, group.ready, run.step.training)
+    assert pipeline.work_arrives or not run.step.bursts, (
+        f"{pipeline.id} has planned steps and bursts: {run.step.bursts}"
+    )
+    for kind, burst in run.step.bursts.items():
         _check_work(state, group.ready, burst)
         assert burst.kind == kind, f"{pipeline.id}: {burst} is filed under {kind}"
         assert not burst.is_due, f"{pipeline.id}: {burst} is due and does not open"
         assert burst.next_units is None or burst.order is not None, f"{pipeline.id}: {burst} keeps work while none runs"
-    if run.training.order is not None:
-        assert state.orders[run.training.order].phase is Phase.TRAIN
-    if run.shards:
-        lag = run.rollout_step - 1 - max(run.published_version, 0)
-        assert run.published_version >= 0, f"{pipeline.id} samples before its first version is published"
-        assert lag <= pipeline.staleness, f"{pipeline.id} samples step {run.rollout_step} {lag} versions behind"
-    assert run.trained_step <= run.generated_step <= run.rollout_step
-    assert run.published_version <= run.trained_step or run.trained_step < 0
+    if run.step.training.order is not None:
+        assert state.orders[run.step.training.order].phase is Phase.TRAIN
+    if run.step.shards:
+        lag = run.step.rollout_step - 1 - max(run.step.published_version, 0)
+        assert run.step.published_version >= 0, f"{pipeline.id} samples before its first version is published"
+        assert lag <= pipeline.staleness, f"{pipeline.id} samples step {run.step.rollout_step} {lag} versions behind"
+    assert run.step.trained_step <= run.step.generated_step <= run.step.rollout_step
+    assert run.step.published_version <= run.step.trained_step or run.step.trained_step < 0
 
 
 def _check_queue(scheduler: Scheduler) -> None:
@@ -174,6 +179,8 @@ def _check_queue(scheduler: Scheduler) -> None:
         return
     assert reservation.pipeline in state.waiting, f"{reservation} is kept for a pipeline that does not wait"
     run = state.waiting[reservation.pipeline]
-    assert run.promised_s <= reservation.start_s, f"{reservation} was told to start by {run.promised_s}"
+    assert run.admission.promised_s <= reservation.start_s, (
+        f"{reservation} was told to start by {run.admission.promised_s}"
+    )
     choice = scheduler.policy.place(run.pipeline, scheduler.query.placement)
     assert isinstance(choice, Refusal), f"{run.pipeline.id} waits, and its policy would place it: {choice}"

@@ -17,7 +17,8 @@ from __future__ import annotations
 from rlmux.core.actions import Action, Prefetch, Switch
 from rlmux.core.journal import Journal
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, Placement, Resident
-from rlmux.core.state import DeviceState, GroupState, PipelineRun, SchedulerState
+from rlmux.core.pipeline_run import PipelineRun, device_keys
+from rlmux.core.state import DeviceState, GroupState, SchedulerState
 from rlmux.core.tails import is_tail
 from rlmux.core.work import Order
 
@@ -71,8 +72,8 @@ class Leases:
                 continue
             evicted.update(dict.fromkeys(self._make_room(device, order, need)))
             device.residents[key] = need
-            if (here, device_id) not in run.host_resident:
-                run.host_resident.add((here, device_id))
+            if (here, device_id) not in run.nodes.host_resident:
+                run.nodes.host_resident.add((here, device_id))
                 switch = Switch.COLD
             elif switch is Switch.NONE:
                 switch = Switch.WARM
@@ -101,9 +102,9 @@ class Leases:
             return Switch.NONE, ()
         evicted = self._make_room(device, order, need)
         device.residents[key] = need
-        if (Phase.ROLLOUT, device_id) in run.host_resident:
+        if (Phase.ROLLOUT, device_id) in run.nodes.host_resident:
             return Switch.WARM, tuple(evicted)
-        run.host_resident.add((Phase.ROLLOUT, device_id))
+        run.nodes.host_resident.add((Phase.ROLLOUT, device_id))
         return Switch.COLD, tuple(evicted)
 
     def _is_of_filler(self, resident: tuple[PipelineId, Phase]) -> bool:
@@ -139,6 +140,17 @@ class Leases:
         """The pipeline's state is on the device no longer."""
         self._state.devices[device].residents.pop((run.pipeline.id, phase), None)
 
+    def forget_state(self, run: PipelineRun, phase: Phase, device: DeviceId) -> None:
+        """The worker that kept the pipeline's state, on the device or in host memory, is gone."""
+        self.remove_state(run, phase, device)
+        run.nodes.host_resident.discard((phase, device))
+
+    def forget_states(self, run: PipelineRun) -> None:
+        """The pipeline's processes are gone: nothing of it lies anywhere."""
+        for phase, device in device_keys(run):
+            self.remove_state(run, phase, device)
+        run.nodes.host_resident.clear()
+
     def prefetch(self, group: GroupState) -> list[Action]:
         """Say which spilled states are likely needed next on devices that others hold: those of the oldest ready work.
 
@@ -155,7 +167,7 @@ class Leases:
             taken.update(dict.fromkeys(work.devices))
             run = self._state.runs[work.pipeline]
             is_elsewhere = any(
-                (work.phase_on(device), device) in run.host_resident
+                (work.phase_on(device), device) in run.nodes.host_resident
                 and (work.pipeline, work.phase_on(device)) not in self._state.devices[device].residents
                 for device in work.devices
             )

@@ -22,10 +22,9 @@ from rlmux.core.events import (
     PipelineSubmitted,
     WorkerLost,
 )
-from rlmux.core.groups import device_keys
 from rlmux.core.model import DeviceId, Phase, PipelineStatus
 from rlmux.core.parts import Parts
-from rlmux.core.state import PipelineRun
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.step_machine import PipelineInput
 from rlmux.core.work import Burst, Order
 
@@ -38,13 +37,10 @@ def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
         pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do
     state.has_tails = state.has_tails or pipeline.tail is not None
     run = PipelineRun(pipeline, event.time_s, state.next_in_sequence())
-    run.restart_step = -1 if pipeline.has_sft_warmup and pipeline.first_step == 1 else pipeline.first_step - 1
     state.runs[pipeline.id] = run
     parts.queue.enter(run)
     parts.shares.note_submitted(pipeline)
-    waiting = state.waiting_fillers if pipeline.is_filler else state.waiting
-    waiting[pipeline.id] = run
-    if run.is_held:
+    if run.admission.is_held:
         return parts.queue.tell(run, HELD)
     if not pipeline.is_filler:
         state.dirty.balance = True
@@ -84,7 +80,7 @@ def _end_softly(parts: Parts, run: PipelineRun, what: PipelineInput) -> list[Act
 def on_failed(parts: Parts, event: PipelineFailed) -> list[Action]:
     run = parts.run(event.pipeline)
     if run.status in (PipelineStatus.WAITING, PipelineStatus.RUNNING):
-        run.reason = event.reason
+        parts.queue.fail(run, event.reason)
     parts.steps.move_pipeline(run, PipelineInput.FAILED)
     parts.queue.leave(run)
     drain(parts, run, parts.orders.of(run))
@@ -95,39 +91,38 @@ def drain(parts: Parts, run: PipelineRun, ended: list[Order]) -> None:
     """End these orders of a pipeline that is over: others use their devices, and the last one leaves it over."""
     for order in ended:
         parts.orders.end(order)
-    if run.placement is not None and parts.orders.of(run):
+    if run.nodes.placement is not None and parts.orders.of(run):
         parts.state.mark_group(run)
-    elif run.placement is not None:
+    elif run.nodes.placement is not None:
         parts.state.dirty.over[run.pipeline.id] = run
 
 
 def on_worker_lost(parts: Parts, event: WorkerLost) -> list[Action]:
     run = parts.run(event.pipeline)
-    if run.placement is None:
+    if run.nodes.placement is None:
         return []  # it has ended, or waits for other nodes: nothing of it runs
     if run.status is not PipelineStatus.RUNNING:
         drain(parts, run, [order for order in parts.orders.of(run) if _runs_on(order, event.device)])
         return []
     for phase in (Phase.ROLLOUT, Phase.TRAIN) if run.pipeline.work_arrives else (Phase.ROLLOUT,):
-        parts.leases.remove_state(run, phase, event.device)
-        run.host_resident.discard((phase, event.device))
+        parts.leases.forget_state(run, phase, event.device)
     parts.bursts.lose_orders(run, event.device)
-    if event.device in run.shards:
+    if event.device in run.step.shards:
         if run.waits_for_user_code:
             parts.groups.catch_up(run)
-        parts.steps.lose_worker(run, run.shards[event.device])
+        parts.steps.lose_worker(run, run.step.shards[event.device])
     parts.state.mark_group(run)
     return []
 
 
 def on_restarted(parts: Parts, event: PipelineRestarted) -> list[Action]:
     run = parts.run(event.pipeline)
-    if run.placement is None:
+    if run.nodes.placement is None:
         return []  # as above
     if run.status is not PipelineStatus.RUNNING:
         drain(parts, run, parts.orders.of(run))
-    elif run.is_leaving:  # its processes have ended for good
-        run.published_version = run.trained_step = event.restored_step
+    elif run.parking.is_leaving:  # its processes have ended for good
+        parts.steps.note_left(run, event.restored_step)
     elif run.pipeline.is_filler:
         fillers.begin_again(parts, run, event.restored_step)
     else:
@@ -138,9 +133,7 @@ def on_restarted(parts: Parts, event: PipelineRestarted) -> list[Action]:
 def _begin_again(parts: Parts, run: PipelineRun, restored_step: int) -> None:
     parts.orders.end_all(run)
     parts.steps.withdraw(run)
-    for phase, device in device_keys(run):
-        parts.leases.remove_state(run, phase, device)
-    run.host_resident.clear()
+    parts.leases.forget_states(run)
     parts.groups.rejoin_cycle(run)
     placing.begin(parts, run, restored_step)
     parts.ledger.renew(run.pipeline.id)

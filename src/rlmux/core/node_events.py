@@ -13,7 +13,7 @@ from rlmux.core.actions import Action, ExpectLoss, Park
 from rlmux.core.events import NodeJoined, NodeLost, NoticeGiven
 from rlmux.core.model import NodeId, PipelineStatus
 from rlmux.core.parts import Parts
-from rlmux.core.state import PipelineRun
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.step_machine import PipelineInput
 
 
@@ -41,7 +41,7 @@ def on_node_lost(parts: Parts, event: NodeLost) -> list[Action]:
     lost.update(
         (run.pipeline.id, None)
         for run in state.runs.values()
-        if run.placement is not None and event.node in run.placement.nodes
+        if run.nodes.placement is not None and event.node in run.nodes.placement.nodes
     )
     for pipeline in lost:
         actions += _wait_without(parts, state.runs[pipeline], event.node)
@@ -50,20 +50,18 @@ def on_node_lost(parts: Parts, event: NodeLost) -> list[Action]:
 
 
 def _wait_without(parts: Parts, run: PipelineRun, node: NodeId) -> list[Action]:
-    run.next_placement = None
+    parts.groups.plan_move(run, None)
     parts.orders.end_all(run)
     if run.status is not PipelineStatus.RUNNING:  # it was waiting for these orders to end
         parts.state.dirty.over[run.pipeline.id] = run
         return []
-    is_elsewhere = run.placement is not None and node not in run.placement.nodes
+    is_elsewhere = run.nodes.placement is not None and node not in run.nodes.placement.nodes
     group = placing.unpin(parts, run)
     parts.state.dirty.groups[group.id] = group
     parts.ledger.depart(run.pipeline.id)
-    run.restart_step = run.published_version
-    run.waiting_since_s = parts.state.now_s
     parking.forget(run)
     parts.steps.move_pipeline(run, PipelineInput.NODE_LOST)
-    parts.state.waiting[run.pipeline.id] = run
+    parts.queue.wait_again(run)
     return [Park(pipeline=run.pipeline.id)] if is_elsewhere else []
 
 
@@ -76,4 +74,7 @@ def on_node_joined(parts: Parts, event: NodeJoined) -> list[Action]:
 
 def _is_on(run: PipelineRun, node: NodeId) -> bool:
     """Whether the pipeline is pinned to the node, or about to be."""
-    return any(placement is not None and node in placement.nodes for placement in (run.placement, run.next_placement))
+    return any(
+        placement is not None and node in placement.nodes
+        for placement in (run.nodes.placement, run.nodes.next_placement)
+    )

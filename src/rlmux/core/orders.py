@@ -13,8 +13,9 @@ from rlmux.core.events import ChunkFinished
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Resident, Stage
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.shares import Shares
-from rlmux.core.state import FILLERS, PipelineRun, SchedulerState
+from rlmux.core.state import FILLERS, SchedulerState
 from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, Work
 
 _NOTHING: tuple[Resident, ...] = ()
@@ -53,10 +54,10 @@ class Orders:
     def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> MigrateShard:
         """Move the shard's unfinished trajectories to the target device."""
         order_id = self._next_id()
-        self._state.orders[order_id] = run.orders[order_id] = Order(
+        self._state.orders[order_id] = run.step.orders[order_id] = Order(
             order_id,
             run.pipeline.id,
-            run.rollout_step,
+            run.step.rollout_step,
             Stage.GENERATE,
             Phase.SYNC,
             (target,),
@@ -70,7 +71,7 @@ class Orders:
         return MigrateShard(
             order=order_id,
             pipeline=run.pipeline.id,
-            step=run.rollout_step,
+            step=run.step.rollout_step,
             source=shard.device,
             target=target,
             copies_kv=copies_kv,
@@ -91,7 +92,7 @@ class Orders:
         self._shares.charge(order.devices)
         run = self._state.runs[order.pipeline]
         del self._state.orders[order.id]
-        del run.orders[order.id]
+        del run.step.orders[order.id]
         if order.device_fraction == 0.0:  # rewards, a publication, a migration: it leases nothing
             return
         del self._state.group_of(run).running[order.id]
@@ -121,7 +122,7 @@ class Orders:
 
     def of(self, run: PipelineRun) -> list[Order]:
         """Every order of the pipeline, oldest first."""
-        return list(run.orders.values())
+        return list(run.step.orders.values())
 
     def solo_s(self, order: Order, seconds: float) -> float:
         """The driver's seconds of an order without what sharing its devices added to them."""
@@ -148,11 +149,11 @@ class Orders:
         elif order.phase is Phase.ROLLOUT:
             if order.has_waited_for_env:
                 solo_s = held_s  # it waits for its own environments alone, too
-            run.measured.add_rollout(order.step, order.devices[0], solo_s, held_s)
+            run.estimates.measured.add_rollout(order.step, order.devices[0], solo_s, held_s)
         elif order.phase is not Phase.TRAIN:
-            run.measured.add_between(order.stage, held_s)
+            run.estimates.measured.add_between(order.stage, held_s)
         elif order.stage is not Stage.SFT_WARMUP:
-            run.measured.add_train(order.step, solo_s, held_s)
+            run.estimates.measured.add_train(order.step, solo_s, held_s)
 
     def _run(
         self,
@@ -174,7 +175,7 @@ class Orders:
             switch, evicted = self._leases.take_idle(run, devices[0], order_id)
         elif devices:
             switch, evicted = self._leases.take(run, phase, devices, order_id, device_fraction, rollout_devices)
-        order = state.orders[order_id] = run.orders[order_id] = Order(
+        order = state.orders[order_id] = run.step.orders[order_id] = Order(
             order_id,
             pipeline.id,
             step,

@@ -10,13 +10,12 @@ no two park each other in turn: each pipeline has others parked at most until it
 
 from __future__ import annotations
 
-import math
-
 from rlmux.core.actions import Action, Park
 from rlmux.core.model import PipelineId, PipelineStatus
 from rlmux.core.parts import Parts
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement_choice import Refusal
-from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.state import SchedulerState
 from rlmux.core.step_machine import PipelineInput
 
 PARKED = Refusal(reason="its user parked it", is_final=False)
@@ -24,59 +23,61 @@ PARKED = Refusal(reason="its user parked it", is_final=False)
 
 def request(parts: Parts, run: PipelineRun, *, for_pipeline: PipelineId | None = None) -> None:
     """Have a running pipeline park at its next step boundary."""
-    run.is_parking, run.parks_for = True, for_pipeline
-    if not run.shards:  # else what is open comes to its step boundary by itself
+    run.parking.is_parking, run.parking.parks_for = True, for_pipeline
+    if not run.step.shards:  # else what is open comes to its step boundary by itself
         parts.state.dirty.boundaries[run.pipeline.id] = run
 
 
 def is_due(parts: Parts, run: PipelineRun) -> bool:
     """Whether the pipeline gives its nodes back at its step boundary: no rollout of it opens."""
-    if run.is_leaving:
+    if run.parking.is_leaving:
         return True
-    if run.is_parking and run.parks_for is not None:
-        waiting = parts.state.runs[run.parks_for]
-        if waiting.status is not PipelineStatus.WAITING or waiting.num_parks:  # it started, or had its turn
+    if run.parking.is_parking and run.parking.parks_for is not None:
+        waiting = parts.state.runs[run.parking.parks_for]
+        if waiting.status is not PipelineStatus.WAITING or waiting.parking.num_parks:  # it started, or had its turn
             forget(run)
-    if not run.is_parking and parts.turns.is_over(run):
-        run.is_parking, run.parks_for = True, None
+    if not run.parking.is_parking and parts.turns.is_over(run):
+        run.parking.is_parking, run.parking.parks_for = True, None
     has_quota = not (run.pipeline.work_arrives or run.pipeline.is_filler)
-    if not run.is_parking and has_quota and parts.shares.quotas.counts_charges():
-        parts.shares.charge(run.rollout_devices + run.train_devices)
-        run.is_parking, run.parks_for = parts.shares.quotas.is_spent(run), None
-    return run.is_parking
+    if not run.parking.is_parking and has_quota and parts.shares.quotas.counts_charges():
+        parts.shares.charge(run.nodes.rollout_devices + run.nodes.train_devices)
+        run.parking.is_parking, run.parking.parks_for = parts.shares.quotas.is_spent(run), None
+    return run.parking.is_parking
 
 
 def leave(parts: Parts, run: PipelineRun) -> list[Action]:
     """Order a pipeline that is due to park once nothing of it is open."""
-    is_open = run.shards or run.training.is_open or parts.orders.of(run) or run.generated_step > run.trained_step
-    if is_open or run.is_leaving:
+    is_open = (
+        run.step.shards
+        or run.step.training.is_open
+        or parts.orders.of(run)
+        or run.step.generated_step > run.step.trained_step
+    )
+    if is_open or run.parking.is_leaving:
         return []
-    run.is_leaving = True
+    run.parking.is_leaving = True
     return [Park(pipeline=run.pipeline.id, is_awaited=True)]
 
 
 def end(parts: Parts, run: PipelineRun) -> list[Action]:
     """The pipeline, which is pinned to nothing any more, waits."""
     state = parts.state
-    run.next_placement = None
-    run.restart_step = run.published_version
-    run.waiting_since_s = state.now_s
-    run.promised_s = math.inf
-    run.num_parks += run.parks_for is not None
+    parts.groups.plan_move(run, None)
+    parts.queue.drop_promise(run)
+    run.parking.num_parks += run.parking.parks_for is not None
     forget(run)
     for other in _parking_for(state, run.pipeline.id):
-        if not other.is_leaving:  # asked while this one waited before: it started without that
+        if not other.parking.is_leaving:  # asked while this one waited before: it started without that
             forget(other)
     parts.steps.move_pipeline(run, PipelineInput.PARKED)
-    waiting = state.waiting_fillers if run.pipeline.is_filler else state.waiting
-    waiting[run.pipeline.id] = run
-    return parts.queue.tell(run, PARKED) if run.is_held else []
+    parts.queue.wait_again(run)
+    return parts.queue.tell(run, PARKED) if run.admission.is_held else []
 
 
 def forget(run: PipelineRun) -> None:
     """The pipeline parks no longer: it does already, or it goes on."""
-    run.is_parking = run.is_leaving = False
-    run.parks_for = None
+    run.parking.is_parking = run.parking.is_leaving = False
+    run.parking.parks_for = None
 
 
 def make_room(parts: Parts) -> None:
@@ -93,13 +94,13 @@ def _head(state: SchedulerState) -> PipelineRun | None:
     if reservation is None or settings is None or not settings.parks:
         return None
     head = state.runs[reservation.pipeline]
-    return None if head.num_parks or _parking_for(state, head.pipeline.id) else head
+    return None if head.parking.num_parks or _parking_for(state, head.pipeline.id) else head
 
 
 def _parking_for(state: SchedulerState, name: PipelineId) -> list[PipelineRun]:
     """Running pipelines that are to make room for this one."""
     running = (run for group in state.groups.values() for run in group.members.values())
-    return [run for run in running if run.parks_for == name]
+    return [run for run in running if run.parking.parks_for == name]
 
 
 def _fewest(parts: Parts, head: PipelineRun, candidates: list[PipelineRun]) -> list[PipelineRun]:

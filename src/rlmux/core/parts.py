@@ -25,11 +25,12 @@ from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, PipelineId
 from rlmux.core.offers import QueueOrder
 from rlmux.core.orders import Orders
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.shares import Shares
-from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.state import SchedulerState
 from rlmux.core.step_machine import StepMachine
 from rlmux.core.turns import Turns
 

@@ -14,8 +14,9 @@ from rlmux.core import fillers, parking
 from rlmux.core.actions import Action, Admit, Release, Relocate, Remind
 from rlmux.core.model import PipelineStatus
 from rlmux.core.parts import Parts
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal
-from rlmux.core.state import GroupState, PipelineRun
+from rlmux.core.state import GroupState
 from rlmux.core.step_machine import PipelineInput
 
 
@@ -50,15 +51,16 @@ def rebalance(parts: Parts) -> None:
             relocations.append(choice)
     for relocation in relocations:  # all in the ledger first: later ones count on the nodes of earlier ones
         run = state.runs[relocation.pipeline]
-        run.next_placement, _ = ledger.relocate(relocation.pipeline, relocation.choice)
+        placement, _ = ledger.relocate(relocation.pipeline, relocation.choice)
+        parts.groups.plan_move(run, placement)
         parts.expectations.note_placed(run)
     for pipeline in dict.fromkeys(relocation.pipeline for relocation in relocations):
         run = state.runs[pipeline]
-        if run.next_placement == run.placement:
-            run.next_placement = None
+        if run.nodes.next_placement == run.nodes.placement:
+            parts.groups.plan_move(run, None)
             ledger.finish_relocation(pipeline)
             parts.groups.refresh_cycle(state.group_of(run))
-        elif run.pipeline.work_arrives or not run.shards:
+        elif run.pipeline.work_arrives or not run.step.shards:
             state.dirty.boundaries[pipeline] = run
     if relocations:
         state.dirty.queue = state.dirty.fillers = True
@@ -66,20 +68,20 @@ def rebalance(parts: Parts) -> None:
 
 def pass_boundary(parts: Parts, run: PipelineRun) -> list[Action]:
     """Park or relocate a pipeline that is between two steps, or open its next rollout."""
-    if run.placement is None or run.status is not PipelineStatus.RUNNING:
+    if run.nodes.placement is None or run.status is not PipelineStatus.RUNNING:
         return []
     if run.pipeline.work_arrives:
-        if run.next_placement is None or not parts.bursts.are_between(run):
+        if run.nodes.next_placement is None or not parts.bursts.are_between(run):
             return []
         actions = _relocate(parts, run)
         parts.bursts.open_due(run)
         return actions
     if parking.is_due(parts, run):
         return parking.leave(parts, run)
-    if run.next_placement is None:
+    if run.nodes.next_placement is None:
         parts.steps.open_rollout(run)
         return []
-    if run.shards or run.training.is_open or parts.orders.of(run):
+    if run.step.shards or run.step.training.is_open or parts.orders.of(run):
         return []  # the end of one of these comes back here
     actions = _relocate(parts, run)
     parts.steps.open_rollout(run)
@@ -142,9 +144,7 @@ def _try_to_place(parts: Parts, run: PipelineRun) -> list[Action]:
 def _give_turns(parts: Parts) -> list[Action]:
     actions: list[Action] = []
     for run, answer in parts.turns.next():
-        actions += (
-            _refuse(parts, run, answer) if isinstance(answer, Refusal) else _admit(parts, run, answer.choice)
-        )
+        actions += _refuse(parts, run, answer) if isinstance(answer, Refusal) else _admit(parts, run, answer.choice)
     return actions
 
 
@@ -156,7 +156,7 @@ def _admit(parts: Parts, run: PipelineRun, choice: PlacementChoice) -> list[Acti
     parts.expectations.note_placed(run)
     parts.groups.join(run, placement)
     parts.turns.begin(run)
-    begin(parts, run, run.restart_step)
+    begin(parts, run, run.admission.restart_step)
     parts.state.mark_group(run)
     parts.state.dirty.fillers = True
     return [Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind)]
@@ -180,9 +180,9 @@ def _remind(parts: Parts, run: PipelineRun) -> list[Action]:
 
 def _relocate(parts: Parts, run: PipelineRun) -> list[Action]:
     """Leave the old nodes, join the new ones."""
-    placement = run.next_placement
+    placement = run.nodes.next_placement
     assert placement is not None
-    run.next_placement = None
+    parts.groups.plan_move(run, None)
     old = unpin(parts, run)
     parts.ledger.finish_relocation(run.pipeline.id)
     parts.groups.refresh_cycle(old)

@@ -51,11 +51,11 @@ class SchedulerQuery:
 
     def is_held(self, pipeline: PipelineId) -> bool:
         """Whether its user keeps it from starting, or from going on once it is parked."""
-        return self._state.runs[pipeline].is_held
+        return self._state.runs[pipeline].admission.is_held
 
     def reason(self, pipeline: PipelineId) -> str:
         """Why the pipeline waits, failed or was refused; empty otherwise."""
-        return self._state.runs[pipeline].reason
+        return self._state.runs[pipeline].admission.reason
 
     @property
     def first_in_queue(self) -> PipelineId | None:
@@ -65,7 +65,7 @@ class SchedulerQuery:
 
     def promised_s(self, pipeline: PipelineId) -> float:
         """Earliest start that was ever reserved for the pipeline; infinite where none was, or its time is unknown."""
-        return self._state.runs[pipeline].promised_s
+        return self._state.runs[pipeline].admission.promised_s
 
     def pipeline(self, pipeline: PipelineId) -> MemberView:
         """Where the pipeline is in its steps."""
@@ -78,7 +78,7 @@ class SchedulerQuery:
 
     def shard_state(self, pipeline: PipelineId, device: DeviceId) -> WorkState | None:
         """The state of the pipeline's shard on the device; None where no rollout is open or the device is not its."""
-        shard = self._state.runs[pipeline].shards.get(device)
+        shard = self._state.runs[pipeline].step.shards.get(device)
         return None if shard is None else shard.state
 
     def is_idle(self) -> bool:

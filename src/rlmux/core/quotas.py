@@ -19,7 +19,8 @@ from typing import Any
 from rlmux.core.budgets import Budgets
 from rlmux.core.model import Account, Cluster, Phase, Pipeline, PipelineId
 from rlmux.core.offers import Quota
-from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.pipeline_run import PipelineRun
+from rlmux.core.state import SchedulerState
 
 DAY_S = 86_400.0
 _CENTS = 100.0

@@ -35,8 +35,9 @@ from rlmux.core.offers import (
     ShareSettings,
     WaitingPipeline,
 )
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.quotas import DAY_S, Quotas
-from rlmux.core.state import GroupState, HeldDevice, PipelineRun, SchedulerState
+from rlmux.core.state import GroupState, HeldDevice, SchedulerState
 from rlmux.core.usage import HALF_LIFE_S, DecayedUsage, full_of
 
 _NO_ACCOUNT = Account("", "")
@@ -202,7 +203,7 @@ class Shares:
 
     def in_order(self) -> list[PipelineRun]:
         """Waiting pipelines that are not held and within their quotas, the first to be offered room first."""
-        waiting = [run for run in self._state.waiting.values() if not run.is_held]
+        waiting = [run for run in self._state.waiting.values() if not run.admission.is_held]
         runs = [run for run, excess in self.quotas.excesses(waiting) if excess is None]
         runs.sort(key=lambda run: run.sequence)
         if not self.are_set or self._queue_order is None or len(runs) < 2:
@@ -253,8 +254,8 @@ class Shares:
             id=pipeline.id,
             account=pipeline.account,
             urgency=pipeline.urgency,
-            rank=run.rank,
-            waited_s=self._state.now_s - run.waiting_since_s,
+            rank=run.admission.rank,
+            waited_s=self._state.now_s - run.admission.waiting_since_s,
             sequence=run.sequence,
             entry_by_pool=self._entry_by_pool(pipeline),
         )
@@ -278,9 +279,9 @@ def _may_be_parked(run: PipelineRun, settings: ShareSettings) -> bool:
     return (
         run.status is PipelineStatus.RUNNING
         and not run.pipeline.work_arrives
-        and not run.is_parking
+        and not run.parking.is_parking
         and run.pipeline.slo_slowdown == math.inf
-        and run.published_version - max(run.restart_step, 0) >= settings.min_steps
+        and run.step.published_version - max(run.admission.restart_step, 0) >= settings.min_steps
     )
 
 
@@ -294,5 +295,5 @@ def _pinned(group: GroupState, device: DeviceId) -> dict[PipelineId, float]:
     seconds: dict[PipelineId, float] = {}
     for index, phase in enumerate((Phase.ROLLOUT, Phase.TRAIN)):
         for name, run in group.members_by_device.get((phase, device), {}).items():
-            seconds[name] = seconds.get(name, 0.0) + phases_of(run.pipeline)[index] * run.steps_per_cycle
+            seconds[name] = seconds.get(name, 0.0) + phases_of(run.pipeline)[index] * run.cycle.steps_per_cycle
     return seconds if all(seconds.values()) else dict.fromkeys(seconds, 1.0)

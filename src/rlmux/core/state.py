@@ -18,28 +18,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rlmux.core.burst_seconds import BurstSeconds
-from rlmux.core.estimates import StepHistory
 from rlmux.core.group_look import NO_MEMBERS, GroupLook, MemberFacts
-from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import (
     Account,
     DeviceId,
     GroupId,
     OrderId,
     Phase,
-    Pipeline,
     PipelineId,
-    PipelineStatus,
-    Placement,
-    Stage,
     WorkLeft,
 )
 from rlmux.core.offers import AccountSpent, PipelineWait, Quota, Share, ShareSettings
-from rlmux.core.step_bounds import StepBounds
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.turn_shares import TurnShares
 from rlmux.core.usage import DecayedUsage
-from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, TrainingStage, WorkState
+from rlmux.core.work import Order, ReadyWork, WorkState
 
 FILLERS = GroupId(1_000_000_000)
 """The group that all fillers are in: beyond the numbers of groups that a policy makes."""
@@ -69,118 +62,6 @@ class Reservation:
     """Time of the start, by the estimates; infinite where they do not say when room will be."""
     awaits: tuple[PipelineId, ...]
     """Pipelines that are to have ended by then, in the order of their estimated ends."""
-
-
-@dataclass(slots=True)
-class PipelineRun:
-    """One pipeline: its status, its nodes, and where it is in its steps."""
-
-    pipeline: Pipeline
-    submitted_s: float
-    """Time of submission."""
-    sequence: int
-    """Place in the order of submission, in which waiting pipelines are tried."""
-    is_held: bool = field(init=False)
-    """Whether its user keeps it from starting."""
-    rank: int = field(init=False)
-    """Place among its account's own waiting pipelines; lower ones are offered room first."""
-    status: PipelineStatus = PipelineStatus.WAITING
-    """Changed by `StepMachine.move_pipeline` alone."""
-    reason: str = ""
-    """Why it waits, failed or was refused; empty otherwise."""
-    placement: Placement | None = None
-    """Nodes and group; None while it is not placed."""
-    waiting_since_s: float = field(init=False)
-    """Time from which on it waits, or waited, for its last admission."""
-    is_parking: bool = False
-    """Whether it gives its nodes back at its next step boundary."""
-    parks_for: PipelineId | None = None
-    """Waiting pipeline that it makes room for so; None where its user parks it, or its quota."""
-    is_leaving: bool = False
-    """Whether `Park` was ordered and `PipelineParked` has not come."""
-    num_parks: int = 0
-    """How often it was parked to make room for another."""
-    next_placement: Placement | None = None
-    """Placement from its next step boundary on, which the ledger counts already; None: it stays where it is."""
-    rollout_devices: tuple[DeviceId, ...] = ()
-    """Devices of its rollout nodes, one shard each."""
-    train_devices: tuple[DeviceId, ...] = ()
-    """Devices of its training nodes; a training stage takes all of them."""
-    rollout_step: int = 0
-    """The step whose rollout is open, or the last one generated."""
-    shards: dict[DeviceId, RolloutShard] = field(default_factory=dict)
-    """Shards of `rollout_step`, in the order of `rollout_devices`. Empty where no rollout is open."""
-    generated_step: int = 0
-    """Last step whose trajectories are all complete."""
-    train_step: int = 0
-    """The step in training, or the last one trained. 0 is the SFT warm-up."""
-    training: TrainingStage = field(default_factory=TrainingStage)
-    orders: dict[OrderId, Order] = field(default_factory=dict)
-    """Its orders that have not ended, oldest first."""
-    bursts: dict[tuple[Phase, ...], Burst] = field(default_factory=dict)
-    """Work of each kind, where it arrives; empty for a pipeline with planned steps."""
-    trained_step: int = -1
-    """Last step whose training is complete; -1 before the SFT warm-up."""
-    published_version: int = -1
-    """Newest weight version that rollouts may sample from; -1 before the SFT warm-up."""
-    steps_per_cycle: int = 1
-    """Steps in each meta-iteration of its group."""
-    cycle_index: int = 0
-    """Number in the cyclic order of its group, from 0."""
-    phases_started: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
-    """Phases begun on each device: they say which member is next in the meta-iteration."""
-    host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
-    """Devices to which a load is warm, as state was there before (membership tests only)."""
-    admitted_s: float = 0.0
-    """Time of the last admission."""
-    is_reward_overdue: bool = False
-    """Its group does not wait for its rewards any longer."""
-    promised_s: float = math.inf
-    """Earliest start that was ever reserved for it: from then on no later pipeline is admitted before it."""
-    history: StepHistory = field(init=False)
-    """Seconds of its last steps: estimates for the policies that plan ahead."""
-    measured: MeasuredSteps = field(default_factory=MeasuredSteps)
-    """Solo seconds of its last whole steps, which it is planned with where its user gave no estimate."""
-    burst_seconds: BurstSeconds = field(default_factory=BurstSeconds)
-    """Seconds of its last bursts, and of its client's thinking between them."""
-    told_slowdown: float | None = None
-    """The step slowdown that was last said to be expected; None where nothing was said."""
-    bounds: StepBounds | None = field(init=False)
-    """Bounds of its next step, which it is planned with where it states a probability."""
-    told_probability: float | None = None
-    """The probability that was last stated."""
-    has_given_estimate: bool = field(init=False)
-    """Whether its user gave an estimate, which stands until its steps drift; one with `held` was measured before."""
-    has_left_estimate: bool = False
-    """Whether they have."""
-    restart_step: int = 0
-    """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""
-    train_stages: tuple[Stage, ...] = field(init=False)
-    """The pipeline's training stages, kept because every training order asks for them."""
-    is_filler: bool = field(init=False)
-    """Whether it takes only what no other pipeline wants, kept because every order asks for it."""
-
-    def __post_init__(self) -> None:
-        self.is_held, self.rank = self.pipeline.is_held, self.pipeline.rank
-        self.waiting_since_s = self.submitted_s
-        self.has_given_estimate = self.pipeline.estimate is not None and self.pipeline.held is None
-        self.bounds = None
-        if self.pipeline.slo_probability is not None and not self.pipeline.work_arrives:
-            self.bounds = StepBounds(self.pipeline)
-            self.pipeline = self.bounds.first_plan()
-            self.has_left_estimate = self.pipeline.estimate != self.bounds.given.estimate
-        self.history = StepHistory(self.pipeline)
-        self.train_stages = self.pipeline.train_stages
-        self.is_filler = self.pipeline.is_filler
-
-    @property
-    def waits_for_user_code(self) -> bool:
-        """Its open rollout has come to rest at its rewards, or at environments that have not replied, or it is being
-        parked: no member of its group waits for it."""
-        if self.is_reward_overdue or self.is_leaving:
-            return True
-        left = [shard.state for shard in self.shards.values() if shard.state is not WorkState.DONE]
-        return bool(left) and all(state is WorkState.WAITING_FOR_ENV for state in left)
 
 
 @dataclass(slots=True)
@@ -306,8 +187,8 @@ class SchedulerState:
 
     def group_of(self, run: PipelineRun) -> GroupState:
         """The co-execution group of a pipeline that is placed."""
-        assert run.placement is not None
-        return self.groups.get(run.placement.group, self.fillers)
+        assert run.nodes.placement is not None
+        return self.groups.get(run.nodes.placement.group, self.fillers)
 
     def mark_group(self, run: PipelineRun) -> None:
         """Have the policy asked what starts in the pipeline's group."""
@@ -325,15 +206,19 @@ class SchedulerState:
             now_s=self.now_s,
             submitted_s=run.submitted_s,
             num_steps=last_step - num_before,
-            num_left=last_step - max(num_before, run.trained_step),
-            done_solo_s=None if run.bounds is None else run.bounds.done_solo_s(run.trained_step),
+            num_left=last_step - max(num_before, run.step.trained_step),
+            done_solo_s=None
+            if run.estimates.bounds is None
+            else run.estimates.bounds.done_solo_s(run.step.trained_step),
         )
 
     def can_migrate(self, run: PipelineRun, source: DeviceId, target: DeviceId) -> bool:
         """Whether the source's trajectories may leave for the target: none are still to come, the target's own stay."""
-        if run.shards[target].state is WorkState.MIGRATING:
+        if run.step.shards[target].state is WorkState.MIGRATING:
             return False
-        return not any(order.migrates_from is not None and order.devices[0] == source for order in run.orders.values())
+        return not any(
+            order.migrates_from is not None and order.devices[0] == source for order in run.step.orders.values()
+        )
 
     def next_in_sequence(self) -> int:
         """Take the next number of the total order."""

@@ -24,7 +24,8 @@ from rlmux.core.actions import Action, MigrateShard, Pause, RunStage
 from rlmux.core.journal import Journal
 from rlmux.core.model import DeviceId, Phase, PipelineStatus, Stage
 from rlmux.core.orders import Orders, rollout_version
-from rlmux.core.state import GroupState, PipelineRun, SchedulerState
+from rlmux.core.pipeline_run import PipelineRun
+from rlmux.core.state import GroupState, SchedulerState
 from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, TrainingStage, Work, WorkState
 
 
@@ -221,6 +222,14 @@ class StepMachine:
             )
         run.status = status
 
+    def note_reward(self, run: PipelineRun, *, is_overdue: bool) -> None:
+        """The pipeline's group waits for its rewards no longer, or it has them."""
+        run.step.is_reward_overdue = is_overdue
+
+    def note_left(self, run: PipelineRun, restored_step: int) -> None:
+        """The processes of a pipeline that parks have ended, with this step's result kept."""
+        run.step.published_version = run.step.trained_step = restored_step
+
     def move(self, work: Work, what: WorkInput) -> None:
         """Change the state as its table says; work without an order forgets the one it had.
 
@@ -241,11 +250,11 @@ class StepMachine:
 
     def begin_after(self, run: PipelineRun, restored_step: int) -> None:
         """Open what follows a restored step; -1 is before the SFT warm-up."""
-        run.rollout_step = run.generated_step = run.train_step = max(restored_step, 0)
-        run.trained_step = run.published_version = restored_step
-        run.shards.clear()
-        run.is_reward_overdue = False
-        run.training = TrainingStage()
+        run.step.rollout_step = run.step.generated_step = run.step.train_step = max(restored_step, 0)
+        run.step.trained_step = run.step.published_version = restored_step
+        run.step.shards.clear()
+        run.step.is_reward_overdue = False
+        run.step.training = TrainingStage()
         if restored_step < 0:
             self._open_training_stage(run, 0, Stage.SFT_WARMUP, None, is_continuation=False)
         else:
@@ -254,25 +263,25 @@ class StepMachine:
     def open_rollout(self, run: PipelineRun) -> None:
         """Open the next step's rollout, where none is open and the version that it must sample from is published."""
         pipeline = run.pipeline
-        step = run.rollout_step + 1
-        if run.shards or (pipeline.num_steps is not None and step > pipeline.num_steps):
+        step = run.step.rollout_step + 1
+        if run.step.shards or (pipeline.num_steps is not None and step > pipeline.num_steps):
             return
-        if run.published_version < rollout_version(pipeline, step):
+        if run.step.published_version < rollout_version(pipeline, step):
             return
-        run.rollout_step = step
-        run.history.open_rollout(step, run.rollout_devices, self._state.now_s)
-        run.measured.open_rollout(step, run.rollout_devices)
-        for device in run.rollout_devices:
-            run.shards[device] = RolloutShard(self._shard_work(run, device, is_continuation=False))
+        run.step.rollout_step = step
+        run.estimates.history.open_rollout(step, run.nodes.rollout_devices, self._state.now_s)
+        run.estimates.measured.open_rollout(step, run.nodes.rollout_devices)
+        for device in run.nodes.rollout_devices:
+            run.step.shards[device] = RolloutShard(self._shard_work(run, device, is_continuation=False))
         self._state.mark_group(run)
 
     def start(self, run: PipelineRun, ready: ReadyWork, device_fraction: float, slowdown: float) -> RunStage:
         """Order ready work to run. The group's ready work no longer has it."""
         work: Work
         if ready.kind:
-            work = run.bursts[ready.kind]
+            work = run.step.bursts[ready.kind]
         else:
-            work = run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
+            work = run.step.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.step.training
         self.move(work, WorkInput.STARTED)
         action = self._orders.run_ready(run, work, ready, device_fraction, slowdown)
         work.order = action.order
@@ -321,7 +330,7 @@ class StepMachine:
     def drop_asked_migrations(self, group: GroupState) -> None:
         """Shards that were paused to migrate, and that the policy left where they are, are ready like any other."""
         for ready in [work for work in group.ready.values() if work.migrate_to is not None]:
-            shard = group.members[ready.pipeline].shards[ready.devices[0]]
+            shard = group.members[ready.pipeline].step.shards[ready.devices[0]]
             shard.work = group.ready[ready.sequence] = replace(ready, migrate_to=None)
 
     def order_migration(
@@ -336,7 +345,7 @@ class StepMachine:
 
     def finish_migration(self, run: PipelineRun, order: Order) -> list[Action]:
         """The trajectories have arrived: the source is done, and a target that was done is ready again."""
-        source, target = order.work, run.shards[order.devices[0]]
+        source, target = order.work, run.step.shards[order.devices[0]]
         assert isinstance(source, RolloutShard)
         was_done = target.state is WorkState.DONE
         self.move(source, WorkInput.MIGRATED)
@@ -364,19 +373,19 @@ class StepMachine:
         """Forget the open rollout and the training under way; open bursts are due again. Their orders end by themselves
         or are ended."""
         ready = self._state.group_of(run).ready
-        for shard in run.shards.values():
+        for shard in run.step.shards.values():
             if shard.is_ready:
                 del ready[shard.work.sequence]
-        training = run.training
+        training = run.step.training
         if training.state is WorkState.READY and training.work is not None:
             del ready[training.work.sequence]
-        for kind, burst in run.bursts.items():
+        for kind, burst in run.step.bursts.items():
             if burst.is_open and burst.work is not None:
                 ready.pop(burst.work.sequence, None)
-                run.bursts[kind] = replace(burst, work=None, state=WorkState.DONE, order=None, is_due=True)
-        run.shards.clear()
-        run.is_reward_overdue = False
-        run.training = TrainingStage()
+                run.step.bursts[kind] = replace(burst, work=None, state=WorkState.DONE, order=None, is_due=True)
+        run.step.shards.clear()
+        run.step.is_reward_overdue = False
+        run.step.training = TrainingStage()
 
     # ------------------------------------------------------------------ helpers, in the order they are called
 
@@ -398,7 +407,7 @@ class StepMachine:
         migrate_to: DeviceId | None = None,
     ) -> ReadyWork:
         ready = ReadyWork(
-            run.pipeline.id, run.rollout_step, Stage.GENERATE, Phase.ROLLOUT, (device,),
+            run.pipeline.id, run.step.rollout_step, Stage.GENERATE, Phase.ROLLOUT, (device,),
             self._state.now_s, self._state.next_in_sequence(), is_continuation, is_waiting, migrate_to,
         )  # fmt: skip
         self._state.group_of(run).ready[ready.sequence] = ready
@@ -406,7 +415,7 @@ class StepMachine:
 
     def _training_work(self, run: PipelineRun, step: int, stage: Stage, *, is_continuation: bool) -> ReadyWork:
         ready = ReadyWork(
-            run.pipeline.id, step, stage, Phase.TRAIN, run.train_devices,
+            run.pipeline.id, step, stage, Phase.TRAIN, run.nodes.train_devices,
             self._state.now_s, self._state.next_in_sequence(), is_continuation,
         )  # fmt: skip
         self._state.group_of(run).ready[ready.sequence] = ready
@@ -418,44 +427,44 @@ class StepMachine:
         self._state.group_of(run).ready[shard.work.sequence] = shard.work
 
     def _reward_if_done(self, run: PipelineRun) -> list[Action]:
-        if any(shard.state is not WorkState.DONE for shard in run.shards.values()):
+        if any(shard.state is not WorkState.DONE for shard in run.step.shards.values()):
             return []
         if Stage.REWARD in run.pipeline.stages:
-            return [self._orders.run_without_device(run, run.rollout_step, Stage.REWARD, Phase.ENV)]
+            return [self._orders.run_without_device(run, run.step.rollout_step, Stage.REWARD, Phase.ENV)]
         self._finish_rollout(run)
         return []
 
     def _finish_rollout(self, run: PipelineRun) -> None:
-        run.shards.clear()
-        run.generated_step = run.rollout_step
+        run.step.shards.clear()
+        run.step.generated_step = run.step.rollout_step
         if not run.train_stages:  # nothing is trained: the step is over
-            run.trained_step = run.rollout_step
-            self._publish(run, run.rollout_step)
+            run.step.trained_step = run.step.rollout_step
+            self._publish(run, run.step.rollout_step)
             return
         self._open_training(run)
         self._mark_boundary(run)
 
     def _open_training(self, run: PipelineRun) -> None:
-        step = run.trained_step + 1
-        if not run.training.is_open and 1 <= step <= run.generated_step:
+        step = run.step.trained_step + 1
+        if not run.step.training.is_open and 1 <= step <= run.step.generated_step:
             self._open_training_stage(run, step, run.train_stages[0], 0, is_continuation=False)
 
     def _open_training_stage(
         self, run: PipelineRun, step: int, stage: Stage, index: int | None, *, is_continuation: bool
     ) -> None:
-        self.move(run.training, WorkInput.NEXT_OPENED)
-        run.train_step, run.training.index = step, index
-        run.training.work = self._training_work(run, step, stage, is_continuation=is_continuation)
+        self.move(run.step.training, WorkInput.NEXT_OPENED)
+        run.step.train_step, run.step.training.index = step, index
+        run.step.training.work = self._training_work(run, step, stage, is_continuation=is_continuation)
 
     def _finish_training_stage(self, run: PipelineRun, order: Order) -> list[Action]:
         if order.stage is not Stage.SFT_WARMUP:
-            assert run.training.index is not None
-            index = run.training.index + 1
+            assert run.step.training.index is not None
+            index = run.step.training.index + 1
             if index < len(run.train_stages):
                 self._open_training_stage(run, order.step, run.train_stages[index], index, is_continuation=True)
                 return []
-            run.training.index = None
-        run.trained_step = order.step
+            run.step.training.index = None
+        run.step.trained_step = order.step
         actions: list[Action] = []
         if Stage.PUBLISH in run.pipeline.stages:
             actions.append(self._orders.run_without_device(run, order.step, Stage.PUBLISH, Phase.SYNC))
@@ -465,8 +474,8 @@ class StepMachine:
         return actions
 
     def _publish(self, run: PipelineRun, version: int) -> None:
-        run.published_version = max(run.published_version, version)
-        if run.published_version == run.pipeline.num_steps:
+        run.step.published_version = max(run.step.published_version, version)
+        if run.step.published_version == run.pipeline.num_steps:
             self.move_pipeline(run, PipelineInput.LAST_STEP_PUBLISHED)
             self._state.dirty.over[run.pipeline.id] = run
         else:

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from rlmux.core.model import Phase, Pipeline, PipelineId, PipelineStatus
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.shares import Shares
-from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.state import SchedulerState
 from rlmux.core.turn_shares import Claim, Seconds, Turn, configuration_of
 
 
@@ -68,8 +69,13 @@ class Turns:
 
     def is_over(self, run: PipelineRun) -> bool:
         """Whether a pipeline at a step boundary leaves its nodes to others; it stays where the policy has it stay."""
-        policy, state, placement = self._policy, self._state, run.placement
-        if policy is None or placement is None or state.now_s - run.admitted_s < policy.turn_s or not state.waiting:
+        policy, state, placement = self._policy, self._state, run.nodes.placement
+        if (
+            policy is None
+            or placement is None
+            or state.now_s - run.admission.admitted_s < policy.turn_s
+            or not state.waiting
+        ):
             return False
         if run.pipeline.work_arrives or run.is_filler or not (waiting := self._shares.in_order()):
             return False
@@ -96,7 +102,7 @@ class Turns:
         claims = tuple(
             Claim(
                 pipeline=run.pipeline,
-                holds=None if run.placement is None else configuration_of(run.placement),
+                holds=None if run.nodes.placement is None else configuration_of(run.nodes.placement),
                 targets=shares.targets.get(run.pipeline.id, {}),
                 received_s=shares.received_s.get(run.pipeline.id, {}),
                 deficits_s=shares.deficits_s.get(run.pipeline.id, {}),
@@ -109,7 +115,7 @@ class Turns:
         """Count what all pipelines that hold nodes have received up to now."""
         shares, now_s = self._state.turns, self._state.now_s
         for name, since_s in shares.counted_s.items():
-            placement = self._state.runs[name].placement
+            placement = self._state.runs[name].nodes.placement
             if placement is not None and now_s > since_s:
                 received = shares.received_s.setdefault(name, {})
                 configuration = configuration_of(placement)
@@ -141,4 +147,6 @@ class Turns:
 
 def _claims_time(run: PipelineRun) -> bool:
     """Whether the pipeline is not over, and its user does not hold it."""
-    return run.status in (PipelineStatus.WAITING, PipelineStatus.RUNNING) and not (run.is_held or run.is_filler)
+    return run.status in (PipelineStatus.WAITING, PipelineStatus.RUNNING) and not (
+        run.admission.is_held or run.is_filler
+    )

@@ -15,7 +15,8 @@ from rlmux.core.estimates import StepEstimates
 from rlmux.core.group_load import sync_s
 from rlmux.core.group_look import GroupLook
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
-from rlmux.core.state import GroupState, PipelineRun, SchedulerState
+from rlmux.core.pipeline_run import PipelineRun
+from rlmux.core.state import GroupState, SchedulerState
 from rlmux.core.switches import num_fitting
 from rlmux.core.work import Order, ReadyWork, RolloutShard, WorkState
 
@@ -161,59 +162,59 @@ class MemberView:
 
     @property
     def rollout_devices(self) -> tuple[DeviceId, ...]:
-        return self._run.rollout_devices
+        return self._run.nodes.rollout_devices
 
     @property
     def train_devices(self) -> tuple[DeviceId, ...]:
-        return self._run.train_devices
+        return self._run.nodes.train_devices
 
     @property
     def rollout_step(self) -> int:
-        return self._run.rollout_step
+        return self._run.step.rollout_step
 
     @property
     def train_step(self) -> int:
-        return self._run.train_step
+        return self._run.step.train_step
 
     @property
     def published_version(self) -> int:
-        return self._run.published_version
+        return self._run.step.published_version
 
     @property
     def estimates(self) -> StepEstimates:
         """What its last steps say of its next."""
-        return self._run.history.estimates()
+        return self._run.estimates.history.estimates()
 
     @property
     def step_began_s(self) -> float:
         """When its open (or last) rollout was opened."""
-        return self._run.history.step_began_s
+        return self._run.estimates.history.step_began_s
 
     @property
     def due_s(self) -> float:
         """Time by which the open step must end for the mean of all its steps to keep the SLO; infinite without one."""
-        return self._run.history.due_s
+        return self._run.estimates.history.due_s
 
     def cycle_place(self, phase: Phase, device: DeviceId, num_later: int = 0) -> tuple[float, int]:
         """Where its next phase there has its slot in the meta-iteration, or the one so many later; the lesser first."""
-        num_begun = self._run.phases_started[phase, device] + num_later
-        return num_begun / self._run.steps_per_cycle, self._run.cycle_index
+        num_begun = self._run.cycle.phases_started[phase, device] + num_later
+        return num_begun / self._run.cycle.steps_per_cycle, self._run.cycle.cycle_index
 
     def live_shard(self, device: DeviceId) -> tuple[int | None, float]:
         """Sequences of the shard there at the last report, None before the first; solo seconds of earlier orders."""
-        return self._run.history.live_shard(device)
+        return self._run.estimates.history.live_shard(device)
 
     @property
     def is_rollout_open(self) -> bool:
-        return bool(self._run.shards)
+        return bool(self._run.step.shards)
 
     @property
     def unfinished_rollout_devices(self) -> tuple[DeviceId, ...]:
         """Devices whose shard of the open rollout is not done; those of an open rollout burst where work arrives."""
         if self._run.pipeline.work_arrives:
-            burst = self._run.bursts.get((Phase.ROLLOUT,))
+            burst = self._run.step.bursts.get((Phase.ROLLOUT,))
             return burst.work.devices if burst is not None and burst.is_open and burst.work is not None else ()
-        return tuple(device for device, shard in self._run.shards.items() if shard.state is not WorkState.DONE)
+        return tuple(device for device, shard in self._run.step.shards.items() if shard.state is not WorkState.DONE)
 
 
 class GroupView:
@@ -303,7 +304,7 @@ class GroupView:
         under_way = [
             (order.id, order.pipeline, order.migrates_from)
             for run in self._group.members.values()
-            for order in run.orders.values()
+            for order in run.step.orders.values()
             if order.migrates_from is not None
         ]
         return tuple((pipeline, source) for _, pipeline, source in sorted(under_way, key=itemgetter(0)))
@@ -376,11 +377,11 @@ class GroupView:
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
         mine = pinned[work.pipeline]
-        own_rank = (mine.phases_started[key] / mine.steps_per_cycle, mine.cycle_index)
+        own_rank = (mine.cycle.phases_started[key] / mine.cycle.steps_per_cycle, mine.cycle.cycle_index)
         ranked = [
             (rank, run)
             for run in pinned.values()
-            if (rank := (run.phases_started[key] / run.steps_per_cycle, run.cycle_index)) < own_rank
+            if (rank := (run.cycle.phases_started[key] / run.cycle.steps_per_cycle, run.cycle.cycle_index)) < own_rank
             and has_phase_to_begin(run, key)
         ]
         ranked.sort(key=itemgetter(0))
@@ -400,7 +401,7 @@ class GroupView:
 
     def _switch_s(self, run: PipelineRun, phase: Phase, device: DeviceId) -> tuple[float, float]:
         """Seconds to bring its state to the device now, and seconds to bring it back after another evicted it."""
-        seconds = run.history.estimates().switch_s(phase)
+        seconds = run.estimates.history.estimates().switch_s(phase)
         if seconds == 0.0 or self.num_kept(device) == math.inf:
             return 0.0, 0.0
         is_there = (run.pipeline.id, phase) in self._state.devices[device].residents
@@ -410,45 +411,45 @@ class GroupView:
         if run.pipeline.staleness:
             return 0.0
         if phase is Phase.TRAIN:
-            return 0.0 if run.training.is_open else self._until_trajectories_s(run)
-        shard = run.shards.get(device)
+            return 0.0 if run.step.training.is_open else self._until_trajectories_s(run)
+        shard = run.step.shards.get(device)
         if shard is not None and shard.is_ready:
             return 0.0
-        if run.shards:
-            return self._until_trajectories_s(run) + run.history.estimates().train_s
+        if run.step.shards:
+            return self._until_trajectories_s(run) + run.estimates.history.estimates().train_s
         return self._until_trained_s(run)
 
     def _until_trained_s(self, run: PipelineRun) -> float:
         """Seconds until the training that is ready or runs can have ended."""
-        training = run.training
+        training = run.step.training
         if not training.is_open or training.index != 0:
             return 0.0
-        train_s = run.history.estimates().train_s
+        train_s = run.estimates.history.estimates().train_s
         if training.order is None:
             return train_s
         return max(0.0, train_s - OrderView(self._state.orders[training.order]).solo_s(self.now_s))
 
     def _until_trajectories_s(self, run: PipelineRun) -> float:
         """Seconds until its open rollout, or the next one, can have ended."""
-        estimates = run.history.estimates()
-        if not run.shards:
-            return estimates.shard_s if run.rollout_devices else 0.0
+        estimates = run.estimates.history.estimates()
+        if not run.step.shards:
+            return estimates.shard_s if run.nodes.rollout_devices else 0.0
         left_s = 0.0
-        for device, shard in run.shards.items():
+        for device, shard in run.step.shards.items():
             if shard.state is WorkState.DONE:
                 continue
-            num_active, run_s = run.history.live_shard(device)
+            num_active, run_s = run.estimates.history.live_shard(device)
             if shard.order is not None:
                 run_s += OrderView(self._state.orders[shard.order]).solo_s(self.now_s)
             left_s = max(left_s, estimates.remaining_time(num_active, run_s).low_s)
         return left_s
 
     def _laxity_s(self, run: PipelineRun) -> float:
-        due_s = run.history.due_s
+        due_s = run.estimates.history.due_s
         if due_s == math.inf:
             return math.inf
-        if run.shards:
-            left_s = self._until_trajectories_s(run) + run.history.estimates().train_s
+        if run.step.shards:
+            left_s = self._until_trajectories_s(run) + run.estimates.history.estimates().train_s
         else:
             left_s = self._until_trained_s(run)
         return due_s - self.now_s - left_s - sync_s(run.pipeline)
@@ -459,12 +460,13 @@ class GroupView:
         if len(pinned) == 1:
             return True
         mine = pinned[work.pipeline]
-        begun, steps_per_cycle, cycle_index = mine.phases_started[key], mine.steps_per_cycle, mine.cycle_index
+        begun, cycle = mine.cycle.phases_started[key], mine.cycle
+        steps_per_cycle, cycle_index = cycle.steps_per_cycle, cycle.cycle_index
         for pipeline_id, run in pinned.items():
             # Positive: the other's next slot comes first.
-            lead = begun * run.steps_per_cycle - run.phases_started[key] * steps_per_cycle
+            lead = begun * run.cycle.steps_per_cycle - run.cycle.phases_started[key] * steps_per_cycle
             if (
-                (lead > 0 or (lead == 0 and run.cycle_index < cycle_index))
+                (lead > 0 or (lead == 0 and run.cycle.cycle_index < cycle_index))
                 and pipeline_id != work.pipeline
                 and has_phase_to_begin(run, key)
             ):
@@ -473,5 +475,5 @@ class GroupView:
 
 
 def _phase_s(run: PipelineRun, phase: Phase) -> float:
-    estimates = run.history.estimates()
+    estimates = run.estimates.history.estimates()
     return estimates.shard_s if phase is Phase.ROLLOUT else estimates.train_s

@@ -23,9 +23,10 @@ from enum import StrEnum
 
 from rlmux.core.admission_queue import AdmissionQueue
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.shares import Shares
-from rlmux.core.state import PipelineRun, Reservation, SchedulerState
+from rlmux.core.state import Reservation, SchedulerState
 
 MAX_CHANGES = 3
 """Changes that are told."""
@@ -142,10 +143,10 @@ def _wait(
     share, fair_share = shares.standing_of(run.pipeline.account) if shares.are_set else (None, None)
     return Wait(
         token=_token(run, queue, reservation, state, shares),
-        reason=run.reason,
+        reason=run.admission.reason,
         position=position,
         num_waiting=num_waiting,
-        waited_s=state.now_s - run.waiting_since_s,
+        waited_s=state.now_s - run.admission.waiting_since_s,
         first=None if reservation is None else reservation.pipeline,
         starts_s=starts_s if starts_s < math.inf else None,
         would_start_now_if=(),
@@ -162,14 +163,15 @@ def _token(
     state: SchedulerState,
     shares: Shares,
 ) -> WaitToken:
-    if run.is_held:
+    if run.admission.is_held:
         return WaitToken.HELD
     if run.pipeline.is_filler:
         return WaitToken.FILLER
     excess = shares.quotas.excess_of(run)
     if excess is not None:
         return WaitToken.BUDGET_SPENT if excess.limit == "budget_usd" else WaitToken.OVER_QUOTA
-    if any(one.parks_for == run.pipeline.id for group in state.groups.values() for one in group.members.values()):
+    running = (one for group in state.groups.values() for one in group.members.values())
+    if any(one.parking.parks_for == run.pipeline.id for one in running):
         return WaitToken.PARKING
     if reservation is None or reservation.pipeline == run.pipeline.id:
         return WaitToken.NO_ROOM
@@ -179,7 +181,7 @@ def _token(
 def _changes(run: PipelineRun, state: SchedulerState, shares: Shares) -> Iterator[tuple[Change, Pipeline]]:
     """Changes from the cheapest to the dearest, each with the pipeline as it would be."""
     pipeline = run.pipeline
-    if run.is_held:
+    if run.admission.is_held:
         yield Change(key="hold", was="held", to="released"), pipeline
     if pipeline.slo_slowdown < math.inf:
         for tenths in range(1, _SLO_TENTHS + 1):
@@ -193,7 +195,7 @@ def _changes(run: PipelineRun, state: SchedulerState, shares: Shares) -> Iterato
         changed = replace(pipeline, num_train_nodes=count)
         yield Change(key="train.workers", was=pipeline.num_train_nodes, to=count), changed
     for other in state.runs.values():
-        if other.placement is not None and other.pipeline.account == pipeline.account:
+        if other.nodes.placement is not None and other.pipeline.account == pipeline.account:
             yield Change(key="without", was="", to=other.pipeline.id), pipeline
     excess = shares.quotas.excess_of(run)
     if excess is not None:
