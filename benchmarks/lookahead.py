@@ -18,9 +18,10 @@ import random
 import statistics
 from typing import Any
 
+from exact_schedule import least_makespan, random_problem
+
 from rlmux.core.errors import UserError
 from rlmux.policies import make_policy
-from rlmux.policies.planning.exact_schedule import least_makespan, random_problem
 from rlmux.policies.planning.greedy import greedy
 from rlmux.policies.planning.lookahead import plan
 from rlmux.sim.decision_cost import Stopwatch

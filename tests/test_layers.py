@@ -71,7 +71,7 @@ ONLY_IN = {
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
     "peft": lambda module: module == "engines.lora",
     "torchao": lambda module: module == "engines.moments",
-    "ortools": lambda module: module in ("policies.planning.exact_schedule", "policies.planning.linear_program"),
+    "ortools": lambda module: module == "policies.planning.linear_program",
     **dict.fromkeys(("wandb", "mlflow", "trackio"), lambda module: module == "client.trackers"),
 }
 EVERYWHERE = {"rlmux"}

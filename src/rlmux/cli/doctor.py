@@ -39,7 +39,7 @@ _EXTRAS = {
     "reasoning-gym": ("envs", "no reasoning-gym:NAME tasks"),
     "gymnasium": ("envs", "no gymnasium environments"),
     "pyarrow": ("parquet", "no parquet files of prompts; JSONL works"),
-    "ortools": ("solver", "no policy 'gavel', and no exact schedules to judge a look-ahead by"),
+    "ortools": ("solver", "no policy 'gavel'"),
     "ray": ("ray", "one machine only: no backend over many"),
 }
 """(extra that brings the package, what cannot be done without it), by package."""
