@@ -34,7 +34,6 @@ from rlmux.rl.config import TrainConfig
 PACKED = (
     "gemma2",
     "gemma3_text",
-    "gpt2",
     "gpt_oss",
     "llama",
     "mistral",
