@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlmux.core.actions import Pause, Prefetch, RunStage, Switch
+from rlmux.core.actions import Pause, RunStage, Switch
 from rlmux.core.estimates import StepHistory
 from rlmux.core.events import ChunkFinished, ReplyArrived, StageFinished, StagePaused
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool, SwitchEstimate
@@ -199,44 +199,3 @@ def test_a_gap_is_filled_only_by_work_worth_its_switches(builders, switch_s, is_
     (second,) = [at for at, *work in starts if work == ["long", "update", 2]]
     num_before = sum(name == "short" and stage == "update" and at < second for at, name, stage, _ in starts)
     assert (num_before > 3) == is_filled
-
-
-# --- reading ahead ------------------------------------------------------------------------------------------
-
-
-def alternating(builders, *, spills: bool):
-    """Two pipelines, one device for each phase, and room for one state on it."""
-    cluster = Cluster(
-        pools={name: replace(pool, num_nodes=1, spills_to_disk=spills) for name, pool in pools(10.0).pools.items()}
-    )
-    scheduler = Scheduler(cluster, make_policy("rollmux"))
-    driver = builders.Driver(scheduler)
-    driver.submit(*(builders.pipeline(name, num_steps=4, footprint=SIX) for name in "ab"))
-    driver.run()
-    return driver, cluster
-
-
-def test_the_state_needed_next_is_read_ahead_once_while_another_computes(builders):
-    driver, cluster = alternating(builders, spills=True)
-    computing: dict[str, str] = {}
-    hinted: list[tuple[str, str, int]] = []
-    switches: list[tuple[str, str, int]] = []
-    for _, action in driver.log:
-        if isinstance(action, RunStage) and action.devices:
-            phase = action.devices[0].pool
-            computing[phase] = action.pipeline
-            if action.switch is Switch.WARM:
-                switches.append((action.pipeline, phase, len(switches)))
-        elif isinstance(action, Prefetch):
-            assert computing[action.phase] != action.pipeline
-            hinted.append((action.pipeline, action.phase.value, len(hinted)))
-    assert len(hinted) >= 3
-    assert len(hinted) <= len(switches)
-    again = Scheduler(cluster, make_policy("rollmux"))
-    assert [action for event in driver.events for action in again.handle(event)] == list(driver.actions())
-
-
-def test_where_nothing_spills_nothing_is_read_ahead(builders):
-    driver, _ = alternating(builders, spills=False)
-    assert driver.actions(Prefetch) == []
-    assert [a for a in driver.actions(RunStage) if a.switch is Switch.WARM]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlmux.core.actions import Prefetch, RunStage
+from rlmux.core.actions import RunStage
 from rlmux.core.errors import RefusedError
-from rlmux.core.model import Cluster, Footprint, Phase
+from rlmux.core.model import Cluster, Footprint
 from rlmux.policies import make_policy
 from rlmux.runtime.memory import with_footprint
 from rlmux.runtime.run import run_pipelines
@@ -81,9 +81,6 @@ def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, 
     run = real.run(tmp_path / "run", crowded, on=tight, make_backend=make_backend)
     spilled = {note.fields["worker"].partition("-")[0] for note in run.recorder.notes if note.type == "spill"}
     assert {worker.partition("/")[2] for worker in spilled} == {"rollout", "train"}
-    read_ahead = [action for action in run.recorder.actions if isinstance(action, Prefetch)]
-    assert {action.phase for action in read_ahead} <= {Phase.ROLLOUT, Phase.TRAIN}
-    assert read_ahead, "an order waited for a device that another had"
     assert set(run.status.values()) == {"finished"}
     assert run.sha256 == roomy.sha256
     assert not list((tmp_path / "run").glob("*/spilled-*"))

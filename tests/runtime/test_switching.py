@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Admit, Prefetch, RunStage, Switch
+from rlmux.core.actions import Admit, RunStage, Switch
 from rlmux.core.events import StageFinished
 from rlmux.core.model import (
     AdmissionKind,
@@ -74,9 +74,6 @@ class Pair:
         )
         return self.trainer(name).answer("run_stage", TrainCallResult(report=report, load_s=0.25, weights_checksum="0"))
 
-    def prefetch(self, name: str) -> None:
-        self.backend.execute(Prefetch(pipeline=PipelineId(name), phase=Phase.TRAIN, devices=(DEVICE,)))
-
 
 def test_the_time_in_which_others_leave_is_part_of_the_switch(real: Any, tmp_path: Any) -> None:
     pair = Pair(real, tmp_path, 100.0)
@@ -102,28 +99,13 @@ def test_taking_in_a_batch_and_handing_out_weights_are_computing(real: Any, tmp_
     assert ended.seconds == 0.875
 
 
-def test_only_a_state_on_disk_is_read_ahead(real: Any, tmp_path: Any) -> None:
-    pair = Pair(real, tmp_path, 5.0)
+@pytest.mark.parametrize(("host_bytes", "is_spilled"), [(100.0, False), (5.0, True)])
+def test_a_state_that_finds_no_host_memory_goes_to_a_file(
+    real: Any, tmp_path: Any, host_bytes: float, is_spilled: bool
+) -> None:
+    pair = Pair(real, tmp_path, host_bytes)
     pair.sft_warmup(1, "a")
     pair.trained("a")
-    pair.prefetch("a")
-    assert pair.trainer("a").asked() == [], "it is on its device"
     pair.sft_warmup(2, "b", after="a")
     (spill_to,) = pair.trainer("a").answer("offload", 0)
-    assert spill_to is not None
-    pair.prefetch("a")
-    assert pair.trainer("a").asked() == ["prefetch"]
-
-
-def test_a_state_in_host_memory_is_not_read_ahead(real: Any, tmp_path: Any) -> None:
-    pair = Pair(real, tmp_path, 100.0)
-    pair.sft_warmup(1, "a")
-    pair.trained("a")
-    pair.sft_warmup(2, "b", after="a")
-    assert pair.trainer("a").answer("offload", 0) == (None,)
-    pair.prefetch("a")
-    assert pair.trainer("a").asked() == []
-
-
-def test_a_hint_for_a_pipeline_that_is_gone_is_nothing(real: Any, tmp_path: Any) -> None:
-    Pair(real, tmp_path, 5.0).prefetch("c")
+    assert (spill_to is not None) == is_spilled

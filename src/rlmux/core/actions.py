@@ -18,7 +18,6 @@ from rlmux.core.model import (
     MeasuredSeconds,
     NodeId,
     OrderId,
-    Phase,
     PipelineId,
     Placement,
     Resident,
@@ -174,15 +173,6 @@ class SetDeviceFraction:
     device_fraction: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch:
-    """A hint, in pools that spill: work that needs this state waits for these devices. If it is on disk, read ahead."""
-
-    pipeline: PipelineId
-    phase: Phase
-    devices: tuple[DeviceId, ...]
-
-
 Action = (
     Admit
     | Relocate
@@ -197,5 +187,4 @@ Action = (
     | Pause
     | MigrateShard
     | SetDeviceFraction
-    | Prefetch
 )

@@ -45,7 +45,7 @@ def dispatch(parts: Parts, group: GroupState) -> list[Action]:
     if not is_all_started:  # a filler is leaving: then the policy plans again
         group.planned, group.planned_s = planned
     parts.steps.drop_asked_migrations(group)
-    return actions + parts.leases.prefetch(group)
+    return actions
 
 
 def _start(parts: Parts, group: GroupState, choice: RunWork) -> tuple[bool, list[Action]]:

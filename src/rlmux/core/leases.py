@@ -14,11 +14,11 @@ none.
 
 from __future__ import annotations
 
-from rlmux.core.actions import Action, Prefetch, Switch
+from rlmux.core.actions import Switch
 from rlmux.core.journal import Journal
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, Placement, Resident
 from rlmux.core.pipeline_run import PipelineRun, device_keys
-from rlmux.core.state import DeviceState, GroupState, SchedulerState
+from rlmux.core.state import DeviceState, SchedulerState
 from rlmux.core.tails import is_tail
 from rlmux.core.work import Order
 
@@ -32,7 +32,6 @@ class Leases:
         self._cluster = cluster
         self._state = state
         self._journal = journal
-        self._spills = any(pool.spills_to_disk for pool in cluster.pools.values())
 
     def add_devices(self, placement: Placement) -> None:
         """Know the devices of these nodes from now on."""
@@ -150,32 +149,6 @@ class Leases:
         for phase, device in device_keys(run):
             self.remove_state(run, phase, device)
         run.nodes.host_resident.clear()
-
-    def prefetch(self, group: GroupState) -> list[Action]:
-        """Say which spilled states are likely needed next on devices that others hold: those of the oldest ready work.
-
-        Each is said once for each time that its work becomes ready.
-        """
-        if not self._spills:
-            return []
-        actions: list[Action] = []
-        group.announced = {sequence: None for sequence in group.announced if sequence in group.ready}
-        taken: dict[DeviceId, None] = {}
-        for work in sorted(group.ready.values(), key=lambda work: (not work.is_continuation, work.sequence)):
-            if work.is_waiting or any(device in taken for device in work.devices):
-                continue
-            taken.update(dict.fromkeys(work.devices))
-            run = self._state.runs[work.pipeline]
-            is_elsewhere = any(
-                (work.phase_on(device), device) in run.nodes.host_resident
-                and (work.pipeline, work.phase_on(device)) not in self._state.devices[device].residents
-                for device in work.devices
-            )
-            spills = any(self._cluster.pools[device.pool].spills_to_disk for device in work.devices)
-            if spills and is_elsewhere and work.sequence not in group.announced:
-                group.announced[work.sequence] = None
-                actions.append(Prefetch(pipeline=work.pipeline, phase=work.phase, devices=work.devices))
-        return actions
 
     def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[Resident]:
         """Evict least recently used states until `need` bytes fit beside the rest."""

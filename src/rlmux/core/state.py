@@ -83,8 +83,6 @@ class GroupState:
     """Look of the group when its policy last planned it; None before the first time."""
     planned_s: float = 0.0
     """Time of that plan."""
-    announced: dict[int, None] = field(default_factory=dict)
-    """Ready work, by sequence, whose state the driver was told to read ahead."""
     tail_left: int = 0
     """Trajectories of a step at which its members' rollouts leave their nodes to the next; 0: they keep them."""
 

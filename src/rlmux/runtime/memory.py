@@ -215,8 +215,7 @@ class _Pinned:
     process_bytes: float
     state_bytes: float
     is_in_host_memory: bool = False
-    is_on_disk: bool = False
-    """Its state is in a file. If neither flag is set, the state is on the device."""
+    """Its state is in host memory, neither on the device nor in a file."""
 
 
 class HostMemory:
@@ -247,17 +246,12 @@ class HostMemory:
         )
         capacity = self._pools[pinned.node.pool].host_memory_bytes
         pinned.is_in_host_memory = in_use + pinned.state_bytes <= capacity
-        pinned.is_on_disk = not pinned.is_in_host_memory
         return pinned.is_in_host_memory
-
-    def is_on_disk(self, worker: str) -> bool:
-        pinned = self._pinned.get(worker)
-        return pinned is not None and pinned.is_on_disk
 
     def load(self, worker: str) -> None:
         """A worker's state goes to the device."""
         if worker in self._pinned:
-            self._pinned[worker].is_in_host_memory = self._pinned[worker].is_on_disk = False
+            self._pinned[worker].is_in_host_memory = False
 
     def leave(self, worker: str) -> None:
         """A worker was ended."""

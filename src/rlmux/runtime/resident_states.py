@@ -1,8 +1,7 @@
-"""Pipelines' states on devices, in host memory and on disk: which must leave, where they go, which are read ahead.
+"""Pipelines' states on devices, in host memory and on disk: which must leave, and where they go.
 
     an order's evicted states ── offload ──▶ host memory, or a file where a pool spills and has no room
     an order's own state      ◀── load ───── with its first call
-    a Prefetch                ── a hint to a worker whose state is on disk
 
 What a worker does with its state is in engines/residency.py.
 """
@@ -13,7 +12,6 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from rlmux.core.actions import Prefetch
 from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import PipelineId
 from rlmux.runtime.call_loop import CallLoop, Work
@@ -58,14 +56,6 @@ class ResidentStates:
     def load(self, worker: Worker) -> None:
         """A worker's next call loads its state."""
         self._host_memory.load(worker.name)
-
-    def prefetch(self, action: Prefetch) -> None:
-        workers = self._find_workers(action.pipeline)
-        if workers is None:
-            return  # it failed, or waits for other nodes
-        for worker in workers.of_phase(action.phase, action.devices):
-            if worker in workers.built and self._host_memory.is_on_disk(worker.name):
-                self._calls.call(worker, "prefetch")
 
     def _spill_path(self, workers: PipelineWorkers, worker: Worker) -> Path | None:
         """The file for a worker's state; None: it goes to host memory."""

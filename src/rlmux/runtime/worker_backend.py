@@ -30,7 +30,6 @@ from rlmux.core.actions import (
     MigrateShard,
     Park,
     Pause,
-    Prefetch,
     Release,
     Relocate,
     RunStage,
@@ -141,8 +140,6 @@ class WorkerBackend:
                     order.device_fraction = action.device_fraction
             case ExpectLoss():
                 self._expect_loss(action)
-            case Prefetch():
-                self._states.prefetch(action)
             case Admit():
                 self._gone.difference_update(action.placement.nodes)  # a user may say that one is there again
                 self._supervisor.admit(action)

@@ -31,7 +31,6 @@ from rlmux.core.actions import (
     MigrateShard,
     Park,
     Pause,
-    Prefetch,
     Queue,
     Refuse,
     Release,
@@ -193,7 +192,6 @@ class Simulation:
             Pause: lambda action: self._pauses.pause(action.order),
             MigrateShard: self._migrate,
             SetDeviceFraction: self._set_device_fraction,
-            Prefetch: lambda _: None,
             ExpectSteps: lambda _: None,  # the collector reads what is expected from the placements
         }
         self._nodes = NodeChanges(self._kernel, workload.spot, failures)
