@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmux.engines import residency
 from rlmux.engines.residency import Offloaded
 
 
@@ -34,13 +33,9 @@ def test_every_bit_comes_back_and_is_no_longer_the_original(is_spilled: bool, tm
 
 
 @pytest.mark.parametrize("is_spilled", [False, True])
-@pytest.mark.parametrize("is_prefetched", [False, True])
-def test_the_first_of_them_come_back_where_they_were(is_spilled: bool, is_prefetched: bool, tmp_path: Path) -> None:
+def test_the_first_of_them_come_back_where_they_were(is_spilled: bool, tmp_path: Path) -> None:
     originals = [tensor.contiguous() for tensor in tensors()]
     offloaded = Offloaded(originals, spill_to=tmp_path / "spilled" if is_spilled else None)
-    if is_prefetched:
-        offloaded.prefetch()
-        offloaded.prefetch()
     targets = [torch.full_like(tensor, 7) for tensor in originals[:2]]
     offloaded.copy_to(targets)
     for target, expected in zip(targets, originals, strict=False):
@@ -62,16 +57,6 @@ def test_what_is_spilled_is_its_owners_alone_and_leaves_no_name(
     assert modes == [0o600]
     assert list(tmp_path.iterdir()) == []
     assert len(list(offloaded)) == 4
-
-
-def test_a_load_waits_for_no_more_of_what_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are read ahead one at a time until the load comes: of a state that size it would take minutes."""
-    monkeypatch.setattr(residency, "_READ_AHEAD_BYTES", 1)
-    offloaded = Offloaded([torch.arange(20_000_000)], spill_to=tmp_path / "spilled")
-    offloaded.prefetch()
-    target = torch.zeros(20_000_000, dtype=torch.int64)
-    offloaded.copy_to([target])
-    assert int(target[-1]) == 19_999_999
 
 
 def test_a_file_that_was_cut_short_is_told(tmp_path: Path) -> None:

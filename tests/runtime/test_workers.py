@@ -14,32 +14,11 @@ import pytest
 
 from rlmux.core.errors import PipelineError
 from rlmux.core.model import Stage
-from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.train import TorchTrainEngine
 from rlmux.rl.origin import Origin, plan_sha256
 from rlmux.runtime import workers
 from rlmux.runtime.sample_keeping import SampleKeeper
 from rlmux.runtime.worker_calls import HandOut, RolloutChunk, TrainCall
 from rlmux.runtime.workers import EnvWorker, RolloutWorker, TrainWorker
-
-
-@pytest.mark.parametrize("is_core", [True, False])
-@pytest.mark.parametrize(
-    ("engine", "make"),
-    [(SlotRolloutEngine, RolloutWorker), (TorchTrainEngine, lambda config: TrainWorker(config, None))],
-    ids=["rollout", "train"],
-)
-def test_the_hint_to_read_ahead_is_ignored_where_the_core_that_computes_would_read(
-    real: Any, one_thread: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, engine: Any, make: Any, is_core: bool
-) -> None:
-    asked = []
-    monkeypatch.setattr(workers, "device_in_use", lambda: "cpu")
-    monkeypatch.setattr(engine, "prefetch", lambda self: asked.append("to read ahead"))
-    worker = make(real.submission("a").config)
-    worker.is_core = is_core  # False: as on a GPU
-    worker.offload(tmp_path / "spilled")
-    worker.prefetch()
-    assert asked == ([] if is_core else ["to read ahead"])
 
 
 def test_env_workers_find_modules_of_one_name_each_in_its_own_pipelines_folder(tmp_path: Path) -> None:

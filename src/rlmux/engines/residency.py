@@ -1,14 +1,12 @@
 """Between device and host: what both engines need to leave a device and come back.
 
     offload:   Offloaded(tensors) ─▶ their device storage to size 0 ─▶ give_back
-    prefetch:  the file is read ahead, while others compute
     load:      device storage back ─▶ Offloaded.copy_to(tensors), bit for bit
 
     HOST   copies in host memory, pinned where the device is a GPU
     DISK   one file, readable by its owner alone. It loses its name as soon as it is made, so it goes with the
            process, however that ends, and holds no host memory but what the system has to spare for its cache
 
-Bytes that are read ahead lie in that cache and nowhere else, so they take none of the host memory that is added up.
 On a CPU both sides are the same memory, and only the storage counts.
 """
 
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,9 +24,6 @@ from torch import Tensor
 _LIBC = ctypes.CDLL(None)
 _STAGING_BYTES = 32 * 2**20
 """Bytes of pinned host memory between a file and a GPU."""
-_READ_AHEAD_BYTES = 2**20
-"""Bytes read ahead at once: a load that begins meanwhile waits for no more."""
-
 _LARGE_BYTES = 2**20
 
 
@@ -57,11 +51,6 @@ class Offloaded:
             return
         for tensor, copy in zip(tensors, self, strict=False):
             tensor.copy_(copy)
-
-    def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; returns at once."""
-        if self._file is not None:
-            self._file.read_ahead()
 
     def leave_cache(self) -> None:
         """Have the system forget what it keeps of the file, so that a measured load reads the disk."""
@@ -96,8 +85,6 @@ class _SpillFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         weakref.finalize(self, os.close, self._descriptor)
         path.unlink()
-        self._is_wanted_now = threading.Event()
-        self._reader: threading.Thread | None = None
         for tensor in tensors:
             on_host = tensor.detach().cpu().contiguous()
             content = _bytes_of(on_host)
@@ -105,7 +92,6 @@ class _SpillFile:
                 content = content[os.write(self._descriptor, content) :]
 
     def read_into(self, tensors: Sequence[Tensor], at: int = 0) -> None:
-        self._end_reading_ahead()
         for tensor in tensors:
             assert tensor.is_contiguous()
             if tensor.device.type == "cpu":
@@ -114,31 +100,10 @@ class _SpillFile:
                 self._stage(tensor, at)
             at += tensor.nbytes
 
-    def read_ahead(self) -> None:
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read_all, daemon=True)
-            self._reader.start()
-
     def leave_cache(self) -> None:
         os.fsync(self._descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def _read_all(self) -> None:
-        scratch = bytearray(_READ_AHEAD_BYTES)
-        at = 0
-        while not self._is_wanted_now.is_set():
-            num_read = os.preadv(self._descriptor, [scratch], at)
-            if not num_read:
-                return
-            at += num_read
-
-    def _end_reading_ahead(self) -> None:
-        if self._reader is not None:
-            self._is_wanted_now.set()
-            self._reader.join()
-            self._reader = None
-            self._is_wanted_now.clear()
 
     def _fill(self, content: memoryview, at: int) -> None:
         while len(content):

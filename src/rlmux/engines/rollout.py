@@ -72,7 +72,7 @@ class SlotRolloutEngine:
     Trajectories   submit, continue_from, reply, take_partials
     Time           run_chunk: nothing is computed outside it
     Weights        load_weights, version, add_adapter, remove_adapter
-    Residency      offload, load, prefetch, leave_cache, resident_bytes
+    Residency      offload, load, leave_cache, resident_bytes
     """
 
     @torch.inference_mode()
@@ -434,11 +434,6 @@ class SlotRolloutEngine:
                 live.kv = copy
         self._offloaded, self._spilled = None, []
         self._slots.reset()
-
-    def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
-        if self._offloaded is not None:
-            self._offloaded.prefetch()
 
     def leave_cache(self) -> None:
         """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""

@@ -64,8 +64,5 @@ class RolloutEngine(Protocol):
     def load(self) -> None:
         """Come back to the device. Does nothing when already there."""
 
-    def prefetch(self) -> None:
-        """Begin to read ahead what was spilled. Returns at once."""
-
     def resident_bytes(self) -> int:
         """Device bytes that the engine holds."""

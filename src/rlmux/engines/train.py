@@ -64,7 +64,7 @@ class TorchTrainEngine:
     Learning      begin_step, run_stage, version, is_warm
     Weights       export_weights, weights_checksum, weights_sha256
     Checkpoints   snapshot, save, restore
-    Residency     offload, load, prefetch, leave_cache, resident_bytes
+    Residency     offload, load, leave_cache, resident_bytes
     """
 
     def __init__(
@@ -324,10 +324,6 @@ class TorchTrainEngine:
     def load(self) -> None:
         """Back to the device. Does nothing when already there."""
         self._state.load()
-
-    def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
-        self._state.prefetch()
 
     def leave_cache(self) -> None:
         """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""

@@ -189,11 +189,6 @@ class TrainTensors(ABC):
     def _resized_tensors(self) -> list[Tensor]:
         return [*self._device_tensors(), *(self._host_tensors() if self._has_spilled_host else ())]
 
-    def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
-        if self._offloaded is not None:
-            self._offloaded.prefetch()
-
     def leave_cache(self) -> None:
         """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
         if self._offloaded is not None:

@@ -165,7 +165,6 @@ class RolloutWorker:
         self._engine = _make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
         self._origin = origin
         self._fraction = fraction_setter(device)
-        self.is_core = device == "cpu"
 
     def probe(self) -> ProbeReport | None:
         """Compare what the engine computes under different schedules; None where it has work or is offloaded."""
@@ -221,11 +220,6 @@ class RolloutWorker:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
         return offload_engine(self._engine, spill_to)
 
-    def prefetch(self) -> None:
-        """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
-        if not self.is_core:  # reading would take a core from the worker that computes there
-            self._engine.prefetch()
-
 
 class TrainWorker:
     """A train engine in its own process."""
@@ -253,7 +247,6 @@ class TrainWorker:
         self._fraction = fraction_setter(device)
         self._store: RankStore | None = None
         self._ranks = Ranks()
-        self.is_core = device == "cpu"
         self._restore_from = restore_from
         if not self._engine.waits_for_ranks:
             self._restore()
@@ -359,11 +352,6 @@ class TrainWorker:
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
         return offload_engine(self._engine, spill_to)
-
-    def prefetch(self) -> None:
-        """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
-        if not self.is_core:  # reading would take a core from the worker that computes there
-            self._engine.prefetch()
 
 
 def _check_samples(found: Origin | None, expected: Origin | None) -> None:

@@ -155,9 +155,6 @@ class OneServer:
             self._on_wait()
             time.sleep(_POLL_S)
 
-    def prefetch(self) -> None:
-        """Nothing: a server's state is in host memory or on its device."""
-
     def resident_bytes(self) -> int:
         """Device bytes that the server holds."""
         return int(self.memory_bytes())
