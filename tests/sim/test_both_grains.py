@@ -1,7 +1,4 @@
-"""Sub-stages inside groups: what `rlmux` makes of pools that are kept apart, and of those that it may share.
-
-All pairs: `benchmarks/both_grains.py`.
-"""
+"""Sub-stages inside groups: what `rlmux` makes of pools that are kept apart, and of those that it may share."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_waiting_is_not_computing_in_what_is_reported_and_what_is_counted():
 
 
 def test_device_fractions_stay_within_a_device_while_an_order_that_waits_is_paused():
-    """Another order is given more only after `StagePaused`; found by `benchmarks/tool_waits.py`."""
+    """Another order is given more only after `StagePaused`."""
     workload = crowd(
         [GSM8K_06B] * 3, num_gpus=8, num_steps=3, sequences_per_device=64, tools=ToolUse(mean_calls=2.0, wait_s=20.0)
     )
