@@ -6,8 +6,8 @@ sharing table, then one row for each event with the actions that followed. `micr
 0.1.0 minimised dollars per hour also where steps are given: `rlmux` does with `slowness_price=0`. Its look-ahead gave
 the mean completion a weight of 0.1 everywhere, `rlmux` gives it 0.3 where sub-stages share devices. `Queue` rows are
 today's: a wait is explained with what would end it. So is `micro-c.jigsaw`: 0.1.0 migrated a shard
-while trajectories were on their way to it. Pipelines are placed before any group is dispatched, so that a `Queue` stands
-before the `RunStage` of its instant in one event each of `micro-b`.
+while trajectories were on their way to it. Pipelines are placed before any group is dispatched: a `Queue`
+stands before the `RunStage` of its instant in one event each of `micro-b`.
 """
 
 from __future__ import annotations
