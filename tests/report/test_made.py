@@ -20,10 +20,10 @@ Change = Callable[[Path], object]
 
 @pytest.fixture
 def folder(tmp_path: Path, alternating_run: Callable[..., Any]) -> Path:
-    """A run's folder with packed rows, merged blocks, sealed segments and a report."""
+    """A run's folder with packed rows, sealed segments and a report."""
     run = alternating_run(num_steps=6)
     folder = tmp_path / "run"
-    limits = LogLimits(block_rows=20, merge_blocks=2, segment_rows=100)
+    limits = LogLimits(block_rows=20, segment_rows=100)
     with RunLog.create(folder, run.header, limits=limits) as log:
         log_script.append(log, run.rows)
     assert len(list(folder.glob("run.0*.db"))) >= 2

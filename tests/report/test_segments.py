@@ -25,10 +25,10 @@ from rlmux.core.errors import LogError
 from rlmux.core.events import ChunkFinished, NodeJoined, StageFinished
 from rlmux.core.model import NodeId
 from rlmux.report import codec, segments
-from rlmux.report.blocks import Row, pack, unpack
+from rlmux.report.blocks import pack, unpack
 from rlmux.report.history import History
 from rlmux.report.log import Entry, LogLimits, LogReader, RunLog
-from rlmux.report.progress import OrderProgress, Report, Reports
+from rlmux.report.progress import Progress, Report, Reports
 from rlmux.report.run_state import RunState
 
 SMALL = LogLimits(block_rows=7, snapshot_blocks=3, segment_rows=60)
@@ -71,7 +71,7 @@ def test_a_packed_and_sealed_log_reads_like_one_that_is_neither(tmp_path: Path, 
     assert facts(entries(packed)) == facts(entries(plain))
 
 
-def test_a_fold_of_whole_reports_equals_a_fold_of_single_rows(tmp_path: Path, alternating_run) -> None:
+def test_a_fold_of_plain_reports_equals_a_fold_of_events(tmp_path: Path, alternating_run) -> None:
     folder = write(tmp_path / "run", alternating_run(failing="tools").rows, SMALL)
     with LogReader(folder) as reader:
         by_row, by_part = History.of(HEADER, reader.entries()), History.of(HEADER, reader.parts())
@@ -150,7 +150,7 @@ def test_notes_that_are_wanted_bare_leave_everything_else_as_it_is(tmp_path: Pat
 @given(st.lists(reports | others | notes, max_size=40), st.integers(1, 9), st.integers(2, 30), st.integers(0, 45))
 def test_whatever_is_appended_comes_back_from_every_row_on(tmp_path, values, block_rows, segment_rows, after) -> None:
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
-    limits = LogLimits(block_rows=block_rows, merge_blocks=2, snapshot_blocks=2, segment_rows=segment_rows)
+    limits = LogLimits(block_rows=block_rows, snapshot_blocks=2, segment_rows=segment_rows)
     with RunLog.create(folder, HEADER, limits=limits) as log:
         for value in values:
             if isinstance(value, tuple):
@@ -248,6 +248,15 @@ def test_a_kill_while_a_segment_is_made_loses_nothing(tmp_path: Path, monkeypatc
     assert all(re.fullmatch(r"run(\.\d{4})?\.db", path.name) for path in tmp_path.iterdir()), "something was left lying"
 
 
+def test_no_block_can_be_changed_or_removed_before_a_segment_has_its_rows(tmp_path: Path) -> None:
+    with RunLog.create(tmp_path, HEADER, limits=LogLimits(block_rows=7)) as log:
+        write_on(log, 0.0)
+        for refused in ("DELETE FROM block", "DELETE FROM block WHERE first_seq = 2", "UPDATE block SET rows = ''"):
+            with pytest.raises(sqlite3.Error, match="append-only"):
+                log._connection.execute(refused)
+    check_nothing_lost(tmp_path, [])
+
+
 # ---------------------------------------------------------------------- the chain
 
 
@@ -321,7 +330,7 @@ def test_a_resumed_run_reads_no_sealed_segment(sealed_run: Path) -> None:
 
 
 def test_a_state_is_read_from_the_last_snapshot_alone(tmp_path: Path, alternating_run) -> None:
-    limits = LogLimits(block_rows=7, merge_blocks=1000, snapshot_blocks=3)
+    limits = LogLimits(block_rows=7, snapshot_blocks=3)
     folder = write(tmp_path / "run", alternating_run().rows, limits)
     state = reader_state(folder)
     with contextlib.closing(sqlite3.connect(folder / "run.db")) as connection:
@@ -341,9 +350,10 @@ def test_a_run_of_a_week_is_sealed_however_few_rows_it_has(tmp_path: Path) -> No
     assert len(facts(entries(tmp_path))) == 16
 
 
-def test_a_block_keeps_every_field_of_a_progress_report() -> None:
-    assert {field.name for field in dataclasses.fields(ChunkFinished)} == {"order", *Report._fields}
-    assert OrderProgress._fields == ("order", "seqs", *Report._fields)
+def test_a_fold_gets_every_field_of_a_progress_report() -> None:
+    names = [field.name for field in dataclasses.fields(ChunkFinished)]
+    assert Progress._fields == ("seq", *names)
+    assert set(Report._fields) == {*names} - {"order"}
 
 
 @given(
@@ -356,9 +366,15 @@ def test_a_block_keeps_every_field_of_a_progress_report() -> None:
     )
 )
 def test_a_block_gives_back_the_very_texts_of_its_rows(values: list[dict[str, Any]]) -> None:
-    rows = [Row(seq, float(seq), "note", "step", codec.dumps(value)) for seq, value in enumerate(values, 7)]
-    unpacked = unpack(pack(rows)).rows
-    assert [Row(*row[:4], codec.dumps(row[4])) for row in unpacked] == rows
+    rows = [(seq, float(seq), "note", "step", codec.dumps(value)) for seq, value in enumerate(values, 7)]
+    assert [(*row[:4], codec.dumps(row[4])) for row in unpack(pack(rows))] == rows
+
+
+def test_damaged_bytes_of_a_block_are_told() -> None:
+    whole = pack([(seq, 1.0, "note", "step", f'{{"loss":{seq / 7}}}') for seq in range(1, 99)])
+    for damaged in (whole[:-20], whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]):
+        with pytest.raises(LogError, match="not a block"):
+            unpack(damaged)
 
 
 def test_a_picture_of_a_long_order_shows_the_peak_the_end_and_every_hundredth_between() -> None:

@@ -12,9 +12,10 @@ from tests.log_script import AlternatingRun, LogScript, append
 
 from rlmux.report.condensed import CACHE_NAME
 from rlmux.report.log import LogLimits, LogReader, RunLog
+from rlmux.runtime import run_status
 from rlmux.runtime.run_status import StatusReader
 
-LIMITS = LogLimits(block_rows=10, merge_blocks=3, segment_rows=10**6)
+LIMITS = LogLimits(block_rows=10)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -32,11 +33,11 @@ def write_on(log: RunLog, rows: Any) -> None:
     for row in rows:
         append(log, [row])
         log.commit()
-        log._merger.go_on(log._keep_state, waits=True)
 
 
 @pytest.fixture
-def script() -> LogScript:
+def script(monkeypatch: pytest.MonkeyPatch) -> LogScript:
+    monkeypatch.setattr(run_status, "KEPT_ROWS", 30)
     return AlternatingRun(num_steps=4).script
 
 
@@ -45,7 +46,7 @@ def test_a_long_run_is_known_by_what_was_kept_and_what_came_since(
     tmp_path: Path, script: LogScript, monkeypatch: Any, segment_rows: int
 ) -> None:
     rows, half = script.rows, len(script.rows) // 2
-    limits = LogLimits(block_rows=10, merge_blocks=3, segment_rows=segment_rows)
+    limits = LogLimits(block_rows=10, segment_rows=segment_rows)
     with RunLog.create(tmp_path, script.header, limits=limits) as log:
         write_on(log, rows[:half])
     begun = read_whole(tmp_path)

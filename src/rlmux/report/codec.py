@@ -19,9 +19,9 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 import types
 import typing
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -59,64 +59,6 @@ def from_fields(fields: Any) -> Event | Action:
     if kind is None:
         raise LogError(f"unknown event or action type {name!r} in the log")
     return typing.cast("Event | Action", reader(kind)(fields, name))
-
-
-def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Event | Action]:
-    """The values of one type whose fields are kept in columns, all of one length, `type` among them.
-
-    A column is read as a whole, which costs half of what its values do one by one. Raises LogError, without saying
-    where, for a value that `from_fields` refuses.
-    """
-    names_of_type = columns.get("type") or [None]
-    name = names_of_type[0]
-    kind = _TYPE_BY_NAME.get(name) if isinstance(name, str) else None
-    if kind is None or any(other != name for other in names_of_type):
-        raise LogError("not events or actions of one type")
-    readers, required = _dataclass_readers(kind)
-    names = [field for field in columns if field != "type"]
-    if not readers.keys() >= set(names) or not set(names).issuperset(required):
-        raise LogError(f"other fields than those of {kind.__name__} in the log")
-    read = {name: _read_column(readers[name], columns[name], name) for name in names}
-    try:
-        return _made(kind, read, len(names_of_type))
-    except ValueError as error:
-        raise LogError(f"a {kind.__name__} in the log is not valid: {error}") from None
-
-
-def _made(kind: Any, columns: Mapping[str, Sequence[Any]], count: int) -> list[Any]:
-    """So many values of a dataclass with slots, field by field: in half the time that its `__init__` takes."""
-    values = [kind.__new__(kind) for _ in range(count)]
-    for field in dataclasses.fields(kind):
-        column = columns.get(field.name)
-        if column is None:
-            column = [_default(field)] * count
-        set_field = getattr(kind, field.name).__set__  # of the slot: a frozen value has no other door
-        deque(map(set_field, values, column), maxlen=0)
-    if hasattr(kind, "__post_init__"):
-        for value in values:
-            value.__post_init__()
-    return values
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _read_column(reader: Reader, values: Sequence[Any], path: str) -> Sequence[Any]:
-    kinds = set(map(type, values))
-    if len(kinds) == 1 and _SCALARS.get(next(iter(kinds))) is reader:
-        return values
-    if kinds == {str}:  # few texts, such as names of members
-        read = {value: reader(value, path) for value in dict.fromkeys(values)}
-        return list(map(read.__getitem__, values))
-    if kinds != {list}:
-        return [reader(value, path) for value in values]
-    made: dict[int, Any] = {}
-    """What was read, by the identity of the list: a column holds the same list for all rows that have it."""
-    for value in values:
-        if id(value) not in made:
-            made[id(value)] = reader(value, path)
-    return [made[id(value)] for value in values]
 
 
 def dumps(value: Any) -> str:
@@ -225,7 +167,7 @@ def _read_int(value: Any, path: str) -> int:
 
 def _read_str(value: Any, path: str) -> str:
     if type(value) is str:
-        return value
+        return sys.intern(value)  # names come again and again
     raise _wrong(value, path, "text")
 
 
@@ -295,10 +237,18 @@ def _read_enum(kind: type[Enum]) -> Reader:
 def _read_named_tuple(kind: Any) -> Reader:
     readers = [reader(hint) for hint in typing.get_type_hints(kind).values()]
 
+    @functools.lru_cache(maxsize=4096, typed=True)
+    def make(path: str, *items: Any) -> Any:
+        """One object for all rows that have it: a log has few devices, and they are compared often."""
+        return kind(*[reader(item, path) for reader, item in zip(readers, items, strict=True)])
+
     def read(value: Any, path: str) -> Any:
         if type(value) is not list or len(value) != len(readers):
             raise _wrong(value, path, f"a list of {len(readers)}, a {kind.__name__}")
-        return kind(*[reader(item, path) for reader, item in zip(readers, value, strict=True)])
+        try:
+            return make(path, *value)
+        except TypeError:  # a list or a mapping in it
+            raise _wrong(value, path, f"a {kind.__name__}") from None
 
     return read
 
@@ -317,27 +267,38 @@ def _dataclass_readers(kind: Any) -> tuple[dict[str, Reader], list[str]]:
 
 
 def _read_dataclass(kind: Any) -> Reader:
-    readers, required = _dataclass_readers(kind)
+    readers, _ = _dataclass_readers(kind)
+    names = tuple(readers)
+    types = tuple(next((one for one in _SCALARS if _SCALARS[one] is read), None) for read in readers.values())
 
     def read(value: Any, path: str) -> Any:
         if type(value) is not dict:
             raise _wrong(value, path, f"the fields of a {kind.__name__}")
-        fields = {}
-        for name, item in value.items():
-            reader = readers.get(name)
-            if reader is None:
-                raise LogError(f"unknown field {name!r} of {kind.__name__} in the log")
-            try:
-                fields[name] = reader(item, path)
-            except LogError:
-                reader(item, f"{path}.{name}")  # raises, with the whole path, which costs time to make
-                raise
-        for name in required:
-            if name not in fields:
-                raise LogError(f"{kind.__name__} lacks its field {name!r} in the log")
+        if tuple(value) == names and tuple(map(type, value.values())) == types:
+            fields = value  # plain values, as most rows of a log have: nothing to convert
+        else:
+            fields = _read_fields(kind, value, path)
         try:
             return kind(**fields)
         except ValueError as error:
             raise LogError(f"a {kind.__name__} in the log is not valid: {error}") from None
 
     return read
+
+
+def _read_fields(kind: Any, value: dict[str, Any], path: str) -> dict[str, Any]:
+    readers, required = _dataclass_readers(kind)
+    fields = {}
+    for name, item in value.items():
+        reader = readers.get(name)
+        if reader is None:
+            raise LogError(f"unknown field {name!r} of {kind.__name__} in the log")
+        try:
+            fields[name] = reader(item, path)
+        except LogError:
+            reader(item, f"{path}.{name}")  # raises, with the whole path, which costs time to make
+            raise
+    for name in required:
+        if name not in fields:
+            raise LogError(f"{kind.__name__} lacks its field {name!r} in the log")
+    return fields

@@ -4,9 +4,9 @@
                      │                      orders from the first one that is not over
                      └── keep ──▶ .status.cache ──▶ kept_history: the history as of a block, and what the block was
 
-What is kept is as of the end of a merged block, which never changes again: the cache names its last row and its
-checksum, and counts only where the log has that block. It may be deleted at any time. Runs that have pipelines whose
-work arrives are folded whole.
+What is kept is as of the end of a block, which never changes again: the cache names its last row and its checksum, and
+counts only where the log has that block. It may be deleted at any time. Runs that have pipelines whose work arrives are
+folded whole.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from typing import Any, NamedTuple, get_type_hints
 from rlmux.core.errors import LogError
 from rlmux.core.model import OrderId, PipelineId
 from rlmux.report import codec
-from rlmux.report.columns import Numbers, pack_column, read_column
 from rlmux.report.history import History
-from rlmux.report.progress import OrderProgress, Report
+from rlmux.report.progress import Report
 from rlmux.report.records import OrderRecord, Pin, PipelineRecord, Standstill
 from rlmux.report.slos import StepTime
 from rlmux.report.step_work import StepWork
 
 CACHE_NAME = ".status.cache"
-_VERSION = 2
+_VERSION = 3
 _KEPT_APART = {OrderRecord: {"chunks"}, PipelineRecord: {"metrics", "rollouts"}, Pin: set(), Standstill: set[str]()}
-"""Fields that a status does not need of each record, or that are kept in columns."""
+"""Fields that a status does not need of each record, or that are kept beside it."""
 
 
 class Place(NamedTuple):
-    """The end of a merged block."""
+    """The end of a block."""
 
     last_seq: int
     crc32: int
@@ -87,7 +86,6 @@ class CondensedHistory(History):
         """The condensed history; None for one with clients, whose announcements are not kept."""
         if self._arrivals:
             return None
-        numbers: list[bytes] = []
         described = {
             "version": _VERSION,
             "run_id": self.header.get("run_id"),
@@ -102,48 +100,39 @@ class CondensedHistory(History):
             "running": list(self._running),
             "pins": [_fields_of(pin) for pin in self.pins],
             "pipelines": [
-                [_fields_of(record), list(record.metrics), pack_column(list(record.metrics.values()), numbers)]
-                for record in self.pipelines.values()
+                [_fields_of(record), list(record.metrics.items())] for record in self.pipelines.values()
             ],
-            "reports": [
-                [pack_column(list(order.chunks.column(name)), numbers) for name in Report._fields]
-                for order in self.orders
-                if order.chunks
-            ],
-            "num_reports": [len(order.chunks) for order in self.orders],
+            "reports": [list(order.chunks) for order in self.orders],
             "standstills": [_fields_of(one) for one in self.standstills],
             "past": {name: work.as_json() for name, work in self._past.items()},
         }
-        return zlib.compress(b"\n".join([codec.dumps(described).encode(), b"".join(numbers)]), 1)
+        return zlib.compress(codec.dumps(described).encode(), 1)
 
     @classmethod
     def of_bytes(cls, header: Mapping[str, Any], data: bytes) -> tuple[CondensedHistory, Place]:
         """What `as_bytes` made. Raises LogError for anything else, and for the history of another run."""
         try:
-            text, _, given = zlib.decompress(data).partition(b"\n")
-            described, numbers = json.loads(text), Numbers(given)
+            described = json.loads(zlib.decompress(data))
             if (described["version"], described["run_id"]) != (_VERSION, header.get("run_id")):
                 raise LogError("the status of another run, or of another version")
             history = cls(header)
-            history._take(described, numbers)
+            history._take(described)
             return history, Place(*map(int, described["place"]))
         except (zlib.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise LogError(f"not a kept status: {error}") from None
 
-    def _take(self, described: dict[str, Any], numbers: Numbers) -> None:
+    def _take(self, described: dict[str, Any]) -> None:
         for name in ("start_s", "last_s", "control_s", "alert_rules"):
             setattr(self, name, described[name])
         self._first_order, self._last_order = described["first_order"], described["last_order"]
-        for fields_of_one, steps, packed in described["pipelines"]:
+        for fields_of_one, metrics in described["pipelines"]:
             record: PipelineRecord = _record(PipelineRecord, fields_of_one)
-            record.metrics = dict(zip(steps, read_column(packed, len(steps), numbers), strict=True))
+            record.metrics = {step: {name: float(each) for name, each in found.items()} for step, found in metrics}
             self.pipelines[record.pipeline.id] = record
         self.orders = [_record(OrderRecord, each) for each in described["orders"]]
-        told = iter(described["reports"])
-        for order, count in zip(self.orders, described["num_reports"], strict=True):
-            if count:
-                columns: list[Any] = [read_column(packed, count, numbers) for packed in next(told)]
-                order.chunks.extend(OrderProgress(order.id, (), *columns))
+        for order, reports in zip(self.orders, described["reports"], strict=True):
+            for report in reports:
+                order.chunks.append(Report(*report))
         self.standstills = [_record(Standstill, each) for each in described["standstills"]]
         by_id = {order.id: order for order in self.orders}
         self._running = {OrderId(id): by_id[OrderId(id + self._first_order)] for id in described["running"]}

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlmux.core.errors import LogError
 from rlmux.report import codec
-from rlmux.report.blocks import PROGRESS, unpack
+from rlmux.report.blocks import unpack
 from rlmux.report.log import LOG_NAME, SCHEMA_VERSION, Entry, LogReader
 from rlmux.report.segments import Sealed, connect_to_write, file_sha256, predecessor_of, row_checksum, tables
 
@@ -157,13 +157,9 @@ def _predecessor(connection: sqlite3.Connection) -> Sealed | None:
 
 def _read_file(connection: sqlite3.Connection, found: Readable) -> None:
     for data in _rows(connection, "block", "last_seq", "rows", step=_HALF_BLOCK_ROWS, num_tries=_MAX_BLOCKS).values():
-        with contextlib.suppress(LogError):
-            block = unpack(data[1])
-            for row in block.rows:
+        with contextlib.suppress(LogError, TypeError):
+            for row in unpack(data[1]):
                 _add(found, *row)
-            for progress in block.progress:
-                for seq, event in zip(progress.seqs, progress.events(), strict=True):
-                    found.entries[seq] = Entry(seq, event.time_s, "event", PROGRESS, event)
     loose = _rows(connection, "log", "seq", "time_s, kind, type, json, crc32", step=1, num_tries=_MAX_LOOSE_ROWS)
     for seq, time_s, kind, type, text, crc32 in loose.values():
         with contextlib.suppress(LogError, TypeError, ValueError):

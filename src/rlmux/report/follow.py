@@ -34,7 +34,7 @@ from rlmux.report.history import History
 from rlmux.report.intervals import Interval
 from rlmux.report.layout import TAIL_PART
 from rlmux.report.log import Entry
-from rlmux.report.progress import OrderProgress
+from rlmux.report.progress import Progress
 from rlmux.report.records import OrderRecord, Pin, PipelineRecord, Standstill
 from rlmux.report.timeline import Name, devices_of, end_of, exposed, lay_out_orders, name_of, note_peak, take_lane
 
@@ -117,7 +117,7 @@ class Follower:
         """Time up to which it is known what each pipeline did next."""
         self._over: list[PipelineId] = []
 
-    def add(self, part: Entry | OrderProgress) -> None:
+    def add(self, part: Entry | Progress) -> None:
         self.history.add(part)
         if not isinstance(part, Entry):
             return

@@ -48,7 +48,7 @@ from rlmux.core.events import (
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
 from rlmux.report.arrivals import Arrivals
 from rlmux.report.log import Entry
-from rlmux.report.progress import OrderProgress
+from rlmux.report.progress import Progress
 from rlmux.report.records import STOPPED, Ending, Instant, Move, OrderRecord, Pin, PipelineRecord, Standstill
 
 _FINISHED = Ending.FINISHED
@@ -130,15 +130,16 @@ class History:
         }
 
     @classmethod
-    def of(cls, header: Mapping[str, Any], parts: Iterable[Entry | OrderProgress]) -> History:
+    def of(cls, header: Mapping[str, Any], parts: Iterable[Entry | Progress]) -> History:
         history = cls(header)
         for part in parts:
             history.add(part)
         return history
 
-    def add(self, part: Entry | OrderProgress) -> None:
-        if isinstance(part, OrderProgress):
-            self._add_progress(part)
+    def add(self, part: Entry | Progress) -> None:
+        if isinstance(part, Progress):
+            self._on_chunk(part.time_s, part)
+            self.last_s = max(self.last_s, part.time_s)
             return
         _, time_s, kind, type, value = part
         if kind == "event" or kind == "action":
@@ -291,20 +292,12 @@ class History:
         if order is not None:
             order.device_fraction = action.device_fraction
 
-    def _on_chunk(self, time_s: float, event: ChunkFinished) -> None:
+    def _on_chunk(self, time_s: float, event: ChunkFinished | Progress) -> None:
         order = self._running.get(event.order)
         if order is not None:
             order.chunks.append(event)
             order.seconds = max(order.seconds, event.seconds)
             order.tokens = event.tokens
-
-    def _add_progress(self, progress: OrderProgress) -> None:
-        order = self._running.get(progress.order)
-        if order is not None:
-            order.chunks.extend(progress)
-            order.seconds = max(order.seconds, max(progress.seconds))
-            order.tokens = progress.tokens[-1]
-        self.last_s = max(self.last_s, max(progress.time_s))
 
     def _on_stage_ended(self, time_s: float, event: StageFinished | StagePaused) -> None:
         order = self._running.pop(event.order, None)

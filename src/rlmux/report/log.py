@@ -6,7 +6,7 @@
                                 (one transaction)
 
     seq  time_s  kind    type            json
-    1    0.0     header  header          {"schema_version":2,"policy":"rollmux",...}
+    1    0.0     header  header          {"schema_version":5,"policy":"rollmux",...}
     2    0.0     event   PipelineSubmitted  ...
     3    0.0     action  Admit           ...          answers the event above it
     9    2.5     note    step            {"pipeline":"sort","step":1,"reward_mean":0.31,...}
@@ -16,9 +16,9 @@ visible together or not at all; a reader never sees a torn row. SQLite in WAL mo
 of the writer at any instant: a half-written tail fails its checksum and is ignored. After a power cut the newest
 commits may be missing, the header never is; with `survives_power_cut` each commit waits for the disk, and none is.
 
-Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), forty blocks into a larger
-one (`merging.py`), a long run's blocks into sealed segments (`segments.py`). Every reader gets the same rows. Now and
-then the state that a resumed run needs (`run_state.py`) is kept beside them, so that nothing before it has to be read.
+Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), a long run's blocks into
+sealed segments (`segments.py`). Every reader gets the same rows. Now and then the state that a resumed run needs
+(`run_state.py`) is kept beside them, so that nothing before it has to be read.
 
 Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
 
@@ -37,12 +37,10 @@ import os
 import sqlite3
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import product
-from operator import itemgetter
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,20 +49,17 @@ from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster
 from rlmux.report import codec
-from rlmux.report.blocks import PROGRESS, Block, Row, pack, read_block
-from rlmux.report.entries import Entry as Entry
-from rlmux.report.entries import Kind, entries_of, value_of, with_blocks_ahead
+from rlmux.report.blocks import Entry as Entry
+from rlmux.report.blocks import Kind, entry_of, pack, part_of, unpack
 from rlmux.report.folder_lock import FolderLock
-from rlmux.report.merging import Merger
-from rlmux.report.progress import OrderProgress
+from rlmux.report.progress import Progress
 from rlmux.report.run_state import RunState
 from rlmux.report.segments import (
     APPLICATION_ID,
     Sealed,
+    block_end,
     connect_to_read,
     connect_to_write,
-    let_blocks_merge,
-    merged_block,
     predecessor_of,
     row_checksum,
     rows_of,
@@ -73,7 +68,7 @@ from rlmux.report.segments import (
     tables,
 )
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of the files: raised when a table changes, or an event, an action or a field its name or its meaning.
 
 A reader takes logs of its own version only. New fields with a default and new notes leave the version as it is.
@@ -81,7 +76,7 @@ A reader takes logs of its own version only. New fields with a default and new n
 
 LOG_NAME = "run.db"
 NOT_SHOWN = ("rollout", "checkpoint")
-"""Notes of which no report and no status shows anything: their lists take longer to read than all else."""
+"""Notes of which no report and no status shows anything: their lists would fill the memory of a long run's readers."""
 _INSERT = "INSERT INTO log (seq, time_s, kind, type, json, crc32) VALUES (?, ?, ?, ?, ?, ?)"
 
 
@@ -122,8 +117,6 @@ class LogLimits:
 
     block_rows: int = 2000
     """Rows that are packed into a block."""
-    merge_blocks: int = 40
-    """Blocks that are packed once more into one."""
     snapshot_blocks: int = 5
     """Blocks after which the run's state is kept again."""
     segment_rows: int = 1_000_000
@@ -152,7 +145,6 @@ class RunLog:
         """Committed rows that are not packed."""
         self._num_blocks = 0
         """Blocks since the state was kept."""
-        self._merger = Merger(connection, limits.merge_blocks)
         self._predecessor: Sealed | None = None
         self._first_time_s = 0.0
         """Time of the open file's header."""
@@ -215,7 +207,6 @@ class RunLog:
         lock = lock or FolderLock.take(folder)
         lock.sign()
         connection = connect_to_write(folder / LOG_NAME, survives_power_cut=survives_power_cut)
-        let_blocks_merge(connection)
         log = cls(folder, connection, lock, limits or LogLimits())
         log._take_up()
         return log
@@ -230,7 +221,6 @@ class RunLog:
         (self._first_time_s,) = execute("SELECT time_s FROM log WHERE kind = 'header'").fetchone()
         kept = "SELECT count(*) FROM block WHERE last_seq > (SELECT coalesce(max(seq), 0) FROM snapshot)"
         (self._num_blocks,) = execute(kept).fetchone()
-        self._merger.take_up()
 
     @property
     def last_time_s(self) -> float:
@@ -262,7 +252,6 @@ class RunLog:
             self._connection.execute("COMMIT")
             if self._num_loose >= self._limits.block_rows:
                 self._pack()
-            self._merger.go_on(self._keep_state)
             if self._is_segment_full():
                 self._seal()
         except sqlite3.Error as error:
@@ -273,7 +262,6 @@ class RunLog:
         try:
             self.commit()
         finally:
-            self._merger.close()
             self._connection.close()
             self.lock.release()
 
@@ -294,7 +282,7 @@ class RunLog:
         except sqlite3.Error as error:
             raise self._failure(error) from error
         self._num_loose += kind != "header"
-        value = value_of(row[0], kind, codec.loads(text)) if RunState.reads(kind, type) else None
+        value = entry_of(*row[:4], codec.loads(text)).value if RunState.reads(kind, type) else None
         self._state.add(*row[:4], value)
 
     # ------------------------------------------------------------------ packing and sealing
@@ -302,19 +290,18 @@ class RunLog:
     def _pack(self) -> None:
         """Put the loose rows into a block, and keep the run's state now and then: one transaction."""
         execute = self._connection.execute
-        loose = execute("SELECT seq, time_s, kind, type, json FROM log WHERE kind != 'header' ORDER BY seq")
-        rows = [Row(*row) for row in loose]
+        loose = "SELECT seq, time_s, kind, type, json FROM log WHERE kind != 'header' ORDER BY seq"
+        rows = execute(loose).fetchall()
         if not rows:
             return
         self._num_blocks += 1
         execute("BEGIN IMMEDIATE")
-        execute("INSERT INTO block VALUES (?, ?, ?)", (rows[-1].seq, rows[0].seq, pack(rows)))
+        execute("INSERT INTO block VALUES (?, ?, ?)", (rows[-1][0], rows[0][0], pack(rows)))
         execute("DELETE FROM log WHERE kind != 'header'")
         if self._num_blocks >= self._limits.snapshot_blocks:
             self._keep_state()
         execute("COMMIT")
         self._num_loose = 0
-        self._merger.add(rows[0].seq, rows[-1].seq)
 
     def _keep_state(self) -> None:
         self._connection.execute("DELETE FROM snapshot")
@@ -332,7 +319,6 @@ class RunLog:
     def _seal(self) -> None:
         """Move the open file's rows into a segment that stays, and go on in an empty one that names it."""
         self._pack()
-        self._merger.go_on(self._keep_state, waits=True)
         number = self._predecessor.number + 1 if self._predecessor else 1
         sealed = seal(self._connection, self.folder, number=number, last_seq=self._state.seq)
         execute = self._connection.execute
@@ -352,7 +338,6 @@ class RunLog:
         execute("COMMIT")
         self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` would give one page back, not all
         self._predecessor, self._first_time_s = sealed, self.last_time_s
-        self._merger.take_up()
 
     def _failure(self, error: sqlite3.Error) -> LogError:
         """Drop the transaction that failed: what was committed before it stays whole and readable."""
@@ -385,32 +370,21 @@ class LogReader:
 
     def entries(self, after: int = 0) -> Iterator[Entry]:
         """Every committed row with a larger seq, in order; all of one moment."""
-        for seq, time_s, kind, type, data in with_blocks_ahead(self._rows(after)):
-            if kind == "block":
-                yield from self._entries_of(self._unpack(seq, data), after)
-            else:
-                yield Entry(seq, time_s, kind, type, value_of(seq, kind, codec.loads(data)))
+        return starmap(entry_of, self._read(after))
 
     def parts(
         self, after: int = 0, *, until: int | None = None, bare: Collection[str] = ()
-    ) -> Iterator[Entry | OrderProgress]:
-        """The same rows, for folds that take an order's progress reports together: these come where the first of them
-        is, up to two thousand rows before the last.
+    ) -> Iterator[Entry | Progress]:
+        """The same rows, for folds.
 
         `until`: the last row of the last block to be read. `bare`: types of notes that may come without their fields,
         where these cost time to read.
         """
-        for seq, time_s, kind, type, data in with_blocks_ahead(self._rows(after)):
-            if until is not None and seq > until:
-                return
-            if kind == "block":
-                yield from self._parts_of(self._unpack(seq, data, bare), after)
-            else:
-                yield Entry(seq, time_s, kind, type, value_of(seq, kind, codec.loads(data)))
+        return starmap(part_of, self._read(after, until, bare))
 
-    def merged_block(self, last_seq: int = 0) -> tuple[int, int] | None:
-        """(last row, CRC-32) of the newest merged block, or of the block with this last row: it stays as it is."""
-        return merged_block(self._connection, self.path.parent, self.path.name, last_seq)
+    def block_end(self, last_seq: int = 0) -> tuple[int, int] | None:
+        """(last row, CRC-32) of the newest block, or of the block with this last row: it stays as it is."""
+        return block_end(self._connection, self.path.parent, self.path.name, last_seq)
 
     def state(self) -> RunState:
         """What a resumed run must know of its past: the last snapshot, and what came after it."""
@@ -451,27 +425,19 @@ class LogReader:
         except sqlite3.Error as error:
             raise LogError(f"{self.path}: the run log is damaged: {error}") from error
 
-    def _unpack(self, last_seq: int, whole: Future[bytes], bare: Collection[str] = ()) -> Block:
-        try:
-            return read_block(whole.result(), bare)
-        except LogError as error:
-            raise LogError(f"{self.path}: the rows up to {last_seq} are damaged: {error}") from error
-
-    def _entries_of(self, block: Block, after: int) -> Iterator[Entry]:
-        entries = list(entries_of(block, after))
-        for progress in block.progress:
-            reports = zip(progress.seqs, progress.events(), strict=True)
-            entries += [Entry(seq, one.time_s, "event", PROGRESS, one) for seq, one in reports if seq > after]
-        yield from sorted(entries, key=itemgetter(0))
-
-    def _parts_of(self, block: Block, after: int) -> Iterator[Entry | OrderProgress]:
-        parts: list[Entry | OrderProgress] = list(entries_of(block, after))
-        seqs = [entry.seq for entry in parts]
-        for each in block.progress:
-            if (part := each.after(after)) is not None:
-                parts.append(part)
-                seqs.append(part.seqs[0])
-        yield from map(parts.__getitem__, sorted(range(len(parts)), key=seqs.__getitem__))
+    def _read(self, after: int, until: int | None = None, bare: Collection[str] = ()) -> Iterator[list[Any]]:
+        """Rows [seq, time_s, kind, type, fields]."""
+        for seq, time_s, kind, type, data in self._rows(after):
+            if until is not None and seq > until:
+                return
+            if kind != "block":
+                yield [seq, time_s, kind, type, codec.loads(data)]
+                continue
+            try:
+                rows = unpack(data, bare)
+            except LogError as error:
+                raise LogError(f"{self.path}: the rows up to {seq} are damaged: {error}") from error
+            yield from (row for row in rows if row[0] > after)
 
     def _read_header(self) -> dict[str, Any]:
         (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()

@@ -1,7 +1,7 @@
-"""Progress reports by the thousand: what most of a log's rows are, kept in columns.
+"""Progress reports by the thousand: what most of a log's rows are.
 
-    OrderProgress   consecutive reports of one order, as a block of the log has them     log ──▶ History
-    Reports         all reports of one order, as its record keeps them                   History ──▶ pictures
+    Progress        one of them as a fold gets it                                     log ──▶ History
+    Reports         all reports of one order, as its record keeps them in columns     History ──▶ pictures
     Report          one of them
 
 A report takes some 50 bytes in `Reports`, and no object of its own until it is asked for.
@@ -12,11 +12,23 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple, overload
 
 from rlmux.core.events import ChunkFinished
 from rlmux.core.model import OrderId
+
+
+class Progress(NamedTuple):
+    """One progress report and its row of the log: the fields of `ChunkFinished`, which costs more to make."""
+
+    seq: int
+    time_s: float
+    order: OrderId
+    num_active: int
+    num_waiting: int
+    num_waiting_for_env: int
+    tokens: int
+    seconds: float
 
 
 class Report(NamedTuple):
@@ -28,47 +40,6 @@ class Report(NamedTuple):
     num_waiting_for_env: int
     tokens: int
     seconds: float
-
-
-class OrderProgress(NamedTuple):
-    """Consecutive reports of one order, each with its row of the log."""
-
-    order: OrderId
-    seqs: Sequence[int]
-    """Rows of the log, ascending."""
-    time_s: Sequence[float]
-    num_active: Sequence[int]
-    num_waiting: Sequence[int]
-    num_waiting_for_env: Sequence[int]
-    tokens: Sequence[int]
-    seconds: Sequence[float]
-
-    @property
-    def seq(self) -> int:
-        """The last row."""
-        return self.seqs[-1]
-
-    def events(self) -> Iterator[ChunkFinished]:
-        """The reports as the events they were."""
-        for order, time_s, *counts, seconds in zip(repeat(self.order), *self[2:], strict=False):
-            num_active, num_waiting, num_waiting_for_env, tokens = counts
-            yield ChunkFinished(
-                time_s=time_s,
-                order=order,
-                num_active=num_active,
-                num_waiting=num_waiting,
-                num_waiting_for_env=num_waiting_for_env,
-                tokens=tokens,
-                seconds=seconds,
-            )
-
-    def after(self, seq: int) -> OrderProgress | None:
-        """What comes after a row; None where nothing does."""
-        if self.seqs[0] > seq:
-            return self
-        first = sum(1 for one in self.seqs if one <= seq)
-        columns: list[Any] = [column[first:] for column in self[1:]]
-        return OrderProgress(self.order, *columns) if first < len(self.seqs) else None
 
 
 _KINDS = "dqqqqd"
@@ -83,21 +54,16 @@ class Reports(Sequence[Report]):
     def __init__(self) -> None:
         self._columns: tuple[array[Any], ...] | None = None
 
-    def append(self, event: ChunkFinished) -> None:
-        time_s, num_active, num_waiting, num_waiting_for_env, tokens, seconds = self._writable()
-        time_s.append(event.time_s)
-        num_active.append(event.num_active)
-        num_waiting.append(event.num_waiting)
-        num_waiting_for_env.append(event.num_waiting_for_env)
-        tokens.append(event.tokens)
-        seconds.append(event.seconds)
-
-    def extend(self, progress: OrderProgress) -> None:
+    def append(self, report: ChunkFinished | Progress | Report) -> None:
         if self._columns is None:
-            self._columns = tuple(map(array, _KINDS, progress[2:]))
-            return
-        for column, values in zip(self._columns, progress[2:], strict=True):
-            column.extend(values)
+            self._columns = tuple(map(array, _KINDS))
+        time_s, num_active, num_waiting, num_waiting_for_env, tokens, seconds = self._columns
+        time_s.append(report.time_s)
+        num_active.append(report.num_active)
+        num_waiting.append(report.num_waiting)
+        num_waiting_for_env.append(report.num_waiting_for_env)
+        tokens.append(report.tokens)
+        seconds.append(report.seconds)
 
     def drawn(self) -> Iterator[Report]:
         """What a picture shows of it: the first, the last, and where a count has changed by a hundredth of the peak."""
@@ -146,8 +112,3 @@ class Reports(Sequence[Report]):
         if isinstance(index, slice):
             return list(map(Report._make, zip(*(column[index] for column in columns), strict=True)))
         return Report._make(column[index] for column in columns)
-
-    def _writable(self) -> tuple[array[Any], ...]:
-        if self._columns is None:
-            self._columns = tuple(map(array, _KINDS))
-        return self._columns

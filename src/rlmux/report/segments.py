@@ -5,7 +5,7 @@
 
 Every file has the same tables: `log` (a header, and rows that are not packed yet), `block` (packed rows), `snapshot`
 (the run's state as of a row) and `predecessor` (one row, or none in the first file). Numbers of rows go on from file
-to file. Every row, packed or not, has a checksum: of what is not packed it is a column, in a block it is zlib's own.
+to file. Every row, packed or not, has a checksum: of a loose row it is a column, in a block it is zlib's Adler-32.
 
 Sealing copies the open file, makes the copy durable under its name, and then, in one transaction, takes the copied rows
 out of the open file and names the copy there. After a kill between the two, the open file still holds every row, and
@@ -57,11 +57,8 @@ AND NOT EXISTS (SELECT 1 FROM block WHERE last_seq >= OLD.seq AND first_seq <= O
 BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
 CREATE TRIGGER log_keeps_facts BEFORE UPDATE ON log BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
 CREATE TRIGGER log_keeps_bytes BEFORE UPDATE ON block BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
-"""
-_BLOCKS_STAY = """
 CREATE TRIGGER log_keeps_blocks BEFORE DELETE ON block
 WHEN OLD.last_seq > (SELECT coalesce(max(last_seq), 0) FROM predecessor)
-AND NOT EXISTS (SELECT 1 FROM block WHERE last_seq > OLD.last_seq AND first_seq <= OLD.first_seq)
 BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
 """
 _ROWS = """
@@ -93,14 +90,7 @@ def row_checksum(seq: int, time_s: float, kind: str, type: str, text: str) -> in
 
 def tables(version: int) -> str:
     """The statements that make an empty file of a schema version."""
-    return _TABLES.format(application_id=APPLICATION_ID, version=version) + _BLOCKS_STAY
-
-
-def let_blocks_merge(connection: sqlite3.Connection) -> None:
-    """Have the database let a block go where a larger one has its rows: files that were begun earlier do not."""
-    found = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'log_keeps_blocks'").fetchone()
-    if found is None or found[0] != _BLOCKS_STAY.strip().removesuffix(";"):
-        connection.executescript(f"BEGIN; DROP TRIGGER IF EXISTS log_keeps_blocks; {_BLOCKS_STAY} COMMIT;")
+    return _TABLES.format(application_id=APPLICATION_ID, version=version)
 
 
 def predecessor_of(connection: sqlite3.Connection) -> Sealed | None:
@@ -141,13 +131,12 @@ def rows_of(connection: sqlite3.Connection, folder: Path, name: str, after: int)
             yield row
 
 
-def merged_block(connection: sqlite3.Connection, folder: Path, name: str, last_seq: int = 0) -> tuple[int, int] | None:
-    """(last row, CRC-32) of the newest block that was merged, or of the one with this last row; None where none is.
+def block_end(connection: sqlite3.Connection, folder: Path, name: str, last_seq: int = 0) -> tuple[int, int] | None:
+    """(last row, CRC-32) of the newest block, or of the one with this last row; None where none is.
 
     Of files before the open one hashes are not compared: what is found there is to be compared with what is known.
     """
-    is_wanted = "last_seq = :wanted" if last_seq else "substr(rows, 1, 1) = x'fd'"
-    query = f"SELECT last_seq, rows FROM block WHERE {is_wanted} ORDER BY last_seq DESC LIMIT 1"
+    query = "SELECT last_seq, rows FROM block WHERE :wanted IN (0, last_seq) ORDER BY last_seq DESC LIMIT 1"
     try:
         found = connection.execute(query, {"wanted": last_seq}).fetchone()
         before = predecessor_of(connection)
@@ -156,7 +145,7 @@ def merged_block(connection: sqlite3.Connection, folder: Path, name: str, last_s
         if before is None or before.last_seq < last_seq:
             return None
         with _opened(folder / before.name) as segment:
-            return merged_block(segment, folder, before.name, last_seq)
+            return block_end(segment, folder, before.name, last_seq)
     except sqlite3.Error as error:
         raise LogError(f"{folder / name}: the run log is damaged: {error}") from error
 

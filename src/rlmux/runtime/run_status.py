@@ -20,6 +20,8 @@ from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 
 ANSWER_LIMIT_S = 5.0
 """Seconds after which a controller that gives no answer counts as busy."""
+KEPT_ROWS = 50_000
+"""Rows since what was kept of the run, after which it is kept again."""
 
 
 class StatusReader:
@@ -52,19 +54,19 @@ class StatusReader:
         return shown
 
     def _take_past(self) -> None:
-        """Take in what was kept of a long run, or fold its merged blocks and keep what comes of it."""
+        """Take in what was kept of a long run; fold the blocks since, and keep what comes of many."""
         kept = kept_history(self._folder, self._log.header)
-        if kept is not None and self._log.merged_block(kept[1].last_seq) == kept[1]:
+        if kept is not None and self._log.block_end(kept[1].last_seq) == kept[1]:
             self._history, (self._seq, _) = kept
-        newest = self._log.merged_block()
-        if newest is not None and newest[0] > self._seq:
+        newest = self._log.block_end()
+        if newest is not None and newest[0] - self._seq >= KEPT_ROWS:
             self._follow(until=newest[0])
             keep(self._folder, self._history, Place(*newest))
 
     def _follow(self, until: int | None = None) -> None:
         for part in self._log.parts(after=self._seq, until=until, bare=NOT_SHOWN):
             self._history.add(part)
-            self._seq = max(self._seq, part.seq)
+            self._seq = part.seq
         self._history.condense()
 
     def _ask(self) -> dict[str, Any] | None:
