@@ -71,7 +71,7 @@ def test_a_packed_and_sealed_log_reads_like_one_that_is_neither(tmp_path: Path, 
     assert facts(entries(packed)) == facts(entries(plain))
 
 
-def test_a_fold_of_plain_reports_equals_a_fold_of_events(tmp_path: Path, alternating_run) -> None:
+def test_a_fold_of_whole_reports_equals_a_fold_of_single_rows(tmp_path: Path, alternating_run) -> None:
     folder = write(tmp_path / "run", alternating_run(failing="tools").rows, SMALL)
     with LogReader(folder) as reader:
         by_row, by_part = History.of(HEADER, reader.entries()), History.of(HEADER, reader.parts())
@@ -352,7 +352,7 @@ def test_a_run_of_a_week_is_sealed_however_few_rows_it_has(tmp_path: Path) -> No
 
 def test_a_fold_gets_every_field_of_a_progress_report() -> None:
     names = [field.name for field in dataclasses.fields(ChunkFinished)]
-    assert Progress._fields == ("seq", *names)
+    assert Progress._fields == ("order", "seqs", *[name for name in names if name != "order"])
     assert set(Report._fields) == {*names} - {"order"}
 
 

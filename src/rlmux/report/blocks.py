@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, cast
 
 from rlmux.core.actions import Action
@@ -22,9 +23,10 @@ Kind = Literal["header", "event", "action", "note"]
 _LEVEL = 6
 """zlib's own default: level 9 takes twice the time for 2 % of the bytes."""
 _PROGRESS = ChunkFinished.__name__
-_NAMES = ("type", *Progress._fields[1:])
-_TYPES = (str, float, int, int, int, int, int, float)
-"""Types of a progress report's fields."""
+_NAMES = ("type", *(field.name for field in dataclasses.fields(ChunkFinished)))
+_TYPES = (int, str, float, int, int, int, int, int, float)
+"""Types of a progress report's row and fields."""
+_RESUMED = "resumed"
 
 
 class Entry(NamedTuple):
@@ -63,12 +65,36 @@ def _without_fields(line: bytes) -> bytes:
     return b",".join(line.split(b",", 4)[:4]) + b",{}]"
 
 
-def part_of(seq: int, time_s: float, kind: str, type_: str, fields: Any) -> Entry | Progress:
-    """The same row for a fold: a progress report comes as plain numbers, where it has all and of the right types."""
-    if type_ == _PROGRESS and tuple(fields) == _NAMES and tuple(map(type, fields.values())) == _TYPES:
-        _, *values = fields.values()
-        return Progress(seq, *values)
-    return entry_of(seq, time_s, kind, type_, fields)
+def parts_of(rows: Iterable[list[Any]]) -> Iterator[Entry | Progress]:
+    """The rows of a block for a fold: an order's progress reports come together, where the first of them is.
+
+    A row `resumed` ends every order before it: ids are used again afterwards.
+    """
+    parts: list[list[Any]] = []
+    reports_by_order: dict[Any, list[Any]] = {}
+    for row in rows:
+        if row[3] == _PROGRESS and tuple(row[4]) == _NAMES:
+            values = [row[0], *row[4].values()]
+            reports = reports_by_order.get(values[3])
+            if reports is None:
+                reports_by_order[values[3]] = reports = []
+                parts.append(reports)
+            reports.append(values)
+            continue
+        if row[3] == _RESUMED:
+            reports_by_order = {}
+        parts.append(row)
+    for part in parts:
+        if type(part[0]) is int:
+            yield entry_of(*part)
+            continue
+        columns = list(zip(*part, strict=True))
+        if all(set(map(type, column)) == {kind} for column, kind in zip(columns, _TYPES, strict=True)):
+            seqs, _, times_s, orders, *others = columns
+            yield Progress._make([orders[0], seqs, times_s, *others])
+        else:
+            for seq, *values in part:
+                yield entry_of(seq, float(values[1]), "event", _PROGRESS, dict(zip(_NAMES, values, strict=True)))
 
 
 def entry_of(seq: int, time_s: float, kind: str, type: str, fields: Any) -> Entry:

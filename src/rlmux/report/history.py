@@ -138,8 +138,7 @@ class History:
 
     def add(self, part: Entry | Progress) -> None:
         if isinstance(part, Progress):
-            self._on_chunk(part.time_s, part)
-            self.last_s = max(self.last_s, part.time_s)
+            self._add_progress(part)
             return
         _, time_s, kind, type, value = part
         if kind == "event" or kind == "action":
@@ -292,12 +291,20 @@ class History:
         if order is not None:
             order.device_fraction = action.device_fraction
 
-    def _on_chunk(self, time_s: float, event: ChunkFinished | Progress) -> None:
+    def _on_chunk(self, time_s: float, event: ChunkFinished) -> None:
         order = self._running.get(event.order)
         if order is not None:
             order.chunks.append(event)
             order.seconds = max(order.seconds, event.seconds)
             order.tokens = event.tokens
+
+    def _add_progress(self, progress: Progress) -> None:
+        order = self._running.get(progress.order)
+        if order is not None:
+            order.chunks.extend(progress)
+            order.seconds = max(order.seconds, max(progress.seconds))
+            order.tokens = progress.tokens[-1]
+        self.last_s = max(self.last_s, max(progress.time_s))
 
     def _on_stage_ended(self, time_s: float, event: StageFinished | StagePaused) -> None:
         order = self._running.pop(event.order, None)

@@ -40,7 +40,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import product, starmap
+from itertools import chain, product, starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +50,7 @@ from rlmux.core.events import Event
 from rlmux.core.model import Cluster
 from rlmux.report import codec
 from rlmux.report.blocks import Entry as Entry
-from rlmux.report.blocks import Kind, entry_of, pack, part_of, unpack
+from rlmux.report.blocks import Kind, entry_of, pack, parts_of, unpack
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.progress import Progress
 from rlmux.report.run_state import RunState
@@ -370,17 +370,19 @@ class LogReader:
 
     def entries(self, after: int = 0) -> Iterator[Entry]:
         """Every committed row with a larger seq, in order; all of one moment."""
-        return starmap(entry_of, self._read(after))
+        return starmap(entry_of, chain.from_iterable(self._read(after)))
 
     def parts(
         self, after: int = 0, *, until: int | None = None, bare: Collection[str] = ()
     ) -> Iterator[Entry | Progress]:
-        """The same rows, for folds.
+        """The same rows, for folds that take an order's progress reports together: these come where the first of them
+        is, up to two thousand rows before the last.
 
         `until`: the last row of the last block to be read. `bare`: types of notes that may come without their fields,
         where these cost time to read.
         """
-        return starmap(part_of, self._read(after, until, bare))
+        for rows in self._read(after, until, bare):
+            yield from parts_of(rows)
 
     def block_end(self, last_seq: int = 0) -> tuple[int, int] | None:
         """(last row, CRC-32) of the newest block, or of the block with this last row: it stays as it is."""
@@ -425,19 +427,19 @@ class LogReader:
         except sqlite3.Error as error:
             raise LogError(f"{self.path}: the run log is damaged: {error}") from error
 
-    def _read(self, after: int, until: int | None = None, bare: Collection[str] = ()) -> Iterator[list[Any]]:
-        """Rows [seq, time_s, kind, type, fields]."""
+    def _read(self, after: int, until: int | None = None, bare: Collection[str] = ()) -> Iterator[list[list[Any]]]:
+        """Rows [seq, time_s, kind, type, fields], those of a block together."""
         for seq, time_s, kind, type, data in self._rows(after):
             if until is not None and seq > until:
                 return
             if kind != "block":
-                yield [seq, time_s, kind, type, codec.loads(data)]
+                yield [[seq, time_s, kind, type, codec.loads(data)]]
                 continue
             try:
                 rows = unpack(data, bare)
             except LogError as error:
                 raise LogError(f"{self.path}: the rows up to {seq} are damaged: {error}") from error
-            yield from (row for row in rows if row[0] > after)
+            yield [row for row in rows if row[0] > after]
 
     def _read_header(self) -> dict[str, Any]:
         (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()

@@ -1,6 +1,6 @@
 """Progress reports by the thousand: what most of a log's rows are.
 
-    Progress        one of them as a fold gets it                                     log ──▶ History
+    Progress        those of one order in a block                                     log ──▶ History
     Reports         all reports of one order, as its record keeps them in columns     History ──▶ pictures
     Report          one of them
 
@@ -19,16 +19,22 @@ from rlmux.core.model import OrderId
 
 
 class Progress(NamedTuple):
-    """One progress report and its row of the log: the fields of `ChunkFinished`, which costs more to make."""
+    """Progress reports of one order within a block: rows of the log, and a column for each field of a report."""
 
-    seq: int
-    time_s: float
     order: OrderId
-    num_active: int
-    num_waiting: int
-    num_waiting_for_env: int
-    tokens: int
-    seconds: float
+    seqs: Sequence[int]
+    """Ascending."""
+    time_s: Sequence[float]
+    num_active: Sequence[int]
+    num_waiting: Sequence[int]
+    num_waiting_for_env: Sequence[int]
+    tokens: Sequence[int]
+    seconds: Sequence[float]
+
+    @property
+    def seq(self) -> int:
+        """The last row."""
+        return self.seqs[-1]
 
 
 class Report(NamedTuple):
@@ -54,7 +60,13 @@ class Reports(Sequence[Report]):
     def __init__(self) -> None:
         self._columns: tuple[array[Any], ...] | None = None
 
-    def append(self, report: ChunkFinished | Progress | Report) -> None:
+    def extend(self, progress: Progress) -> None:
+        if self._columns is None:
+            self._columns = tuple(map(array, _KINDS))
+        for column, values in zip(self._columns, progress[2:], strict=True):
+            column.extend(values)
+
+    def append(self, report: ChunkFinished | Report) -> None:
         if self._columns is None:
             self._columns = tuple(map(array, _KINDS))
         time_s, num_active, num_waiting, num_waiting_for_env, tokens, seconds = self._columns

@@ -66,7 +66,7 @@ class StatusReader:
     def _follow(self, until: int | None = None) -> None:
         for part in self._log.parts(after=self._seq, until=until, bare=NOT_SHOWN):
             self._history.add(part)
-            self._seq = part.seq
+            self._seq = max(self._seq, part.seq)
         self._history.condense()
 
     def _ask(self) -> dict[str, Any] | None:

@@ -104,7 +104,7 @@ class LaneIndexer:
                 yield
                 due_s = time.monotonic() + _SHOWN_GROWTH * (time.monotonic() - begun_s)
             self._follower.add(part)
-            self._seq = part.seq
+            self._seq = max(self._seq, part.seq)
             if isinstance(part, Entry) and part.kind == "note":
                 self._note(part.type, part.value)  # type: ignore[arg-type]
 
