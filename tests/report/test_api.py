@@ -106,7 +106,7 @@ def test_docs_show_code_that_runs(
     alternating_run().write(tmp_path / "runs" / "demo")
     for code in codes:
         exec(compile(code, str(docs), "exec"), {})
-    assert len(codes) == 2
+    assert len(codes) == 3
     assert (tmp_path / "runs" / "demo" / "timeline.html").exists()
 
 
