@@ -65,7 +65,7 @@ def test_over_a_hundred_turns_each_holds_nodes_for_its_part_of_the_time(builders
     while driver.now_s < 200 * TURN_S:
         driver.step()
     made = {name: sum(one == name for _, one, stage, _ in driver.starts() if stage == "update") for name in "wab"}
-    targets = driver.scheduler.state.turns.targets
+    targets = driver.scheduler.state.clock.targets
     elapsed_s = driver.now_s
     for name in "wab":
         assert 3.0 * made[name] / elapsed_s == pytest.approx(sum(targets[PipelineId(name)].values()), abs=0.02)
@@ -85,7 +85,7 @@ def test_a_newcomer_has_its_part_once_targets_are_made_anew(builders):
 def test_targets_are_made_anew_when_a_node_is_lost(builders):
     driver = driver_of(builders, rollout=2, train=2)
     driver.submit(*(builders.pipeline(name, num_steps=40) for name in "ab"))
-    shares = driver.scheduler.state.turns
+    shares = driver.scheduler.state.clock
     assert [sum(one.values()) for one in shares.targets.values()] == pytest.approx([1.0, 1.0], abs=1e-6)
     while driver.now_s < 30.0:
         driver.step()

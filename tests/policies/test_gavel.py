@@ -10,9 +10,9 @@ from rlmux.core.model import Cluster, NodeId, Phase, PhaseSeconds, Pipeline, Pip
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice, Refusal
 from rlmux.core.placement_view import PlacementView
-from rlmux.core.turn_shares import Claim, Configuration, Turn, configuration_of
 from rlmux.policies import make_policy
 from rlmux.policies.gavel import options_of
+from rlmux.policies.planning.turn_clock import Claim, Configuration, Turn, configuration_of
 
 PAIR, TRAIN = Configuration("r", "t"), Configuration("t", "t")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlmux.core.group_look import NO_MEMBERS, GroupLook, MemberFacts
 from rlmux.core.model import (
@@ -30,7 +31,6 @@ from rlmux.core.model import (
 )
 from rlmux.core.offers import AccountSpent, PipelineWait, Quota, Share, ShareSettings
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.turn_shares import TurnShares
 from rlmux.core.usage import DecayedUsage
 from rlmux.core.work import Order, ReadyWork, WorkState
 
@@ -174,8 +174,8 @@ class SchedulerState:
     """Device-seconds of each pool for which devices were held, counted by device: what all charges add up to."""
     held_devices: dict[DeviceId, HeldDevice] = field(default_factory=dict)
     """Devices whose seconds are being charged: all that a pipeline is pinned to, once accounts are counted."""
-    turns: TurnShares = field(default_factory=TurnShares)
-    """What pipelines are to receive and received, where they hold nodes by turns."""
+    clock: Any = None
+    """What a policy counts that gives nodes by turns, and that it alone reads; None under any other."""
     now_s: float = 0.0
     """Time of the last event."""
     next_order: int = 1

@@ -1,27 +1,33 @@
-"""Turns: pipelines hold nodes of their own for a while each, where the policy shares out their time (Gavel, OSDI'20).
+"""Pipelines that hold nodes of their own by turns, where the policy gives them so.
 
-    policy.share_out ─▶ targets ────────────┐
-    seconds that each pipeline held nodes ──┴─▶ policy.turns ─▶ who holds nodes next
+    waiting pipelines ── policy.give_turns ─▶ who holds which nodes next, and why the others wait
+    a pipeline at a step boundary, `turn_s` after it was placed ── policy.give_turns ─▶ it stays, or it is parked
 
-A turn ends at the first step boundary after `turn_s`, if another pipeline waits and the policy gives the nodes to it;
-the pipeline is then parked. Targets are made anew when pipelines or nodes came, left or are believed to be different,
-`reset_s` apart at least, or while they are younger than a turn. Nothing here is asked under a policy without turns.
+What the policy counts for it is a value made by `new_clock`, which the scheduler stores and hands back. Under a
+policy without turns nothing here is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rlmux.core.model import Phase, Pipeline, PipelineId, PipelineStatus
+from rlmux.core.model import Pipeline, PipelineId, PipelineStatus, Placement
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_choice import Refusal
+from rlmux.core.placement_choice import PlacementChoice, Refusal
 from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.shares import Shares
 from rlmux.core.state import SchedulerState
-from rlmux.core.turn_shares import Claim, Seconds, Turn, configuration_of
+
+
+class Turn(NamedTuple):
+    """The nodes that a pipeline holds next."""
+
+    choice: PlacementChoice
+    is_as_before: bool
+    """Whether they are of the kind that it holds now."""
 
 
 @runtime_checkable
@@ -30,22 +36,32 @@ class TakesTurns(Protocol):
 
     turn_s: float
     """Seconds after which a turn ends at the next step boundary."""
-    reset_s: float
-    """Least seconds between two targets."""
 
-    def share_out(self, pipelines: tuple[Pipeline, ...], view: PlacementView) -> Mapping[PipelineId, Seconds]:
-        """Part of the time for which each is to hold nodes of each configuration."""
+    def new_clock(self) -> Any:
+        """The clock of a run that begins."""
         ...
 
-    def turns(
-        self, claims: tuple[Claim, ...], elapsed_s: float, view: PlacementView
+    def begin_turn(self, clock: Any, pipeline: PipelineId, placement: Placement, now_s: float) -> None: ...
+
+    def end_turn(self, clock: Any, pipeline: PipelineId, now_s: float) -> None: ...
+
+    def give_turns(
+        self,
+        clock: Any,
+        claimants: tuple[tuple[Pipeline, Placement | None], ...],
+        pipelines: tuple[Pipeline, ...],
+        now_s: float,
+        view: PlacementView,
     ) -> Mapping[PipelineId, Turn | Refusal]:
-        """Who holds which of the free nodes next, and why the others wait, `elapsed_s` after the targets were made."""
+        """Who of the claimants, with the nodes that each holds now, gets which of the free nodes; why the others wait.
+
+        `pipelines`: all that are not over or held, running ones included.
+        """
         ...
 
 
 class Turns:
-    """Counts what pipelines receive and asks the policy who is next; see the module."""
+    """Asks the policy who is next; see the module."""
 
     def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares) -> None:
         self._state = state
@@ -53,6 +69,8 @@ class Turns:
         self._view = PlacementView(ledger)
         self._policy = policy if isinstance(policy, TakesTurns) else None
         self._shares = shares
+        if self._policy is not None:
+            state.clock = self._policy.new_clock()
 
     @property
     def are_taken(self) -> bool:
@@ -69,84 +87,35 @@ class Turns:
 
     def is_over(self, run: PipelineRun) -> bool:
         """Whether a pipeline at a step boundary leaves its nodes to others; it stays where the policy has it stay."""
-        policy, state, placement = self._policy, self._state, run.nodes.placement
-        if (
-            policy is None
-            or placement is None
-            or state.now_s - run.admission.admitted_s < policy.turn_s
-            or not state.waiting
-        ):
+        policy, state = self._policy, self._state
+        if policy is None or run.nodes.placement is None or not state.waiting:
             return False
-        if run.pipeline.work_arrives or run.is_filler or not (waiting := self._shares.in_order()):
+        if state.now_s - run.admission.admitted_s < policy.turn_s or run.pipeline.work_arrives or run.is_filler:
+            return False
+        if not (waiting := self._shares.in_order()):
             return False
         with self._ledger.trial():
             self._ledger.depart(run.pipeline.id)
             answer = self._ask(policy, [*waiting, run])[run.pipeline.id]
-        return isinstance(answer, Refusal) or answer.configuration != configuration_of(placement)
+        return isinstance(answer, Refusal) or not answer.is_as_before
 
     def begin(self, run: PipelineRun) -> None:
         """The pipeline holds nodes from now on."""
-        if self.are_taken:
-            self._state.turns.counted_s[run.pipeline.id] = self._state.now_s
+        if self._policy is not None and run.nodes.placement is not None:
+            self._policy.begin_turn(self._state.clock, run.pipeline.id, run.nodes.placement, self._state.now_s)
 
     def end(self, run: PipelineRun) -> None:
         """The pipeline leaves its nodes."""
-        if self.are_taken:
-            self._count()
-            self._state.turns.counted_s.pop(run.pipeline.id, None)
+        if self._policy is not None:
+            self._policy.end_turn(self._state.clock, run.pipeline.id, self._state.now_s)
 
     def _ask(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, Turn | Refusal]:
-        self._count()
-        self._renew_targets(policy)
-        shares = self._state.turns
-        claims = tuple(
-            Claim(
-                pipeline=run.pipeline,
-                holds=None if run.nodes.placement is None else configuration_of(run.nodes.placement),
-                targets=shares.targets.get(run.pipeline.id, {}),
-                received_s=shares.received_s.get(run.pipeline.id, {}),
-                deficits_s=shares.deficits_s.get(run.pipeline.id, {}),
-            )
-            for run in sorted(runs, key=lambda run: run.sequence)
-        )
-        return policy.turns(claims, self._state.now_s - shares.since_s, self._view)
-
-    def _count(self) -> None:
-        """Count what all pipelines that hold nodes have received up to now."""
-        shares, now_s = self._state.turns, self._state.now_s
-        for name, since_s in shares.counted_s.items():
-            placement = self._state.runs[name].nodes.placement
-            if placement is not None and now_s > since_s:
-                received = shares.received_s.setdefault(name, {})
-                configuration = configuration_of(placement)
-                received[configuration] = received.get(configuration, 0.0) + now_s - since_s
-                shares.counted_s[name] = now_s
-
-    def _renew_targets(self, policy: TakesTurns) -> None:
-        shares, now_s = self._state.turns, self._state.now_s
-        elapsed_s = now_s - shares.since_s
-        if policy.turn_s < elapsed_s < policy.reset_s:
-            return
-        known = tuple(run.pipeline for run in self._state.runs.values() if _claims_time(run))
-        num_nodes = tuple(self._view.num_nodes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN))
-        if (known, num_nodes) == (shares.known, shares.num_nodes):
-            return
-        deficits = {}
-        for name, targets in shares.targets.items():
-            received, before = shares.received_s.get(name, {}), shares.deficits_s.get(name, {})
-            deficits[name] = {
-                one: before.get(one, 0.0) + target * elapsed_s - received.get(one, 0.0)
-                for one, target in targets.items()
-            }
-        names = {pipeline.id for pipeline in known}
-        shares.deficits_s = {name: by_configuration for name, by_configuration in deficits.items() if name in names}
-        shares.received_s = {}
-        shares.known, shares.num_nodes, shares.since_s = known, num_nodes, now_s
-        shares.targets = dict(policy.share_out(known, self._view))
+        claimants = tuple((run.pipeline, run.nodes.placement) for run in sorted(runs, key=lambda run: run.sequence))
+        pipelines = tuple(run.pipeline for run in self._state.runs.values() if _claims_time(run))
+        return policy.give_turns(self._state.clock, claimants, pipelines, self._state.now_s, self._view)
 
 
 def _claims_time(run: PipelineRun) -> bool:
     """Whether the pipeline is not over, and its user does not hold it."""
-    return run.status in (PipelineStatus.WAITING, PipelineStatus.RUNNING) and not (
-        run.admission.is_held or run.is_filler
-    )
+    is_over = run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING)
+    return not (is_over or run.admission.is_held or run.is_filler)

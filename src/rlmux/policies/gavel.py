@@ -22,15 +22,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlmux.core.group_load import budget_of, colocated_step_s
-from rlmux.core.model import AdmissionKind, Phase, Pipeline, PipelineId
+from rlmux.core.model import AdmissionKind, Phase, Pipeline, PipelineId, Placement
 from rlmux.core.placement_choice import PlacementChoice, Refusal
 from rlmux.core.placement_view import PlacementView
-from rlmux.core.turn_shares import Claim, Configuration, Seconds, Turn
+from rlmux.core.turns import Turn as GivenTurn
 from rlmux.policies.baselines import OneRule
 from rlmux.policies.planning.candidates import impossible, queue
 from rlmux.policies.planning.linear_program import Solver, require_solver, solve_with_glop
 from rlmux.policies.planning.shared_placement import nodes_for_both
 from rlmux.policies.planning.time_shares import Column, Demand, max_min_shares
+from rlmux.policies.planning.turn_clock import Claim, Configuration, Seconds, Turn, TurnClock
 
 TURNS_BEHIND = 2.0
 """Turns by which a pipeline is behind its target on a configuration before nodes are kept for it."""
@@ -66,6 +67,33 @@ class Gavel(OneRule):
             return options
         free = _free_nodes(view)
         return next((one.choice for one in options if _fits(one, free)), None) or queue(pipeline, view)
+
+    def new_clock(self) -> TurnClock:
+        return TurnClock()
+
+    def begin_turn(self, clock: TurnClock, pipeline: PipelineId, placement: Placement, now_s: float) -> None:
+        clock.begin(pipeline, placement, now_s)
+
+    def end_turn(self, clock: TurnClock, pipeline: PipelineId, now_s: float) -> None:
+        clock.end(pipeline, now_s)
+
+    def give_turns(
+        self,
+        clock: TurnClock,
+        claimants: tuple[tuple[Pipeline, Placement | None], ...],
+        pipelines: tuple[Pipeline, ...],
+        now_s: float,
+        view: PlacementView,
+    ) -> Mapping[PipelineId, GivenTurn | Refusal]:
+        """Count up to now, make targets anew where they are old, and give nodes by them."""
+        clock.count(now_s)
+        num_nodes = tuple(view.num_nodes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN))
+        is_kept = self.turn_s < now_s - clock.since_s < self.reset_s
+        if not is_kept and clock.are_targets_old(pipelines, num_nodes):
+            clock.set_targets(pipelines, num_nodes, self.share_out(pipelines, view), now_s)
+        claims = tuple(clock.claim(pipeline, placement) for pipeline, placement in claimants)
+        answers = self.turns(claims, now_s - clock.since_s, view)
+        return {claim.pipeline.id: _given(claim, answers[claim.pipeline.id]) for claim in claims}
 
     def share_out(self, pipelines: tuple[Pipeline, ...], view: PlacementView) -> Mapping[PipelineId, Seconds]:
         """Part of the time that each pipeline is to hold each configuration, of those that there are nodes for now."""
@@ -116,6 +144,12 @@ class Gavel(OneRule):
         due_s = claim.targets.get(option.configuration, 0.0) * elapsed_s
         behind_s = due_s - claim.received_s.get(option.configuration, 0.0)
         return behind_s > TURNS_BEHIND * max(self.turn_s, option.step_s or 0.0)
+
+
+def _given(claim: Claim, answer: Turn | Refusal) -> GivenTurn | Refusal:
+    if isinstance(answer, Refusal):
+        return answer
+    return GivenTurn(answer.choice, is_as_before=answer.configuration == claim.holds)
 
 
 def gavel() -> Gavel:
