@@ -57,10 +57,10 @@ from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage, 
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
 from rlmux.engines.device_fraction import WHOLE, DeviceFractions, probe
+from rlmux.engines.promise_probe import probe_rollout
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.rollout_protocol import RolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
-from rlmux.engines.servers.probe import probe_engine
 from rlmux.engines.train import TorchTrainEngine
 from rlmux.policies import make_policy
 from rlmux.profiling.interference import QUICK, measure_interference
@@ -383,7 +383,7 @@ def engines(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str
     for name, options in OURS.items():
         say(f"engines: {name}")
         ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device, **options)
-        found[name] = engine_figures(ours, vocab_size, num_slots, is_recomputation_avoidable=True)
+        found[name] = engine_figures(ours, vocab_size, num_slots)
         ours.offload()
     if vllm_python is not None:
         say("engines: vllm")
@@ -392,16 +392,14 @@ def engines(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str
             replace(config, rollout=rollout), vocab_size=vocab_size, is_single_turn=True, device=device
         )
         try:
-            found["vllm"] = engine_figures(theirs, vocab_size, num_slots, is_recomputation_avoidable=False)
+            found["vllm"] = engine_figures(theirs, vocab_size, num_slots)
         finally:
             theirs.close()
     return found
 
 
-def engine_figures(
-    engine: RolloutEngine, vocab_size: int, num_slots: int, *, is_recomputation_avoidable: bool
-) -> dict[str, Any]:
-    report = probe_engine(engine, num_trajectories=16, is_recomputation_avoidable=is_recomputation_avoidable)
+def engine_figures(engine: RolloutEngine, vocab_size: int, num_slots: int) -> dict[str, Any]:
+    report = probe_rollout(engine, num_trajectories=16)
     limits, draws = engine.limits, random.Random(1)
     seconds, answers = [], hashlib.sha256()
     for step in (1, 2, 3):

@@ -17,13 +17,13 @@ from tests.server_environments import make_environment, misbehaving
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, RlmuxError, UserError
 from rlmux.engines.model_io import MODEL_CLASSES, build_model
+from rlmux.engines.promise_probe import probe_rollout
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.servers import measuring
 from rlmux.engines.servers.connection import ServerGoneError
 from rlmux.engines.servers.engine import ServerRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
 from rlmux.engines.servers.one_server import MAX_LOST
-from rlmux.engines.servers.probe import probe_engine
 from rlmux.engines.weights import SHA256, weights_sha256, write_tensors
 from rlmux.rl.config import EngineConfig, ModelConfig, RolloutConfig, TrainingConfig
 from rlmux.rl.engine_check import CLASSES
@@ -194,7 +194,7 @@ def test_an_engine_goes_on_behind_a_reply_and_forgets_what_is_released(new_engin
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_that_keeps_its_bits_is_found_exact(new_engine: NewEngine, name: str) -> None:
     engine = new_engine(name)
-    report = probe_engine(engine, is_recomputation_avoidable=name == "rlmux")
+    report = probe_rollout(engine)
     assert promise_of(report.checks) is Promise.EXACT, report
     assert engine.is_unused
 
@@ -267,7 +267,7 @@ def test_weights_of_a_bfloat16_trainer_are_taken_and_compared_in_what_the_server
 
 def test_a_server_whose_bits_depend_on_the_batch_is_replayable_at_most(new_engine: NewEngine) -> None:
     engine = new_engine("vllm", misbehaves={"batch_noise": 1e-3})
-    checks = {check.name: check.is_equal for check in probe_engine(engine).checks}
+    checks = {check.name: check.is_equal for check in probe_rollout(engine).checks}
     assert not checks["batches"]
 
 

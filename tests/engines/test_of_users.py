@@ -10,8 +10,8 @@ import pytest
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.engines.of_users import make_user_engine
+from rlmux.engines.promise_probe import probe_rollout
 from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.servers.probe import probe_engine
 from rlmux.rl.config import EngineConfig, ModelConfig, RolloutConfig, TrainingConfig
 from rlmux.rl.engine_check import check_engine
 from rlmux.rl.promise import Promise, promise_of
@@ -57,7 +57,7 @@ def make(name: str) -> Any:
 
 def test_an_engine_that_is_none_of_ours_is_made_and_its_promise_is_found_by_trying_it():
     engine = make(f"{__name__}:Wrapped")
-    assert promise_of(probe_engine(engine, num_trajectories=4).checks) is not Promise.STATISTICAL
+    assert promise_of(probe_rollout(engine, num_trajectories=4).checks) is not Promise.STATISTICAL
 
 
 @pytest.mark.parametrize(

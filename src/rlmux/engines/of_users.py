@@ -4,7 +4,7 @@
 
 `config` is the pipeline's TrainingConfig, its `rollout.engine.args` what the user wrote there. `is_single_turn`: no
 trajectory goes on after its first answer. `device`: "cpu" or "cuda". What the engine keeps of the promises is probed,
-as it is of every engine (promise_probe.py, servers/probe.py).
+as it is of every engine (promise_probe.py).
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""What an engine can promise, measured with the engine itself on the device it is on.
+"""What an engine keeps of promise 1, found through its protocol alone, on the device it is on.
 
-    rollout   the same few trajectories, sampled again and again, must come out with the same tokens and log-probs:
-                  repeat         as before                                 fails: statistical
-                  slots          in other slots, beside others             fails: replayable
-                  alone          one at a time                             fails: replayable
-                  pause          one decode step a call                    fails: replayable
-                  migration      moved half-way, with their KV cache       fails: replayable
-                  recomputation  moved half-way, the cache computed anew   fails: the cache is always copied
+    rollout   the same trajectories, sampled again and again, must come out with the same tokens and log-probs:
+                  repeat         all at once, once more                             fails: statistical
+                  batches        alone, and in batches of 1, 8, 255, 256, 257       fails: replayable
+                  shuffled       submitted in another order, so in other slots      fails: replayable
+                  pause          one decode step a call                             fails: replayable
+                  migration      moved half-way, with their KV cache, where it can  fails: replayable
+                  recomputation  moved half-way, from their tokens                  fails: replayable, unless avoided by the above
+                  residency      offloaded and loaded half-way                      fails: replayable
     training  the gradient of a micro-batch must come out the same:
-                  gradient       after another one                         fails: statistical
+                  gradient       after another one                                  fails: statistical
 
-Trajectories have random prompts and no stop tokens; the engine is left as it was, with
-the batch shapes that were measured on the way. A probe takes some hundred decode steps of a small batch.
+Batches larger than the number of trajectories are left out. Trajectories have random prompts and no stop tokens; the
+engine is left as it was, with the batch shapes that were measured on the way.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from torch import Tensor
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.rollout_protocol import RolloutEngine
 from rlmux.engines.train import TorchTrainEngine
 from rlmux.rl.promise import Check, ProbeReport
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 
-NUM_TRAJECTORIES = 6
+NUM_TRAJECTORIES = 8
+"""Trajectories of the probe that a worker makes of its own engine: it takes seconds."""
+BATCH_SIZES = (1, 8, 255, 256, 257)
 MAX_PROMPT_TOKENS = 24
 MAX_NEW_TOKENS = 8
 NUM_SEQUENCES = 8
@@ -38,53 +42,49 @@ NUM_SEQUENCES = 8
 _LONGEST_SEQUENCE = {"cpu": 24, "cuda": 256}
 """Tokens of the longest of them. A GPU's attention splits its sums over blocks of tokens: one block shows nothing."""
 _MANY = 1_000_000
-
+_LONG_S = 3600.0
 
 Sampled = dict[TrajectoryId, FinishedTurn]
 
 
-def probe_rollout(engine: SlotRolloutEngine) -> ProbeReport:
+def probe_rollout(engine: RolloutEngine, *, num_trajectories: int = NUM_TRAJECTORIES) -> ProbeReport:
     """Compare the engine's own sampling under different schedules. Raises IllegalTransitionError for one at work."""
     if not engine.is_unused:
         raise IllegalTransitionError("a rollout engine that is offloaded or has trajectories was asked for a probe")
     began = time.perf_counter()
-    requests = _requests(engine)
+    is_ours = isinstance(engine, SlotRolloutEngine)
+    requests = _requests(engine, num_trajectories)
     expected = _together(engine, requests)
-    backwards = requests[::-1]
+    is_any_order_exact = not isinstance(engine, SlotRolloutEngine) or engine.is_schedule_exact
+
+    def check(name: str, failure: str, found: Sampled, **more: bool) -> Check:
+        return Check(name=name, failure=failure, is_equal=found == expected, **more)
+
     checks = [
-        Check(
-            name="repeat",
-            failure="the same batch samples other bits when it is decoded again",
-            is_equal=_together(engine, requests) == expected,
+        check(
+            "repeat",
+            "the same batch samples other bits when it is decoded again",
+            _together(engine, requests),
             is_repetition=True,
         ),
-        Check(
-            name="slots",
-            failure="a trajectory samples other bits in another slot",
-            is_equal=engine.is_schedule_exact and _together(engine, backwards) == expected,
+        check("batches", "a trajectory samples other bits in a batch of another size", _in_batches(engine, requests)),
+        check(
+            "shuffled",
+            "a trajectory samples other bits beside others, or in another slot",
+            _together(engine, requests[::-1]) if is_any_order_exact else {},
         ),
-        Check(
-            name="alone",
-            failure="a trajectory samples other bits alone than beside others",
-            is_equal=all(_together(engine, [one])[one.id] == expected[one.id] for one in (requests[0], requests[-1])),
+        check("pause", "a rollout that is paused after each token samples other bits", _one_by_one(engine, requests)),
+        check(
+            "recomputation",
+            "a trajectory that goes on from its tokens samples other bits: prefill is not decode, or the noise differs",
+            _migrated(engine, requests, with_kv=False),
+            is_avoidable=is_ours,
         ),
-        Check(
-            name="pause",
-            failure="a rollout that is paused after each token samples other bits",
-            is_equal=_one_by_one(engine, requests) == expected,
-        ),
-        Check(
-            name="migration",
-            failure="a trajectory that migrates with its KV cache samples other bits",
-            is_equal=_migrated(engine, requests, with_kv=True) == expected,
-        ),
-        Check(
-            name="recomputation",
-            failure="a trajectory whose KV cache is computed anew samples other bits: prefill and decode differ",
-            is_equal=_migrated(engine, requests, with_kv=False) == expected,
-            is_avoidable=True,
-        ),
+        check("residency", "a trajectory that was offloaded half-way samples other bits", _offloaded(engine, requests)),
     ]
+    if is_ours:
+        moved = _migrated(engine, requests, with_kv=True)
+        checks.append(check("migration", "a trajectory that migrates with its KV cache samples other bits", moved))
     return ProbeReport(checks=tuple(checks), seconds=time.perf_counter() - began)
 
 
@@ -107,46 +107,68 @@ def probe_training(engine: TorchTrainEngine) -> ProbeReport:
 # --- rollout ----------------------------------------------------------------------------------------------------
 
 
-def _requests(engine: SlotRolloutEngine) -> list[TrajectoryRequest]:
+def _requests(engine: RolloutEngine, num: int) -> list[TrajectoryRequest]:
     """Random prompts of different lengths: the same for every engine of these limits."""
     limits, generator = engine.limits, random.Random(0)
     longest = min(limits.max_prompt_tokens, MAX_PROMPT_TOKENS)
     return [
         TrajectoryRequest(
             id=TrajectoryId(step=0, prompt=number, sample=0),
-            prompt_tokens=tuple(
-                generator.randrange(limits.vocab_size) for _ in range(1 + number * (longest - 1) // NUM_TRAJECTORIES)
-            ),
+            prompt_tokens=tuple(generator.randrange(limits.vocab_size) for _ in range(1 + 5 * number % longest)),
             max_new_tokens=min(limits.max_new_tokens, MAX_NEW_TOKENS),
             stop_tokens=(),
             seed=0,
         )
-        for number in range(NUM_TRAJECTORIES)
+        for number in range(num)
     ]
 
 
-def _together(engine: SlotRolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
+def _together(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
     engine.submit(requests)
     return _drain(engine, max_decode_steps=_MANY)
 
 
-def _one_by_one(engine: SlotRolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
+def _in_batches(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
+    """The first and the last alone, all in batches of every other size that there are trajectories for."""
+    found = _together(engine, requests)
+    for size in BATCH_SIZES:
+        if size <= len(requests):
+            batches = [requests[0], requests[-1]] if size == 1 else requests
+            for first in range(0, len(batches), size):
+                again = _together(engine, batches[first : first + size])
+                if any(found[trajectory] != turn for trajectory, turn in again.items()):
+                    return {}
+    return found
+
+
+def _one_by_one(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
     engine.submit(requests)
     return _drain(engine, max_decode_steps=1)
 
 
-def _migrated(engine: SlotRolloutEngine, requests: Sequence[TrajectoryRequest], *, with_kv: bool) -> Sampled:
-    engine.submit(requests)
-    half = max(1, requests[0].max_new_tokens // 2)
-    finished = _by_id(engine.run_chunk(max_decode_steps=half, max_seconds=_MANY).finished)
+def _migrated(engine: RolloutEngine, requests: Sequence[TrajectoryRequest], *, with_kv: bool) -> Sampled:
+    finished = _begun(engine, requests)
     engine.continue_from(engine.take_partials(None, with_kv=with_kv)[::-1])
     return finished | _drain(engine, max_decode_steps=_MANY)
 
 
-def _drain(engine: SlotRolloutEngine, *, max_decode_steps: int) -> Sampled:
+def _offloaded(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
+    finished = _begun(engine, requests)
+    engine.offload()
+    engine.load()
+    return finished | _drain(engine, max_decode_steps=_MANY)
+
+
+def _begun(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
+    engine.submit(requests)
+    half = max(1, requests[0].max_new_tokens // 2)
+    return _by_id(engine.run_chunk(max_decode_steps=half, max_seconds=_LONG_S).finished)
+
+
+def _drain(engine: RolloutEngine, *, max_decode_steps: int) -> Sampled:
     finished: Sampled = {}
     while engine.num_unfinished:
-        finished |= _by_id(engine.run_chunk(max_decode_steps=max_decode_steps, max_seconds=_MANY).finished)
+        finished |= _by_id(engine.run_chunk(max_decode_steps=max_decode_steps, max_seconds=_LONG_S).finished)
     return finished
 
 

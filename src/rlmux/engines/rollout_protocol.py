@@ -7,8 +7,7 @@
     SlotRolloutEngine     engines/rollout.py             in the worker's process; KV can migrate
     ServerRolloutEngine   engines/servers/engine.py      vLLM or SGLang in a process of its own; KV is computed anew
 
-What an engine keeps of promise 1 is not part of the protocol: it is probed (engines/promise_probe.py,
-engines/servers/probe.py).
+What an engine keeps of promise 1 is not part of the protocol: it is probed (engines/promise_probe.py).
 """
 
 from __future__ import annotations

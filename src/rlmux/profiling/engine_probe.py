@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from rlmux.engines.of_users import make_user_engine
+from rlmux.engines.promise_probe import probe_rollout
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
-from rlmux.engines.servers.probe import probe_engine
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.engine_check import check_engine
 from rlmux.rl.promise import promise_of
@@ -33,16 +33,16 @@ def probe_on_this_machine(config: TrainingConfig, num_trajectories: int) -> dict
             config, vocab_size=vocab_size, is_single_turn=True, device=device, is_measured_anew=True
         )
         try:
-            report = probe_engine(server, num_trajectories=num_trajectories)
+            report = probe_rollout(server, num_trajectories=num_trajectories)
         finally:
             server.close()
         found["capabilities"] = asdict(server.capabilities)
     elif given.is_of_user:
         user = make_user_engine(config, vocab_size=vocab_size, is_single_turn=True, device=device)
-        report = probe_engine(user, num_trajectories=num_trajectories)
+        report = probe_rollout(user, num_trajectories=num_trajectories)
     else:
         ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=config.seed, device=device)
-        report = probe_engine(ours, num_trajectories=num_trajectories, is_recomputation_avoidable=True)
+        report = probe_rollout(ours, num_trajectories=num_trajectories)
     return found | {
         "checks": {check.name: check.is_equal for check in report.checks},
         "promise": promise_of(report.checks).value,

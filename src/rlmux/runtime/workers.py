@@ -169,15 +169,11 @@ class RolloutWorker:
     def probe(self) -> ProbeReport | None:
         """Compare what the engine computes under different schedules; None where it has work or is offloaded."""
         from rlmux.engines.promise_probe import probe_rollout
-        from rlmux.engines.rollout import SlotRolloutEngine
-        from rlmux.engines.servers.probe import probe_engine
 
         if not self._engine.is_unused:
             return None
-        if isinstance(self._engine, SlotRolloutEngine):
-            return probe_rollout(self._engine)
         with beating():
-            return probe_engine(self._engine)
+            return probe_rollout(self._engine)
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         """Raises PipelineError for weights or trajectories of another run or plan."""
