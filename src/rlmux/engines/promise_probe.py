@@ -6,7 +6,7 @@
                   shuffled       submitted in another order, so in other slots      fails: replayable
                   pause          one decode step a call                             fails: replayable
                   migration      moved half-way, with their KV cache, where it can  fails: replayable
-                  recomputation  moved half-way, from their tokens                  fails: replayable, unless avoided by the above
+                  recomputation  moved half-way, from their tokens                  fails: replayable, where it cannot
                   residency      offloaded and loaded half-way                      fails: replayable
     training  the gradient of a micro-batch must come out the same:
                   gradient       after another one                                  fails: statistical
