@@ -19,6 +19,7 @@ from rlmux.report.log import LogReader
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
 from rlmux.report.step_rows import read_step_rows
 from rlmux.runtime import folders
+from rlmux.runtime.control_requests import ControlRequest, ListQueue, SetShares, Submit, Usage, record_of
 from rlmux.runtime.control_socket import NotRunningError, ask
 from rlmux.runtime.run_status import StatusReader
 
@@ -42,24 +43,24 @@ class InFolder:
         return spec_of(self._folder)
 
     def submit(self, spec: Spec, source: str) -> list[dict[str, Any]]:
-        answer: list[dict[str, Any]] = ask(self._folder, "submit", text=spec.resolved, source=source)["pipelines"]
+        answer: list[dict[str, Any]] = self._asked(Submit(text=spec.resolved, source=source))["pipelines"]
         return answer
 
     def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
-        return self._asked(request, name=name, **fields)
+        return self._asked(record_of({"request": request, "name": name, **fields}))
 
     def usage(self) -> dict[str, Any]:
         try:
-            return self._asked("usage")
+            return self._asked(Usage())
         except NotRunningError:
             with LogReader(self._folder) as log:
                 return log.state().accounts or {"accounts": []}
 
     def set_shares(self, text: str, source: str) -> dict[str, Any]:
-        return self._asked("set_shares", text=text, source=source)
+        return self._asked(SetShares(text=text, source=source))
 
-    def _asked(self, request: str, **fields: Any) -> dict[str, Any]:
-        answer = ask(self._folder, request, **fields)
+    def _asked(self, request: ControlRequest) -> dict[str, Any]:
+        answer = ask(self._folder, request)
         del answer["ok"]
         return answer
 
@@ -68,9 +69,7 @@ class InFolder:
         return self._reader.read()
 
     def queue(self) -> dict[str, Any]:
-        answer = ask(self._folder, "queue")
-        del answer["ok"]
-        return answer
+        return self._asked(ListQueue())
 
     def alerts(self) -> list[dict[str, Any]]:
         firing: list[dict[str, Any]] = self.status()["alerts"]

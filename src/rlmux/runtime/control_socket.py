@@ -5,7 +5,7 @@
 
 One JSON object a line, one request a connection at a time. The server never waits: the controller asks it between
 two ticks of its loop. Only the owner of the folder gets to the socket (folder 0700, socket 0600), and nothing that
-comes through it is executed: `run_api.py` knows a few requests and checks each.
+comes through it is executed: `run_api.py` serves the requests of `control_requests.py` and checks each.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import OverQuotaError, RlmuxError, UserError
+from rlmux.runtime.control_requests import ControlRequest, words_of
 
 SOCKET_NAME = "control.sock"
 _MAX_REQUEST_BYTES = 4 << 20
@@ -141,8 +142,13 @@ class ControlServer:
         client.connection.close()
 
 
-def ask(folder: Path, request: str, *, limit_s: float = 120.0, **fields: Any) -> dict[str, Any]:
-    """Ask the controller that runs in this folder.
+def ask(folder: Path, request: ControlRequest, *, limit_s: float = 120.0) -> dict[str, Any]:
+    """Ask the controller that runs in this folder; errors as `ask_words` raises them."""
+    return ask_words(folder, words_of(request), limit_s=limit_s)
+
+
+def ask_words(folder: Path, words: Mapping[str, Any], *, limit_s: float = 120.0) -> dict[str, Any]:
+    """Send one JSON object to the controller that runs in this folder; returns its answer.
 
     Raises UserError if it refuses, OverQuotaError if it does for a quota of what may wait, NotRunningError if none runs
     there, NoAnswerError if it is busy for so long.
@@ -160,7 +166,7 @@ def ask(folder: Path, request: str, *, limit_s: float = 120.0, **fields: Any) ->
                 f"or resume it: rlmux resume {folder}"
             ) from None
         try:
-            connection.sendall(json.dumps({"request": request, **fields}).encode() + b"\n")
+            connection.sendall(json.dumps(words).encode() + b"\n")
             with connection.makefile("rb") as answers:
                 line = answers.readline()
         except TimeoutError:

@@ -1,21 +1,6 @@
-"""What a running controller is asked from outside: to take pipelines in, to end one, to say how things stand.
+"""Serves what a running controller is asked from outside (`control_requests.py`), and answers.
 
-    submit {text, source}   parsed and checked ─▶ note `submitted` in the log ─▶ PipelineSubmitted when due
-                            answered once every pipeline of it is placed, waiting, refused, or known to come later;
-                            with an `id` that the log knows: nothing is taken, the answer says what became of it
-    check {text, source}    the same without taking anything: whether it would be taken
-    cancel {name}           ─▶ PipelineCancelled; a pipeline that is still to come is struck off
-    hold, release {name}    ─▶ PipelineHeld, HoldReleased: a waiting pipeline does not start until it is released
-    rank {name, rank}       ─▶ PipelineRanked
-    park, unpark {name}     ─▶ ParkRequested, HoldReleased: a running pipeline gives its devices back until it goes on
-    notice {name, seconds}  ─▶ NoticeGiven: the node of that name goes in so many seconds
-    node_back {name}        ─▶ NodeJoined: the node of that name is there again, or stays after all
-    account {name}          whose it is: project and user
-    usage {}                what users and projects have used, and what they are entitled to
-    set_shares {text}       ─▶ SharesSet: the section `shares` of a file, from now on
-    why {name}              why a pipeline waits, and what would start it now
-    queue {}                every pipeline that waits, in the order of offers, and what is still to come
-    status {}               which process runs this, and what is still to come; everything else is in the log
+    request ─▶ checked ─▶ events and notes of this tick ─▶ log ─▶ the answer, once what it says is there
 
 A submission that is refused for its text leaves no trace. One that is taken is in the log before anything of it is
 started, so that a resumed run knows it.
@@ -46,6 +31,25 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.core.why import Wait
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.control_requests import (
+    AccountOf,
+    Cancel,
+    Check,
+    Hold,
+    ListQueue,
+    NodeBack,
+    Notice,
+    ParkPipeline,
+    Rank,
+    ReleaseHold,
+    SetShares,
+    Status,
+    Submit,
+    Unpark,
+    Usage,
+    Why,
+    record_of,
+)
 from rlmux.runtime.control_socket import ControlServer, Request
 from rlmux.runtime.inputs import input_notes
 from rlmux.runtime.notices import notice_of, return_of
@@ -67,10 +71,6 @@ def refuse_shares(text: str, source: str) -> ShareSettings:
 Standing = PipelineHeld | HoldReleased | PipelineRanked | ParkRequested
 """What a user says of a pipeline that waits, or is to wait."""
 
-_REQUESTS = (
-    "submit", "cancel", "hold", "release", "rank", "park", "unpark", "why", "queue", "account", "usage", "set_shares",
-    "status", "check", "notice", "node_back",
-)  # fmt: skip
 _MAX_QUEUE = 500
 """Waiting pipelines that are told of."""
 
@@ -131,7 +131,9 @@ class RunApi:
         self._parse = parse
         self._over = set(over)
         self._parse_shares = parse_shares
-        self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
+        self._taken: dict[str | None, list[PipelineId]] = {
+            id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()
+        }
         self._answers: list[_Answer] = []
         self._done: list[tuple[Request, dict[str, Any]]] = []
         """Requests of this tick and their answers, which are given once what they changed is in the log."""
@@ -171,65 +173,68 @@ class RunApi:
         self._server.close()
 
     def _serve(self, request: Request, tick: _Tick) -> None:
-        match request.words:
-            case {"request": "submit", "id": str(id)} if id in self._taken:
-                self._repeat(request, self._taken[id], tick)
-            case {"request": "submit", "text": str(text), "source": str(source)}:
-                self._submit(request, text, source, tick)
-            case {"request": "check", "text": str(text), "source": str(source)}:
-                self._check(self._parse(text, source), source, tick)
+        """Raises UserError for a request that is refused."""
+        record = record_of(request.words)
+        match record:
+            case Submit():
+                self._submit(request, record, tick)
+            case Check():
+                self._check(self._parse(record.text, record.source), record.source, tick)
                 request.answer()
-            case {"request": "cancel", "name": str(name)}:
-                self._cancel(request, PipelineId(name), tick)
-            case {"request": "hold", "name": str(name)}:
-                event: Standing = PipelineHeld(pipeline=self._waiting(name))
+            case Cancel():
+                self._cancel(request, PipelineId(record.name), tick)
+            case Hold():
+                event: Standing = PipelineHeld(pipeline=self._waiting(record.name))
                 self._stand(request, event, "held until it is released", tick, is_held=True)
-            case {"request": "release", "name": str(name)}:
-                event = HoldReleased(pipeline=self._waiting(name))
+            case ReleaseHold():
+                event = HoldReleased(pipeline=self._waiting(record.name))
                 self._stand(request, event, "may start", tick, is_held=False)
-            case {"request": "rank", "name": str(name), "rank": int(rank)}:
-                event = PipelineRanked(pipeline=self._waiting(name), rank=rank)
-                self._stand(request, event, f"has rank {rank} among its user's own", tick, rank=rank)
-            case {"request": "park", "name": str(name)}:
-                self._park(request, self._known(name), tick)
-            case {"request": "unpark", "name": str(name)}:
-                pipeline = self._known(name)
-                if not self._scheduler.query.is_held(pipeline):
-                    raise UserError(f"pipeline {name!r} is not parked; accepted: one that `park` or `hold` keeps")
-                event = HoldReleased(pipeline=pipeline)
-                self._stand(request, event, "goes on as soon as there is room", tick, is_held=False)
-            case {"request": "account", "name": str(name)}:
-                request.answer(**_account_fields(self._pipeline(name, tick)))
-            case {"request": "notice", "name": str(name), "seconds": int() | float() as seconds}:
-                notice, outcome = notice_of(self._scheduler, name, float(seconds), tick.now_s)
-                tick.events.append(notice)
-                self._done.append((request, {"outcome": outcome}))
-            case {"request": "node_back", "name": str(name)}:
-                joined, outcome = return_of(self._scheduler, name)
-                tick.events.append(joined)
-                self._done.append((request, {"outcome": outcome}))
-            case {"request": "usage"}:
-                request.answer(**usage_fields(self._scheduler))
-            case {"request": "set_shares", "text": str(text), "source": str(source)}:
-                shares = self._parse_shares(text, source)
-                tick.events.append(SharesSet(shares=shares))
-                self._done.append((request, {"outcome": "holds from now on"}))
-            case {"request": "why", "name": str(name)}:
-                wait = self._scheduler.wait_of(self._known(name))
-                request.answer(**wait_fields(name, self._scheduler.query.status(PipelineId(name)), wait))
-            case {"request": "queue"}:
-                waiting = self._scheduler.waits(_MAX_QUEUE)
-                fields = [wait_fields(name, PipelineStatus.WAITING, wait) for name, wait in waiting]
-                for one in fields:
-                    del one["would_start_now_if"]
-                to_come = [_upcoming_fields(one) for one in tick.upcoming]
-                request.answer(now_s=tick.now_s, items=fields, upcoming=to_come)
-            case {"request": "status"}:
-                to_come = [_upcoming_fields(one) for one in tick.upcoming]
-                request.answer(pid=os.getpid(), now_s=tick.now_s, is_kept_open=self.is_kept_open, upcoming=to_come)
+            case Rank():
+                event = PipelineRanked(pipeline=self._waiting(record.name), rank=record.rank)
+                self._stand(request, event, f"has rank {record.rank} among its user's own", tick, rank=record.rank)
+            case ParkPipeline():
+                self._park(request, self._known(record.name), tick)
+            case Unpark():
+                self._unpark(request, self._known(record.name), tick)
+            case Notice():
+                notice, outcome = notice_of(self._scheduler, record.name, record.seconds, tick.now_s)
+                self._apply(request, notice, outcome, tick)
+            case NodeBack():
+                joined, outcome = return_of(self._scheduler, record.name)
+                self._apply(request, joined, outcome, tick)
+            case SetShares():
+                shares = self._parse_shares(record.text, record.source)
+                self._apply(request, SharesSet(shares=shares), "holds from now on", tick)
             case _:
-                asked = request.words.get("request")
-                raise UserError(f"request {asked!r} with {sorted(request.words)}: accepted: {', '.join(_REQUESTS)}")
+                request.answer(**self._found(record, tick))
+
+    def _found(self, record: AccountOf | Usage | Why | ListQueue | Status, tick: _Tick) -> dict[str, Any]:
+        """The answer to a request that changes nothing."""
+        match record:
+            case AccountOf():
+                return _account_fields(self._pipeline(record.name, tick))
+            case Usage():
+                return usage_fields(self._scheduler)
+            case Why():
+                name = self._known(record.name)
+                return wait_fields(name, self._scheduler.query.status(name), self._scheduler.wait_of(name))
+        to_come = [_upcoming_fields(one) for one in tick.upcoming]
+        if isinstance(record, Status):
+            return {"pid": os.getpid(), "now_s": tick.now_s, "is_kept_open": self.is_kept_open, "upcoming": to_come}
+        waiting = self._scheduler.waits(_MAX_QUEUE)
+        items = [wait_fields(name, PipelineStatus.WAITING, wait) for name, wait in waiting]
+        for one in items:
+            del one["would_start_now_if"]
+        return {"now_s": tick.now_s, "items": items, "upcoming": to_come}
+
+    def _apply(self, request: Request, event: Event, outcome: str, tick: _Tick) -> None:
+        tick.events.append(event)
+        self._done.append((request, {"outcome": outcome}))
+
+    def _unpark(self, request: Request, name: PipelineId, tick: _Tick) -> None:
+        if not self._scheduler.query.is_held(name):
+            raise UserError(f"pipeline {str(name)!r} is not parked; accepted: one that `park` or `hold` keeps")
+        self._stand(request, HoldReleased(pipeline=name), "goes on as soon as there is room", tick, is_held=False)
 
     def _park(self, request: Request, name: PipelineId, tick: _Tick) -> None:
         query = self._scheduler.query
@@ -242,9 +247,12 @@ class RunApi:
         outcome = "gives its devices back at its next step boundary" if is_running else "held until it is unparked"
         self._stand(request, ParkRequested(pipeline=name), outcome, tick, is_held=True)
 
-    def _submit(self, request: Request, text: str, source: str, tick: _Tick) -> None:
-        parsed = self._parse(text, source)
-        self._check(parsed, source, tick)
+    def _submit(self, request: Request, record: Submit, tick: _Tick) -> None:
+        if record.id in self._taken:
+            self._repeat(request, self._taken[record.id], tick)
+            return
+        parsed = self._parse(record.text, record.source)
+        self._check(parsed, record.source, tick)
         outcomes: dict[PipelineId, dict[str, Any] | None] = {}
         for one in parsed:
             at_s = tick.now_s + one.submit_at_s
@@ -252,10 +260,10 @@ class RunApi:
             is_later = one.submit_at_s > 0.0
             outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
         names = [one.pipeline.id for one in parsed]
-        fields = {"pipelines": names, "at_s": tick.now_s, "source": source, "resolved": text}
-        if isinstance(id := request.words.get("id"), str):
-            fields["id"] = id
-            self._taken[id] = names
+        fields = {"pipelines": names, "at_s": tick.now_s, "source": record.source, "resolved": record.text}
+        if record.id is not None:
+            fields["id"] = record.id
+            self._taken[record.id] = names
         tick.notes.append(Note(type="submitted", fields=fields))
         tick.notes += [*plan_notes(parsed), *input_notes(parsed)]
         self._answers.append(_Answer(request, outcomes))

@@ -16,6 +16,7 @@ from rlmux.report.condensed import CondensedHistory, Place, keep, kept_history
 from rlmux.report.history import without_collector
 from rlmux.report.log import NOT_SHOWN, LogReader
 from rlmux.report.status import status
+from rlmux.runtime.control_requests import Status
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 
 ANSWER_LIMIT_S = 5.0
@@ -72,7 +73,7 @@ class StatusReader:
     def _ask(self) -> dict[str, Any] | None:
         """What the controller says; None where none runs."""
         try:
-            return ask(self._folder, "status", limit_s=self._answer_limit_s)
+            return ask(self._folder, Status(), limit_s=self._answer_limit_s)
         except NotRunningError:
             return None
         except NoAnswerError:

@@ -19,6 +19,7 @@ from tests import waiting
 from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
 from rlmux.report.folder_lock import living_owner
+from rlmux.runtime.control_requests import Status
 from rlmux.runtime.control_socket import ask
 
 ROOT = Path(__file__).parents[3]
@@ -120,7 +121,7 @@ class Service:
 
     def _answers(self) -> bool:
         try:
-            return bool(ask(self.lane, "status")["pid"])
+            return bool(ask(self.lane, Status())["pid"])
         except RlmuxError:
             return False
 

@@ -16,6 +16,7 @@ from typing import Any
 from rlmux.config.load import without_pipelines
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.report.log import LogReader
+from rlmux.runtime.control_requests import record_of
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 from rlmux.runtime.run_status import StatusReader
 from rlmux.service.dashboard.door import Address, Asked, LongWork, get
@@ -142,7 +143,7 @@ class Control:
         if down is not None:
             raise ProblemError(503, down)
         try:
-            answer = ask(folder, request, limit_s=_LIMIT_S, **fields)
+            answer = ask(folder, record_of({"request": request, **fields}), limit_s=_LIMIT_S)
         except NotRunningError:
             name = asked.path["lane"]
             raise ProblemError(409, f"nothing runs in lane {name} now", accepted="a lane that goes on") from None

@@ -25,6 +25,7 @@ from pathlib import Path
 from rlmux.config.load import Spec
 from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.report.folder_lock import FolderInUseError, FolderLock, living_owner
+from rlmux.runtime.control_requests import Status
 from rlmux.runtime.control_socket import SOCKET_NAME, NoAnswerError, ask
 from rlmux.runtime.folders import RUN_HEADER
 from rlmux.runtime.launch import spec_of
@@ -114,7 +115,7 @@ class LaneController:
             return
         num_silent = 0
         try:
-            ask(self.folder, "status", limit_s=ANSWER_LIMIT_S)
+            ask(self.folder, Status(), limit_s=ANSWER_LIMIT_S)
         except NoAnswerError:
             num_silent = self._num_silent + 1
         except RlmuxError:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import OverQuotaError, RlmuxError, SpecError, UserError
+from rlmux.runtime.control_requests import Check, Submit
 from rlmux.runtime.control_socket import NotRunningError, ask
 from rlmux.service.dashboard.access import Who
 from rlmux.service.dashboard.door import Address, Asked, LongWork, Told
@@ -107,9 +108,9 @@ class Submissions:
         """Whether the controller answered."""
         if lane.down() is not None:
             return False
-        words = {"text": one.text, "source": one.source, "id": one.id}
+        request = Submit(text=one.text, source=one.source, id=one.id)
         try:
-            answer = ask(lane.folder, "submit", limit_s=_ANSWER_LIMIT_S, **words)
+            answer = ask(lane.folder, request, limit_s=_ANSWER_LIMIT_S)
         except NotRunningError:
             return False
         except UserError as error:
@@ -184,7 +185,7 @@ def _is_free(lane: LaneController, spec: Spec, source: str) -> bool:
     if lane.down() is not None:
         return False
     try:
-        ask(lane.folder, "check", limit_s=_ANSWER_LIMIT_S, text=spec.resolved, source=source)
+        ask(lane.folder, Check(text=spec.resolved, source=source), limit_s=_ANSWER_LIMIT_S)
     except NotRunningError:
         return False
     except UserError as error:
