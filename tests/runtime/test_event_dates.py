@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import socket
 import threading
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlmux.broker.backend import PermitBackend
-from rlmux.broker.desk import Desk
-from rlmux.broker.server import Connection
-from rlmux.broker.wire import write_message
 from rlmux.core.actions import Action, Admit, Pause, RunStage
 from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.errors import IllegalTransitionError
-from rlmux.core.events import Event, PipelineSubmitted, RewardOverdue, StagePaused, TimeReached
+from rlmux.core.events import Event, RewardOverdue, StagePaused, TimeReached
 from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
@@ -237,62 +230,6 @@ def test_dates_never_decrease_under_random_orders_waits_losses_and_clients(own: 
         thread.join()
     assert len(dates.events) > 10
     assert dates.never_go_back()
-
-
-class Joining:
-    """Stands in for a program's connection."""
-
-    pid, nonce, num_errors, is_gone = os.getpid(), "", 0, False
-
-
-class Lines:
-    """Stands in for the broker's socket: lines that programs sent, a few at a time."""
-
-    def __init__(self, lines: deque[tuple[Connection, bytes]], rng: random.Random) -> None:
-        self._lines, self._rng = lines, rng
-
-    def receive(self, timeout_s: float) -> list[tuple[Connection, bytes]]:
-        return [self._lines.popleft() for _ in range(min(len(self._lines), self._rng.randrange(4)))]
-
-    def send(self, connection: Connection, line: bytes) -> None:
-        pass
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_dates_never_decrease_where_programs_join_ask_and_withdraw(real: Any, seed: int) -> None:
-    rng = random.Random(seed)
-    clock = MovingClock(rng)
-    cluster = real.cluster()
-    programs = [Joining() for _ in range(4)]
-    lines: deque[tuple[Any, bytes]] = deque()
-    for number, each in enumerate(programs):
-        session = {
-            "v": 1,
-            "job": f"job{number}",
-            "rank": 0,
-            "world": 1,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "session": str(number),
-        }
-        lines.append((each, write_message("hello", **session)))
-    for number in range(1, 40):
-        each = rng.choice(programs)
-        lines.append((each, write_message("ask", id=number, pools=[rng.choice(["rollout", "train"])], phase="p")))
-        if rng.random() < 0.7:
-            lines.append((each, write_message("withdraw", id=number)))
-    backend = PermitBackend(Lines(lines, rng), SimpleNamespace(now_s=clock))  # type: ignore[arg-type]
-    backend.desk = Desk(
-        cluster, policy="fifo", now_s=clock, is_allowed=lambda connection, proof: True, leave_limit_s=60.0, lease_s=60.0
-    )
-    scheduler = Scheduler(cluster, make_policy("fifo"))
-    seen: list[Event] = []
-    listener = SimpleNamespace(update=lambda now_s, events, actions, notes: seen.extend(events))
-    controller = Controller(scheduler, backend, None, [listener], has_news=lambda: True)  # type: ignore[list-item]
-    left = iter([False] * 80)
-    controller.run((), until=lambda: next(left, True))
-    assert any(isinstance(event, PipelineSubmitted) for event in seen)
-    assert [event.time_s for event in seen] == sorted(event.time_s for event in seen)
 
 
 def test_an_event_without_a_date_is_refused(real: Any) -> None:

@@ -1,85 +1,58 @@
-"""Permits as a backend: an order is granted to a program over its socket, and the program's `done` ends it.
-
-    controller ── execute(RunStage) ──▶ Desk.begin ── granted ──▶ a program
-    controller ◀── poll ── events ───── Desk ◀── messages ─────── programs
-
-A poll hands over what happened, or, where nothing did and all is in the log, says what was held back until then, and
-listens. So nothing reaches a program before the rows that it rests on are committed.
-"""
+"""What a server of permits needs besides its desk: the lines that come, the token, and a backend without workers."""
 
 from __future__ import annotations
 
 import hmac
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 from rlmux.broker.desk import Desk
-from rlmux.broker.programs import NO_MORE
 from rlmux.broker.server import Connection, Server
 from rlmux.broker.wire import WireError, read_message, write_message
-from rlmux.core.actions import Action, Refuse, Release, RunStage
+from rlmux.core.actions import Action, RunStage
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
 from rlmux.runtime.backend import Note, Submission
 from rlmux.share import prove
 
-_LOOK_EVERY_S = 0.1
 _MAX_ERRORS = 100
 """Lines that are no messages, after which a connection is dropped."""
 
 
-class PermitBackend:
-    """A backend whose workers are other programs."""
+class NoWorkers:
+    """A backend for a run whose pipelines are all other programs'."""
 
-    def __init__(self, server: Server, clock: Clock) -> None:
-        """`desk` is set before the first poll."""
-        self._server = server
-        self._clock = clock
-        self._looked_s = 0.0
-        self.desk: Desk
+    def __init__(self, start_s: float) -> None:
+        """`start_s`: seconds since the first broker of the folder began; those in which none ran are left out."""
+        self._zero_s = time.monotonic() - start_s
+        self._has_news = threading.Event()
 
     def now_s(self) -> float:
-        return self._clock.now_s()
+        return time.monotonic() - self._zero_s
 
     def add_pipeline(self, submission: Submission) -> None:
         raise TypeError(f"a broker takes no pipeline ({submission.pipeline.id}): programs join it by themselves")
 
     def execute(self, action: Action) -> None:
-        match action:
-            case RunStage():
-                self.desk.begin(action)
-            case Release():
-                self.desk.release(action.pipeline, NO_MORE)
-            case Refuse():
-                self.desk.release(action.pipeline, action.reason)
-            case _:
-                pass  # a phase ends by itself, and where a program's state lies the desk's ledger knows
+        """Nothing here carries anything out."""
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
-        if not self._has_news():
-            self.desk.settle()
-            self._send()
-            for connection, line in self._server.receive(min(timeout_s, _LOOK_EVERY_S)):
-                take_line(self.desk, self._server, connection, line)
-            if self.now_s() - self._looked_s >= _LOOK_EVERY_S:
-                self._looked_s = self.now_s()
-                self.desk.look_around()
-        self._send()
-        return self.desk.take_news()
+        self._has_news.wait(timeout_s)
+        self._has_news.clear()
+        return (), ()
+
+    def make_room(self, action: RunStage, then: Callable[[float], None]) -> None:
+        then(0.0)
+
+    def wake(self) -> None:
+        self._has_news.set()
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
         return None
 
     def close(self) -> None:
-        self._server.close()
-
-    def _has_news(self) -> bool:
-        return bool(self.desk.events or self.desk.notes)
-
-    def _send(self) -> None:
-        outgoing, self.desk.outgoing = self.desk.outgoing, []
-        for connection, line in outgoing:
-            self._server.send(connection, line)
+        """There is nothing to end."""
 
 
 def take_line(desk: Desk, server: Server, connection: Connection, line: bytes | None) -> None:
@@ -97,16 +70,6 @@ def take_line(desk: Desk, server: Server, connection: Connection, line: bytes | 
         connection.num_errors += 1
         if connection.num_errors >= _MAX_ERRORS:
             connection.is_gone = True
-
-
-class Clock:
-    """Seconds since the first broker of the folder began; those in which none ran are left out."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._zero_s = time.monotonic() - start_s
-
-    def now_s(self) -> float:
-        return time.monotonic() - self._zero_s
 
 
 def token_check(token: str) -> Callable[[Connection, str | None], bool]:

@@ -130,7 +130,8 @@ class PermitsBeside:
         for pool, lodgers in self.desk.ledger.lodgers.items():
             for name in lodgers:
                 program = PipelineId(name)
-                self._front.leave_over(DeviceId(pool, 0, 0), Resident(program, Phase.TRAIN), _Driver(self, program))
+                phase = self._cluster.pools[pool].phase
+                self._front.leave_over(DeviceId(pool, 0, 0), Resident(program, phase), _Driver(self, program))
 
     def start(self) -> None:
         self.thread.start()
@@ -148,13 +149,19 @@ class PermitsBeside:
         self._commands.put(command)
         self._server.wake()
 
+    def pool_of(self, phase: Phase, devices: Sequence[DeviceId]) -> str:
+        """The pool of these devices on which a program's state for the phase lies."""
+        serving = self._cluster.pool_serving(phase)
+        return next((one.pool for one in devices if serving and one.pool == serving.name), devices[0].pool)
+
     def tell_left(self, resident: Resident, order: OrderId) -> None:
         self._front.left(resident, order)
 
     # --- as a listener of the controller ------------------------------------------------------------------------
 
     def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note]) -> None:
-        """What was told up to these notes is in the log: what rests on it may be said."""
+        """What was told up to these notes is in the log: what rests on it may be said. Raises ThreadDiedError."""
+        self.thread.check()
         num_permits = sum(note.type == "permit" for note in notes)
         if num_permits:
             self._num_committed += num_permits
@@ -221,7 +228,8 @@ class _Driver:
         def tell() -> None:
             self._permits.tell_left(resident, order)
 
-        self._permits.do(lambda: self._permits.desk.evict(self._name, devices[0].pool, tell))
+        pool = self._permits.pool_of(resident.phase, devices)
+        self._permits.do(lambda: self._permits.desk.evict(self._name, pool, tell))
 
     def park(self) -> None:
         """Its one device is its place for good: there is no other to go to."""

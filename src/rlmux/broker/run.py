@@ -1,20 +1,20 @@
 """A broker from start to end: the folder, the log, the socket, and the loop that every run has.
 
-    BrokerSpec ──▶ run_broker ──▶ Server, Desk, PermitBackend ──▶ drive: scheduler, controller, log, reports
+    BrokerSpec ──▶ run_broker ──▶ PermitsBeside, NoWorkers ──▶ drive: scheduler, controller, log, reports
 
 A folder that holds the log of a broker is gone on with: what it knew of programs that still live is taken up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlmux.broker.backend import Clock, PermitBackend, token_check
-from rlmux.broker.desk import Desk
-from rlmux.broker.recall import recall
+from rlmux.broker.backend import NoWorkers, token_check
+from rlmux.broker.beside import PermitsBeside
 from rlmux.broker.server import Server
 from rlmux.config.broker_file import BrokerSpec
 from rlmux.core.errors import UserError
@@ -23,6 +23,7 @@ from rlmux.report.folder_lock import FolderLock
 from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Listener
+from rlmux.runtime.foreign import ForeignFront
 from rlmux.runtime.run import RunResult, drive
 from rlmux.runtime.run_folder import prepare_folder
 
@@ -51,12 +52,12 @@ def run_broker(
         raise UserError(f"--listen {address}: needs a token, or any program could join; accepted: RLMUX_TOKEN=... set")
     is_there = (folder / LOG_NAME).exists()
     log, server = _take_up(folder, address) if is_there else _begin(folder, address, spec, policy)
-    clock = Clock(log.last_time_s if is_there else 0.0)
-    backend = PermitBackend(server, clock)
-    backend.desk = Desk(
+    front = ForeignFront()
+    permits = PermitsBeside(
         spec.cluster,
+        front,
+        server,
         policy=policy.name,
-        now_s=clock.now_s,
         is_allowed=token_check(token),
         leave_limit_s=spec.leave_limit_s,
         max_hold_s=spec.max_hold_s,
@@ -65,12 +66,14 @@ def run_broker(
     )
     if is_there:
         log.note("resumed", log.last_time_s, pipelines=[], retried=[])
-        recall(folder, backend.desk, clock.now_s())
+        permits.take_up(folder)
+    permits.start()
     say(server.address)
-    with log:
+    with log, contextlib.closing(permits):
         return drive(
-            spec.cluster, [], policy, folder, log, backend, listeners,
-            parse=_take_no_file, is_kept_open=True, run_id=None, is_gpu=False, front=None,
+            spec.cluster, [], policy, folder, log, NoWorkers(log.last_time_s if is_there else 0.0),
+            [*listeners, permits],
+            parse=_take_no_file, is_kept_open=True, run_id=None, is_gpu=False, front=front,
         )  # fmt: skip
 
 
