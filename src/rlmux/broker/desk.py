@@ -2,12 +2,12 @@
 
     program ── ask ──▶ WorkArrived ──▶ scheduler ── RunStage ──▶ begin ──▶ others leave ──▶ granted ──▶ program
             ── done ─▶ StageFinished ─▶ scheduler ── RunStage for another? ──▶ settle ──▶ after: leave or stay
-            ── left ─▶ the ledger has room ──▶ granted, to the one that waits for it
+            ── left ─▶ the order that waited for its room begins
             gone ────▶ PipelineFailed | ClientFinished
 
-The scheduler decides which is next, under the policy of the file; the ledger (`residency.py`) says which have to leave
-for it. Nothing is said to a program before the log has what it rests on: messages wait for `settle`, which comes after
-the commit. A program asks, is granted and leaves with all its ranks: it has left when all have.
+The scheduler decides which is next, under the policy of the file, and which have to leave for it (`evict`). Nothing is
+said to a program before the log has what it rests on: messages wait for `settle`, which comes after the commit. A
+program asks, is granted and leaves with all its ranks: it has left when all have.
 
 What this module does not do: it owns no socket, waits for nothing, and ends no program, but for one that holds a permit
 for longer than the file's `max_hold_s`.
@@ -16,10 +16,11 @@ for longer than the file's `max_hold_s`.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlmux.broker.hello import ask_of, capacity_of, check_hello, pipeline_of, program_of, roles_of
+from rlmux.broker.hello import ask_of, check_hello, pipeline_of, program_of, roles_of
 from rlmux.broker.programs import Ask, Program, Rank, Roster, rank_of
 from rlmux.broker.residency import Permit, Place, Residency
 from rlmux.broker.server import Connection
@@ -39,6 +40,9 @@ from rlmux.core.events import (
 from rlmux.core.model import Cluster, PipelineId
 from rlmux.runtime.backend import Note
 
+_ANOTHER = PipelineId("another pipeline")
+"""What a program is told that it makes room for: the order that waits may be of any."""
+
 
 class Desk:
     """Takes messages and orders; see the module. `events`, `notes` and `outgoing` are what came of them."""
@@ -46,6 +50,7 @@ class Desk:
     def __init__(
         self,
         cluster: Cluster,
+        reserve: Callable[[PipelineId], None],
         *,
         policy: str,
         now_s: Callable[[], float],
@@ -55,7 +60,9 @@ class Desk:
         max_hold_s: float | None = None,
         first_fence: int = 1,
     ) -> None:
-        """`is_allowed`: whether a connection may say hello, with what it gave as proof."""
+        """`reserve`: takes the name of a program before it joins; raises UserError where a pipeline has it.
+        `is_allowed`: whether a connection may say hello, with what it gave as proof."""
+        self._reserve = reserve
         self._cluster = cluster
         self._policy = policy
         self._now_s = now_s
@@ -63,8 +70,9 @@ class Desk:
         self._leave_limit_s = leave_limit_s
         self._max_hold_s = math.inf if max_hold_s is None else max_hold_s
         self._roles = roles_of(cluster)
-        capacities = {name: capacity_of(pool) for name, pool in cluster.pools.items()}
-        self.ledger = Residency(capacities, next_fence=first_fence)
+        self.ledger = Residency(cluster.pools, next_fence=first_fence)
+        self._once_left: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
+        """Calls that wait for a program to leave a pool."""
         self.roster = Roster(lease_s=lease_s)
         self._rank_by_connection: dict[Connection, tuple[Program, Rank]] = {}
         self.events: list[Event] = []
@@ -165,7 +173,9 @@ class Desk:
         return program
 
     def submit(self, program: Program) -> None:
-        """Make a program known to the scheduler."""
+        """Make a program known to the scheduler. Raises UserError for a name that a pipeline has: that program alone is
+        refused."""
+        self._reserve(program.id)
         self.roster.add(program)
         self.events.append(PipelineSubmitted(pipeline=pipeline_of(program)))
 
@@ -277,6 +287,8 @@ class Desk:
         if program.order is not None:
             self._finish_order(program, used_s, max(0.0, program.granted_s - program.begun_s) + restore_s)
         self._try_to_grant()
+        for name, pool in [each for each in self._once_left if each[0] == program.id]:
+            self._have_left(name, pool)
 
     def _finish_order(self, program: Program, seconds: float, switch_s: float) -> None:
         order, program.order = program.order, None
@@ -297,6 +309,7 @@ class Desk:
             self.ledger.left(program.id, pool)
             self._mark(program, pool, "")
             self._note(program, "left", pool=pool, freed_bytes=message.get("freed_bytes"))
+            self._call_waiting(program.id, pool)
             self._try_to_grant()
 
     def _on_failed_to_leave(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
@@ -308,7 +321,7 @@ class Desk:
     # ------------------------------------------------------------------ from the scheduler
 
     def begin(self, order: RunStage) -> None:
-        """The program is next on these devices: grant it its ask, once the others have left."""
+        """The program is next on these devices, which others have left: grant it its ask once none holds them."""
         program = self.roster.programs.get(order.pipeline)
         if program is None:
             return
@@ -317,6 +330,17 @@ class Desk:
             self._finish_order(program, 0.0, 0.0)
             return
         self._try_to_grant()
+
+    def evict(self, name: PipelineId, pool: str, then: Callable[[], None]) -> None:
+        """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone.
+
+        Where nothing of it lies there, or the file says nothing of the pool's memory, it has to end its permit only.
+        """
+        if name not in self.roster.programs or name not in self.ledger.lodgers[pool]:
+            then()
+            return
+        self._once_left[name, pool].append(then)
+        self._have_left(name, pool)
 
     def release(self, pipeline: PipelineId, reason: str) -> None:
         """The scheduler has done with the program: cancelled, or refused. It gets no permit any more."""
@@ -353,26 +377,17 @@ class Desk:
     # ------------------------------------------------------------------ who leaves, who is granted
 
     def _try_to_grant(self) -> None:
-        """Go on with every order that waits: tell those to leave that are in its way, or grant it."""
+        """Grant every order that waits and whose pools no other holds, the oldest first."""
         waiting = [one for one in self.roster.programs.values() if one.order is not None and one.fence is None]
         for program in sorted(waiting, key=lambda one: (one.begun_s, one.order.order if one.order else 0)):
             ask = program.ask
             if ask is None or any(pool in program.leaving for pool in ask.pools):
                 continue
-            need = {pool: program.need(pool) for pool in ask.pools}
-            leaving = self.ledger.leavers(program.id, need)
-            if leaving is None:
-                continue
-            if not any(leaving.values()):
-                self._grant(program, ask, need)
-                continue
-            for pool, leavers in leaving.items():
-                for name in leavers:
-                    if self.ledger.lodgers[pool][name].place is Place.STAYS:
-                        self._tell_to_leave(self.roster.programs[PipelineId(name)], pool, program.id)
+            if self.ledger.is_free(program.id, ask.pools):
+                self._grant(program, ask)
 
-    def _grant(self, program: Program, ask: Ask, need: Mapping[str, float | None]) -> None:
-        permit = self.ledger.grant(program.id, need)
+    def _grant(self, program: Program, ask: Ask) -> None:
+        permit = self.ledger.grant(program.id, {pool: program.need(pool) for pool in ask.pools})
         program.fence, program.granted_s, program.done = permit.fence, self._now_s(), {}
         self._note(program, "granted", fence=permit.fence, pools=list(ask.pools), phase=ask.phase, ask=ask.number,
                    waited_s=self._now_s() - program.begun_s)  # fmt: skip
@@ -385,15 +400,30 @@ class Desk:
         line = write_message("granted", id=ask.number, fence=program.fence, pools=list(ask.pools))
         self._held_back.append((rank, line))
 
-    def _tell_to_leave(self, program: Program, pool: str, waiting: PipelineId) -> None:
+    def _have_left(self, name: PipelineId, pool: str) -> None:
+        """Tell a program to leave a pool that others wait for; one that holds it is told at its phase's end."""
+        lodger = self.ledger.lodgers[pool].get(name)
+        if lodger is None or (lodger.place is Place.STAYS and self._has_room(pool)):
+            self._call_waiting(name, pool)
+        elif lodger.place in (Place.STAYS, Place.STUCK):
+            self._tell_to_leave(self.roster.programs[name], pool)
+
+    def _call_waiting(self, name: PipelineId, pool: str) -> None:
+        for then in self._once_left.pop((name, pool), []):
+            then()
+
+    def _has_room(self, pool: str) -> bool:
+        return math.isinf(self._cluster.pools[pool].device_memory_bytes)
+
+    def _tell_to_leave(self, program: Program, pool: str) -> None:
         self.ledger.tell_to_leave(program.id, pool)
         program.leaving[pool] = set(program.ranks)
         program.leave_until_s[pool] = self._now_s() + self._leave_limit_s
-        self._note(program, "told_to_leave", pool=pool, waiting=waiting)
+        self._note(program, "told_to_leave", pool=pool, waiting=_ANOTHER)
         if program.unanswered is not None:
             program.told.append(pool)
         else:
-            self._held_back += [(rank, _evict(pool, waiting)) for rank in program.ranks.values()]
+            self._held_back += [(rank, _evict(pool, _ANOTHER)) for rank in program.ranks.values()]
 
     def _get_stuck(self, program: Program, pool: str, reason: str) -> None:
         """It is on the pool and does not leave: no other is granted the pool until it leaves, or is gone."""
@@ -424,6 +454,8 @@ class Desk:
         else:
             reason = program.end_reason or _how_it_ended(rank, held)
             self.events.append(PipelineFailed(pipeline=program.id, reason=reason))
+        for name, pool in [each for each in self._once_left if each[0] == program.id]:
+            self._call_waiting(name, pool)
         self._try_to_grant()
 
     # ------------------------------------------------------------------ small things

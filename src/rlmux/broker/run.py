@@ -1,6 +1,6 @@
 """A broker from start to end: the folder, the log, the socket, and the loop that every run has.
 
-    BrokerSpec ──▶ run_broker ──▶ PermitsBeside, NoWorkers ──▶ drive: scheduler, controller, log, reports
+    BrokerSpec ──▶ run_broker ──▶ EmbeddedBroker, NoWorkers ──▶ drive: scheduler, controller, log, reports
 
 A folder that holds the log of a broker is gone on with: what it knew of programs that still live is taken up.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlmux.broker.backend import NoWorkers, token_check
-from rlmux.broker.beside import PermitsBeside
+from rlmux.broker.embedded import EmbeddedBroker
 from rlmux.broker.server import Server
 from rlmux.config.broker_file import BrokerSpec
 from rlmux.core.errors import UserError
@@ -53,7 +53,7 @@ def run_broker(
     is_there = (folder / LOG_NAME).exists()
     log, server = _take_up(folder, address) if is_there else _begin(folder, address, spec, policy)
     front = ForeignFront()
-    permits = PermitsBeside(
+    permits = EmbeddedBroker(
         spec.cluster,
         front,
         server,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlmux import plugins
 from rlmux.broker.backend import token_check
-from rlmux.broker.beside import PermitsBeside
+from rlmux.broker.embedded import EmbeddedBroker
 from rlmux.broker.run import SOCKET_NAME, environment_token
 from rlmux.broker.server import Server as PermitServer
 from rlmux.config.serve import ServeSpec, parse_serve_file
@@ -188,7 +188,7 @@ class Doors:
     def __init__(self, spec: ServeSpec, folder: Path, server: Server, allowed_hosts: Collection[str] | None) -> None:
         """`allowed_hosts`: names that browsers reach the pages by, beside the machine's own; None: no pages."""
         self.dashboard: Dashboard | None = None
-        self.permits: PermitsBeside | None = None
+        self.permits: EmbeddedBroker | None = None
         self._allowed_hosts = allowed_hosts
         self._spec = spec
         self._folder = folder
@@ -225,7 +225,7 @@ class Doors:
         given = self._spec.serve.permits
         if given is None:
             return
-        self.permits = PermitsBeside(
+        self.permits = EmbeddedBroker(
             self._spec.cluster,
             self.front,
             self._permit_server or PermitServer(f"unix:{self._folder / SOCKET_NAME}"),

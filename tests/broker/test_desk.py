@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from rlmux.broker.beside import SharedDesk
+from rlmux.broker.desk import Desk
 from rlmux.broker.server import Connection
 from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
@@ -30,11 +30,11 @@ def connection():
 
 
 @pytest.fixture
-def desk(connection) -> SharedDesk:
+def desk(connection) -> Desk:
     """A pool whose file says nothing of memory, and a program that has joined."""
     cluster = Cluster(pools={"gpu0": Pool(name="gpu0", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=1)})
     clock = map(float, count())
-    desk = SharedDesk(
+    desk = Desk(
         cluster,
         refuse_taken,
         policy="fifo",
@@ -47,12 +47,12 @@ def desk(connection) -> SharedDesk:
     return desk
 
 
-def say_hello(desk: SharedDesk, connection: Connection, job: str) -> None:
+def say_hello(desk: Desk, connection: Connection, job: str) -> None:
     hello = {"t": "hello", "v": 1, "job": job, "rank": 0, "world": 1, "pid": 1, "host": "h", "session": f"s-{job}"}
     desk.take_message(connection, {**hello, "pools": {"train": "gpu0"}})
 
 
-def ask(desk: SharedDesk, connection: Connection) -> None:
+def ask(desk: Desk, connection: Connection) -> None:
     desk.take_message(connection, {"t": "ask", "id": 1, "pools": ["gpu0"], "phase": "train"})
 
 

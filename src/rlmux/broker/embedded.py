@@ -1,14 +1,13 @@
-"""Permits beside other pipelines: one controller and one ledger of devices, for programs and what a server runs itself.
+"""The broker in a server's or a command's process: programs take turns with its pipelines, under one scheduler.
 
-    programs ── socket ─▶ PermitsBeside (a thread) ── submit, arrived, finished, left ─▶ ForeignFront ─▶ controller
-        ▲                     │  SharedDesk                                                                │
+    programs ── socket ─▶ EmbeddedBroker (a thread) ── submit, arrived, finished, left ─▶ ForeignFront ─▶ controller
+        ▲                     │  Desk                                                                      │
         └── granted, evict ───┘◀──────────── begin, evict, release ── a driver for each program ◀──────────┘
 
-The scheduler says which states leave a device for an order, whatever they are of, so the desk's own ledger has no limit
-here: it keeps the fences, and what lies where. Nothing is said to a program before the notes that it rests on are in
-the log: the controller's listener (`update`) counts them.
+The scheduler says which states leave a device for an order, whatever they are of. Nothing is said to a program before
+the notes that it rests on are in the log: the controller's listener (`update`) counts them.
 
-A server that was killed finds programs that still hold a pool, or lie on it. To the scheduler, which begins anew, the
+A broker that was killed finds programs that still hold a pool, or lie on it. To the scheduler, which begins anew, the
 device is free: an order for it is held until they have left (`ForeignFront.leave_over`).
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +23,8 @@ from typing import Any
 
 from rlmux.broker.backend import take_line
 from rlmux.broker.desk import Desk
-from rlmux.broker.programs import NO_MORE, Program, Rank
+from rlmux.broker.programs import NO_MORE
 from rlmux.broker.recall import recall
-from rlmux.broker.residency import Place, Residency
 from rlmux.broker.server import Server
 from rlmux.core.actions import Refuse, RunStage
 from rlmux.core.events import Event, PipelineCancelled, PipelineFailed, PipelineSubmitted
@@ -37,71 +34,9 @@ from rlmux.runtime.foreign import ForeignFront, News
 from rlmux.runtime.supervised import SupervisedThread
 
 _LOOK_EVERY_S = 0.1
-_ANOTHER = PipelineId("another pipeline")
-"""What a program is told that it makes room for: the order that waits may be of any."""
 
 
-class SharedDesk(Desk):
-    """A desk that leaves it to the scheduler who has to leave, and tells when that is done."""
-
-    def __init__(self, cluster: Cluster, reserve: Callable[[PipelineId], None], **options: Any) -> None:
-        """`reserve`: takes the name of a program before it joins. Raises UserError where a pipeline has it."""
-        super().__init__(cluster, **options)
-        self._reserve = reserve
-        self.ledger = Residency(dict.fromkeys(cluster.pools, math.inf), next_fence=options.get("first_fence", 1))
-        self._once_left: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
-        """Calls that wait for a program to leave a pool."""
-
-    def submit(self, program: Program) -> None:
-        """Raises UserError for a name that a pipeline beside the programs has: that program alone is refused."""
-        self._reserve(program.id)
-        super().submit(program)
-
-    def evict(self, name: PipelineId, pool: str, then: Callable[[], None]) -> None:
-        """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone. Where the file
-        says nothing of the pool's memory there is room for all: it has to end its permit only."""
-        program, lodger = self.roster.programs.get(name), self.ledger.lodgers[pool].get(name)
-        if program is None or lodger is None or (lodger.place is not Place.HOLDS and self._has_room(pool)):
-            then()
-            return
-        self._once_left[name, pool].append(then)
-        if lodger.place in (Place.STAYS, Place.STUCK):  # one that holds the pool is told at its phase's end
-            self._tell_to_leave(program, pool, _ANOTHER)
-
-    def _end_permit_of(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
-        super()._end_permit_of(program, rank, message)
-        for name, pool in [each for each in self._once_left if each[0] == program.id]:
-            lodger = self.ledger.lodgers[pool].get(name)
-            if lodger is None or lodger.place is not Place.STAYS:
-                continue
-            if self._has_room(pool):
-                self._call_waiting(name, pool)
-            else:
-                self._tell_to_leave(program, pool, _ANOTHER)
-
-    def _on_left(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
-        super()._on_left(program, rank, message)
-        self._tell_of(program.id, message["pool"])
-
-    def _lose_rank(self, program: Program, rank: Rank) -> None:
-        super()._lose_rank(program, rank)
-        for name, pool in list(self._once_left):
-            if name == program.id:
-                self._tell_of(name, pool)
-
-    def _tell_of(self, name: PipelineId, pool: str) -> None:
-        if name not in self.ledger.lodgers[pool]:
-            self._call_waiting(name, pool)
-
-    def _call_waiting(self, name: PipelineId, pool: str) -> None:
-        for then in self._once_left.pop((name, pool), []):
-            then()
-
-    def _has_room(self, pool: str) -> bool:
-        return math.isinf(self._cluster.pools[pool].device_memory_bytes)
-
-
-class PermitsBeside:
+class EmbeddedBroker:
     """The thread that programs talk to; see the module's picture."""
 
     def __init__(self, cluster: Cluster, front: ForeignFront, server: Server, **options: Any) -> None:
@@ -109,7 +44,7 @@ class PermitsBeside:
         self._cluster = cluster
         self._front = front
         self._server = server
-        self.desk = SharedDesk(cluster, front.reserve, now_s=time.monotonic, **options)
+        self.desk = Desk(cluster, front.reserve, now_s=time.monotonic, **options)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._looked_s = 0.0
         self._num_told = 0
@@ -214,7 +149,7 @@ class PermitsBeside:
 class _Driver:
     """Carries out the orders of one program; called in the controller's thread, returns at once."""
 
-    def __init__(self, permits: PermitsBeside, name: PipelineId) -> None:
+    def __init__(self, permits: EmbeddedBroker, name: PipelineId) -> None:
         self._permits = permits
         self._name = name
 
