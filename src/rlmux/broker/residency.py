@@ -92,7 +92,7 @@ class Residency:
         lodger.place, lodger.reason = Place.STUCK, reason
 
     def grant(self, job: str, need_by_pool: Mapping[str, float | None]) -> Permit:
-        """A permit for all of these pools. Raises IllegalTransitionError where another holds one, or the job leaves one."""
+        """A permit for all of these pools. Raises IllegalTransitionError where one is held, or is being left."""
         if not self.is_free(job, need_by_pool):
             pools = ", ".join(sorted(need_by_pool))
             raise IllegalTransitionError(f"a permit of {pools} for {job}, while another holds one")
