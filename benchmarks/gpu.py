@@ -86,7 +86,7 @@ from rlmux.rl.promise import promise_of
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import load_vocabulary
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import RunOptions, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 
 PARTS = ("curves", "switches", "engines", "interference", "pipelines")
@@ -436,9 +436,8 @@ def run_pair(device: str, policy: Policy, folder: Path, *, is_quick: bool) -> di
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        result = run_pipelines(
-            cluster, given, policy, folder, spec={}, options=WorkerOptions(chunk_s=0.05 if is_quick else 0.2)
-        )
+        workers = WorkerOptions(chunk_s=0.05 if is_quick else 0.2)
+        result = run_pipelines(cluster, given, policy, folder, RunOptions(workers=workers), spec={})
         in_steps_s, _, _ = from_log(folder)
     finally:
         for checkpoint in folder.glob("*/step_*"):

@@ -34,7 +34,7 @@ from rlmux.policies import make_policy
 from rlmux.profiling import neighbours as neighbours_profile
 from rlmux.report.api import read_timeline
 from rlmux.runtime.launch import header, submissions
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import RunOptions, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.sweep import SimRun, run_simulation
@@ -48,9 +48,9 @@ NEIGHBOUR_ROUNDS = 2
 
 def train(spec: Spec, policy: str, folder: Path, chunk_s: float) -> bool:
     """Whether every pipeline finished."""
-    options = WorkerOptions(chunk_s=chunk_s)
+    options = RunOptions(workers=WorkerOptions(chunk_s=chunk_s))
     result = run_pipelines(
-        spec.cluster, submissions(spec), make_policy(policy), folder, spec=header(spec), options=options
+        spec.cluster, submissions(spec), make_policy(policy), folder, options, spec=header(spec)
     )
     return all(fields["status"] == "finished" for fields in result.summary["pipelines"].values())
 

@@ -40,7 +40,7 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.processes import fork_server_pid
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 
 CLUSTER = Cluster(
@@ -99,10 +99,8 @@ def recovery(num_steps: int, kills: int) -> list[list[str]]:
             if kind in ("controller", "everything"):
                 _run_and_resume(folder, num_steps, killer)
             else:
-                run_pipelines(
-                    CLUSTER, one_pipeline(num_steps), make_policy("rollmux"), folder,
-                    spec={}, options=FINE, listeners=[killer],
-                )  # fmt: skip
+                options = RunOptions(workers=FINE, listeners=[killer])
+                run_pipelines(CLUSTER, one_pipeline(num_steps), make_policy("rollmux"), folder, options, spec={})
             sampled, trained, per_step = _redone(folder)
         times = len(killer.again_s)
         detected = f"{statistics.median(killer.detected_s) * 1e3:.0f} ms" if killer.detected_s else "by whoever resumes"
@@ -306,7 +304,8 @@ def soak(num_pipelines: int, num_steps: int, every_s: float, rows_wanted: int = 
             replace(submission(f"p{number}", number, num_steps, "tiny"), submit_at_s=every_s * number)
             for number in range(num_pipelines)
         ]
-        result = run_pipelines(CLUSTER, submissions, make_policy("rollmux"), folder, spec={}, listeners=[gauge])
+        options = RunOptions(listeners=[gauge])
+        result = run_pipelines(CLUSTER, submissions, make_policy("rollmux"), folder, options, spec={})
         statuses = {one["status"] for one in result.summary["pipelines"].values()}
         assert statuses == {"finished"}, statuses
         gc.collect()
@@ -360,9 +359,9 @@ def child(folder: Path, num_steps: int, *, is_new: bool) -> None:
     """What `recovery` kills."""
     given, policy = one_pipeline(num_steps), make_policy("rollmux")
     if is_new:
-        run_pipelines(CLUSTER, given, policy, folder, spec={}, options=FINE)
+        run_pipelines(CLUSTER, given, policy, folder, RunOptions(workers=FINE), spec={})
     else:
-        resume_pipelines(CLUSTER, given, policy, folder, options=FINE)
+        resume_pipelines(CLUSTER, given, policy, folder, RunOptions(workers=FINE))
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from rlmux.policies import make_policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.launch import header, submissions
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import RunOptions, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 
 FILES = ("examples/05_long_tails.yaml", "examples/06_tool_waits.yaml")
@@ -123,7 +123,7 @@ def measure(spec: Spec, given: Sequence[Submission], policy: str, chunk_s: float
         folder = Path(name) / "run"
         options = WorkerOptions(chunk_s=chunk_s)
         chosen = policy_named(policy, spec.cluster)
-        result = run_pipelines(spec.cluster, given, chosen, folder, spec=header(spec), options=options)
+        result = run_pipelines(spec.cluster, given, chosen, folder, RunOptions(workers=options), spec=header(spec))
         if not result.is_complete:
             raise SystemExit(f"{policy}: stopped before its end")
         in_steps_s, num_migrations, num_moved = from_log(folder)

@@ -14,7 +14,7 @@ from rlmux.core.actions import Pause, RunStage
 from rlmux.core.model import Stage, Urgency
 from rlmux.policies import make_policy
 from rlmux.runtime.answers import ANSWERS_NAME, AnswerFile, answered_steps
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 
 NUM_STEPS = 6
 
@@ -34,7 +34,7 @@ def answers(folder: Path) -> bytes:
 
 
 def run(real, submissions, folder: Path, **how):
-    return run_pipelines(real.cluster(), submissions, make_policy("rollmux"), folder, spec={}, **how)
+    return run_pipelines(real.cluster(), submissions, make_policy("rollmux"), folder, RunOptions(**how), spec={})
 
 
 @pytest.fixture(scope="module")

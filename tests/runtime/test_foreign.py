@@ -18,7 +18,7 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.foreign import ForeignBackend, ForeignFront, News
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import RunOptions, run_pipelines
 
 ROLLOUT, TRAIN = (Phase.ROLLOUT,), (Phase.TRAIN,)
 
@@ -237,7 +237,7 @@ def test_a_client_in_another_thread_trains_beside_a_pipeline_of_our_own(real, tm
     front.arrived(PipelineId("client"), ROLLOUT)
     result = run_pipelines(
         real.cluster(rollout=1, train=1), [real.submission("own", num_steps=2)], make_policy("fifo"), tmp_path / "run",
-        spec={}, front=front,
+        RunOptions(front=front), spec={},
     )  # fmt: skip
     assert result.is_complete
     assert result.summary["pipelines"]["own"]["status"] == "finished"

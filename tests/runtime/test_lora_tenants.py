@@ -15,7 +15,7 @@ from rlmux.core.model import Stage
 from rlmux.engines.weights import read_tensors
 from rlmux.policies import make_policy
 from rlmux.rl.config import AdapterConfig
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 
 ADAPTERS = {
     "small": AdapterConfig(rank=1, alpha=2.0, targets=("q_proj", "v_proj")),
@@ -100,9 +100,8 @@ class InterruptsAt:
 @pytest.mark.slow
 def test_an_interrupted_run_of_tenants_is_resumed_to_the_same_adapters(real, tenants, alone, tmp_path):
     two, folder = tenants[:2], tmp_path / "run"
-    stopped = run_pipelines(
-        real.cluster(), two, make_policy("rollmux"), folder, spec={}, listeners=[InterruptsAt(two[1].config.name, 1)]
-    )
+    options = RunOptions(listeners=[InterruptsAt(two[1].config.name, 1)])
+    stopped = run_pipelines(real.cluster(), two, make_policy("rollmux"), folder, options, spec={})
     assert not stopped.is_complete
     result = resume_pipelines(real.cluster(), two, make_policy("rollmux"), folder)
     assert {name: one["weights_sha256"] for name, one in result.summary["pipelines"].items()} == {

@@ -13,7 +13,7 @@ import pytest
 
 from rlmux.policies import make_policy
 from rlmux.report.log import LogReader
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 
 STEPS = 6
 CUT_AT = 4
@@ -53,14 +53,8 @@ def taken(real, pair, tmp_path_factory):
     """(weights of the run that was left alone, image, bytes of its log's tail before the first second step)"""
     base = tmp_path_factory.mktemp("cut")
     takes_image = TakesImage(base / "run", base / "image")
-    result = run_pipelines(
-        real.cluster(),
-        pair,
-        make_policy("rollmux"),
-        base / "run",
-        spec={},
-        listeners=[takes_image],
-    )
+    options = RunOptions(listeners=[takes_image])
+    result = run_pipelines(real.cluster(), pair, make_policy("rollmux"), base / "run", options, spec={})
     return weights(result.summary), base / "image", takes_image.early_bytes
 
 

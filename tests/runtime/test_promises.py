@@ -15,7 +15,7 @@ from rlmux.policies import make_policy
 from rlmux.report.api import write_report
 from rlmux.rl.promise import Promise
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import RunOptions, run_pipelines
 
 NOISY = """
 from rlmux.rl.promise import Check, ProbeReport
@@ -54,8 +54,13 @@ def noisy_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def train(real: Any, folder: Path, submissions: list[Any], **options: Any) -> dict[str, Any]:
-    result = run_pipelines(real.cluster(), submissions, make_policy("rollmux"), folder, spec={}, **options)
+def train(
+    real: Any, folder: Path, submissions: list[Any], options: RunOptions = RunOptions(), *, is_overwriting: bool = False
+) -> dict[str, Any]:
+    policy = make_policy("rollmux")
+    result = run_pipelines(
+        real.cluster(), submissions, policy, folder, options, spec={}, is_overwriting=is_overwriting
+    )
     return dict(result.summary["pipelines"])
 
 
@@ -75,7 +80,7 @@ def test_a_file_that_asks_for_more_than_its_engines_keep_starts_nothing(
     asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.EXACT)
     folder = tmp_path / "run"
     with pytest.raises(UserError) as refused:
-        train(real, folder, [real.submission("other", num_steps=2), asking], make_backend=noisy_backend)
+        train(real, folder, [real.submission("other", num_steps=2), asking], RunOptions(make_backend=noisy_backend))
     assert str(refused.value) == (
         "pipelines.asking.promise: exact is more than its engines keep on these devices, which is replayable "
         "(alone: a trajectory samples other bits alone); accepted: replayable, statistical, or no promise"
@@ -88,14 +93,14 @@ def test_a_refused_file_leaves_the_run_that_it_was_to_replace(real: Any, tmp_pat
     before = train(real, folder, [real.submission("quiet", num_steps=1)])
     asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.EXACT)
     with pytest.raises(UserError):
-        train(real, folder, [asking], make_backend=noisy_backend, is_overwriting=True)
+        train(real, folder, [asking], RunOptions(make_backend=noisy_backend), is_overwriting=True)
     assert write_report(folder)["pipelines"] == before
 
 
 @pytest.mark.slow
 def test_what_is_not_asked_for_is_found_out_and_told(real: Any, tmp_path: Path, noisy_backend: Any) -> None:
     asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.REPLAYABLE)
-    pipelines = train(real, tmp_path / "run", [asking], make_backend=noisy_backend)
+    pipelines = train(real, tmp_path / "run", [asking], RunOptions(make_backend=noisy_backend))
     assert (pipelines["asking"]["promise"], pipelines["asking"]["status"]) == ("replayable", "finished")
 
 

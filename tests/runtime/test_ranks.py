@@ -14,7 +14,7 @@ from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Placement, Stage
 from rlmux.policies import make_policy
 from rlmux.runtime.activity import Activity
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
 
@@ -156,7 +156,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_ranks(real, al
 
     listener = type("Interrupts", (), {"update": staticmethod(interrupt)})()
     policy = make_policy("rollmux")
-    stopped = run_pipelines(on, [of_ranks(real, 2)], policy, folder, spec={}, listeners=[listener])
+    stopped = run_pipelines(on, [of_ranks(real, 2)], policy, folder, RunOptions(listeners=[listener]), spec={})
     assert not stopped.is_complete
     result = resume_pipelines(on, [of_ranks(real, 4)], make_policy("rollmux"), folder)
     assert result.summary["pipelines"]["sort"]["weights_sha256"] == alone.sha256["sort"]

@@ -33,7 +33,7 @@ from rlmux.report.log import LOG_NAME, LogReader
 from rlmux.runtime import local, worker_backend
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory import with_machine_memory
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.salvage import salvage
 from rlmux.runtime.workplace import WorkerOptions
 
@@ -57,11 +57,11 @@ def pair(real):
 
 
 def run(real, pair, folder: Path, **how):
-    return run_pipelines(real.cluster(), pair, make_policy("rollmux"), folder, spec={}, **how)
+    return run_pipelines(real.cluster(), pair, make_policy("rollmux"), folder, RunOptions(**how), spec={})
 
 
 def resume(real, pair, folder: Path, **how):
-    return resume_pipelines(real.cluster(), pair, make_policy("rollmux"), folder, **how)
+    return resume_pipelines(real.cluster(), pair, make_policy("rollmux"), folder, RunOptions(**how))
 
 
 def weights(summary) -> dict[str, str]:
@@ -199,9 +199,8 @@ def test_a_pipeline_that_waited_goes_on_waiting_where_it_stood(real, tmp_path):
     pair = [real.submission(name, num_steps=4) for name in ("first", "second")]
     pair = [replace(one, pipeline=replace(one.pipeline, estimate=estimate)) for one in pair]
     solo = make_policy("solo")
-    stopped = run_pipelines(
-        real.cluster(), pair, solo, tmp_path, spec={}, is_overwriting=True, listeners=[InterruptsAt("first", 2)]
-    )
+    options = RunOptions(listeners=[InterruptsAt("first", 2)])
+    stopped = run_pipelines(real.cluster(), pair, solo, tmp_path, options, spec={}, is_overwriting=True)
     assert not stopped.is_complete
     with LogReader(tmp_path) as reader:
         submitted_s = {
@@ -343,7 +342,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(real, pair, undisturbed, stopp
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", [2, 3])
 def test_with_fewer_checkpoints_too(real, make_backend, pair, undisturbed, tmp_path, checkpoint_every):
-    how = {"options": WorkerOptions(checkpoint_every=checkpoint_every), "make_backend": make_backend}
+    how = {"workers": WorkerOptions(checkpoint_every=checkpoint_every), "make_backend": make_backend}
     folder = tmp_path / "run"
     assert not run(real, pair, folder, listeners=[InterruptsAt("tool", 4)], **how).is_complete
     result = resume(real, pair, folder, **how)

@@ -20,7 +20,7 @@ from rlmux.engines.weights import read_tensors, weights_sha256
 from rlmux.policies import make_policy
 from rlmux.rl.config import AdapterConfig
 from rlmux.rl.model_shape import shape_of
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 
 TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
@@ -135,7 +135,8 @@ def interrupted_after_a_step(real, folder) -> None:
 
     listener = type("Interrupts", (), {"update": staticmethod(interrupt)})()
     given = [sharded(real)]
-    stopped = run_pipelines(real.cluster(train=4), given, make_policy("rollmux"), folder, spec={}, listeners=[listener])
+    options = RunOptions(listeners=[listener])
+    stopped = run_pipelines(real.cluster(train=4), given, make_policy("rollmux"), folder, options, spec={})
     assert not stopped.is_complete
 
 

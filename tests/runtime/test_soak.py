@@ -12,7 +12,7 @@ import pytest
 from rlmux.policies import make_policy
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.processes import fork_server_pid
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import RunOptions, run_pipelines
 
 NUM_PIPELINES = 14
 NUM_STEPS = 3
@@ -68,7 +68,7 @@ def test_pipelines_that_come_and_go_leave_nothing_behind(real, tmp_path):
     ]
     gauge = Gauge(tmp_path / "run")
     result = run_pipelines(
-        real.cluster(), submissions, make_policy("rollmux"), tmp_path / "run", spec={}, listeners=[gauge]
+        real.cluster(), submissions, make_policy("rollmux"), tmp_path / "run", RunOptions(listeners=[gauge]), spec={}
     )
     assert result.is_complete
     assert {one["status"] for one in result.summary["pipelines"].values()} == {"finished"}

@@ -19,7 +19,7 @@ from rlmux.report.log import LogReader
 from rlmux.report.timeline import build_timeline
 from rlmux.runtime.activity import Activity
 from rlmux.runtime.outbox import Outbox
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import RunOptions, run_pipelines
 from rlmux.runtime.standstill import StandstillWatch
 
 
@@ -51,7 +51,8 @@ class StopsTrainer:
 def test_a_worker_that_is_stopped_is_told_of_at_once_and_its_time_is_not_control(real: Any, tmp_path: Path) -> None:
     stops = StopsTrainer()
     given, folder = [real.submission("p", num_steps=3)], tmp_path / "run"
-    result = run_pipelines(real.cluster(), given, make_policy("rollmux"), folder, spec={}, listeners=[stops])
+    options = RunOptions(listeners=[stops])
+    result = run_pipelines(real.cluster(), given, make_policy("rollmux"), folder, options, spec={})
     assert result.is_complete
     assert len(stops.told) == 1
     assert f"p/train (process {stops.stopped}) stands still since" in stops.told[0]

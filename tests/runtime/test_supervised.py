@@ -10,7 +10,7 @@ from rlmux.core.model import PipelineId
 from rlmux.policies import make_policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.model_host import ModelHost
-from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.supervised import SupervisedThread
 
 
@@ -49,7 +49,7 @@ def test_a_run_whose_thread_has_died_stops_in_a_line_and_can_be_resumed(real, tm
 
     submissions, policy = [real.submission("a", num_steps=2)], make_policy("fifo")
     with pytest.raises(ThreadDiedError, match=r"thread models ended: KeyError: 'a'; .*resume with: rlmux") as caught:
-        run_pipelines(real.cluster(), submissions, policy, tmp_path / "run", spec={}, listeners=[Checks()])
+        run_pipelines(real.cluster(), submissions, policy, tmp_path / "run", RunOptions(listeners=[Checks()]), spec={})
     assert "\n" not in str(caught.value)
     with LogReader(tmp_path / "run") as reader:
         assert [entry.value["text"] for entry in reader.entries() if entry.type == "defect"] == [

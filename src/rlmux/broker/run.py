@@ -24,7 +24,7 @@ from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Listener
 from rlmux.runtime.foreign import ForeignFront
-from rlmux.runtime.run import RunResult, drive
+from rlmux.runtime.run import Prepared, RunOptions, RunResult, drive
 from rlmux.runtime.run_folder import prepare_folder
 
 BACKEND = "permits"
@@ -70,11 +70,18 @@ def run_broker(
     permits.start()
     say(server.address)
     with log, contextlib.closing(permits):
-        return drive(
-            spec.cluster, [], policy, folder, log, NoWorkers(log.last_time_s if is_there else 0.0),
-            [*listeners, permits],
-            parse=_take_no_file, is_kept_open=True, run_id=None, is_gpu=False, front=front,
-        )  # fmt: skip
+        prepared = Prepared(
+            cluster=spec.cluster,
+            submissions=[],
+            policy=policy,
+            folder=folder,
+            log=log,
+            backend=NoWorkers(log.last_time_s if is_there else 0.0),
+        )
+        options = RunOptions(
+            listeners=[*listeners, permits], parse=_take_no_file, is_kept_open=True, front=front
+        )
+        return drive(prepared, options)
 
 
 def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tuple[RunLog, Server]:

@@ -30,7 +30,7 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Listener
 from rlmux.runtime.inputs import input_files
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.run import LOCAL, MakeBackend, RunResult, resume_pipelines, run_pipelines
+from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_pipelines, run_pipelines
 from rlmux.runtime.run_api import ParseSubmission, submitted_to
 
 EstimateSwitch = Callable[[TrainingConfig, Cluster], SwitchEstimate | None]
@@ -64,14 +64,16 @@ def start_run(
         submissions(spec, estimate_switch),
         policy,
         folder,
+        RunOptions(
+            listeners=listeners,
+            parse=parser(spec, estimate_switch),
+            is_kept_open=is_kept_open,
+            backend=backend,
+            make_backend=make_backend,
+            shares=spec.shares,
+        ),
         spec=header(spec),
         is_overwriting=is_overwriting,
-        listeners=listeners,
-        parse=parser(spec, estimate_switch),
-        is_kept_open=is_kept_open,
-        backend_name=backend,
-        make_backend=make_backend,
-        shares=spec.shares,
     )
 
 
@@ -109,13 +111,15 @@ def resume_run(
         given,
         policy,
         folder,
-        listeners=listeners,
-        parse=parse,
-        is_kept_open=is_kept_open,
-        backend_name=backend,
-        make_backend=make_backend,
+        RunOptions(
+            listeners=listeners,
+            parse=parse,
+            is_kept_open=is_kept_open,
+            backend=backend,
+            make_backend=make_backend,
+            shares=spec.shares,
+        ),
         retry=retry,
-        shares=spec.shares,
     )
 
 

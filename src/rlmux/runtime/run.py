@@ -1,7 +1,7 @@
 """One run from start to end: the folder, the log, the scheduler, a backend, the reports.
 
-    run_pipelines      a new folder ──▶ log ──▶ backend ─┐
-    resume_pipelines   a folder's log ──▶ backend ───────┴▶ controller until all is over ──▶ summary, timeline
+    run_pipelines      a new folder ──▶ log ──▶ backend ─┬▶ Prepared ──▶ drive: controller until all is over
+    resume_pipelines   a folder's log ──▶ backend ───────┘                └──▶ summary, timeline
 
 A resumed pipeline goes on from its newest checkpoint. Without a backend there is no run: the new folder is removed.
 """
@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -70,6 +70,27 @@ class MakeBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a run is made and followed. With the defaults it trains on this machine, and nothing watches it."""
+
+    backend: str = LOCAL
+    """Name of the backend, as the log keeps it."""
+    make_backend: MakeBackend = local_backend
+    workers: WorkerOptions | None = None
+    """None: as the backend chooses."""
+    listeners: Sequence[Listener] = ()
+    """Told of every event, action and note as it comes."""
+    parse: ParseSubmission | None = None
+    """Reads what is submitted while the run goes on; None: nothing can be submitted."""
+    is_kept_open: bool = False
+    """The run waits for more when its pipelines are over."""
+    front: ForeignFront | None = None
+    """Through which pipelines of other programs come."""
+    shares: ShareSettings | None = None
+    """What users are entitled to; None: all alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """How a run ended."""
 
@@ -81,55 +102,64 @@ class RunResult:
     """True: there was nothing left to resume."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that may begin: its folder is locked, its log open, and its backend made."""
+
+    cluster: Cluster
+    submissions: Sequence[Submission]
+    policy: Policy
+    folder: Path
+    log: RunLog
+    backend: Backend
+    """Makes room for pipelines of other programs where a `front` is given."""
+    run_id: str | None = None
+    is_gpu: bool = False
+    ended: Mapping[PipelineId, Mapping[str, Any]] = field(default_factory=dict)
+    """Pipelines that ended in earlier parts of the run, with the fields of their ends."""
+    taken: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the pipelines of each submission with an id."""
+    first: Sequence[Event] = ()
+    """Events before all others."""
+
+
 def run_pipelines(
     cluster: Cluster,
     submissions: Sequence[Submission],
     policy: Policy,
     folder: Path,
+    options: RunOptions = RunOptions(),
     *,
     spec: Mapping[str, Any],
     is_overwriting: bool = False,
-    options: WorkerOptions | None = None,
-    listeners: Sequence[Listener] = (),
-    parse: ParseSubmission | None = None,
-    is_kept_open: bool = False,
-    backend_name: str = LOCAL,
-    make_backend: MakeBackend = local_backend,
-    front: ForeignFront | None = None,
-    shares: ShareSettings | None = None,
 ) -> RunResult:
-    """Train every pipeline under a policy, by default on this machine.
+    """Train every pipeline under a policy, by default on this machine. `spec`: what the log keeps of the user's file.
 
-    `parse`: reads what is submitted while it runs; without it nothing can be submitted.
-    `is_kept_open`: the run waits for more when its pipelines are over.
-    `front`: through which pipelines of other programs come. `shares`: what users are entitled to; None: all alike.
     Raises UserError for a folder that cannot be used, StorageError where a file of
     the run cannot be written. A pipeline's own failure is in the summary, not raised.
     """
-    machine = describe_machine(cluster) if backend_name == LOCAL else None
-    submissions = [_with_footprint(one, cluster, machine) for one in submissions]
-    cluster = cluster if machine is None else with_machine_memory(cluster, submissions, machine)
+    cluster, submissions, machine = _on_machine(cluster, submissions, options)
     is_gpu = _has_gpus(machine)
     check_each_fits(cluster, submissions, is_gpu=is_gpu, has_base=machine is None or is_gpu)
-    _probe_promises(cluster, submissions, options, make_backend)
+    _probe_promises(cluster, submissions, options)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
-    header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
+    header = run_header(policy=policy.name, backend=options.backend, cluster=cluster, spec=spec)
     log = RunLog.create(folder, header, lock=lock)
     keep_header(folder, header)
     keep_ends(folder, ())
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.enter_context(log)
-        backend = make_backend(cluster, folder, options=options)
+        backend = options.make_backend(cluster, folder, options=options.workers)
         undo.pop_all()  # without a backend there is no run
     with log:
         marked = [with_origin(one, header["run_id"]) for one in submissions]
         _append(log, [*plan_notes(marked), *input_notes(marked)])
-        return drive(
-            cluster, marked, policy, folder, log, backend, listeners,
-            parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"], is_gpu=_has_gpus(machine),
-            front=front, first=shares_events(shares, {}, 0.0),
+        prepared = Prepared(
+            cluster=cluster, submissions=marked, policy=policy, folder=folder, log=log, backend=backend,
+            run_id=header["run_id"], is_gpu=is_gpu, first=shares_events(options.shares, {}, 0.0),
         )  # fmt: skip
+        return drive(prepared, options)
 
 
 def resume_pipelines(
@@ -137,16 +167,9 @@ def resume_pipelines(
     submissions: Sequence[Submission],
     policy: Policy,
     folder: Path,
+    options: RunOptions = RunOptions(),
     *,
-    options: WorkerOptions | None = None,
-    listeners: Sequence[Listener] = (),
-    parse: ParseSubmission | None = None,
-    is_kept_open: bool = False,
-    backend_name: str = LOCAL,
-    make_backend: MakeBackend = local_backend,
     retry: Sequence[str] = (),
-    front: ForeignFront | None = None,
-    shares: ShareSettings | None = None,
 ) -> RunResult:
     """Train what is left of a run that was stopped or killed. Pipelines that were over stay over.
 
@@ -158,18 +181,16 @@ def resume_pipelines(
         held.callback(lock.release)
         run_id, state = _read_state(folder)
         again = retried(retry, state, [submission.pipeline.id for submission in submissions])
-        statuses = {PipelineId(name): fields for name, fields in state.ended.items() if name not in again}
-        unfinished = [submission for submission in submissions if submission.pipeline.id not in statuses]
-        if not unfinished and not is_kept_open:
+        ended = {PipelineId(name): fields for name, fields in state.ended.items() if name not in again}
+        unfinished = [submission for submission in submissions if submission.pipeline.id not in ended]
+        if not unfinished and not options.is_kept_open:
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
-        machine = describe_machine(cluster) if backend_name == LOCAL else None
-        unfinished = [_with_footprint(one, cluster, machine) for one in unfinished]
-        cluster = cluster if machine is None else with_machine_memory(cluster, unfinished, machine)
-        _probe_promises(cluster, unfinished, options, make_backend)
+        cluster, unfinished, machine = _on_machine(cluster, unfinished, options)
+        _probe_promises(cluster, unfinished, options)
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
         unfinished = [_as_it_stood(one, state) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
-        keep_ends(folder, statuses.values())
+        keep_ends(folder, ended.values())
         notes = [
             *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
@@ -178,26 +199,35 @@ def resume_pipelines(
         log.note(
             "resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished], retried=again
         )
-        for listener in listeners:
+        for listener in options.listeners:
             listener.update(log.last_time_s, (), (), notes)
-        backend = make_backend(cluster, folder, options=options, start_s=log.last_time_s)
-        return drive(
-            cluster, unfinished, policy, folder, log, backend, listeners, statuses,
-            parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
-            front=front, taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
-            first=[*shares_events(state.shares or shares, state.usage, log.last_time_s), *_waits_events(state)],
+        backend = options.make_backend(cluster, folder, options=options.workers, start_s=log.last_time_s)
+        shares = shares_events(state.shares or options.shares, state.usage, log.last_time_s)
+        prepared = Prepared(
+            cluster=cluster, submissions=unfinished, policy=policy, folder=folder, log=log, backend=backend,
+            run_id=run_id, is_gpu=_has_gpus(machine), ended=ended, first=[*shares, *_waits_events(state)],
+            taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
         )  # fmt: skip
+        return drive(prepared, options)
 
 
-def _probe_promises(
-    cluster: Cluster, submissions: Sequence[Submission], options: WorkerOptions | None, make_backend: MakeBackend
-) -> None:
+def _on_machine(
+    cluster: Cluster, submissions: Sequence[Submission], options: RunOptions
+) -> tuple[Cluster, list[Submission], MachineMemory | None]:
+    """The cluster with the memory it has here, the submissions with what they hold, and this machine's memory; None
+    for a backend of other machines."""
+    machine = describe_machine(cluster) if options.backend == LOCAL else None
+    known = [_with_footprint(one, cluster, machine) for one in submissions]
+    return cluster if machine is None else with_machine_memory(cluster, known, machine), known, machine
+
+
+def _probe_promises(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
     """Raises UserError for a pipeline that asks for more than its engines keep; the run's folder is not touched."""
     asking = [submission for submission in submissions if submission.promise is not None]
     if not asking:
         return
     with tempfile.TemporaryDirectory(prefix="rlmux-probe-") as scratch:
-        backend = make_backend(cluster, Path(scratch), options=options)
+        backend = options.make_backend(cluster, Path(scratch), options=options.workers)
         try:
             check_promises(backend.workplace, cluster, asking, Path(scratch))
         finally:
@@ -245,57 +275,35 @@ def _waits_events(state: RunState) -> list[Event]:
     return [WaitsRestored(waits=waits)] if waits else []
 
 
-def drive(
-    cluster: Cluster,
-    submissions: Sequence[Submission],
-    policy: Policy,
-    folder: Path,
-    log: RunLog,
-    own: Backend,
-    listeners: Sequence[Listener],
-    ended: Mapping[PipelineId, Mapping[str, Any]] | None = None,
-    *,
-    parse: ParseSubmission | None,
-    is_kept_open: bool,
-    run_id: str | None,
-    is_gpu: bool,
-    front: ForeignFront | None,
-    taken: Mapping[str, Sequence[str]] | None = None,
-    first: Sequence[Event] = (),
-) -> RunResult:
+def drive(run: Prepared, options: RunOptions) -> RunResult:
     """Run a scheduler on a backend until all is over or the process is told to stop; then close the backend, write the
-    end into the log, and the reports beside it.
-
-    `ended`: pipelines that ended in earlier parts of the run. With a `front`, `own` is a backend that makes room for
-    others. `taken`: names of the pipelines of each submission with an id. `first`: events before all
-    others. Raises StorageError.
+    end into the log, and the reports beside it. Raises StorageError.
     """
-    scheduler = Scheduler(cluster, policy, FairShares())
-    foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
-    backend: Backend = foreign[0] if foreign else own
+    folder, log, front = run.folder, run.log, options.front
+    scheduler = Scheduler(run.cluster, run.policy, FairShares())
+    foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, run.backend), front)]
+    backend: Backend = foreign[0] if foreign else run.backend
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
-    endings, starts = _Endings(scheduler, backend, log, folder, dict(ended or {})), _PromisedStarts(scheduler, log)
+    endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _PromisedStarts(scheduler, log)
     run_api = None
-    if parse is not None:
-        server = ControlServer(folder)
-        parse = _checked(parse, cluster, run_id, is_gpu=is_gpu)
+    if options.parse is not None:
         run_api = RunApi(
-            server,
+            ControlServer(folder),
             scheduler,
-            parse,
+            _checked(options.parse, run),
             over=endings.by_pipeline,
-            is_kept_open=is_kept_open,
-            taken=taken,
-            parse_shares=partial(parse_shares, cluster=cluster),
+            is_kept_open=options.is_kept_open,
+            taken=run.taken,
+            parse_shares=partial(parse_shares, cluster=run.cluster),
         )
-    displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
+    displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in options.listeners]
     controller = Controller(
         scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays, *foreign], run_api,
         (lambda: False) if front is None else front.has_news,
     )  # fmt: skip
     try:
         with _private_files(), _stop_on_interrupt(controller.stop):
-            is_complete = controller.run(submissions, first=first)
+            is_complete = controller.run(run.submissions, first=run.first)
             watch.check()
     except (OSError, LogError, StorageError) as error:
         watch.check()  # where the folder is gone, that is the cause, and nothing can be resumed
@@ -359,13 +367,13 @@ def _has_gpus(machine: MachineMemory | None) -> bool:
     return machine is not None and bool(machine.gpu_by_device)
 
 
-def _checked(parse: ParseSubmission, cluster: Cluster, run_id: str | None, *, is_gpu: bool) -> ParseSubmission:
+def _checked(parse: ParseSubmission, run: Prepared) -> ParseSubmission:
     """What reads a submission, and checks and marks it as the run's first pipelines were."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
-        submissions = [with_footprint(one, cluster, is_gpu=is_gpu) for one in parse(text, source)]
-        check_each_fits(cluster, submissions, is_gpu=is_gpu)
-        return [with_origin(submission, run_id) for submission in submissions]
+        submissions = [with_footprint(one, run.cluster, is_gpu=run.is_gpu) for one in parse(text, source)]
+        check_each_fits(run.cluster, submissions, is_gpu=run.is_gpu)
+        return [with_origin(submission, run.run_id) for submission in submissions]
 
     return parse_and_check
 

@@ -31,7 +31,7 @@ from rlmux.core.policy import Policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.model_host import ModelHost
-from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
+from rlmux.runtime.run import RunOptions, RunResult, resume_pipelines, run_pipelines
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.listening import Listening
 from rlmux.service.rollouts.routes import routes as rollout_routes
@@ -131,28 +131,10 @@ def serve(
     try:
         header = {"source": spec.source, "resolved": spec.resolved, "is_server": True}
         listener = _Starter(doors, on_ready, is_resuming=is_resuming)
+        options = RunOptions(listeners=[listener], parse=_refuse, is_kept_open=True, front=doors.front)
         if is_resuming:
-            return resume_pipelines(
-                with_bases(spec),
-                [],
-                policy,
-                folder,
-                listeners=[listener],
-                parse=_refuse,
-                is_kept_open=True,
-                front=doors.front,
-            )
-        return run_pipelines(
-            with_bases(spec),
-            [],
-            policy,
-            folder,
-            spec=header,
-            listeners=[listener],
-            parse=_refuse,
-            is_kept_open=True,
-            front=doors.front,
-        )
+            return resume_pipelines(with_bases(spec), [], policy, folder, options)
+        return run_pipelines(with_bases(spec), [], policy, folder, options, spec=header)
     finally:
         server.close()
         doors.close()
