@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmux.cli import inputs
+from rlmux.config import Purpose
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TO_PLAN = {"07_cluster_what_if.yaml"}
@@ -23,7 +24,7 @@ def test_the_numbers_of_the_examples_have_no_gap():
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in TO_PLAN | TO_SHARE])
 def test_an_example_can_be_run(name):
-    spec = inputs.load_for_run(str(EXAMPLES / name), None, None)
+    spec = inputs.load(str(EXAMPLES / name))
     trained = [pipeline for pipeline in spec.pipelines if not pipeline.pipeline.is_filler]
     assert all(pipeline.config.sft_warmup.num_updates > 0 for pipeline in trained)
     assert {pool.num_nodes for pool in spec.cluster.pools.values()} == {1}, "examples fit on two cores"
@@ -31,7 +32,7 @@ def test_an_example_can_be_run(name):
 
 @pytest.mark.parametrize("name", sorted(TO_PLAN))
 def test_an_example_can_be_planned(name):
-    spec = inputs.load_for_plan(str(EXAMPLES / name), None, None)
+    spec = inputs.load(str(EXAMPLES / name), purpose=Purpose.PLAN)
     assert len(inputs.workload_of(spec).arrivals) == len(spec.pipelines)
 
 

@@ -1,6 +1,7 @@
 """The house: which room may import which, and what from outside. Read from the source, not from what ran.
 
-cli    | api | service  words, Python values, and requests
+cli    | service        words, and requests
+api                     Python values: what a program may call
 client                  what a run elsewhere is asked
 papers | profiling | broker
 sim    | runtime
@@ -56,11 +57,14 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.
     "client": ({"core", "report", "runtime", "config"}, {"httpx", "yaml", "wandb", "mlflow", "trackio"}),
-    "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins", "client"}, {"yaml", "pandas"}),
+    "api": (
+        {"core", "policies", "report", "sim", "runtime", "profiling", "config", "plugins", "client"},
+        {"yaml", "pandas"},
+    ),
     "cli": (
         {
             *("core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "broker"),
-            *("config", "plugins", "service", "client"),
+            *("config", "plugins", "service", "client", "api"),
         },
         {"typer", "rich", "psutil"},
     ),

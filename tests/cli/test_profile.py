@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlmux.cli import profile_tables
-from rlmux.cli.inputs import load_for_run, policy_and_switches
+from rlmux.api.files import policy_and_switches
+from rlmux.cli import inputs, profile_tables
 from rlmux.core.model import Phase
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.profile_file import Profile
@@ -77,15 +77,15 @@ def test_people_get_a_row_for_each_sub_stage_and_a_column_for_each_neighbour(tmp
 
 def test_a_policy_that_shares_nothing_says_that_only_switches_are_used(here, folder, tmp_path, capsys):
     Profile(table=TABLE, switches=SWITCHES).save(tmp_path / "profile.json")
-    spec = load_for_run(str(folder / "small.yaml"), None, "solo")
-    policy, _ = policy_and_switches(spec, tmp_path / "profile.json")
+    spec = inputs.load(str(folder / "small.yaml"), None, "solo")
+    policy, _ = policy_and_switches(spec, tmp_path / "profile.json", inputs.say)
     assert policy.name == "solo"
     assert "solo gives devices as a whole: only its switches are used" in capsys.readouterr().err
 
 
 def test_a_profile_reaches_pipelines_that_are_submitted_late_too(here, folder):
     Profile(table=TABLE, switches=SWITCHES).save(folder / "profile.json")
-    spec = load_for_run(str(folder / "small.yaml"), None, None)
+    spec = inputs.load(str(folder / "small.yaml"))
     _, estimate_switch = policy_and_switches(spec, folder / "profile.json")
     parse = launch.parser(spec, estimate_switch)
     late = [one.pipeline.switch for one in parse((folder / "small.yaml").read_text(), "late.yaml")]
@@ -97,6 +97,6 @@ def test_a_profile_reaches_pipelines_that_are_submitted_late_too(here, folder):
 def test_a_policy_is_told_of_old_log_probs_only_where_a_pipeline_computes_them(here, folder, sets, slowdown):
     measured = {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_logprobs", 0.5): (1.1, 1.5)}
     Profile(table=replace(TABLE, measured=measured)).save(folder / "profile.json")
-    spec = load_for_run(str(folder / "small.yaml"), sets, "jigsaw")
+    spec = inputs.load(str(folder / "small.yaml"), sets, "jigsaw")
     policy, _ = policy_and_switches(spec, folder / "profile.json")
     assert policy.sharing.pair_rates("tail", "update").other_slowdown == slowdown

@@ -59,7 +59,7 @@ def test_the_resolved_file_has_new_keys_only(load, good):
 
 def test_the_command_line_prints_the_hint_on_stderr(load, good, capsys):
     load(good)
-    inputs.load_for_run("two.yaml", ["pipelines.sort.warm_start.updates=4"], None)
+    inputs.load("two.yaml", ["pipelines.sort.warm_start.updates=4"])
     printed = capsys.readouterr()
     assert printed.err == f"rlmux: --set pipelines.sort.warm_start.updates=4: {HINT}\n"
     assert printed.out == ""

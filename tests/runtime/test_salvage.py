@@ -222,6 +222,7 @@ def test_a_run_whose_log_is_damaged_goes_on_from_its_checkpoint(tmp_path, monkey
     from rlmux.config import load_spec
     from rlmux.policies import make_policy
     from rlmux.runtime import launch
+    from rlmux.runtime.run import RunOptions
 
     class StopsAt:
         def __init__(self, step: int) -> None:
@@ -234,7 +235,8 @@ def test_a_run_whose_log_is_damaged_goes_on_from_its_checkpoint(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     Path("file.yaml").write_text(FILE)
     spec, run = load_spec("file.yaml"), tmp_path / "run"
-    assert not launch.start_run(spec, run, policy=make_policy("fifo"), listeners=[StopsAt(20)]).is_complete
+    options = RunOptions(listeners=[StopsAt(20)])
+    assert not launch.start_run(spec, run, policy=make_policy("fifo"), options=options).is_complete
     if how == "gone":
         (run / LOG_NAME).unlink()
     else:
@@ -249,7 +251,8 @@ def test_a_run_whose_log_is_damaged_goes_on_from_its_checkpoint(tmp_path, monkey
             submitted.extend(event.pipeline.first_step for event in events if hasattr(event, "pipeline")
                              and hasattr(event.pipeline, "first_step"))  # fmt: skip
 
-    done = launch.resume_run(launch.spec_of(run), run, policy=make_policy("fifo"), listeners=[SeesFirstStep()])
+    options = RunOptions(listeners=[SeesFirstStep()])
+    done = launch.resume_run(launch.spec_of(run), run, policy=make_policy("fifo"), options=options)
     assert submitted[0] > 15, "from its newest checkpoint, not from the beginning"
     alone = launch.start_run(spec, tmp_path / "alone", policy=make_policy("fifo"))
     weights = {name: one["weights_sha256"] for name, one in done.summary["pipelines"].items()}

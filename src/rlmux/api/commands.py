@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlmux import plugins
-from rlmux.api.files import File, load_file
-from rlmux.api.runs import Run
+from rlmux.api.files import File, Say, load_file, policy_and_switches, warn
+from rlmux.api.runs import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
-from rlmux.policies import check_policy, make_policy
+from rlmux.policies import check_policy
 
 if TYPE_CHECKING:
     from rlmux.runtime.controller import Listener
-    from rlmux.runtime.run import RunResult
+    from rlmux.runtime.run import RunOptions, RunResult
     from rlmux.sim.workloads.arrivals import Workload
 
 Progress = Callable[[int, int], None]
@@ -110,21 +110,36 @@ def run(
     overwrite: bool = False,
     backend: Literal["local", "ray"] = "local",
     address: str | None = None,
+    profile: str | Path | None = None,
+    keep_open: bool = False,
     listeners: Sequence[Listener] = (),
+    display: Display | None = None,
+    say: Say = warn,
 ) -> Run:
     """Train the file's pipelines, and return when all are over or the run is stopped (`Run.is_over` tells).
 
-    `out`: the run's folder, by default a new one under runs/. `backend`, `address`: as `rlmux run` has them.
-    `listeners`: told of every event as it comes (`runtime/controller.py`). In the main thread Ctrl-C and SIGTERM stop
-    the run at the next safe point; it goes on with `Run.resume`.
+    `out`: the run's folder, by default a new one under runs/. `backend`, `address`, `profile`, `keep_open`: as
+    `rlmux run` has them.
+    `listeners`: told of every event as it comes (`runtime/controller.py`); `display`: makes one from the checked file.
+    In the main thread Ctrl-C and SIGTERM stop the run at the next safe point; it goes on with `Run.resume`.
+    `say`: told what of the file or the profile is old or of no use; by default a warning of the logger `rlmux`.
     Raises UserError before anything starts. A pipeline's own failure is in `Run.summary`, not raised.
     """
     from rlmux.runtime import folders
+    from rlmux.runtime.run import RunOptions
 
-    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, policy=policy)
-    with folders.chosen(_text(out), f"{_stem(file)}-{spec.policy}") as folder:
-        _start(spec, folder, overwrite=overwrite, backend=backend, address=address, listeners=listeners)
-        return Run(folder)
+    spec = load_file(
+        file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, say=say
+    )
+    with (
+        folders.chosen(_text(out), f"{_stem(file)}-{spec.policy}") as folder,
+        followed(spec, listeners, display) as told,
+    ):
+        options = RunOptions(backend=backend, listeners=told, is_kept_open=keep_open)
+        result = _train(spec, folder, options, address=address, profile=profile, say=say, is_overwriting=overwrite)
+    ended = Run(folder)
+    ended.result = result
+    return ended
 
 
 def compare(
@@ -136,21 +151,26 @@ def compare(
     overwrite: bool = False,
     backend: Literal["local", "ray"] = "local",
     address: str | None = None,
+    profile: str | Path | None = None,
+    display: Display | None = None,
+    say: Say = warn,
 ) -> dict[str, Any]:
     """Train the same pipelines under each policy, one after another; ratios are to the first.
 
+    `profile`, `display`, `say`: as for `run`, under each policy anew.
     The keys are those of `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
     """
     from rlmux.runtime import comparison, folders
+    from rlmux.runtime.run import RunOptions
 
     for name in policies:
         check_policy(name)
-    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides)
-    if any(plugins.is_plugin("policy", name) for name in policies):
-        plugins.look_in(spec.code_folder)
+    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, say=say)
 
     def start(one: Spec, into: Path) -> RunResult:
-        return _start(one, into, overwrite=False, backend=backend, address=address)
+        with followed(one, (), display) as told:
+            options = RunOptions(backend=backend, listeners=told)
+            return _train(one, into, options, address=address, profile=profile, say=say)
 
     with folders.chosen(_text(out), f"{_stem(file)}-compare") as folder:
         return comparison.run_each(spec, tuple(policies), folder, start, is_overwriting=overwrite)
@@ -165,25 +185,27 @@ def _stem(file: File) -> str:
     return Path(file).stem if isinstance(file, str | Path) else "run"
 
 
-def _start(
+def _train(
     spec: Spec,
     folder: Path,
+    options: RunOptions,
     *,
-    overwrite: bool,
-    backend: str,
     address: str | None,
-    listeners: Sequence[Listener] = (),
+    profile: str | Path | None,
+    say: Say,
+    is_overwriting: bool = False,
 ) -> RunResult:
     from rlmux.runtime import launch
 
-    if backend not in ("local", "ray"):
-        raise UserError(f"backend is {backend!r}; accepted: local, ray")
+    if options.backend not in ("local", "ray"):
+        raise UserError(f"backend is {options.backend!r}; accepted: local, ray")
+    policy, estimate_switch = policy_and_switches(spec, profile, say)
     return launch.start_run(
         spec,
         folder,
-        policy=make_policy(spec.policy),
-        listeners=listeners,
-        is_overwriting=overwrite,
-        backend=backend,
+        policy=policy,
+        estimate_switch=estimate_switch,
+        options=options,
         address=address,
+        is_overwriting=is_overwriting,
     )

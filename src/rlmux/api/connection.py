@@ -16,9 +16,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rlmux.api.files import IN_CODE, File
+from rlmux.api.files import IN_CODE, File, load_file
 from rlmux.api.runs import Run
 from rlmux.client.target import Target, is_url, target_of
+from rlmux.config import Purpose
 from rlmux.core.errors import UserError
 
 PATIENCE_S = 30.0
@@ -67,10 +68,8 @@ class Connection:
         A server gets the file's code and rows with it. Raises UserError for a file that does not fit the run; nothing
         of it is then submitted.
         """
-        from rlmux.api.files import load_for_submission
-
         with closing(self._target()) as target:
-            spec = load_for_submission(file, overrides=overrides, run=target.spec())
+            spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, cluster_of=target.spec())
             return target.submit(spec, spec.source if isinstance(file, str | Path) else IN_CODE)
 
     def cancel(self, pipeline: str) -> str:

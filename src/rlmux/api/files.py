@@ -1,71 +1,110 @@
 """From what a caller names to a checked file: a path, a mapping made in code, or a file that is loaded already.
 
-path | mapping | Spec ─▶ load_file(purpose=RUN | PLAN) ─▶ Spec
+path | mapping | Spec ─▶ load_file(purpose=RUN | PLAN) ─▶ Spec ─┬▶ policy_and_switches ─▶ what a run is started with
+profile ────────────────────────────────────────────────────────┘
+
+What of a file or profile is old or of no use is a warning of the logger `rlmux`, unless the caller takes it (`Say`).
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmux import plugins
 from rlmux.config import Purpose, Spec, load_spec
 from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import SpecError, UserError
-from rlmux.policies import POLICIES, check_policy
+from rlmux.core.policy import Policy
+from rlmux.policies import POLICIES, check_policy, make_policy
+
+if TYPE_CHECKING:
+    from rlmux.runtime.launch import EstimateSwitch
 
 File = str | Path | Mapping[str, Any] | Spec
 """A YAML file's path, its keys and values as a mapping, or what `rlmux.load` returned."""
 
 IN_CODE = "the mapping"
 """Source of a file that was made in code, in errors and logs."""
+Say = Callable[[str], None]
+"""Takes a warning, a line of text."""
+warn: Say = logging.getLogger("rlmux").warning
 
 
-def load_file(file: File, *, purpose: Purpose, overrides: Sequence[str] = (), policy: str | None = None) -> Spec:
+def load_file(
+    file: File,
+    *,
+    purpose: Purpose,
+    overrides: Sequence[str] = (),
+    policy: str | None = None,
+    cluster_of: Spec | None = None,
+    may_be_empty: bool = False,
+    say: Say = warn,
+) -> Spec:
     """The file, with all checked that the purpose needs. Raises SpecError, and UserError for an unknown policy.
 
-    Paths of a mapping are relative to the working folder.
+    Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
+    file's. `may_be_empty`: it may be without pipelines. `say`: told of keys that are old.
     """
     if policy is not None:
         check_policy(policy)
-    spec = _load(file, purpose, tuple(overrides))
+    spec = _load(
+        file,
+        overrides=tuple(overrides),
+        purpose=purpose,
+        check_training=_check_training(purpose),
+        policies=list(POLICIES),
+        cluster_of=cluster_of,
+        may_be_empty=may_be_empty,
+    )
+    for hint in spec.hints:
+        say(hint)
     spec = spec if policy is None else replace(spec, policy=policy)
-    if plugins.is_plugin("policy", spec.policy):
-        plugins.look_in(spec.code_folder)
+    look_for_plugin(spec.policy, spec.code_folder)
     return spec
 
 
-def load_for_submission(file: File, *, run: Spec, overrides: Sequence[str] = ()) -> Spec:
-    """The file's pipelines, with all checked that training them on the run's cluster needs."""
-    return _load(file, Purpose.RUN, tuple(overrides), cluster_of=run)
+def look_for_plugin(policy: str, folder: Path) -> None:
+    """Let a policy of the user's own be found in the folder of the file's code."""
+    if plugins.is_plugin("policy", policy):
+        plugins.look_in(folder)
 
 
-def _load(file: File, purpose: Purpose, overrides: tuple[str, ...], cluster_of: Spec | None = None) -> Spec:
+def policy_and_switches(spec: Spec, profile: str | Path | None, say: Say = warn) -> tuple[Policy, EstimateSwitch]:
+    """The file's policy, told what the profile has for its pipelines, and what estimates switches.
+
+    `say`: told what of the profile cannot be used, and what is used instead.
+    """
+    from rlmux.runtime.launch import estimate_nothing
+
+    look_for_plugin(spec.policy, spec.code_folder)
+    if profile is None:
+        return make_policy(spec.policy), estimate_nothing
+    from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
+    from rlmux.profiling.profile_file import load_sharing, load_switch_costs, sub_stages_of
+
+    here = fractions_here()
+    sharing, warnings = load_sharing(Path(profile), here, sub_stages_of(each.pipeline for each in spec.pipelines))
+    policy = make_policy(spec.policy, sharing=sharing)
+    if policy.sharing is None:
+        warnings.append(f"--profile: policy {spec.policy} gives devices as a whole: only its switches are used")
+    costs, more = load_switch_costs(Path(profile), here.device)
+    for warning in [*warnings, *more]:
+        say(warning)
+    return policy, costs.estimate_of
+
+
+def _load(file: File, **how: Any) -> Spec:
     if isinstance(file, str | Path):
-        return load_spec(
-            file,
-            overrides=overrides,
-            purpose=purpose,
-            check_training=_check_training(purpose),
-            policies=list(POLICIES),
-            cluster_of=cluster_of,
-        )
+        return load_spec(file, **how)
     text, source, folder = _text_of(file)
     try:
-        loaded = parse_spec(
-            text,
-            source=source,
-            folder=folder,
-            overrides=overrides,
-            purpose=purpose,
-            check_training=_check_training(purpose),
-            policies=list(POLICIES),
-            cluster_of=cluster_of,
-        )
+        loaded = parse_spec(text, source=source, folder=folder, **how)
     except SpecError as error:  # the lines are of a text that is not the caller's
         raise SpecError(re.sub(rf"^{re.escape(source)}:\d+", source, str(error))) from None
     return replace(loaded, policy=file.policy) if isinstance(file, Spec) else loaded

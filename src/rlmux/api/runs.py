@@ -9,16 +9,23 @@ Nothing is kept between two questions: each table is read from the log anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from rlmux.api.files import Say, policy_and_switches, warn
+from rlmux.config import Spec
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlmux.report.timeline import Timeline
+    from rlmux.runtime.controller import Listener
+    from rlmux.runtime.run import RunResult
 
 Row = Mapping[str, Any]
+Display = Callable[[Spec], "AbstractContextManager[Listener]"]
+"""Makes what shows a run of the checked file while it goes on: a listener for the time of the run."""
 
 
 class Table(Sequence[Row]):
@@ -56,6 +63,16 @@ class Table(Sequence[Row]):
         return pandas.DataFrame(self._rows, columns=list(self.columns))
 
 
+@contextmanager
+def followed(spec: Spec, listeners: Sequence[Listener], display: Display | None) -> Iterator[Sequence[Listener]]:
+    """The listeners of a run of this file, that of its display included, which is closed at the end."""
+    if display is None:
+        yield listeners
+        return
+    with display(spec) as shown:
+        yield [*listeners, shown]
+
+
 class Run:
     """One run. Its folder may be written by another process at this moment."""
 
@@ -64,6 +81,8 @@ class Run:
         from rlmux.runtime.folders import check_run
 
         self.folder = Path(folder)
+        self.result: RunResult | None = None
+        """How the training ended that this object was returned from, or that it resumed; None before."""
         check_run(self.folder)
 
     def __repr__(self) -> str:
@@ -185,25 +204,39 @@ class Run:
         )
         return Table(columns, rows)
 
-    def resume(self, *, retry: Sequence[str] = (), address: str | None = None) -> Run:
+    def resume(
+        self,
+        *,
+        retry: Sequence[str] = (),
+        address: str | None = None,
+        profile: str | Path | None = None,
+        keep_open: bool = False,
+        listeners: Sequence[Listener] = (),
+        display: Display | None = None,
+        say: Say = warn,
+    ) -> Run:
         """Train what is left of a run that was stopped or killed; `retry`: pipelines that failed and go on.
 
-        Raises UserError where the run goes on in a process, and for what `retry` names that did not fail.
+        The others are those of `rlmux.run`. Raises UserError where the run goes on in a process, and for what `retry`
+        names that did not fail.
         """
-        from rlmux.policies import make_policy
         from rlmux.runtime import launch
         from rlmux.runtime.preflight import complaints_about
+        from rlmux.runtime.run import RunOptions
 
         spec = launch.spec_of(self.folder)
-        launch.make_importable(spec.code_folder)
-        launch.resume_run(
-            spec,
-            self.folder,
-            policy=make_policy(spec.policy),
-            retry=retry,
-            address=address,
-            check_training=complaints_about,
-        )
+        policy, estimate_switch = policy_and_switches(spec, profile, say)
+        with followed(spec, listeners, display) as told:
+            self.result = launch.resume_run(
+                spec,
+                self.folder,
+                policy=policy,
+                estimate_switch=estimate_switch,
+                options=RunOptions(listeners=told, is_kept_open=keep_open),
+                address=address,
+                retry=retry,
+                check_training=complaints_about,
+            )
         return self
 
     def _timeline(self) -> Timeline:

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlmux import plugins
-from rlmux.config import Purpose, Spec, load_spec
+from rlmux.api.files import load_file, look_for_plugin
+from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlmux.config.broker_file import BrokerSpec
-    from rlmux.core.policy import Policy
-    from rlmux.runtime.launch import EstimateSwitch
     from rlmux.sim.models.neighbours import Neighbours
     from rlmux.sim.workloads.arrivals import Workload
 
@@ -24,24 +23,23 @@ BACKENDS = ("local", "ray")
 PAPERS = ("rollmux", "jigsawrl")
 
 
-def load_for_run(file: str, sets: Sequence[str] | None, policy: str | None, *, may_be_empty: bool = False) -> Spec:
-    """The file, with all that training needs checked. `may_be_empty`: it may be without pipelines."""
-    return _load(file, sets, policy, Purpose.RUN, may_be_empty=may_be_empty)
+def load(
+    file: str,
+    sets: Sequence[str] | None = None,
+    policy: str | None = None,
+    *,
+    purpose: Purpose = Purpose.RUN,
+    cluster_of: Spec | None = None,
+) -> Spec:
+    """The file, checked for what is to be done with it, by default to train. `cluster_of`: the run it is meant for."""
+    if policy is not None:
+        check_policy("--policy", policy)
+    return load_file(file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, say=say)
 
 
-def load_for_plan(file: str, sets: Sequence[str] | None, policy: str | None) -> Spec:
-    """The file, with all that planning and simulating needs checked."""
-    return _load(file, sets, policy, Purpose.PLAN)
-
-
-def load_for_submission(file: str, sets: Sequence[str] | None, run: Spec) -> Spec:
-    """The file's pipelines, with all that training them on the run's cluster needs checked."""
-    return _load(file, sets, None, Purpose.RUN, cluster_of=run)
-
-
-def load_for_question(file: str, run: Spec) -> Spec:
-    """The file's pipelines, with all that simulating them on the run's cluster needs checked."""
-    return _load(file, None, None, Purpose.PLAN, cluster_of=run)
+def say(text: str) -> None:
+    """Tell people what is no result."""
+    print(f"rlmux: {text}", file=sys.stderr)
 
 
 def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -> BrokerSpec:
@@ -55,42 +53,6 @@ def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -
     spec = spec if policy is None else replace(spec, policy=policy)
     look_for_plugin(spec.policy, Path(file).absolute().parent)
     return spec
-
-
-def _load(
-    file: str,
-    sets: Sequence[str] | None,
-    policy: str | None,
-    purpose: Purpose,
-    cluster_of: Spec | None = None,
-    *,
-    may_be_empty: bool = False,
-) -> Spec:
-    from rlmux.policies import POLICIES
-    from rlmux.runtime.preflight import complaints_about
-
-    if policy is not None:
-        check_policy("--policy", policy)
-    spec = load_spec(
-        file,
-        overrides=sets or (),
-        purpose=purpose,
-        check_training=complaints_about if purpose is Purpose.RUN else None,
-        policies=list(POLICIES),
-        cluster_of=cluster_of,
-        may_be_empty=may_be_empty,
-    )
-    for hint in spec.hints:
-        print(f"rlmux: {hint}", file=sys.stderr)
-    spec = spec if policy is None else replace(spec, policy=policy)
-    look_for_plugin(spec.policy, spec.code_folder)
-    return spec
-
-
-def look_for_plugin(policy: str, folder: Path) -> None:
-    """Let a policy of the user's own be found in the folder of the file's code."""
-    if plugins.is_plugin("policy", policy):
-        plugins.look_in(folder)
 
 
 def policy_names(text: str) -> tuple[str, ...]:
@@ -121,8 +83,9 @@ def check_policy(option: str, name: str) -> None:
         _check_choice(option, name, list(POLICIES))
 
 
-def check_backend(backend: str) -> None:
-    _check_choice("--backend", backend, BACKENDS)
+def backend_name(text: str) -> Literal["local", "ray"]:
+    _check_choice("--backend", text, BACKENDS)
+    return "ray" if text == "ray" else "local"
 
 
 def check_paper(paper: str) -> None:
@@ -175,37 +138,9 @@ def _neighbours(profile: Path) -> Neighbours | None:
     from rlmux.sim.models.neighbours import load_neighbours
 
     neighbours, warnings = load_neighbours(profile, fractions_here().device)
-    _warn(warnings)
-    return neighbours
-
-
-def policy_and_switches(spec: Spec, profile: Path | None) -> tuple[Policy, EstimateSwitch]:
-    """The file's policy, told what the profile has for its pipelines, and what estimates switches.
-
-    What of the profile cannot be used is told on stderr, with what is used instead.
-    """
-    from rlmux.policies import make_policy
-    from rlmux.runtime.launch import estimate_nothing
-
-    look_for_plugin(spec.policy, spec.code_folder)
-    if profile is None:
-        return make_policy(spec.policy), estimate_nothing
-    from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
-    from rlmux.profiling.profile_file import load_sharing, load_switch_costs, sub_stages_of
-
-    here = fractions_here()
-    sharing, warnings = load_sharing(profile, here, sub_stages_of(each.pipeline for each in spec.pipelines))
-    policy = make_policy(spec.policy, sharing=sharing)
-    if policy.sharing is None:
-        warnings.append(f"--profile: policy {spec.policy} gives devices as a whole: only its switches are used")
-    costs, more = load_switch_costs(profile, here.device)
-    _warn([*warnings, *more])
-    return policy, costs.estimate_of
-
-
-def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
-        print(f"rlmux: {warning}", file=sys.stderr)
+        say(warning)
+    return neighbours
 
 
 def measured(run: Path) -> dict[str, object]:
@@ -220,7 +155,7 @@ def workload(text: str, sets: Sequence[str] | None) -> Workload | str:
     """What a YAML file says, or a CSV file on another cluster; a name stays as it is, for the simulator to look up."""
     suffix = Path(text).suffix
     if suffix in (".yaml", ".yml"):
-        return workload_of(load_for_plan(text, sets, None))
+        return workload_of(load(text, sets, purpose=Purpose.PLAN))
     if not sets:
         if ":" in text:  # perhaps module:function, which may be here
             plugins.look_in(Path.cwd())

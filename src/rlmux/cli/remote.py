@@ -31,7 +31,7 @@ _AWAY_S = 600.0
 def submit(file: str, place: str, sets: Sequence[str] | None) -> list[dict[str, Any]]:
     """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
     with closing(target_of(place, _tell)) as target:
-        return target.submit(inputs.load_for_submission(file, sets, target.spec()), file)
+        return target.submit(inputs.load(file, sets, cluster_of=target.spec()), file)
 
 
 def tell(place: str, request: str, name: str, **fields: Any) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli import inputs, tables
+from rlmux.config import Purpose
 from rlmux.core.errors import UserError
 
 
@@ -39,7 +40,7 @@ def answer(
     now = ongoing(run, spec.cluster)
     added = [] if number is None or like is None else now.like(like, number)
     if file is not None:
-        added += inputs.workload_of(inputs.load_for_question(file, spec)).arrivals
+        added += inputs.workload_of(inputs.load(file, purpose=Purpose.PLAN, cluster_of=spec)).arrivals
     change = Change(
         added=added,
         removed=removed,

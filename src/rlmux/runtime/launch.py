@@ -27,7 +27,6 @@ from rlmux.report.log import LogReader
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.promise import Promise
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.controller import Listener
 from rlmux.runtime.inputs import input_files
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_pipelines, run_pipelines
@@ -47,33 +46,18 @@ def start_run(
     *,
     policy: Policy,
     estimate_switch: EstimateSwitch = estimate_nothing,
-    listeners: Sequence[Listener] = (),
-    is_overwriting: bool = False,
-    is_kept_open: bool = False,
-    backend: str = LOCAL,
+    options: RunOptions = RunOptions(),
     address: str | None = None,
+    is_overwriting: bool = False,
 ) -> RunResult:
-    """Train the file's pipelines in a new folder. `address`: of a Ray cluster.
+    """Train the file's pipelines in a new folder, on the backend that `options` names. `address`: of a Ray cluster.
 
     Raises UserError, before anything is made, where the backend or the folder cannot be had.
     """
-    make_backend = backend_maker(backend, address, spec.cluster)
-    make_importable(spec.code_folder)
+    options = _for_file(spec, options, estimate_switch, address)
+    given = submissions(spec, estimate_switch)
     return run_pipelines(
-        spec.cluster,
-        submissions(spec, estimate_switch),
-        policy,
-        folder,
-        RunOptions(
-            listeners=listeners,
-            parse=parser(spec, estimate_switch),
-            is_kept_open=is_kept_open,
-            backend=backend,
-            make_backend=make_backend,
-            shares=spec.shares,
-        ),
-        spec=header(spec),
-        is_overwriting=is_overwriting,
+        spec.cluster, given, policy, folder, options, spec=header(spec), is_overwriting=is_overwriting
     )
 
 
@@ -83,8 +67,7 @@ def resume_run(
     *,
     policy: Policy,
     estimate_switch: EstimateSwitch = estimate_nothing,
-    listeners: Sequence[Listener] = (),
-    is_kept_open: bool = False,
+    options: RunOptions = RunOptions(),
     address: str | None = None,
     retry: Sequence[str] = (),
     check_training: CheckTraining | None = None,
@@ -97,30 +80,21 @@ def resume_run(
     """
     with LogReader(folder) as log:
         backend = str(log.header.get("backend", LOCAL))
-    make_backend = backend_maker(backend, address, spec.cluster)
-    make_importable(spec.code_folder)
-    parse = parser(spec, estimate_switch)
+    options = _for_file(spec, replace(options, backend=backend), estimate_switch, address)
     given = submissions(spec, estimate_switch)
     for submitted in submitted_to(folder):
-        late = parse(submitted.resolved, submitted.source)
+        late = parser(spec, estimate_switch)(submitted.resolved, submitted.source)
         given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
     if retry and check_training is not None:
         _check_training([one.config for one in given if one.pipeline.id in retry], check_training, spec.code_folder)
-    return resume_pipelines(
-        spec.cluster,
-        given,
-        policy,
-        folder,
-        RunOptions(
-            listeners=listeners,
-            parse=parse,
-            is_kept_open=is_kept_open,
-            backend=backend,
-            make_backend=make_backend,
-            shares=spec.shares,
-        ),
-        retry=retry,
-    )
+    return resume_pipelines(spec.cluster, given, policy, folder, options, retry=retry)
+
+
+def _for_file(spec: Spec, options: RunOptions, estimate_switch: EstimateSwitch, address: str | None) -> RunOptions:
+    """The options with what the file decides; its code can be imported from then on."""
+    make_backend = backend_maker(options.backend, address, spec.cluster)
+    make_importable(spec.code_folder)
+    return replace(options, make_backend=make_backend, parse=parser(spec, estimate_switch), shares=spec.shares)
 
 
 def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, code_folder: Path) -> None:

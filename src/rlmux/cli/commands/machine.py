@@ -78,7 +78,7 @@ def profile(
     folder = out.absolute().parent
     if out.is_dir() or not folder.is_dir():
         raise UserError(f"--out {out}: accepted: a file in a folder that exists")
-    configs = [one.config for one in inputs.load_for_run(file, None, None).pipelines] if file else []
+    configs = [one.config for one in inputs.load(file).pipelines] if file else []
     configs = configs or [usual_config(device)]
     effort = interference.QUICK if quick else {}
     with progress.bar("pairs", is_quiet=json) as report_progress:

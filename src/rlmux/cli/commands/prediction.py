@@ -93,8 +93,9 @@ def plan(
     Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
     """
     from rlmux.cli import inputs, memory_rows, tables
+    from rlmux.config import Purpose
 
-    spec = inputs.load_for_plan(file, sets, policy)
+    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN)
     recorded = inputs.recorded_for_split(from_run, split)
     memory_rows.check_fits(spec)
 

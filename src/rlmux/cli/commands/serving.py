@@ -220,6 +220,7 @@ def _serve_models(
     opens: bool,
     allow_host: list[str],
 ) -> None:
+    from rlmux.api.files import look_for_plugin
     from rlmux.cli import inputs
     from rlmux.config.serve import load_serve_file
     from rlmux.policies import POLICIES, make_policy
@@ -240,7 +241,7 @@ def _serve_models(
     if policy is not None:
         inputs.check_policy("--policy", policy)
     name = policy or spec.policy
-    inputs.look_for_plugin(name, Path(file).absolute().parent)
+    look_for_plugin(name, Path(file).absolute().parent)
     chosen = make_policy(name)
     with folders.chosen(out, f"{Path(file).stem}-{name}") as folder:
         server.serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,8 +29,8 @@ from rlmux.cli.commands.options import (
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rlmux.api.runs import Run
     from rlmux.config import Spec
-    from rlmux.runtime.run import RunResult
 
 
 def run(
@@ -49,23 +50,26 @@ def run(
     \b
     Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
     """
+    from rlmux.api import commands
     from rlmux.cli import inputs
-    from rlmux.runtime import folders
+    from rlmux.cli.live import Live
 
-    inputs.check_backend(backend)
-    spec = inputs.load_for_run(file, sets, policy, may_be_empty=keep_open)
-    with folders.chosen(out, f"{Path(file).stem}-{spec.policy}") as folder:
-        result = _start(
-            spec,
-            folder,
-            profile=profile,
-            backend=backend,
-            address=address,
-            is_quiet=json,
-            is_overwriting=overwrite,
-            is_kept_open=keep_open,
-        )
-        _end(result, json)
+    if policy is not None:
+        inputs.check_policy("--policy", policy)
+    ended = commands.run(
+        file,
+        policy=policy,
+        overrides=sets or (),
+        out=out,
+        overwrite=overwrite,
+        backend=inputs.backend_name(backend),
+        address=address,
+        profile=profile,
+        keep_open=keep_open,
+        display=partial(Live, is_quiet=json),
+        say=inputs.say,
+    )
+    _end(ended, json)
 
 
 def compare(
@@ -86,55 +90,30 @@ def compare(
     \b
     Example: rlmux compare examples/01_two_pipelines.yaml --policies solo,colocated,rollmux
     """
-    from rlmux.cli import inputs
-    from rlmux.runtime import folders
-
-    inputs.check_backend(backend)
-    names = inputs.policy_names(policies)
-    spec = inputs.load_for_run(file, sets, None)
-    from rlmux.cli import tables
-    from rlmux.runtime import comparison
-
-    def start(one: Spec, into: Path) -> RunResult:
-        if not json:
-            place = f"{names.index(one.policy) + 1} of {len(names)}"
-            typer.echo(f"rlmux: policy {one.policy} ({place})", err=True)
-        return _start(one, into, profile=profile, backend=backend, address=address, is_quiet=json)
-
-    with folders.chosen(out, f"{Path(file).stem}-compare") as folder:
-        table = comparison.run_each(spec, names, folder, start, is_overwriting=overwrite)
-    tables.show_comparison(table, as_json=json)
-
-
-def _start(
-    spec: Spec,
-    folder: Path,
-    *,
-    profile: Path | None,
-    backend: str,
-    address: str | None,
-    is_quiet: bool,
-    is_overwriting: bool = False,
-    is_kept_open: bool = False,
-) -> RunResult:
-    """Train a file's pipelines in a new folder, and show how it goes."""
-    from rlmux.cli import inputs
+    from rlmux.api import commands
+    from rlmux.cli import inputs, tables
     from rlmux.cli.live import Live
-    from rlmux.runtime import launch
 
-    chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
-    with Live(spec, is_quiet=is_quiet) as live:
-        return launch.start_run(
-            spec,
-            folder,
-            policy=chosen,
-            estimate_switch=estimate_switch,
-            listeners=[live],
-            is_overwriting=is_overwriting,
-            is_kept_open=is_kept_open,
-            backend=backend,
-            address=address,
-        )
+    names = inputs.policy_names(policies)
+
+    def display(spec: Spec) -> Live:
+        if not json:
+            inputs.say(f"policy {spec.policy} ({names.index(spec.policy) + 1} of {len(names)})")
+        return Live(spec, is_quiet=json)
+
+    table = commands.compare(
+        file,
+        policies=names,
+        overrides=sets or (),
+        out=out,
+        overwrite=overwrite,
+        backend=inputs.backend_name(backend),
+        address=address,
+        profile=profile,
+        display=display,
+        say=inputs.say,
+    )
+    tables.show_comparison(table, as_json=json)
 
 
 def resume(
@@ -164,29 +143,20 @@ def resume(
         _serve_again(folder, [f"--{word}" for word, value in words.items() if value])
         return
 
+    from rlmux.api.runs import open_run
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
-    from rlmux.runtime import launch
-    from rlmux.runtime.preflight import complaints_about
 
     with folders.telling_of_salvage(folder):
-        spec = launch.spec_of(folder)
-        chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
-        with Live(spec, is_quiet=json, is_resuming=True) as live:
-            result = launch.resume_run(
-                spec,
-                folder,
-                policy=chosen,
-                estimate_switch=estimate_switch,
-                listeners=[live],
-                is_kept_open=keep_open,
-                address=address,
-                retry=retry or (),
-                check_training=complaints_about,
-            )
-    if result.was_over:
-        typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
-    _end(result, json)
+        ended = open_run(folder).resume(
+            retry=retry or (),
+            address=address,
+            profile=profile,
+            keep_open=keep_open,
+            display=partial(Live, is_quiet=json, is_resuming=True),
+            say=inputs.say,
+        )
+    _end(ended, json)
 
 
 def _serve_again(folder: Path, given: Sequence[str]) -> None:
@@ -228,7 +198,7 @@ def chaos(
     from rlmux.cli import inputs
     from rlmux.runtime import folders
 
-    spec = inputs.load_for_run(file, sets, policy)
+    spec = inputs.load(file, sets, policy)
     from rlmux.cli import chaos as chaos_display
     from rlmux.runtime.chaos import run_chaos
 
@@ -240,11 +210,15 @@ def chaos(
     raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
 
 
-def _end(result: RunResult, as_json: bool) -> None:
+def _end(ended: Run, as_json: bool) -> None:
     """Show a run that ended or was stopped, and exit accordingly."""
-    from rlmux.cli import output, tables
+    from rlmux.cli import inputs, output, tables
     from rlmux.cli.exit_codes import INTERRUPTED
 
+    result = ended.result
+    assert result is not None, "it was trained in this process"
+    if result.was_over:
+        inputs.say("nothing to resume: every pipeline is over")
     if result.is_complete:
         tables.show_run(result.summary, result.folder, as_json=as_json)
         failed = [name for name, one in result.summary["pipelines"].items() if one["status"] == "failed"]
