@@ -60,6 +60,11 @@ def test_columns_are_aligned_with_numbers_to_the_right(capsys):
     ]
 
 
+def test_cells_are_neither_wrapped_nor_read_as_markup_and_wide_characters_count_as_two(capsys):
+    tables.print_rows([{"said": "[b]" * 100, "n": 1}, {"said": "日本", "n": 2}])
+    assert capsys.readouterr().out.splitlines()[1:] == ["[b]" * 100 + "  1", "日本" + " " * 296 + "  2"]
+
+
 def test_json_has_null_for_what_is_not_finite(capsys):
     tables.print_json({"a": math.inf, "b": [math.nan, 1.5], "c": {"d": -math.inf}})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": {"d": None}}

@@ -30,7 +30,7 @@ _AWAY_S = 600.0
 
 def submit(file: str, place: str, sets: Sequence[str] | None) -> list[dict[str, Any]]:
     """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
-    with closing(target_of(place, _tell)) as target:
+    with closing(target_of(place, inputs.say)) as target:
         return target.submit(inputs.load(file, sets, cluster_of=target.spec()), file)
 
 
@@ -215,10 +215,7 @@ def _tables(shown: Mapping[str, Any]) -> Table:
     both.add_row(heading(shown))
     for rows in (_pipeline_rows(shown), _device_rows(shown), _alert_rows(shown)):
         if rows:
-            table = Table(*rows[0], box=None, pad_edge=False)
-            for row in rows:
-                table.add_row(*(str(value) for value in row.values()))
-            both.add_row(table)
+            both.add_row(tables.table_of(rows))
     for line in _slo_lines(shown):
         both.add_row(line)
     return both
@@ -298,7 +295,7 @@ def show_logs(place: str, name: str, *, is_following: bool) -> None:
         if name not in known:
             raise UserError(f"{place}: no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
     away_s = _AWAY_S if is_following and is_url(place) else 0.0
-    with closing(target_of(place, _tell, patience_s=away_s)) as target, suppress(KeyboardInterrupt):
+    with closing(target_of(place, inputs.say, patience_s=away_s)) as target, suppress(KeyboardInterrupt):
         position = 0
         for is_last in _until_over(target, name, away_s) if is_following else (True,):
             text, position = target.log(name, position)
@@ -321,7 +318,3 @@ def _until_over(target: Target, name: str, away_s: float) -> Iterator[bool]:
         yield is_over
         if is_over:
             return
-
-
-def _tell(text: str) -> None:
-    print(f"rlmux: {text}", file=sys.stderr)

@@ -6,12 +6,17 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import memory_rows
 from rlmux.report.slos import slo_words
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 Row = Mapping[str, Any]
+_WIDE = 100_000
+"""Characters of a line that is not wrapped."""
 _FAILED_STATUSES = ("failed", "refused")
 _SLO_WORDS = {True: "kept", False: "missed", None: ""}
 
@@ -363,19 +368,26 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Rows with equal keys as aligned columns; numbers to the right."""
-    if not rows:
-        return
-    names = list(rows[0])
-    cells = [[_text(row[name]) for name in names] for row in rows]
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    is_number = [all(isinstance(row[name], int | float | None) for row in rows) for name in names]
-    for line in [names, *cells]:
-        padded = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, is_number, strict=True)
-        ]
-        print("  ".join(padded).rstrip())
+    """Rows with equal keys as aligned columns; numbers to the right. Nothing is wrapped or cut off, so that scripts can
+    read it."""
+    from rich.console import Console
+
+    for line in Console(width=_WIDE).render_lines(table_of(rows), pad=False) if rows else ():
+        print("".join(segment.text for segment in line).rstrip())
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """One row or more with equal keys, as a part of a display."""
+    from rich.table import Table
+    from rich.text import Text  # cells are plain text: square brackets are no markup
+
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        is_number = all(isinstance(row[name], int | float | None) for row in rows)
+        table.add_column(Text(name), justify="right" if is_number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(_text(row[name])) for name in rows[0]))
+    return table
 
 
 def flat(row: Row, prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,16 +18,6 @@ def chosen(folder: Path) -> Callable[..., list[Verdict]]:
 
         return verify_served
     return verify
-
-
-def speaker(*, is_quiet: bool) -> Callable[[str], None]:
-    """What prints progress on stderr, or nothing."""
-
-    def say(text: str) -> None:
-        if not is_quiet:
-            print(f"rlmux: {text}", file=sys.stderr, flush=True)
-
-    return say
 
 
 def show(verdicts: Sequence[Verdict], *, as_json: bool) -> int:

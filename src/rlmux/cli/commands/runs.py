@@ -259,8 +259,9 @@ def verify(
     from rlmux.runtime import folders
 
     folders.check_run(folder)
-    from rlmux.cli import verification
+    from rlmux.cli import inputs, verification
 
     verify_run = verification.chosen(folder)
-    verdicts = verify_run(folder, [] if name is None else [name], say=verification.speaker(is_quiet=json))
+    say = (lambda text: None) if json else inputs.say
+    verdicts = verify_run(folder, [] if name is None else [name], say=say)
     raise typer.Exit(verification.show(verdicts, as_json=json))
