@@ -9,6 +9,7 @@ import pytest
 
 from rlmux.cli import inputs
 from rlmux.config import Purpose
+from rlmux.sim.workloads.spec_file import workload_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TO_PLAN = {"07_cluster_what_if.yaml"}
@@ -33,7 +34,7 @@ def test_an_example_can_be_run(name):
 @pytest.mark.parametrize("name", sorted(TO_PLAN))
 def test_an_example_can_be_planned(name):
     spec = inputs.load(str(EXAMPLES / name), purpose=Purpose.PLAN)
-    assert len(inputs.workload_of(spec).arrivals) == len(spec.pipelines)
+    assert len(workload_of(spec).arrivals) == len(spec.pipelines)
 
 
 @pytest.mark.parametrize("name", FILES)

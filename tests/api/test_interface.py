@@ -73,7 +73,7 @@ def test_a_file_made_in_code_plans_as_the_same_file_does(tmp_path):
         (lambda: rlmux.plan("nowhere.yaml"), "nowhere.yaml: no such file"),
         (lambda: rlmux.plan(FILE, policy="rolmux"), "policy 'rolmux' is unknown"),
         (lambda: rlmux.simulate("wave"), "workload 'wave' is neither"),
-        (lambda: rlmux.simulate("weave", overrides=["a=1"]), "only a file takes them"),
+        (lambda: rlmux.simulate("weave", overrides=["a=1"]), "only a YAML file takes overrides"),
         (lambda: rlmux.open_run("nowhere"), "nowhere: no such folder; accepted: the folder of a run"),
         (lambda: rlmux.connect("http://127.0.0.1:1"), "http://127.0.0.1:1: no token; accepted: RLMUX_TOKEN=..."),
         (lambda: rlmux.load(FILE, purpose="train"), "purpose is 'train'; accepted: run, plan"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlmux import plugins
-from rlmux.api.files import File, Say, load_file, policy_and_switches, warn
+from rlmux.api.files import File, Say, load_file, load_workload, policy_and_switches, warn
 from rlmux.api.runs import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
@@ -76,29 +76,13 @@ def simulate(
         if plugins.is_plugin("policy", name):
             plugins.look_in(Path.cwd())
     return api.simulate(
-        _workload(workload, overrides),
+        load_workload(workload, overrides),
         policies=tuple(policies),
         num_seeds=seeds,
         progress=progress,
         num_processes=processes,
         out=None if out is None else Path(out),
     )
-
-
-def _workload(workload: File | Workload, overrides: Sequence[str]) -> str | Workload:
-    from rlmux.sim.workloads.arrivals import Workload as KnownWorkload
-    from rlmux.sim.workloads.spec_file import workload_of
-
-    if isinstance(workload, KnownWorkload):
-        return workload
-    is_name = isinstance(workload, str) and Path(workload).suffix not in (".yaml", ".yml")
-    if not is_name:
-        return workload_of(load_file(workload, purpose=Purpose.PLAN, overrides=overrides))
-    if overrides:
-        raise UserError(f"overrides {overrides[0]!r}: only a file takes them, and {workload!r} is none")
-    if plugins.is_plugin("workload", str(workload)):
-        plugins.look_in(Path.cwd())
-    return str(workload)
 
 
 def run(

@@ -25,6 +25,7 @@ from rlmux.policies import POLICIES, check_policy, make_policy
 
 if TYPE_CHECKING:
     from rlmux.runtime.launch import EstimateSwitch
+    from rlmux.sim.workloads.arrivals import Workload
 
 File = str | Path | Mapping[str, Any] | Spec
 """A YAML file's path, its keys and values as a mapping, or what `rlmux.load` returned."""
@@ -67,6 +68,29 @@ def load_file(
     spec = spec if policy is None else replace(spec, policy=policy)
     look_for_plugin(spec.policy, spec.code_folder)
     return spec
+
+
+def load_workload(workload: File | Workload, overrides: Sequence[str] = (), say: Say = warn) -> Workload | str:
+    """What a YAML file says, or a CSV file on another cluster; a name stays as it is, for the simulator to look up."""
+    from rlmux.sim.workloads import spec_file, trace_csv
+    from rlmux.sim.workloads.arrivals import Workload, h20_h800_cluster
+
+    if isinstance(workload, Workload):
+        return workload
+    suffix = Path(workload).suffix if isinstance(workload, str | Path) else ".yaml"
+    if suffix in (".yaml", ".yml"):
+        return spec_file.workload_of(load_file(workload, purpose=Purpose.PLAN, overrides=overrides, say=say))
+    text = str(workload)
+    if not overrides:
+        if ":" in text:  # perhaps module:function, which may be here
+            plugins.look_in(Path.cwd())
+        return text
+    if suffix != ".csv":
+        raise UserError(
+            f"--set {overrides[0]}: only a YAML file takes overrides, and {text!r} is none; a CSV file takes those of "
+            f"cluster, and a name takes parameters: {text.partition(':')[0]}:key=value"
+        )
+    return trace_csv.load(Path(text), cluster=spec_file.cluster_of(h20_h800_cluster(), overrides, text))
 
 
 def look_for_plugin(policy: str, folder: Path) -> None:

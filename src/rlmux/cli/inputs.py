@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlmux import plugins
-from rlmux.api.files import load_file, look_for_plugin
+from rlmux.api.files import load_file, load_workload, look_for_plugin
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
 
@@ -109,7 +109,7 @@ def workload_or_run(
         if profile is not None:
             raise UserError(f"--profile {profile}: goes with --from-run only: a profile is of this machine's devices")
         assert text is not None
-        return workload(text, sets)
+        return load_workload(text, sets or (), say)
     if sets:
         raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and a run is as it was")
     from rlmux.runtime import folders
@@ -149,33 +149,6 @@ def measured(run: Path) -> dict[str, object]:
 
     timeline = read_timeline(run)
     return {"policy": timeline.header.get("policy"), "makespan_s": timeline.makespan_s}
-
-
-def workload(text: str, sets: Sequence[str] | None) -> Workload | str:
-    """What a YAML file says, or a CSV file on another cluster; a name stays as it is, for the simulator to look up."""
-    suffix = Path(text).suffix
-    if suffix in (".yaml", ".yml"):
-        return workload_of(load(text, sets, purpose=Purpose.PLAN))
-    if not sets:
-        if ":" in text:  # perhaps module:function, which may be here
-            plugins.look_in(Path.cwd())
-        return text
-    if suffix != ".csv":
-        raise UserError(
-            f"--set {sets[0]}: only a YAML file takes overrides, and {text!r} is none; a CSV file takes those of "
-            f"cluster, and a name takes parameters: {text.partition(':')[0]}:key=value"
-        )
-    from rlmux.sim.workloads import spec_file, trace_csv
-    from rlmux.sim.workloads.arrivals import h20_h800_cluster
-
-    return trace_csv.load(Path(text), cluster=spec_file.cluster_of(h20_h800_cluster(), sets, text))
-
-
-def workload_of(spec: Spec) -> Workload:
-    """The file's pipelines as the simulator takes them."""
-    from rlmux.sim.workloads import spec_file
-
-    return spec_file.workload_of(spec)
 
 
 def bases_in(spec: Spec) -> list[dict[str, object]]:

@@ -25,6 +25,7 @@ def answer(
     from rlmux.runtime import folders, launch
     from rlmux.sim.what_if import Change, what_if
     from rlmux.sim.workloads.ongoing import ongoing
+    from rlmux.sim.workloads.spec_file import workload_of
 
     if (number is None) != (like is None):
         raise UserError("--add and --like go together, such as --add 40 --like NAME")
@@ -40,7 +41,7 @@ def answer(
     now = ongoing(run, spec.cluster)
     added = [] if number is None or like is None else now.like(like, number)
     if file is not None:
-        added += inputs.workload_of(inputs.load(file, purpose=Purpose.PLAN, cluster_of=spec)).arrivals
+        added += workload_of(inputs.load(file, purpose=Purpose.PLAN, cluster_of=spec)).arrivals
     change = Change(
         added=added,
         removed=removed,

@@ -100,12 +100,14 @@ def plan(
     memory_rows.check_fits(spec)
 
     from rlmux.sim import api
+    from rlmux.sim.workloads.spec_file import workload_of
 
-    planned = api.plan(inputs.workload_of(spec), policy=spec.policy)
+    made = workload_of(spec)
+    planned = api.plan(made, policy=spec.policy)
     if split is not None:
         from rlmux.sim.split_search import splits
 
-        planned["splits"] = splits(inputs.workload_of(spec), split, recorded)
+        planned["splits"] = splits(made, split, recorded)
     planned["bases"] = inputs.bases_in(spec)
     planned["memory"] = memory_rows.memory_of(spec)
     tables.show_plan(planned, as_json=json)
