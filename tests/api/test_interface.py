@@ -62,6 +62,13 @@ def test_a_file_made_in_code_plans_as_the_same_file_does(tmp_path):
     assert rlmux.plan(spec) == rlmux.plan(tmp_path / "file.yaml", policy="rollmux")
 
 
+def test_an_old_key_is_a_warning_of_the_logger(caplog):
+    rlmux.plan({**FILE, "defaults": {**FILE["defaults"], "warm_start": {"updates": 4}}})
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("rlmux", "the mapping: warm_start is now sft_warmup; the old key is accepted until the next release")
+    ]
+
+
 @pytest.mark.parametrize(
     ("call", "line"),
     [

@@ -112,11 +112,9 @@ def run(
     from rlmux.runtime import folders
     from rlmux.runtime.run import RunOptions
 
-    spec = load_file(
-        file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, say=say
-    )
+    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, say=say)
     with (
-        folders.chosen(_text(out), f"{_stem(file)}-{spec.policy}") as folder,
+        folders.chosen(out, f"{_stem(file)}-{spec.policy}") as folder,
         followed(spec, listeners, display) as told,
     ):
         options = RunOptions(backend=backend, listeners=told, is_kept_open=keep_open)
@@ -156,12 +154,8 @@ def compare(
             options = RunOptions(backend=backend, listeners=told)
             return _train(one, into, options, address=address, profile=profile, say=say)
 
-    with folders.chosen(_text(out), f"{_stem(file)}-compare") as folder:
+    with folders.chosen(out, f"{_stem(file)}-compare") as folder:
         return comparison.run_each(spec, tuple(policies), folder, start, is_overwriting=overwrite)
-
-
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _stem(file: File) -> str:

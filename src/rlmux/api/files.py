@@ -127,10 +127,15 @@ def _load(file: File, **how: Any) -> Spec:
     if isinstance(file, str | Path):
         return load_spec(file, **how)
     text, source, folder = _text_of(file)
+
+    def without_line(said: str) -> str:  # the lines are of a text that is not the caller's
+        return re.sub(rf"^{re.escape(source)}:\d+", source, said)
+
     try:
         loaded = parse_spec(text, source=source, folder=folder, **how)
-    except SpecError as error:  # the lines are of a text that is not the caller's
-        raise SpecError(re.sub(rf"^{re.escape(source)}:\d+", source, str(error))) from None
+    except SpecError as error:
+        raise SpecError(without_line(str(error))) from None
+    loaded = replace(loaded, hints=tuple(map(without_line, loaded.hints)))
     return replace(loaded, policy=file.policy) if isinstance(file, Spec) else loaded
 
 

@@ -15,7 +15,7 @@ RUN_HEADER = "header.json"
 
 
 @contextmanager
-def chosen(out: str | None, name: str) -> Iterator[Path]:
+def chosen(out: str | Path | None, name: str) -> Iterator[Path]:
     """`out`, or a new folder under runs/, made at once so that no other command takes it.
 
     The latter is removed again where nothing was written into it.
