@@ -56,14 +56,14 @@ def test_an_answer_is_that_of_the_command_line(half, dashboard, capsys):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ({}, "not a question"),
-        ([1], "not a question"),
+        ({}, "the body is wrong: no question"),
+        ([1], "the body is wrong"),
         ({"when": 3}, "no field 'when'"),
         ({"add": True, "like": "sort"}, "add is 'True'"),
         ({"remove": "sort"}, "remove is 'sort'"),
-        ({"set": [3]}, "set is no text"),
-        ({"file": "x" * 200_000}, "file is no text, or too long"),
-        ({"like": "so\0rt", "add": 1}, "like is no text"),
+        ({"set": [3]}, "set.0 is '3'"),
+        ({"file": "x" * 200_000}, "file is 'xxx"),
+        ({"like": "so\0rt", "add": 1}, "like is 'so"),
     ],
 )
 def test_a_body_that_is_no_question_is_refused(shown, body, told):
@@ -110,7 +110,7 @@ def test_questions_that_take_long_hold_no_other_request_up(half, dashboard, monk
 
     def slow(*_: object) -> dict[str, Any]:
         is_let_go.wait()
-        return {"at_s": 0.0, "now": {"pipelines": {}}}
+        return {"run": "", "at_s": 0.0, "about": "", "notes": [], "now": {"pipelines": {}}, "then": {}}
 
     monkeypatch.setattr(questions, "_answer", slow)
     with ThreadPoolExecutor(60) as asking:

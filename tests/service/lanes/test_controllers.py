@@ -14,7 +14,7 @@ from rlmux.config.load import parse_spec
 from rlmux.report.folder_lock import FolderLock
 from rlmux.service.dashboard.access import SERVER
 from rlmux.service.dashboard.control import Control
-from rlmux.service.dashboard.door import Asked
+from rlmux.service.dashboard.parameters import Asked
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.indexer import LaneIndexer
@@ -72,12 +72,10 @@ def test_a_lane_that_does_not_answer_is_an_alert_and_refuses_at_once(hung):
     hung.tend()
     row = reads.lane_row("cpu", SERVER)
     assert (row["state"], row["banner"]) == ("not_answering", hung.down())
-    asked = Asked(
-        path={"lane": "cpu"}, query={}, body=None, who=SERVER, address="", headers={}, cookie="", is_https=False
-    )
-    (alert,) = reads.alerts(asked)["items"]
-    assert (alert["rule"], alert["level"], alert["text"]) == ("lane_down", "critical", hung.down())
-    assert reads.health(asked)["lanes"]["cpu"]["up"] is False
+    asked = Asked(path={"lane": "cpu"}, who=SERVER, address="", headers={}, cookie="", is_https=False)
+    (alert,) = reads.alerts(asked, "cpu").items
+    assert (alert.rule, alert.level, alert.text) == ("lane_down", "critical", hung.down())
+    assert not reads.health(asked).lanes["cpu"].up
     with pytest.raises(ProblemError, match="does not answer"):
         Control(reads)._told(asked, "queue")
 

@@ -13,7 +13,9 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from fastapi import Request, Response
+from starlette.responses import PlainTextResponse
 
 from rlmux.core.errors import UserError
 from rlmux.report.log import SCHEMA_VERSION
@@ -23,18 +25,19 @@ from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.audit_reads import AuditReads
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.cost import CostReads
-from rlmux.service.dashboard.door import Address, Asked, Door, Told, cookie_name, get
+from rlmux.service.dashboard.door import PREFIX, Address, Door, cookie_name, get, post
 from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.openapi import Document
-from rlmux.service.dashboard.parameters import line, one_of, whole, words
+from rlmux.service.dashboard.parameters import Asked, Caller
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.questions import Questions
-from rlmux.service.dashboard.reads import MAX_SEARCHED_BYTES, Reads, Trouble, parse_place, parse_sort
+from rlmux.service.dashboard.reads import Reads, Trouble
 from rlmux.service.dashboard.samples import SampleReads
 from rlmux.service.dashboard.sessions import LONGEST_SESSION_S
-from rlmux.service.dashboard.stream import Streams, Watch
+from rlmux.service.dashboard.shapes import Login, Nothing, Version, WhoAmI
+from rlmux.service.dashboard.stream import Events, Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
 from rlmux.service.dashboard.webhook import Webhook
 from rlmux.service.index.lanes import Root
@@ -94,9 +97,10 @@ class Dashboard:
         kept = AuditReads(token_folder)
         others = (kept, TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
         every = (*read, *(address for other in others for address in other.addresses()), *more)
-        self.addresses = Document(every).addresses
+        document = Document()
+        self.addresses = (*every, document.address)
         door = Door(self.access, server.port, scrape.observe, reads, Audit(token_folder))
-        server.mount("", door.router(self.addresses))
+        server.mount(PREFIX, document.added_to(door.router(self.addresses)))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
         server.run_beside(watch.run)
@@ -134,94 +138,71 @@ class _Sessions:
         self._access = access
         self._port = port
 
-    async def login(self, asked: Asked) -> Any:
+    async def login(self, asked: Caller, body: Login, request: Request, response: Response) -> WhoAmI:
         if not self._access.may_login(asked.address):
             raise ProblemError(429, "too many logins", accepted="5 a minute")
-        body = asked.body
-        if not isinstance(body, dict) or len(body) != 1 or not isinstance(next(iter(body.values())), str):
-            raise ProblemError(400, "not a login", where="body", accepted='{"ticket": TEXT} or {"token": TEXT}')
-        ((key, secret),) = body.items()
-        if key not in ("ticket", "token"):
-            raise ProblemError(400, f"no field {key[:80]!r}", where="body", accepted="ticket or token")
-        cookie = self._access.login(**{key: secret})
+        cookie = self._access.login(**body.model_dump(exclude_none=True))
         if cookie is None:
+            (key,) = body.model_dump(exclude_none=True)
             raise ProblemError(
                 401, f"this {key} is not good", where="body", accepted="a new ticket, or the token of admin.token"
             )
         who = self._access.of_session(cookie)
         assert who is not None
-        headers = {"Set-Cookie": self._set_cookie(asked, cookie, int(LONGEST_SESSION_S))}
-        return Told(value=_shown(who), headers=headers, user=who.user)
+        self._set_cookie(asked, response, cookie, int(LONGEST_SESSION_S))
+        request.state.user = who.user
+        return _shown(who)
 
-    async def logout(self, asked: Asked) -> Any:
+    async def logout(self, asked: Caller, response: Response, body: Nothing | None = None) -> None:
         self._access.logout(asked.cookie)
-        return Told(status=204, headers={"Set-Cookie": self._set_cookie(asked, "", 0)})
+        self._set_cookie(asked, response, "", 0)
 
-    async def whoami(self, asked: Asked) -> Any:
+    async def whoami(self, asked: Caller) -> WhoAmI:
         assert asked.who is not None
         return _shown(asked.who)
 
-    def _set_cookie(self, asked: Asked, value: str, age_s: int) -> str:
+    def _set_cookie(self, asked: Asked, response: Response, value: str, age_s: int) -> None:
         name = cookie_name(self._port, is_https=asked.is_https)
-        secure = "; Secure" if asked.is_https else ""
-        return f"{name}={value}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}"
+        response.set_cookie(name, value, max_age=age_s, secure=asked.is_https, httponly=True, samesite="strict")
 
 
-def _shown(who: Who) -> dict[str, Any]:
+def _shown(who: Who) -> WhoAmI:
     ends = None if who.expires_at is None else datetime.fromtimestamp(who.expires_at, UTC).isoformat(timespec="seconds")
-    return {
-        "user": who.user,
-        "scopes": sorted(who.scopes),
-        "expires_at": ends,
-        "role": who.role,
-        "projects": sorted(who.projects),
-        "may_run_code": who.may_run_code,
-    }
+    return WhoAmI(
+        user=who.user,
+        scopes=sorted(who.scopes),
+        expires_at=ends,
+        role=who.role,
+        projects=sorted(who.projects),
+        may_run_code=who.may_run_code,
+    )
 
 
-def _version(asked: Asked) -> Any:
-    return {"version": version("rlmux"), "api": API_VERSION, "log_schema": SCHEMA_VERSION}
+def _version() -> Version:
+    return Version(version=version("rlmux"), api=API_VERSION, log_schema=SCHEMA_VERSION)
 
 
 def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
     """Addresses of the service, its lanes and its pipelines; other handlers name their own."""
-    page = {"limit": whole(1, 500), "cursor": whole(0, 2**53)}
     return (
-        get("/health", reads.health, scope=None),
-        get("/version", _version, scope=None),
-        Address(method="POST", path="/login", scope=None, answer=sessions.login, is_async=True),
-        Address(method="POST", path="/logout", scope="read", answer=sessions.logout, is_async=True),
-        get("/whoami", sessions.whoami, is_async=True),
-        get("/lanes", reads.lanes),
-        get(_LANE, reads.lane),
-        get(f"{_LANE}/devices", reads.devices),
-        get(f"{_LANE}/alerts", reads.alerts),
-        Address(method="POST", path=f"{_LANE}/alerts", scope="control", answer=reads.acknowledge),
-        get(f"{_LANE}/events", reads.events, {"limit": whole(1, 500)}),
-        get(
-            "/pipelines",
-            reads.pipelines,
-            {**page, "lane": line, "status": words, "name": line, "sort": parse_sort},
-        ),
-        get(_PIPELINE, reads.pipeline),
-        get("/compare", reads.compare, {"of": parse_place}, lists=("of",)),
-        get(
-            f"{_PIPELINE}/steps",
-            reads.steps,
-            {**page, "limit": whole(1, 1000), "from": whole(0, 2**31), "to": whole(0, 2**31)},
-        ),
-        get(
-            f"{_PIPELINE}/metrics",
-            reads.metrics,
-            {"names": words, "x": one_of("step", "time_s"), "points": whole(2, 4000)},
-        ),
-        get(
-            f"{_PIPELINE}/logs",
-            reads.logs,
-            {"offset": whole(-(2**53), 2**53), "limit": whole(1, MAX_SEARCHED_BYTES), "grep": line},
-            scope="samples",
-        ),
-        get("/metrics", scrape.answer, scope="metrics"),
-        get("/metrics/grafana.json", scrape.grafana, scope="metrics"),
-        get("/stream", streams.stream, {"topics": words}, is_async=True),
+        get("/health", reads.health, "That the server lives; with a token, each lane's state", scope=None),
+        get("/version", _version, "Versions of the program, the API and the log", scope=None),
+        post("/login", sessions.login, "Begin a session, by a ticket or a token", scope=None),
+        post("/logout", sessions.logout, "End the session", scope="read", status=204),
+        get("/whoami", sessions.whoami, "Who asks, and what that user may do"),
+        get("/lanes", reads.lanes, "Every lane"),
+        get(_LANE, reads.lane, "One lane: state, sums by kind and name"),
+        get(f"{_LANE}/devices", reads.devices, "What each device does now"),
+        get(f"{_LANE}/alerts", reads.alerts, "What is wrong now, by rule"),
+        post(f"{_LANE}/alerts", reads.acknowledge, "Say that alerts were seen", scope="control"),
+        get(f"{_LANE}/events", reads.events, "Failures, losses, restarts, newest first"),
+        get("/pipelines", reads.pipelines, "Pipelines of all lanes, or of one"),
+        get(_PIPELINE, reads.pipeline, "One pipeline"),
+        get("/compare", reads.compare, "Two pipelines, and whether they are the same run"),
+        get(f"{_PIPELINE}/steps", reads.steps, "The table of its steps"),
+        get(f"{_PIPELINE}/metrics", reads.metrics, "Curves of its metrics"),
+        get(f"{_PIPELINE}/logs", reads.logs, "What its workers printed", scope="samples"),
+        get("/metrics", scrape.answer, "Figures for Prometheus", scope="metrics", answers=PlainTextResponse),
+        get("/metrics/grafana.json", scrape.grafana, "A dashboard for Grafana", scope="metrics"),
+        get("/stream", streams.stream, "Changes as they come", answers=Events),
     )

@@ -131,13 +131,13 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
             if "path" not in row:
                 end_by_id[id] = row
                 continue
-            end = end_by_id.pop(id, {})
+            row |= {key: value for key, value in end_by_id.pop(id, {}).items() if key in ("status", "user")}
             yield {
-                "left_out": 0,
+                "at": row["at"],
+                "user": row["user"],
                 "by": "token" if row.get("token") else "",  # of a line that was written before there was the word
                 **row,
-                "status": end.get("status", row["status"]),
-                "user": end.get("user", row["user"]),
+                "left_out": row.get("left_out", 0),
             }
 
 

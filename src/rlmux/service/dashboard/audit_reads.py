@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.service.dashboard import audit
-from rlmux.service.dashboard.door import Address, Asked, get
-from rlmux.service.dashboard.parameters import line, whole
+from rlmux.service.dashboard.door import Address, get
+from rlmux.service.dashboard.parameters import Cursor, Limit, Line
 from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.shapes import AuditRow, Page
 
 
 class AuditReads:
@@ -19,13 +19,12 @@ class AuditReads:
         self._folder = folder
 
     def addresses(self) -> tuple[Address, ...]:
-        asks = {"limit": whole(1, 500), "cursor": whole(0, 2**53), "user": line}
-        return (get("/audit", self.newest, asks, scope="admin"),)
+        return (get("/audit", self.newest, "Who asked for what, newest first", scope="admin"),)
 
-    def newest(self, asked: Asked) -> Any:
-        at, limit = asked.query.get("cursor", 0), asked.query.get("limit", 100)
+    def newest(self, limit: Limit = 100, cursor: Cursor = 0, user: Line = None) -> Page[AuditRow]:
         try:
-            rows, is_more = audit.read(self._folder, skip=at, limit=limit, user=asked.query.get("user"))
+            rows, is_more = audit.read(self._folder, skip=cursor, limit=limit, user=user)
         except UserError as error:
             raise ProblemError(503, str(error)) from None
-        return {"items": rows, "next": str(at + limit) if is_more else None, "as_of_seq": None}
+        items = [AuditRow.model_validate(row) for row in rows]
+        return Page[AuditRow](items=items, next=str(cursor + limit) if is_more else None, as_of_seq=None)

@@ -19,9 +19,12 @@ from rlmux.report.log import LogReader
 from rlmux.runtime.control_requests import record_of
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 from rlmux.runtime.run_status import StatusReader
-from rlmux.service.dashboard.door import Address, Asked, LongWork, get
+from rlmux.service.dashboard.door import Address, LongWork, get, post
+from rlmux.service.dashboard.parameters import Asked, Caller
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import SHOWN_ONLY, Reads
+from rlmux.service.dashboard.shapes import File, Nothing, Outcome, Queue, Rank, Shares, Status, Why
+from rlmux.service.dashboard.shapes_of_use import Usage
 
 _LIMIT_S = 20.0
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
@@ -39,17 +42,22 @@ class Control:
     def addresses(self) -> tuple[Address, ...]:
         asking: dict[str, Any] = {"long_work": self._asking}
         return (
-            get(f"{_LANE}/status", self.status),
-            get(f"{_LANE}/queue", self.queue, **asking),
-            get(f"{_LANE}/spec", self.spec),
-            get(f"{_PIPELINE}/why", self.why, **asking),
-            get(f"{_LANE}/usage", self.usage, **asking),
-            Address(method="POST", path=f"{_LANE}/shares", scope="admin", answer=self.set_shares, **asking),
+            get(f"{_LANE}/status", self.status, "What `rlmux status --json` prints"),
+            get(f"{_LANE}/queue", self.queue, "What waits, in the order of offers", **asking),
+            get(f"{_LANE}/spec", self.spec, "The file that the run began with"),
+            get(f"{_PIPELINE}/why", self.why, "Why it waits, and what would start it now", **asking),
+            get(f"{_LANE}/usage", self.usage, "What users and projects have used", **asking),
+            post(
+                f"{_LANE}/shares",
+                self.set_shares,
+                "Set what users and projects are entitled to",
+                scope="admin",
+                **asking,
+            ),
+            post(f"{_PIPELINE}/rank", self.rank, "As `rlmux rank`", scope="control", **asking),
             *(
-                Address(
-                    method="POST", path=f"{_PIPELINE}/{verb}", scope="control", answer=self._telling(verb), **asking
-                )
-                for verb in ("cancel", "hold", "release", "rank", "park", "unpark")
+                post(f"{_PIPELINE}/{verb}", self._telling(verb), f"As `rlmux {verb}`", scope="control", **asking)
+                for verb in ("cancel", "hold", "release", "park", "unpark")
             ),
         )
 
@@ -59,63 +67,59 @@ class Control:
                 reader.close()
             self._status_by_folder.clear()
 
-    def status(self, asked: Asked) -> Any:
-        folder = self._reads.run_folder(asked.path["lane"])
+    def status(self, asked: Caller, lane: str) -> Status:
+        folder = self._reads.run_folder(lane)
         with self._is_read:
             if folder not in self._status_by_folder:
                 self._status_by_folder[folder] = StatusReader(folder)
             shown = self._status_by_folder[folder].read()
-        return self._covered(asked, shown)
+        return Status.model_validate(self._covered(asked, shown))
 
-    def spec(self, asked: Asked) -> Any:
+    def spec(self, asked: Caller, lane: str) -> File:
         """The file that the run began with, whose cluster holds for all that is submitted."""
-        folder = self._reads.run_folder(asked.path["lane"])
+        folder = self._reads.run_folder(lane)
         with LogReader(folder) as log:
             written = log.header.get("spec") or {}
         if "resolved" not in written:
             raise ProblemError(404, "its log keeps no file", accepted="a lane that `rlmux run` or `rlmux serve` began")
-        sight = self._reads.sight(asked.path["lane"], asked.who)
+        sight = self._reads.sight(lane, asked.who)
         text = without_pipelines(written["resolved"], sight.shows) if sight.is_limited else written["resolved"]
-        return {"source": str(written["source"]), "text": text}
+        return File(source=str(written["source"]), text=text)
 
-    def why(self, asked: Asked) -> Any:
+    def why(self, asked: Caller, lane: str, name: str) -> Why:
         self._check_seen(asked)
-        return self._ask(asked, "why", name=asked.path["name"])
+        return Why.model_validate(self._ask(asked, "why", name=name))
 
-    def queue(self, asked: Asked) -> Any:
-        return self._ask(asked, "queue")
+    def queue(self, asked: Caller, lane: str) -> Queue:
+        return Queue.model_validate(self._ask(asked, "queue"))
 
-    def usage(self, asked: Asked) -> Any:
+    def usage(self, asked: Caller, lane: str) -> Usage:
         """What the controller says now; of a run that does not go on, what its log said last."""
-        sight = self._reads.sight(asked.path["lane"], asked.who)
+        sight = self._reads.sight(lane, asked.who)
         try:
-            return sight.cover_usage(self._told(asked, "usage"))
+            return Usage.model_validate(sight.cover_usage(self._told(asked, "usage")))
         except ProblemError as problem:
             if problem.status != 409:
                 raise
-        with self._reads.open(asked.path["lane"], asked.who) as reader:
-            return sight.cover_usage(reader.facts.get("accounts") or {"accounts": []})
+        with self._reads.open(lane, asked.who) as reader:
+            return Usage.model_validate(sight.cover_usage(reader.facts.get("accounts") or {"accounts": []}))
 
-    def set_shares(self, asked: Asked) -> Any:
-        fields = asked.body
-        is_good = isinstance(fields, dict) and set(fields) == {"text", "source"}
-        if not is_good or any(type(value) is not str for value in fields.values()):
-            raise ProblemError(400, "no shares", where="body", accepted='{"text": YAML, "source": its name}')
-        return self._ask(asked, "set_shares", **fields)
+    def set_shares(self, asked: Caller, lane: str, body: Shares) -> Outcome:
+        return Outcome.model_validate(self._ask(asked, "set_shares", **body.model_dump()))
 
-    def _telling(self, verb: str) -> Callable[[Asked], Any]:
-        def tell(asked: Asked) -> Any:
-            fields = {} if asked.body is None else asked.body
-            takes = {"rank"} if verb == "rank" else set()
-            is_good = isinstance(fields, dict) and set(fields) == takes
-            if not is_good or any(type(value) is not int for value in fields.values()):
-                accepted = '{"rank": a whole number}' if takes else "{}"
-                raise ProblemError(400, f"not what {verb} takes", where="body", accepted=accepted)
-            self._check_seen(asked)
-            self._check_own(asked)
-            return self._ask(asked, verb, name=asked.path["name"], **fields)
+    def rank(self, asked: Caller, lane: str, name: str, body: Rank) -> Outcome:
+        return self._tell(asked, "rank", rank=body.rank)
+
+    def _telling(self, verb: str) -> Callable[..., Outcome]:
+        def tell(asked: Caller, lane: str, name: str, body: Nothing | None = None) -> Outcome:
+            return self._tell(asked, verb)
 
         return tell
+
+    def _tell(self, asked: Asked, verb: str, **fields: Any) -> Outcome:
+        self._check_seen(asked)
+        self._check_own(asked)
+        return Outcome.model_validate(self._ask(asked, verb, name=asked.path["name"], **fields))
 
     def _check_seen(self, asked: Asked) -> None:
         """A pipeline that is to come is in no index: its controller says whose it is."""

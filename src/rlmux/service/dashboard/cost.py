@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlmux.service.dashboard.access import SERVER
-from rlmux.service.dashboard.door import Address, Asked, get
+from rlmux.service.dashboard.door import Address, get
 from rlmux.service.dashboard.reads import Reads
+from rlmux.service.dashboard.shapes import Cost, Sums
 from rlmux.service.index.columns import Array
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import LEVELS
@@ -33,17 +34,15 @@ class CostReads:
         self._reads = reads
 
     def addresses(self) -> tuple[Address, ...]:
-        return (get("/lanes/{lane}/cost", self.cost),)
+        return (get("/lanes/{lane}/cost", self.cost, "What the lane cost over time, and would have cost"),)
 
-    def cost(self, asked: Asked) -> Any:
-        """{"unit": `usd_per_hour` or `devices`, "x": ends of buckets in seconds, "paid", "alone", "computing", "sums"}.
-
-        No pipeline is named, so that all are counted.
+    def cost(self, lane: str) -> Cost:
+        """No pipeline is named, so that all are counted.
 
         `sums`: of the whole run, in dollars or device-hours. Alone a pipeline would have been over sooner: its time is
         divided by its mean slowdown.
         """
-        with self._reads.open(asked.path["lane"], SERVER) as reader:
+        with self._reads.open(lane, SERVER) as reader:
             start_s, end_s = float(reader.facts["start_s"]), float(reader.facts["end_s"])
             edges_s, level, first = _edges(start_s, end_s)
             nodes, is_priced = _nodes(reader)
@@ -64,20 +63,19 @@ class CostReads:
                     prices @ busy * bucket_s, widths_s, out=np.zeros(len(widths_s)), where=widths_s > 0
                 ),
             }
-            return {
-                "unit": "usd_per_hour" if is_priced else "devices",
-                "x": np.clip(edges_s[1:], start_s, end_s).tolist(),
+            alone = sum(
+                price * (over_s - begin_s) / slowdowns.get(pin.pipeline, 1.0) / 3600.0
+                for pin in pins
+                for begin_s, over_s, price in _each([pin], nodes)
+            )
+            sums = {name: float(values @ widths_s) / 3600.0 for name, values in series.items()}
+            return Cost(
+                unit="usd_per_hour" if is_priced else "devices",
+                x=np.clip(edges_s[1:], start_s, end_s).tolist(),
                 **{name: values.tolist() for name, values in series.items()},
-                "sums": {
-                    **{name: float(values @ widths_s) / 3600.0 for name, values in series.items()},
-                    "alone": sum(
-                        price * (over_s - begin_s) / slowdowns.get(pin.pipeline, 1.0) / 3600.0
-                        for pin in pins
-                        for begin_s, over_s, price in _each([pin], nodes)
-                    ),
-                },
-                "as_of_seq": reader.seq,
-            }
+                sums=Sums(**{**sums, "alone": alone}),
+                as_of_seq=reader.seq,
+            )
 
 
 class Pin(NamedTuple):

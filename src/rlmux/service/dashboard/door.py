@@ -1,67 +1,55 @@
 """The table of addresses, and the one place where each request is let in or refused.
 
-Address("GET", "/lanes/{lane}", scope="read", asks={...}, answer=...)
+Address(method="GET", path="/lanes/{lane}", scope="read", answer=..., summary=...)
     │
 Door ── method other than GET and HEAD? by token, or by a page of this server, with JSON ── else 403, 415
      ── who asks? token or session ── else 401, 403        ── how often? ── else 429
-     ── every query parameter known and of its type? ── else 400
+     ── every query parameter known, and given once? ── else 400
      ── may the pipeline that it names be seen? ── else 404
      ── may have an effect? a line in the audit first ── else 507
+     ── FastAPI: parameters and body of their types ── else 400
      ── answer: in a thread, as what it does may read a file; what may take long, in its `LongWork` ── 429, 507
      ── 304 where the caller has it already
+
+FastAPI reads a body before it asks any dependency, so that rights are not dependencies here: each address has a route
+of a class of its own, which lets a request in before FastAPI has it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
+import functools
 import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from rlmux.core.errors import LogError
 from rlmux.service.dashboard.access import Access, Who
 from rlmux.service.dashboard.audit import Audit
-from rlmux.service.dashboard.parameters import Parse
-from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.parameters import Asked
+from rlmux.service.dashboard.problems import PROBLEMS, ProblemError, invalid, of_storage, unwritten
 from rlmux.service.index.store import dumps
 from rlmux.service.listening import PROXY_USER
 
 PREFIX = "/api/v1"
+JSON = "application/json"
 _SAFE = ("GET", "HEAD")
 _MAX_JSON_DEPTH = 32
 
 Observe = Callable[[str, int, float], None]
 """Told of each answer: the address in the table, the status, the seconds until it began."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One request that was let in."""
-
-    path: Mapping[str, str]
-    """Parts of the address that have a name."""
-    query: Mapping[str, Any]
-    """Parameters that were given, parsed; a list where one may be given several times."""
-    body: Any
-    """JSON of a POST, None without; chunks as they come, of an address that takes another type."""
-    who: Who | None
-    address: str
-    """Network address of the caller."""
-    headers: Mapping[str, str]
-    cookie: str
-    """The session's secret; empty without."""
-    is_https: bool
-    """Whether the caller's end speaks TLS, to this server or to a proxy before it."""
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Shown(Protocol):
@@ -72,21 +60,6 @@ class Shown(Protocol):
 
     def mask(self, asked: Asked, value: Any) -> Any:
         """An answer's JSON, or a text of it, without names that the caller is not shown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What an answer is made of."""
-
-    value: Any = None
-    """JSON, or bytes."""
-    status: int = 200
-    headers: Mapping[str, str] = field(default_factory=dict)
-    media_type: str = "application/json"
-    is_final: bool = False
-    """Whether the same address never has another answer."""
-    user: str = ""
-    """User who is known by the request alone: that of a login."""
 
 
 class LongWork:
@@ -119,27 +92,67 @@ class Address:
     path: str
     scope: str | None
     """What a caller must be allowed; None: anyone may ask."""
-    answer: Callable[[Asked], Any]
-    """Returns JSON, `Told` or a `Response`; runs in a thread unless `is_async`."""
-    asks: Mapping[str, Parse] = field(default_factory=dict)
-    """Query parameters."""
-    lists: tuple[str, ...] = ()
-    """Parameters that may be given several times."""
-    media_type: str = "application/json"
+    answer: Callable[..., Any]
+    """FastAPI calls it, with what its signature says: in a thread unless it is a coroutine function."""
+    summary: str
+    """What the address is for."""
+    status: int = 200
+    others: Sequence[int] = ()
+    """Other statuses of an answer that is no problem."""
+    answers: type[Response] = JSONResponse
+    """Type of an answer that is no JSON."""
+    takes: str = JSON
     """Type of the body that it takes."""
-    is_async: bool = False
     long_work: LongWork | None = None
     """What it waits in where it may take long, for a controller or a process; None: in the threads of all requests."""
 
-    async def answered(self, asked: Asked) -> Any:
-        if self.is_async:
-            return await self.answer(asked)
-        return await (self.long_work.run if self.long_work else run_in_threadpool)(self.answer, asked)
+    def add_to(self, router: APIRouter, route_class: type[APIRoute]) -> None:
+        """A GET is a HEAD, too, of which the document says nothing."""
+        more: dict[str, Any] = {"x-scope": self.scope, "security": [] if self.scope is None else SECURITY}
+        if self.takes != JSON:
+            schema = {"type": "string", "format": "binary"}
+            more["requestBody"] = {"required": True, "content": {self.takes: {"schema": schema}}}
+        others: dict[int | str, dict[str, Any]] = {
+            status: {"description": self.summary, "model": get_type_hints(self.answer)["return"]}
+            for status in self.others
+        }
+        for method in ("GET", "HEAD") if self.method == "GET" else (self.method,):
+            router.add_api_route(
+                self.path,
+                self._endpoint(),
+                methods=[method],
+                summary=self.summary,
+                status_code=self.status,
+                response_class=self.answers,
+                response_model_exclude_unset=True,
+                responses={**PROBLEMS, **others},
+                openapi_extra=more,
+                include_in_schema=method != "HEAD",
+                route_class_override=route_class,
+            )
+
+    def _endpoint(self) -> Callable[..., Any]:
+        if self.long_work is None:
+            return self.answer
+        run, answer = self.long_work.run, self.answer
+
+        @functools.wraps(answer)
+        async def waits(**given: Any) -> Any:
+            return await run(functools.partial(answer, **given))
+
+        return waits
 
 
-def get(path: str, answer: Callable[[Asked], Any], asks: Mapping[str, Parse] | None = None, **more: Any) -> Address:
+SECURITY: list[Any] = [{"token": []}, {"session": []}]
+
+
+def get(path: str, answer: Callable[..., Any], summary: str, **more: Any) -> Address:
     """An address that is read, by default with the scope `read`."""
-    return Address(method="GET", path=path, answer=answer, asks=asks or {}, **{"scope": "read", **more})
+    return Address(method="GET", path=path, answer=answer, summary=summary, **{"scope": "read", **more})
+
+
+def post(path: str, answer: Callable[..., Any], summary: str, **more: Any) -> Address:
+    return Address(method="POST", path=path, answer=answer, summary=summary, **more)
 
 
 class Door:
@@ -160,49 +173,60 @@ class Door:
         self._shown = shown
         self._observe = observe
 
-    def router(self, addresses: tuple[Address, ...]) -> APIRouter:
-        router = APIRouter(prefix=PREFIX)
+    def router(self, addresses: Sequence[Address]) -> APIRouter:
+        """To be mounted under `PREFIX`."""
+        router = APIRouter()
         for address in addresses:
-            methods = ["GET", "HEAD"] if address.method == "GET" else [address.method]
-            router.add_api_route(address.path, self._answering(address), methods=methods)
+            address.add_to(router, self._route_class(address))
         return router
 
-    def _answering(self, address: Address) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
+    def _route_class(self, address: Address) -> type[APIRoute]:
+        door = self
+
+        class Route(APIRoute):
+            def get_route_handler(self) -> Any:
+                return door._answering(address, self, super().get_route_handler())
+
+        return Route
+
+    def _answering(self, address: Address, route: APIRoute, answer: Answer) -> Answer:
+        async def respond(request: Request) -> Response:
             begun_s = time.monotonic()
-            line, user, told = await respond(request)
-            told = await run_in_threadpool(self._ended, request, line, user, told)
+            line, told = await answered(request)
+            told = await run_in_threadpool(self._ended, request, line, told)
             self._observe(address.path, told.status_code, time.monotonic() - begun_s)
             return told
 
-        async def respond(request: Request) -> tuple[str | None, str, Response]:
-            """(the request's line in the audit, or None; the user who logs in by it; what is answered)."""
+        async def answered(request: Request) -> tuple[str | None, Response]:
+            """(the request's line in the audit, or None; what is answered)."""
             asked = line = None
             try:
-                asked = await self._let_in(address, request)
+                asked = request.state.asked = self._let_in(address, request)
+                _check_query(route, request)
+                if request.method not in _SAFE and address.takes == JSON:
+                    _check_json(await request.body())
                 await run_in_threadpool(self._shown.check_seen, asked, address.scope)
                 line = await run_in_threadpool(self._begin, request)
-                told = await run_in_threadpool(self._masked, asked, await address.answered(asked))
+                told = await answer(request)
+                return line, _tagged(request, await run_in_threadpool(self._masked, asked, told))
+            except RequestValidationError as error:
+                return line, invalid(error, route).response(request.url.path)
             except ProblemError as problem:
                 if asked is not None and problem.status != 404:  # that says the caller's own word, and nothing else
                     problem.detail = await run_in_threadpool(self._shown.mask, asked, problem.detail)
                     problem.accepted = await run_in_threadpool(self._shown.mask, asked, problem.accepted)
-                return line, "", problem.response(request.url.path)
+                return line, problem.response(request.url.path)
             except (LogError, sqlite3.Error, OSError) as error:
-                return line, "", _of_storage(error).response(request.url.path)
-            if isinstance(told, Response):
-                return line, "", told
-            return line, told.user, _response(told, request)
+                return line, of_storage(error).response(request.url.path)
 
-        return answer
+        return respond
 
-    def _masked(self, asked: Asked, told: Any) -> Told | Response:
-        if isinstance(told, Response):
+    def _masked(self, asked: Asked, told: Response) -> Response:
+        if asked.who is None or asked.who.sees_all or told.media_type != JSON or not told.body:
             return told
-        answer = told if isinstance(told, Told) else Told(value=told)
-        return (
-            answer if isinstance(answer.value, bytes) else replace(answer, value=self._shown.mask(asked, answer.value))
-        )
+        told.body = dumps(self._shown.mask(asked, json.loads(bytes(told.body)))).encode()
+        told.headers["Content-Length"] = str(len(told.body))
+        return told
 
     def _begin(self, request: Request) -> str | None:
         """Write down a request that may have an effect; returns its line. Raises ProblemError where that cannot be."""
@@ -211,19 +235,19 @@ class Door:
         try:
             return self._audit.begin(**self._caller(request))
         except OSError as error:
-            raise _unwritten(error) from None
+            raise unwritten(error) from None
 
-    def _ended(self, request: Request, line: str | None, user: str, told: Response) -> Response:
+    def _ended(self, request: Request, line: str | None, told: Response) -> Response:
         """The answer, once what came of the request is written down, or that it was refused."""
         if self._audit is None:
             return told
         if line is not None:
-            self._audit.end(line, told.status_code, user=user)
+            self._audit.end(line, told.status_code, user=getattr(request.state, "user", ""))
         elif request.method not in _SAFE:
             try:
                 self._audit.refused(told.status_code, **self._caller(request))
             except OSError as error:
-                return _unwritten(error).response(request.url.path)
+                return unwritten(error).response(request.url.path)
         elif told.status_code in (401, 403):
             self._audit.refused_read(told.status_code, **self._caller(request))
         return told
@@ -240,13 +264,13 @@ class Door:
             "path": request.url.path,
         }
 
-    async def _let_in(self, address: Address, request: Request) -> Asked:
+    def _let_in(self, address: Address, request: Request) -> Asked:
         caller = request.client.host if request.client else ""
         who, cookie, is_bearer = self._who(request)
         if not self._access.may_ask(who.key if who else f"address {caller}"):
             raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once", again_s=1)
         if request.method not in _SAFE:
-            _check_origin(request, address.media_type, is_bearer=is_bearer)
+            _check_origin(request, address.takes, is_bearer=is_bearer)
         if address.scope is not None:
             if who is None:
                 raise ProblemError(
@@ -259,8 +283,6 @@ class Door:
                 raise ProblemError(403, f"needs the scope {address.scope}", accepted=f"a token with {address.scope}")
         return Asked(
             path=dict(request.path_params),
-            query=_query(address, request),
-            body=await _body_of(address, request),
             who=who,
             address=caller,
             headers=request.headers,
@@ -292,20 +314,6 @@ def cookie_name(port: int, *, is_https: bool) -> str:
     return f"{'__Host-' if is_https else ''}rlmux_{port}"
 
 
-def _of_storage(error: LogError | sqlite3.Error | OSError) -> ProblemError:
-    """What is answered where a file is not read or written. Raises an OSError that is no full disk: it is a fault."""
-    is_sqlite_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-    if is_sqlite_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
-        return ProblemError(507, "the disk is full, and nothing was kept", accepted="a disk with room")
-    if isinstance(error, OSError):
-        raise error
-    return ProblemError(503, str(error))
-
-
-def _unwritten(error: OSError) -> ProblemError:
-    return ProblemError(507, f"the audit cannot be written: {error.strerror}", accepted="a disk with room")
-
-
 def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None:
     """Whatever may have an effect comes with a token, or from a page of this server: a browser says which."""
     headers = request.headers
@@ -324,40 +332,26 @@ def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None
         raise ProblemError(403, "not asked by a page of this server", where="Origin", accepted="a bearer token")
 
 
-def _query(address: Address, request: Request) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, text in request.query_params.multi_items():
-        parse = address.asks.get(name)
-        if parse is None:
-            known = ", ".join(address.asks) or "none"
-            raise ProblemError(400, f"no parameter {name!r}", where=f"?{name}", accepted=known)
-        if name in found and name not in address.lists:
+def _check_query(route: APIRoute, request: Request) -> None:
+    """FastAPI passes over a parameter that it does not know, and takes the last of several."""
+    known = {one.alias for one in route.dependant.query_params}
+    lists = {one.alias for one in route.dependant.query_params if get_origin(one.field_info.annotation) is list}
+    found = set()
+    for name in (name for name, _ in request.query_params.multi_items()):
+        if name not in known:
+            accepted = ", ".join(one.alias for one in route.dependant.query_params) or "none"
+            raise ProblemError(400, f"no parameter {name!r}", where=f"?{name}", accepted=accepted)
+        if name in found and name not in lists:
             raise ProblemError(400, f"{name!r} is given twice", where=f"?{name}", accepted="one value")
-        try:
-            value = parse(text)
-        except ValueError as error:
-            raise ProblemError(400, f"{name} is {text[:80]!r}", where=f"?{name}", accepted=str(error)) from None
-        if name in address.lists:
-            found.setdefault(name, []).append(value)
-        else:
-            found[name] = value
-    return found
+        found.add(name)
 
 
-async def _body_of(address: Address, request: Request) -> Any:
-    if request.method in _SAFE:
-        return None
-    return await _json_of(request) if address.media_type == "application/json" else request.stream()
-
-
-async def _json_of(request: Request) -> Any:
-    data = await request.body()
-    if not data:
-        return None
+def _check_json(data: bytes) -> None:
+    """Raises ProblemError for a body that is no JSON, or one that takes much to read."""
     if data.count(b"[") + data.count(b"{") > 10_000:
         raise ProblemError(400, "too many lists and objects", where="body", accepted="10,000")
     try:
-        value = json.loads(data)
+        value = json.loads(data or b"null")
     except (ValueError, RecursionError):
         raise ProblemError(400, "not JSON", where="body", accepted="an object") from None
     if _depth(value) > _MAX_JSON_DEPTH:
@@ -366,7 +360,6 @@ async def _json_of(request: Request) -> Any:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair: JSON has a way to write it, and UTF-8 has none
         raise ProblemError(400, "a text is not Unicode", where="body", accepted="whole surrogate pairs") from None
-    return value
 
 
 def _depth(value: Any) -> int:
@@ -383,18 +376,16 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _response(answer: Told, request: Request) -> Response:
-    if answer.status == 204:
-        return Response(status_code=204, headers=dict(answer.headers))
-    data = answer.value if isinstance(answer.value, bytes) else dumps(answer.value).encode()
-    tag = f'"{hashlib.sha256(data).hexdigest()[:24]}"'
-    headers = {
-        "ETag": tag,
-        "Cache-Control": "private, max-age=31536000, immutable" if answer.is_final else "no-cache",
-        "Vary": "Cookie, Authorization",  # what one user was told is not kept for the next
-        **answer.headers,
-    }
+def _tagged(request: Request, told: Response) -> Response:
+    """The answer with its tag, or without a body where the caller has it already; one that is not kept is as it was."""
+    if told.status_code == 204 or told.headers.get("Cache-Control") == "no-store":
+        return told
+    tag = f'"{hashlib.sha256(told.body).hexdigest()[:24]}"'
+    told.headers["ETag"] = tag
+    told.headers["Vary"] = "Cookie, Authorization"  # what one user was told is not kept for the next
+    told.headers.setdefault("Cache-Control", "no-cache")
     given = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
-    if answer.status == 200 and request.method in _SAFE and tag in given:
-        return Response(status_code=304, headers=headers)
-    return Response(data, answer.status, headers, answer.media_type)
+    if told.status_code == 200 and request.method in _SAFE and tag in given:
+        kept = {name: told.headers[name] for name in ("ETag", "Vary", "Cache-Control")}
+        return Response(status_code=304, headers=kept)
+    return told

@@ -1,74 +1,47 @@
-"""Query parameters: how a text becomes a value, and what the document of the API says of it."""
+"""What handlers take: who asks, and the query parameters that several addresses have."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-Parse = Callable[[str], Any]
-"""A parameter's value; raises ValueError with what would be accepted."""
+from fastapi import Depends, Query, Request
 
-
-@dataclass(frozen=True, slots=True)
-class Takes:
-    """A parser that says what it accepts."""
-
-    parse: Parse
-    schema: Mapping[str, Any]
-    """JSON schema of the value."""
-
-    def __call__(self, text: str) -> Any:
-        return self.parse(text)
+from rlmux.service.dashboard.access import Who
 
 
-def whole(low: int, high: int) -> Takes:
-    """An integer within bounds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request that was let in."""
 
-    def parse(text: str) -> int:
-        if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdecimal() or len(text) > 18:
-            raise ValueError(f"a whole number from {low} to {high}")
-        if not low <= int(text) <= high:
-            raise ValueError(f"{low} to {high}")
-        return int(text)
-
-    return Takes(parse, {"type": "integer", "minimum": low, "maximum": high})
-
-
-def one_of(*accepted: str) -> Takes:
-    def parse(text: str) -> str:
-        if text not in accepted:
-            raise ValueError(", ".join(accepted))
-        return text
-
-    return Takes(parse, {"type": "string", "enum": list(accepted)})
+    path: Mapping[str, str]
+    """Parts of the address that have a name."""
+    who: Who | None
+    address: str
+    """Network address of the caller."""
+    headers: Mapping[str, str]
+    cookie: str
+    """The session's secret; empty without."""
+    is_https: bool
+    """Whether the caller's end speaks TLS, to this server or to a proxy before it."""
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or abs(value) > 1e10:
-        raise ValueError("seconds of the run's clock")
-    return value
+async def _asked(request: Request) -> Asked:
+    asked: Asked = request.state.asked
+    return asked
 
 
-def _words(text: str) -> list[str]:
-    if len(text) > 4096:
-        raise ValueError("at most 4096 characters")
+Caller = Annotated[Asked, Depends(_asked)]
+"""What a handler takes to know who asks."""
+Limit = Annotated[int, Query(ge=1, le=500)]
+Cursor = Annotated[int, Query(ge=0, le=2**53)]
+Line = Annotated[str | None, Query(max_length=512)]
+Words = Annotated[str, Query(max_length=4096, description="words with commas between them")]
+SECONDS = Query(ge=-1e10, le=1e10, allow_inf_nan=False, description="seconds of the run's clock")
+Seconds = Annotated[float | None, SECONDS]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a parameter of the type `Words`."""
     return [word for word in text.split(",") if word]
-
-
-def _line(text: str) -> str:
-    if len(text) > 512:
-        raise ValueError("at most 512 characters")
-    return text
-
-
-seconds = Takes(_seconds, {"type": "number", "minimum": -1e10, "maximum": 1e10})
-"""Finite seconds of the run's clock."""
-words = Takes(_words, {"type": "array", "items": {"type": "string"}})
-"""A list with commas."""
-line = Takes(_line, {"type": "string", "maxLength": 512})

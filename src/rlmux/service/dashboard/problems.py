@@ -6,14 +6,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
+import sqlite3
 from http import HTTPStatus
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic.fields import FieldInfo
 from starlette.responses import Response
 
+from rlmux.core.errors import LogError
+
 MEDIA_TYPE = "application/problem+json"
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "What is wrong, and what would be accepted",
+        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+}
+"""What the document of the API says of an address's problems."""
 
 
 class ProblemError(Exception):
@@ -56,3 +70,52 @@ class ProblemError(Exception):
         if self.again_s is not None:
             headers["Retry-After"] = str(self.again_s)
         return Response(json.dumps(body), self.status, headers, MEDIA_TYPE)
+
+
+def invalid(error: RequestValidationError, route: APIRoute) -> ProblemError:
+    """The first thing that FastAPI found wrong with a request; with its path, a 404."""
+    first = error.errors()[0]
+    place, *names = first["loc"]
+    name, says = ".".join(map(str, names)), first["msg"].removeprefix("Value error, ")
+    if place == "body":
+        return _invalid_body(first, name or "body", says, route)
+    fields = route.dependant.query_params if place == "query" else route.dependant.path_params
+    field = next(one for one in fields if one.alias == names[0])
+    wrong = f"{name} is missing" if first["type"] == "missing" else f"{name} is {str(first['input'])[:80]!r}"
+    accepted = _accepted(field.field_info) or says
+    if place == "path":
+        return ProblemError(404, wrong, accepted=accepted)
+    return ProblemError(400, wrong, where=f"?{names[0]}", accepted=accepted)
+
+
+def _invalid_body(first: Any, name: str, says: str, route: APIRoute) -> ProblemError:
+    assert route.body_field is not None
+    shape = route.body_field.field_info.annotation
+    fields = ", ".join(getattr(shape, "model_fields", {})) or "{}"
+    if first["type"] == "extra_forbidden":
+        return ProblemError(400, f"no field {name[:80]!r}", where="body", accepted=fields)
+    if name == "body":
+        return ProblemError(400, f"the body is wrong: {says}", where=name, accepted=f"an object with {fields}")
+    wrong = f"{name} is missing" if first["type"] == "missing" else f"{name} is {str(first['input'])[:80]!r}"
+    return ProblemError(400, wrong, where=name, accepted=says)
+
+
+def _accepted(field: FieldInfo) -> str:
+    """What a parameter says of itself; its bounds where it says nothing."""
+    low = [one.ge for one in field.metadata if hasattr(one, "ge")]
+    high = [one.le for one in field.metadata if hasattr(one, "le")]
+    return field.description or (f"a whole number from {low[0]} to {high[0]}" if low and high else "")
+
+
+def of_storage(error: LogError | sqlite3.Error | OSError) -> ProblemError:
+    """What is answered where a file is not read or written. Raises an OSError that is no full disk: it is a fault."""
+    is_sqlite_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    if is_sqlite_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return ProblemError(507, "the disk is full, and nothing was kept", accepted="a disk with room")
+    if isinstance(error, OSError):
+        raise error
+    return ProblemError(503, str(error))
+
+
+def unwritten(error: OSError) -> ProblemError:
+    return ProblemError(507, f"the audit cannot be written: {error.strerror}", accepted="a disk with room")

@@ -21,11 +21,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from rlmux.report.intervals import Kind
 from rlmux.service.dashboard.access import SERVER
-from rlmux.service.dashboard.door import Asked, Told
+from rlmux.service.dashboard.door import JSON
+from rlmux.service.dashboard.parameters import Caller
 from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.store import IndexReader
 
@@ -76,13 +77,14 @@ class Scrape(Collector):
         """Note one answered request. `route`: the address in the table, not the one that was asked for."""
         self._requests.labels(route, str(status)).observe(seconds)
 
-    def answer(self, asked: Asked) -> Response:
+    def answer(self, asked: Caller) -> PlainTextResponse:
         encode, media_type = choose_encoder(asked.headers.get("accept", ""))
-        return Response(encode(self._registry), headers={"Cache-Control": "no-store", "Content-Type": media_type})
+        headers = {"Cache-Control": "no-store", "Content-Type": media_type}
+        return PlainTextResponse(encode(self._registry), headers=headers)
 
-    def grafana(self, asked: Asked) -> Told:
+    def grafana(self) -> Response:
         """A dashboard to import into Grafana."""
-        return Told(value=(Path(__file__).parent / "grafana.json").read_bytes())
+        return Response((Path(__file__).parent / "grafana.json").read_bytes(), media_type=JSON)
 
     def collect(self) -> Iterator[Metric]:
         families = _Families()

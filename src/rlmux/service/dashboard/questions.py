@@ -24,9 +24,11 @@ from typing import Any
 
 from rlmux.policies import POLICIES
 from rlmux.service.dashboard.access import SERVER
-from rlmux.service.dashboard.door import Address, Asked, LongWork, Told, get
+from rlmux.service.dashboard.door import Address, LongWork, get, post
+from rlmux.service.dashboard.parameters import Caller
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
+from rlmux.service.dashboard.shapes import Answer, Question, Score
 
 LIMIT_S = 60.0
 """Seconds after which an answer is given up."""
@@ -37,9 +39,6 @@ _MOST_WAITING = 4
 _ADDRESS = "/lanes/{lane}/whatif"
 _KEPT = "questions.jsonl"
 _MAX_KEPT_BYTES = 4 << 20
-_MAX_TEXT = 100_000
-_FIELDS = {"file": str, "add": int, "like": str, "remove": list, "policy": str, "set": list}
-_ACCEPTED = "file (text of YAML), add (number) with like (name), remove (names), policy, set (KEY=VALUE)"
 
 
 class Questions:
@@ -51,52 +50,36 @@ class Questions:
 
     def addresses(self) -> tuple[Address, ...]:
         return (
-            get(_ADDRESS, self.score),
-            Address(method="POST", path=_ADDRESS, scope="submit", answer=self.ask, long_work=self._asking),
+            get(_ADDRESS, self.score, "How far earlier predictions were off"),
+            post(
+                _ADDRESS, self.ask, "What a change would do to the run", scope="submit", long_work=self._asking
+            ),
         )
 
-    def ask(self, asked: Asked) -> Any:
+    def ask(self, asked: Caller, lane: str, body: Question) -> Answer:
         """The answer of `rlmux whatif`, `command` with it."""
-        folder, index = self._reads.folders(asked.path["lane"])
-        if self._reads.sight(asked.path["lane"], asked.who).hides_some:
+        folder, index = self._reads.folders(lane)
+        if self._reads.sight(lane, asked.who).hides_some:
             raise ProblemError(403, "the lane has pipelines that you are not shown", accepted="the role operator")
-        question = _checked(asked.body)
+        question = body.model_dump(exclude_none=True, exclude_unset=True)
         if asked.who is not None and not asked.who.may_run_code and _may_name_code(question):
             why = "a file, a setting or a policy may name code, which you may not run"
             raise ProblemError(403, why, accepted=f"a question without; policies: {', '.join(POLICIES)}")
         answer = _answer(folder, question)
         _keep(index.with_name(_KEPT), answer)
-        return Told(value={**answer, "command": _command(folder, question, "FILE")})
+        return Answer.model_validate({**answer, "command": _command(folder, question, "FILE")})
 
-    def score(self, asked: Asked) -> Any:
-        """{"policies", "num_scored", "median_error", "worst_error"}: errors are parts of the seconds predicted."""
-        lane = asked.path["lane"]
+    def score(self, lane: str) -> Score:
         _, index = self._reads.folders(lane)
         with self._reads.open(lane, SERVER) as reader:
             pipelines = [json.loads(text) for (text,) in reader.rows("SELECT json FROM pipeline")]
         errors = list(_errors(_kept(index.with_name(_KEPT)), pipelines))
-        return {
-            "policies": list(POLICIES),
-            "num_scored": len(errors),
-            "median_error": statistics.median(errors) if errors else None,
-            "worst_error": max(errors, default=None),
-        }
-
-
-def _checked(body: Any) -> dict[str, Any]:
-    """Fields of a question. Raises ProblemError."""
-    if not isinstance(body, dict) or not body:
-        raise ProblemError(400, "not a question", where="body", accepted=_ACCEPTED)
-    for key, value in body.items():
-        kind = _FIELDS.get(key)
-        if kind is None:
-            raise ProblemError(400, f"no field {key[:80]!r}", where="body", accepted=_ACCEPTED)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ProblemError(400, f"{key} is {str(value)[:80]!r}", where="body", accepted=_ACCEPTED)
-        texts = value if isinstance(value, list) else [value] if isinstance(value, str) else []
-        if not all(isinstance(text, str) and len(text) <= _MAX_TEXT and "\0" not in text for text in texts):
-            raise ProblemError(400, f"{key} is no text, or too long", where="body", accepted=_ACCEPTED)
-    return body
+        return Score(
+            policies=list(POLICIES),
+            num_scored=len(errors),
+            median_error=statistics.median(errors) if errors else None,
+            worst_error=max(errors, default=None),
+        )
 
 
 def _may_name_code(question: Mapping[str, Any]) -> bool:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
+
+from fastapi import Query
 
 from rlmux.core.errors import LogError, UserError
 from rlmux.report.acknowledged import acknowledge, with_acknowledged
@@ -23,8 +25,9 @@ from rlmux.report.comparison import identity
 from rlmux.report.log import LOG_NAME
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.report.weight_sums import SUMS
+from rlmux.service.dashboard import shapes
 from rlmux.service.dashboard.access import NOBODY, SERVER, Who
-from rlmux.service.dashboard.door import Asked
+from rlmux.service.dashboard.parameters import Asked, Caller, Cursor, Limit, Line, Words, words_of
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.sight import Sight
 from rlmux.service.index.lanes import Root, log_signature
@@ -36,10 +39,14 @@ MAX_LOG_BYTES = 256 << 10
 MAX_SEARCHED_BYTES = 16 << 20
 """Most of a log that one request searches."""
 _SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
+_SAYS_SORTS = f"{', '.join(_SORTS)}; with '-' in front, the largest first"
+Sort = Annotated[str, Query(pattern=f"^-?({'|'.join(_SORTS)})$", description=_SAYS_SORTS)]
 SHOWN_ONLY = "one that you are shown"
 """What is accepted instead of a pipeline that the caller is not shown, and of one that there is not: alike."""
 _ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
 _BANNER = "the indexer has ended; pages are as of row {seq}"
+
+_TWO = Query(min_length=2, max_length=2, description="of=L/NAME, each quoted as in addresses, twice")
 
 Trouble = Callable[[Path], str | None]
 """What is wrong with a lane's index, in one sentence; None: nothing is."""
@@ -142,11 +149,13 @@ class Reads:
     def names(self) -> list[str]:
         return list(self._root.lanes())
 
-    def lanes(self, asked: Asked) -> Any:
-        return {"items": [self.lane_row(name, asked.who) for name in self.names()], "as_of_seq": None}
+    def lanes(self, asked: Caller) -> shapes.Lanes:
+        rows = [self.lane_row(name, asked.who) for name in self.names()]
+        return shapes.Lanes.model_validate({"items": rows, "as_of_seq": None})
 
-    def lane(self, asked: Asked) -> Any:
-        return self.lane_row(asked.path["lane"], asked.who)
+    def lane(self, asked: Caller, lane: str) -> shapes.Lane | shapes.NewLane:
+        row = self.lane_row(lane, asked.who)
+        return (shapes.NewLane if row["state"] == "unknown" else shapes.Lane).model_validate(row)
 
     def lane_row(self, lane: str, who: Who | None) -> dict[str, Any]:
         """What is said of one lane; with a banner alone where it has no index."""
@@ -176,103 +185,104 @@ class Reads:
             **shown,
         }
 
-    def health(self, asked: Asked) -> Any:
+    def health(self, asked: Caller) -> shapes.Health:
         if asked.who is None:
-            return {"ok": True}
-        lanes = {row["name"]: row for row in self.lanes(asked)["items"]}
-        return {
-            "ok": True,
-            "lanes": {
-                name: {
-                    "up": row["state"] == "running",
-                    "seq": row.get("seq"),
-                    "index_seq": row.get("index_seq"),
-                    "lag_s": row.get("index_lag_s"),
-                }
-                for name, row in lanes.items()
-            },
+            return shapes.Health(ok=True)
+        rows = (self.lane_row(name, asked.who) for name in self.names())
+        lanes = {
+            row["name"]: shapes.LaneHealth(
+                up=row["state"] == "running",
+                seq=row.get("seq"),
+                index_seq=row.get("index_seq"),
+                lag_s=row.get("index_lag_s"),
+            )
+            for row in rows
         }
+        return shapes.Health(ok=True, lanes=lanes)
 
-    def devices(self, asked: Asked) -> Any:
-        with self.open(asked.path["lane"], asked.who) as reader:
+    def devices(self, asked: Caller, lane: str) -> shapes.Listed[shapes.Device]:
+        with self.open(lane, asked.who) as reader:
             rows = reader.rows("SELECT json FROM device ORDER BY place")
-            return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
+            items = [shapes.Device.model_validate_json(text) for (text,) in rows]
+            return shapes.Listed[shapes.Device](items=items, as_of_seq=reader.seq)
 
-    def alerts(self, asked: Asked) -> Any:
-        lane = asked.path["lane"]
+    def alerts(self, asked: Caller, lane: str) -> shapes.Listed[shapes.Alert]:
         with self.open(lane, asked.who) as reader:
             items = with_acknowledged(self.folders(lane)[0], reader.facts["alerts"])
-            return {"items": items, "as_of_seq": reader.seq}
+            return shapes.Listed[shapes.Alert].model_validate({"items": items, "as_of_seq": reader.seq})
 
-    def acknowledge(self, asked: Asked) -> Any:
+    def acknowledge(self, asked: Caller, lane: str, body: shapes.Acknowledge) -> shapes.AlertsSeen:
         """Say of a rule's alerts that they were seen; answers them."""
-        lane, body = asked.path["lane"], asked.body
-        accepted = '{"rule": its name, "pipeline": a name, or null for all}'
-        if not isinstance(body, dict) or not set(body) <= {"rule", "pipeline"} or not isinstance(body.get("rule"), str):
-            raise ProblemError(400, "not an alert", where="body", accepted=accepted)
-        if not isinstance(body.get("pipeline"), str | None):
-            raise ProblemError(400, "pipeline is no name", where="body", accepted=accepted)
         with self.open(lane, asked.who) as reader:
             alerts = reader.facts["alerts"]
         by = asked.who.user if asked.who else ""
         try:
-            items = acknowledge(self.folders(lane)[0], alerts, rule=body["rule"], pipeline=body.get("pipeline"), by=by)
+            items = acknowledge(self.folders(lane)[0], alerts, rule=body.rule, pipeline=body.pipeline, by=by)
         except UserError as error:
             raise ProblemError(409, str(error)) from None
-        return {"items": items}
+        return shapes.AlertsSeen.model_validate({"items": items})
 
-    def events(self, asked: Asked) -> Any:
-        limit = asked.query.get("limit", 100)
-        with self.open(asked.path["lane"], asked.who) as reader:
+    def events(self, asked: Caller, lane: str, limit: Limit = 100) -> shapes.Listed[shapes.Happening]:
+        with self.open(lane, asked.who) as reader:
             rows = reader.rows("SELECT json FROM instant ORDER BY number DESC LIMIT ?", limit)
-            return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
+            items = [shapes.Happening.model_validate_json(text) for (text,) in rows]
+            return shapes.Listed[shapes.Happening](items=items, as_of_seq=reader.seq)
 
     # ------------------------------------------------------------------ pipelines
 
-    def pipelines(self, asked: Asked) -> Any:
-        query = asked.query
-        names = [query["lane"]] if "lane" in query else self.names()
+    def pipelines(
+        self,
+        asked: Caller,
+        lane: Line = None,
+        status: Words = "",
+        name: Line = None,
+        sort: Sort = "",
+        limit: Limit = 100,
+        cursor: Cursor = 0,
+    ) -> shapes.Pipelines:
+        names = self.names() if lane is None else [lane]
         rows: list[dict[str, Any]] = []
         as_of = {}
-        for lane in names:
+        for one in names:
             try:
-                with self.open(lane, asked.who) as reader:
-                    as_of[lane] = reader.seq
+                with self.open(one, asked.who) as reader:
+                    as_of[one] = reader.seq
                     found = reader.rows("SELECT json FROM pipeline ORDER BY place")
             except ProblemError:
-                if "lane" in query:
+                if lane is not None:
                     raise
                 continue
-            rows += [{"lane": lane, **json.loads(text)} for (text,) in found]
-        statuses, part = query.get("status"), query.get("name", "")
-        rows = [row for row in rows if (not statuses or row["status"] in statuses) and part in row["name"]]
-        rows = _sorted(rows, query.get("sort", ""))
-        at, limit = query.get("cursor", 0), query.get("limit", 100)
-        return {
-            "items": rows[at : at + limit],
-            "next": str(at + limit) if at + limit < len(rows) else None,
-            "total": len(rows),
-            "as_of_seq": as_of.get(names[0]) if len(names) == 1 else None,
-        }
+            rows += [{"lane": one, **json.loads(text)} for (text,) in found]
+        statuses = words_of(status)
+        rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
+        rows = _sorted(rows, sort)
+        end = cursor + limit
+        return shapes.Pipelines(
+            items=[shapes.Pipeline.model_validate(row) for row in rows[cursor:end]],
+            next=str(end) if end < len(rows) else None,
+            total=len(rows),
+            as_of_seq=as_of.get(names[0]) if len(names) == 1 else None,
+        )
 
-    def pipeline(self, asked: Asked) -> Any:
-        lane, name = asked.path["lane"], asked.path["name"]
+    def pipeline(self, asked: Caller, lane: str, name: str) -> shapes.Detail:
         with self.open(lane, asked.who) as reader:
             row, detail = self._pipeline(reader, name)
             stages: dict[str, float] = {}
             for (text,) in reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL", name):
                 for stage, spent_s in json.loads(text)["stages"].items():
                     stages[stage] = stages.get(stage, 0.0) + spent_s
-            return {
-                "lane": lane,
-                **row,
-                **detail,
-                "seconds": stages,
-                "has_log": (self.folders(lane)[0] / name / LOG_FILE).is_file(),
-                "has_samples": (self.folders(lane)[0] / name / SAMPLES_NAME).is_file(),
-                "spec": reader.facts.get("spec"),
-                "as_of_seq": reader.seq,
-            }
+            return shapes.Detail.model_validate(
+                {
+                    "lane": lane,
+                    **row,
+                    **detail,
+                    "seconds": stages,
+                    "has_log": (self.folders(lane)[0] / name / LOG_FILE).is_file(),
+                    "has_samples": (self.folders(lane)[0] / name / SAMPLES_NAME).is_file(),
+                    "spec": reader.facts.get("spec"),
+                    "as_of_seq": reader.seq,
+                }
+            )
 
     def _pipeline(self, reader: IndexReader, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = reader.rows("SELECT json, detail FROM pipeline WHERE name = ?", name)
@@ -281,13 +291,10 @@ class Reads:
             raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=accepted)
         return json.loads(found[0][0]), json.loads(found[0][1])
 
-    def compare(self, asked: Asked) -> Any:
-        wanted = asked.query.get("of", [])
-        if len(wanted) != 2:
-            raise ProblemError(400, f"{len(wanted)} pipelines", where="?of", accepted="of=L/NAME, twice")
-        rows, plans, sums = zip(*(self._compared(asked, *place) for place in wanted), strict=True)
+    def compare(self, asked: Caller, of: Annotated[list[str], _TWO]) -> shapes.Compared:
+        rows, plans, sums = zip(*(self._compared(asked, *_place_of(one)) for one in of), strict=True)
         found = identity(plans, sums)
-        return {"items": rows, "identity": {**asdict(found), "says": str(found)}}
+        return shapes.Compared.model_validate({"items": rows, "identity": {**asdict(found), "says": str(found)}})
 
     def _compared(
         self, asked: Asked, lane: str, name: str
@@ -300,56 +307,70 @@ class Reads:
         sums = {step: {key: its[key] for key in SUMS if its[key]} for step, its in rows.items()}
         return {"lane": lane, **row}, detail["plan_sha256"], sums
 
-    def steps(self, asked: Asked) -> Any:
-        query, name = asked.query, asked.path["name"]
-        first = max(query.get("from", 0), query.get("cursor", 0))
-        limit = query.get("limit", 200)
-        with self.open(asked.path["lane"], asked.who) as reader:
+    def steps(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        first: Annotated[int, Query(alias="from", ge=0, le=2**31)] = 0,
+        last: Annotated[int, Query(alias="to", ge=0, le=2**31)] = 2**31,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+        cursor: Cursor = 0,
+    ) -> shapes.Page[shapes.Step]:
+        with self.open(lane, asked.who) as reader:
             self._pipeline(reader, name)
             found = reader.rows(
                 "SELECT step, json FROM step WHERE pipeline = ? AND step BETWEEN ? AND ? AND json IS NOT NULL "
                 "ORDER BY step LIMIT ?",
                 name,
-                first,
-                query.get("to", 2**31),
+                max(first, cursor),
+                last,
                 limit + 1,
             )
-            return {
-                "items": [json.loads(text) for _, text in found[:limit]],
-                "next": str(found[limit][0]) if len(found) > limit else None,
-                "as_of_seq": reader.seq,
-            }
+            return shapes.Page[shapes.Step](
+                items=[shapes.Step.model_validate_json(text) for _, text in found[:limit]],
+                next=str(found[limit][0]) if len(found) > limit else None,
+                as_of_seq=reader.seq,
+            )
 
-    def metrics(self, asked: Asked) -> Any:
-        query, name = asked.query, asked.path["name"]
-        with self.open(asked.path["lane"], asked.who) as reader:
+    def metrics(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        names: Words = "",
+        x: Literal["step", "time_s"] = "step",
+        points: Annotated[int | None, Query(ge=2, le=4000)] = None,
+    ) -> shapes.Metrics:
+        with self.open(lane, asked.who) as reader:
             _, detail = self._pipeline(reader, name)
             found = reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step", name)
             as_of_seq = reader.seq
         steps = [json.loads(text) for (text,) in found]
-        wanted = query.get("names") or detail["metrics"]
+        wanted = words_of(names) or detail["metrics"]
         unknown = [one for one in wanted if one not in detail["metrics"]]
         if unknown:
             raise ProblemError(
                 400, f"no metric {unknown[0][:80]!r}", where="?names", accepted=", ".join(detail["metrics"])
             )
-        x = query.get("x", "step")
-        key = "step" if x == "step" else "end_s"
-        places = [float(step[key]) for step in steps]
-        series = {
-            one: curve(places, [step["metrics"].get(one) for step in steps], query.get("points")) for one in wanted
-        }
-        return {"x": x, "names": wanted, "series": series, "steps": len(steps), "as_of_seq": as_of_seq}
+        places = [float(step["step" if x == "step" else "end_s"]) for step in steps]
+        series = {one: curve(places, [step["metrics"].get(one) for step in steps], points) for one in wanted}
+        return shapes.Metrics(x=x, names=wanted, series=series, steps=len(steps), as_of_seq=as_of_seq)
 
-    def logs(self, asked: Asked) -> Any:
-        name, query = asked.path["name"], asked.query
+    def logs(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        offset: Annotated[int, Query(ge=-(2**53), le=2**53)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_SEARCHED_BYTES)] = 65536,
+        grep: Line = None,
+    ) -> shapes.Log:
         path = self.folder_of(asked) / LOG_FILE
-        grep = query.get("grep", "")
-        limit = min(query.get("limit", 65536), MAX_SEARCHED_BYTES if grep else MAX_LOG_BYTES)
+        limit = min(limit, MAX_SEARCHED_BYTES if grep else MAX_LOG_BYTES)
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                offset = query.get("offset", 0)
                 offset = min(size, offset if offset >= 0 else max(0, size + offset))
                 file.seek(offset)
                 data = file.read(limit)
@@ -358,13 +379,13 @@ class Reads:
         end = data.rfind(b"\n") + 1 if offset + len(data) < size else len(data)
         data = data[: end or len(data)]
         text, skipped = (data, 0) if not grep else _newest_with(grep.encode(), data)
-        return {
-            "offset": offset + skipped,
-            "next_offset": offset + len(data),
-            "size": size,
-            "text": text.decode("utf-8", "replace"),
-            "is_end": offset + len(data) >= size,
-        }
+        return shapes.Log(
+            offset=offset + skipped,
+            next_offset=offset + len(data),
+            size=size,
+            text=text.decode("utf-8", "replace"),
+            is_end=offset + len(data) >= size,
+        )
 
     def folder_of(self, asked: Asked) -> Path:
         """The folder of the address's pipeline. The name is one of the log's: no path that a caller made up."""
@@ -389,27 +410,21 @@ def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
     return known + [row for row in rows if row.get(key) is None]
 
 
-def parse_sort(text: str) -> str:
-    if text.removeprefix("-") not in _SORTS:
-        raise ValueError(f"{', '.join(_SORTS)}; with '-' in front, the largest first")
-    return text
-
-
-def parse_place(text: str) -> tuple[str, str]:
-    """Lane and pipeline of `L/NAME`, each quoted as in addresses."""
+def _place_of(text: str) -> tuple[str, str]:
+    """Lane and pipeline of `L/NAME`, each quoted as in addresses. Raises ProblemError."""
     lane, _, name = text.partition("/")
-    if len(text) > 2048 or not lane or not name or "/" in name:
-        raise ValueError("L/NAME, each quoted as in addresses")
+    if not lane or not name or "/" in name:
+        raise ProblemError(400, f"of is {text[:80]!r}", where="?of", accepted="L/NAME, each quoted as in addresses")
     return unquote(lane), unquote(name)
 
 
-def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> dict[str, list[float | None]]:
+def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> shapes.Curve:
     """A curve of at most so many points, each for a run of steps: the mean, the least and the most of its values.
 
     `points`: None for all. Nothing is skipped: the least and the most are those of all values.
     """
     if points is None or len(x) <= points:
-        return {"x": list(x), "y": list(y)}
+        return shapes.Curve(x=list(x), y=list(y))
     size = -(-len(x) // points)
     shown: Mapping[str, list[float | None]] = {"x": [], "y": [], "min": [], "max": []}
     for at in range(0, len(x), size):
@@ -418,7 +433,7 @@ def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> 
         shown["y"].append(math.fsum(values) / len(values) if values else None)
         shown["min"].append(min(values, default=None))
         shown["max"].append(max(values, default=None))
-    return dict(shown)
+    return shapes.Curve(**shown)
 
 
 def _age_s(folder: Path) -> float:

@@ -6,17 +6,21 @@ pipelines/L/NAME/samples/STEP/PROMPT/SAMPLE  ─▶ one, with its text and the r
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Annotated, Literal
 
-from rlmux.report.samples import SAMPLES_NAME, SORTS, SampleReader, page_of, whole_of
-from rlmux.service.dashboard.door import Address, Asked, get
-from rlmux.service.dashboard.parameters import Parse, line, whole
+from fastapi import Path, Query
+
+from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
+from rlmux.service.dashboard.door import Address, get
+from rlmux.service.dashboard.parameters import Asked, Caller, Cursor, Line
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
+from rlmux.service.dashboard.shapes_of_time import Sample, Samples
 
 _ADDRESS = "/pipelines/{lane}/{name}/samples"
-_FILTERS = ("step", "prompt", "stop", "least", "most", "text")
+Place = Annotated[int, Path(ge=0, le=2**20 - 1, description=f"STEP/PROMPT/SAMPLE, each up to {2**20 - 1}")]
+Number = Annotated[int | None, Query(ge=0, le=2**20)]
+Reward = Annotated[float | None, Query(allow_inf_nan=False, description="a finite number")]
 
 
 class SampleReads:
@@ -26,39 +30,38 @@ class SampleReads:
         self._reads = reads
 
     def addresses(self) -> tuple[Address, ...]:
-        asks: dict[str, Parse] = {
-            "step": whole(0, 2**20),
-            "prompt": whole(0, 2**20),
-            "stop": line,
-            "text": line,
-            "least": parse_reward,
-            "most": parse_reward,
-            "sort": parse_sample_sort,
-            "limit": whole(1, 200),
-            "cursor": whole(0, 2**53),
-        }
+        one = f"{_ADDRESS}/{{step}}/{{prompt}}/{{sample}}"
         return (
-            get(_ADDRESS, self.find, asks, scope="samples"),
-            get(f"{_ADDRESS}/{{step}}/{{prompt}}/{{sample}}", self.one, scope="samples"),
+            get(_ADDRESS, self.find, "Trajectories that meet what is asked", scope="samples"),
+            get(one, self.one, "One trajectory with its text", scope="samples"),
         )
 
-    def find(self, asked: Asked) -> Any:
-        query = asked.query
-        at, limit = query.get("cursor", 0), query.get("limit", 50)
-        filters = {name: query[name] for name in _FILTERS if name in query}
+    def find(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        step: Number = None,
+        prompt: Number = None,
+        stop: Line = None,
+        text: Line = None,
+        least: Reward = None,
+        most: Reward = None,
+        sort: Literal["step", "-step", "reward", "-reward", "tokens", "-tokens"] = "-step",
+        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+        cursor: Cursor = 0,
+    ) -> Samples:
+        given = {"step": step, "prompt": prompt, "stop": stop, "least": least, "most": most, "text": text}
+        filters = {key: value for key, value in given.items() if value is not None}
         with self._open(asked) as reader:
-            return page_of(reader, filters, sort=query.get("sort", "-step"), at=at, limit=limit)
+            return Samples.model_validate(page_of(reader, filters, sort=sort, at=cursor, limit=limit))
 
-    def one(self, asked: Asked) -> Any:
-        try:
-            place = {key: whole(0, 2**20 - 1)(asked.path[key]) for key in ("step", "prompt", "sample")}
-        except ValueError as error:
-            raise ProblemError(404, "no such place", accepted=f"STEP/PROMPT/SAMPLE, {error}") from None
+    def one(self, asked: Caller, lane: str, name: str, step: Place, prompt: Place, sample: Place) -> Sample:
         with self._open(asked) as reader:
-            found = whole_of(reader, **place)
+            found = whole_of(reader, step, prompt, sample)
         if found is None:
             raise ProblemError(404, "this trajectory was not kept", accepted="one of those that /samples lists")
-        return found
+        return Sample.model_validate(found)
 
     def _open(self, asked: Asked) -> SampleReader:
         name = asked.path["name"]
@@ -69,16 +72,3 @@ class SampleReads:
             )
         return SampleReader(path)
 
-
-def parse_reward(text: str) -> float:
-    """A finite number."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("a finite number")
-    return value
-
-
-def parse_sample_sort(text: str) -> str:
-    if text not in SORTS:
-        raise ValueError(", ".join(SORTS))
-    return text

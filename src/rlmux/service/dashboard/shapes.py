@@ -6,18 +6,25 @@ missing. Keys are added, never renamed: a client passes over those that it does 
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 Kind = Literal["busy", "switch", "bubble", "idle"]
 Item = TypeVar("Item")
+Text = Annotated[str, StringConstraints(max_length=100_000, pattern=r"^[^\x00]*$")]
 
 
 class Shape(BaseModel):
     """An object of JSON."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Taken(Shape):
+    """An object of JSON that a client sends: it has these fields alone, each of its own type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Listed(Shape, Generic[Item]):
@@ -99,9 +106,15 @@ class AuditRow(Shape):
     """Refused reads before this one that were not written."""
 
 
-class Login(Shape):
+class Login(Taken):
     ticket: str | None = None
     token: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Login:
+        if (self.ticket is None) == (self.token is None):
+            raise ValueError("one of ticket and token is needed")
+        return self
 
 
 # ---------------------------------------------------------------------- lanes
@@ -166,6 +179,10 @@ class Lane(Shape):
     takes_submissions: bool
 
 
+class Lanes(Listed[Lane | NewLane]):
+    pass
+
+
 class Device(Shape):
     id: str
     pool: str
@@ -201,7 +218,7 @@ class AlertsSeen(Shape):
     items: list[Alert]
 
 
-class Acknowledge(Shape):
+class Acknowledge(Taken):
     rule: str
     pipeline: str | None = None
     """Name of one pipeline; null: the alerts of all."""
@@ -273,6 +290,13 @@ class Queue(Shape):
     upcoming: list[Upcoming]
 
 
+class Shares(Taken):
+    text: str
+    """YAML."""
+    source: str
+    """Name of the file."""
+
+
 class File(Shape):
     source: str
     """Name of the file."""
@@ -313,16 +337,22 @@ class Score(Shape):
     worst_error: float | None
 
 
-class Question(Shape):
-    file: str | None = None
+class Question(Taken):
+    file: Text | None = None
     """Text of YAML whose pipelines are added."""
     add: int | None = None
     """Number of pipelines to add."""
-    like: str | None = None
+    like: Text | None = None
     """Pipeline that the added ones are copies of."""
-    remove: list[str] = []
-    policy: str | None = None
-    set: list[str] = []
+    remove: list[Text] = []
+    policy: Text | None = None
+    set: list[Text] = []
+
+    @model_validator(mode="after")
+    def _asks(self) -> Question:
+        if not self.model_fields_set:
+            raise ValueError("no question")
+        return self
 
 
 class Answer(Shape):
@@ -448,31 +478,9 @@ class Log(Shape):
     is_end: bool
 
 
-class Found(Shape):
-    step: int
-    prompt: int
-    sample: int
-    reward: float
-    advantage: float
-    stop: str
-    tokens: int
-    turns: int
-    first_version: int
-    last_version: int
-    start: str
-    """Beginning of the answer."""
-
-
-class Samples(Shape):
-    items: list[Found]
-    next: str | None
-    first_step: int | None
-    last_step: int | None
-
-
-class Rank(Shape):
+class Rank(Taken):
     rank: int
 
 
-class Nothing(Shape):
+class Nothing(Taken):
     """An empty object, or no body."""

@@ -1,10 +1,12 @@
-"""What the timeline's addresses and those of submissions answer and take, as types; the others are in `shapes.py`."""
+"""What the addresses of timeline, submissions and trajectories answer and take, as types; the others: `shapes.py`."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rlmux.service.dashboard.shapes import Charge, Kind, Listed, Shape
+from pydantic import Field
+
+from rlmux.service.dashboard.shapes import Charge, Kind, Listed, Shape, Taken
 
 
 class Place(Shape):
@@ -81,11 +83,11 @@ class Gap(Shape):
     as_of_seq: int
 
 
-class Submission(Shape):
-    lane: str
-    text: str
+class Submission(Taken):
+    lane: Annotated[str, Field(min_length=1)]
+    text: Annotated[str, Field(min_length=1)]
     """YAML with pipelines."""
-    source: str
+    source: Annotated[str, Field(min_length=1, max_length=1000)]
     """Name of the file."""
     bundle: str | None = None
     """SHA-256 of the code and data that it names."""
@@ -125,3 +127,60 @@ class Submissions(Listed[Submitted]):
 
 class Bundle(Shape):
     sha256: str
+
+
+class Found(Shape):
+    step: int
+    prompt: int
+    sample: int
+    reward: float
+    advantage: float
+    stop: str
+    tokens: int
+    turns: int
+    first_version: int
+    last_version: int
+    start: str
+    """Beginning of the answer."""
+
+
+class Samples(Shape):
+    items: list[Found]
+    next: str | None
+    first_step: int | None
+    last_step: int | None
+
+
+class Token(Shape):
+    """A token that the model sampled."""
+
+    text: str
+    logprob: float
+    """The rollout engine's."""
+    version: int
+    """Version of the weights that made it."""
+
+
+class Turn(Shape):
+    role: Literal["model", "environment"]
+    text: str
+    is_cut: bool
+    """Whether the text is longer."""
+    tokens: list[Token] | None = None
+
+
+class Sibling(Shape):
+    """A trajectory of the same prompt."""
+
+    sample: int
+    reward: float
+    tokens: int
+    stop: str
+
+
+class Sample(Found):
+    prompt_text: str
+    is_cut: bool
+    """Whether the prompt's text is longer."""
+    said: list[Turn]
+    group: list[Sibling]

@@ -19,11 +19,11 @@ from urllib.parse import quote, unquote
 
 from fastapi.sse import format_sse_event
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 
 from rlmux.core.errors import LogError
 from rlmux.service.dashboard.access import SERVER, Access, Who
-from rlmux.service.dashboard.door import Asked
+from rlmux.service.dashboard.parameters import Caller, Words, words_of
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.store import dumps
@@ -159,6 +159,12 @@ class _Stream:
     told: dict[str, Mark] = field(default_factory=dict)
 
 
+class Events(StreamingResponse):
+    """Events, one after the other."""
+
+    media_type = "text/event-stream"
+
+
 class Streams:
     """The handler."""
 
@@ -168,19 +174,17 @@ class Streams:
         self._access = access
         self._num_by_caller: dict[str, int] = {}
 
-    async def stream(self, asked: Asked) -> Response:
+    async def stream(self, asked: Caller, topics: Words = _LANES) -> Events:
         assert asked.who is not None
-        topics = Topics.parse(asked.query.get("topics", [_LANES]))
-        for lane in sorted(topics.lanes):
+        wanted = Topics.parse(words_of(topics))
+        for lane in sorted(wanted.lanes):
             await run_in_threadpool(self._reads.folders, lane)
         own = self._num_by_caller.get(asked.who.key, 0)
         if own >= MAX_OWN_STREAMS or self._watch.num_streams >= MAX_STREAMS:
             raise ProblemError(429, "too many streams", accepted=f"{MAX_OWN_STREAMS} a session, {MAX_STREAMS} in all")
         seen = parse_id(asked.headers.get("last-event-id", ""))
-        events = self._events(topics, seen, asked.who, asked.cookie)
-        return StreamingResponse(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        )
+        events = self._events(wanted, seen, asked.who, asked.cookie)
+        return Events(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def _events(self, topics: Topics, seen: dict[str, int], who: Who, cookie: str) -> AsyncIterator[bytes]:
         stream = _Stream(topics, who)

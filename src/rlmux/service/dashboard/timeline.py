@@ -9,16 +9,19 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from fastapi import Query
+from starlette.responses import Response
 
 from rlmux.core.model import PipelineId
 from rlmux.report.intervals import Cause, label_of
-from rlmux.service.dashboard.door import Address, Asked, Told, get
-from rlmux.service.dashboard.parameters import line, seconds, whole
+from rlmux.service.dashboard.door import Address, get
+from rlmux.service.dashboard.parameters import SECONDS, Caller, Seconds
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
+from rlmux.service.dashboard.shapes_of_time import Gap, Interval, Measured, Order, Pinned, Place, Timeline
 from rlmux.service.index.columns import CAUSES, KIND_BY_CAUSE, KINDS, NO_PIPELINE, NO_STAGE, STAGES, Array
 from rlmux.service.index.rows import charges
 from rlmux.service.index.store import IndexReader
@@ -27,12 +30,21 @@ from rlmux.service.index.tiles import LEVELS, without_overlaps
 _ADDRESS = "/timeline/{lane}"
 MAX_INTERVALS = 20_000
 MAX_BUCKETS = 4096
-_BINARY = "application/octet-stream"
 _COLUMNS = (
     ("start", "<f8"), ("seconds", "<f8"), ("device", "<u2"), ("pipeline", "<u2"), ("cause", "u1"), ("stage", "u1"),
     ("lane", "u1"), ("flags", "u1"), ("step", "<u4"), ("order", "<u4"), ("fraction", "<f4"),
 )  # fmt: skip
 _LOOK_AHEAD_S = (60.0, 600.0, 6000.0, math.inf)
+
+
+Rev = Annotated[int | None, Query(ge=0, le=2**53)]
+Devices = Annotated[list[Annotated[str, Query(max_length=512)]] | None, Query()]
+
+
+class Binary(Response):
+    """Buckets or columns."""
+
+    media_type = "application/octet-stream"
 
 
 class TimelineReads:
@@ -42,46 +54,49 @@ class TimelineReads:
         self._reads = reads
 
     def addresses(self) -> tuple[Address, ...]:
-        window = {"t0": seconds, "t1": seconds, "rev": whole(0, 2**53)}
         return (
-            get(_ADDRESS, self.timeline),
-            get(f"{_ADDRESS}/tiles", self.tiles, {**window, "level": whole(0, len(LEVELS) - 1)}),
-            get(f"{_ADDRESS}/intervals", self.intervals, {**window, "device": line}, lists=("device",)),
-            get(f"{_ADDRESS}/measure", self.measure, {**window, "device": line}, lists=("device",)),
-            get(f"{_ADDRESS}/gap", self.gap, {"device": line, "t": seconds}, lists=("device",)),
+            get(_ADDRESS, self.timeline, "Where the timeline's devices, pipelines and levels are"),
+            get(f"{_ADDRESS}/tiles", self.tiles, "What each device did in each bucket", answers=Binary),
+            get(f"{_ADDRESS}/intervals", self.intervals, "Every interval, as columns", answers=Binary),
+            get(f"{_ADDRESS}/measure", self.measure, "Where a window's seconds went"),
+            get(f"{_ADDRESS}/gap", self.gap, "One moment of a device"),
         )
 
-    def timeline(self, asked: Asked) -> Any:
-        with self._reads.open(asked.path["lane"], asked.who) as reader:
+    def timeline(self, asked: Caller, lane: str) -> Timeline:
+        with self._reads.open(lane, asked.who) as reader:
             facts = reader.facts
             (num,) = reader.rows("SELECT count(*) FROM chunk")[0]
-            return {
-                "lane": asked.path["lane"],
-                "start_s": facts["start_s"],
-                "end_s": facts["end_s"],
-                "is_over": facts["lane"]["is_over"],
-                "is_going_on": facts["is_going_on"],
-                "created": facts["lane"]["created"],
-                "devices": [
-                    {key: row[key] for key in ("id", "pool", "node")}
-                    for (text,) in reader.rows("SELECT json FROM device ORDER BY place")
-                    for row in [json.loads(text)]
-                ],
-                "pipelines": facts["pipelines"],
+            devices = reader.rows("SELECT json FROM device ORDER BY place")
+            return Timeline(
+                lane=lane,
+                start_s=facts["start_s"],
+                end_s=facts["end_s"],
+                is_over=facts["lane"]["is_over"],
+                is_going_on=facts["is_going_on"],
+                created=facts["lane"]["created"],
+                devices=[Place.model_validate_json(text) for (text,) in devices],
+                pipelines=facts["pipelines"],
                 **_names(),
-                "rev": facts["rev"],
-                "seq": reader.seq,
-                "open_from": facts["open_from_s"],
-                "bucket_s": LEVELS,
-                "num_intervals": reader.count_intervals(-math.inf, math.inf) if num else 0,
-                "max_intervals": MAX_INTERVALS,
-                "max_buckets": MAX_BUCKETS,
-            }
+                rev=facts["rev"],
+                seq=reader.seq,
+                open_from=facts["open_from_s"],
+                bucket_s=list(LEVELS),
+                num_intervals=reader.count_intervals(-math.inf, math.inf) if num else 0,
+                max_intervals=MAX_INTERVALS,
+                max_buckets=MAX_BUCKETS,
+            )
 
-    def tiles(self, asked: Asked) -> Any:
-        query, level = asked.query, asked.query.get("level", 0)
-        with self._reads.open(asked.path["lane"], asked.who) as reader:
-            start_s, end_s = _window(query, reader)
+    def tiles(
+        self,
+        asked: Caller,
+        lane: str,
+        t0: Seconds = None,
+        t1: Seconds = None,
+        rev: Rev = None,
+        level: Annotated[int, Query(ge=0, le=len(LEVELS) - 1)] = 0,
+    ) -> Binary:
+        with self._reads.open(lane, asked.who) as reader:
+            start_s, end_s = _window(t0, t1, reader)
             width_s = LEVELS[level]
             first, last = math.floor(start_s / width_s), math.ceil(end_s / width_s)
             num = max(1, last - first)
@@ -98,13 +113,20 @@ class TimelineReads:
                 "num_buckets": num,
                 "num_devices": planes.busy.shape[0],
             }
-            return _told(_packed(header, planes.to_bytes()), asked, reader, last * width_s)
+            return _told(_packed(header, planes.to_bytes()), rev, reader, last * width_s)
 
-    def intervals(self, asked: Asked) -> Any:
-        query = asked.query
-        with self._reads.open(asked.path["lane"], asked.who) as reader:
-            start_s, end_s = _window(query, reader)
-            found = _of_devices(reader.intervals(start_s, end_s), query.get("device"), reader)
+    def intervals(
+        self,
+        asked: Caller,
+        lane: str,
+        t0: Seconds = None,
+        t1: Seconds = None,
+        rev: Rev = None,
+        device: Devices = None,
+    ) -> Binary:
+        with self._reads.open(lane, asked.who) as reader:
+            start_s, end_s = _window(t0, t1, reader)
+            found = _of_devices(reader.intervals(start_s, end_s), device, reader)
             if len(found) > MAX_INTERVALS:
                 raise ProblemError(
                     413,
@@ -114,25 +136,37 @@ class TimelineReads:
                 )
             columns, data = _columns(found)
             header = {**_header(reader, start_s, end_s), **_names(), "count": len(found), "columns": columns}
-            return _told(_packed(header, data), asked, reader, end_s)
+            return _told(_packed(header, data), rev, reader, end_s)
 
-    def measure(self, asked: Asked) -> Any:
-        with self._reads.open(asked.path["lane"], asked.who) as reader:
-            start_s, end_s = _window(asked.query, reader)
-            found = without_overlaps(_of_devices(reader.intervals(start_s, end_s), asked.query.get("device"), reader))
+    def measure(
+        self,
+        asked: Caller,
+        lane: str,
+        t0: Seconds = None,
+        t1: Seconds = None,
+        rev: Rev = None,
+        device: Devices = None,
+    ) -> Measured:
+        with self._reads.open(lane, asked.who) as reader:
+            start_s, end_s = _window(t0, t1, reader)
+            found = without_overlaps(_of_devices(reader.intervals(start_s, end_s), device, reader))
             items = charges(_sums(found, start_s, end_s, reader.facts["pipelines"]))
             device_s = math.fsum(float(item["seconds"]) for item in items)
-            return {"t0": start_s, "t1": end_s, "device_s": device_s, "items": items, "as_of_seq": reader.seq}
+            told = {"t0": start_s, "t1": end_s, "device_s": device_s, "items": items, "as_of_seq": reader.seq}
+            return Measured.model_validate(told)
 
     # ------------------------------------------------------------------ one moment of one device
 
-    def gap(self, asked: Asked) -> Any:
-        query = asked.query
-        if "device" not in query or "t" not in query:
-            raise ProblemError(400, "device and t are needed", where="?device&t", accepted="an id and seconds")
-        with self._reads.open(asked.path["lane"], asked.who) as reader:
-            at_s, devices = query["t"], reader.facts["devices"]
-            place = _device(query["device"][0], reader)
+    def gap(
+        self,
+        asked: Caller,
+        lane: str,
+        device: Annotated[str, Query(max_length=512, description="an id of a device")],
+        t: Annotated[float, SECONDS],
+    ) -> Gap:
+        with self._reads.open(lane, asked.who) as reader:
+            at_s, devices = t, reader.facts["devices"]
+            place = _device(device, reader)
             here = reader.intervals(at_s, np.nextafter(at_s, math.inf))
             mine = here[here["device"] == place]
             if not len(mine):
@@ -147,22 +181,22 @@ class TimelineReads:
             ]
             node = devices[place].rpartition(".")[0]
             ahead = _Ahead(reader, at_s)
-            return {
-                "interval": {"device": devices[place], **_shown(one, reader)},
-                "before": _last_order(reader, place, start_s),
-                "after": ahead.first(lambda records: records["device"] == place),
-                "pinned": [
-                    {
-                        "pipeline": name,
-                        "doing": _orders(here[here["pipeline"] == _pipeline(name, reader)], reader),
-                        "next": ahead.first(lambda records, name=name: records["pipeline"] == _pipeline(name, reader)),
-                    }
+            return Gap(
+                interval=_shown(one, devices[place], reader),
+                before=_last_order(reader, place, start_s),
+                after=ahead.first(lambda records: records["device"] == place),
+                pinned=[
+                    Pinned(
+                        pipeline=name,
+                        doing=_orders(here[here["pipeline"] == _pipeline(name, reader)], reader),
+                        next=ahead.first(lambda records, name=name: records["pipeline"] == _pipeline(name, reader)),
+                    )
                     for name, nodes in held
                     if node in nodes
                 ],
-                "ends_s": end_s,
-                "as_of_seq": reader.seq,
-            }
+                ends_s=end_s,
+                as_of_seq=reader.seq,
+            )
 
 
 class _Ahead:
@@ -173,7 +207,7 @@ class _Ahead:
         self._at_s = at_s
         self._seen: dict[float, Array] = {}
 
-    def first(self, is_wanted: Any) -> dict[str, Any] | None:
+    def first(self, is_wanted: Any) -> Order | None:
         for ahead_s in _LOOK_AHEAD_S:
             if ahead_s not in self._seen:
                 records = self._reader.intervals(self._at_s, self._at_s + ahead_s)
@@ -186,7 +220,7 @@ class _Ahead:
         return None
 
 
-def _last_order(reader: IndexReader, device: int, before_s: float) -> dict[str, Any] | None:
+def _last_order(reader: IndexReader, device: int, before_s: float) -> Order | None:
     for behind_s in _LOOK_AHEAD_S:
         records = reader.intervals(before_s - behind_s, before_s)
         found = records[(records["device"] == device) & (records["order"] > 0)]
@@ -195,7 +229,7 @@ def _last_order(reader: IndexReader, device: int, before_s: float) -> dict[str, 
     return None
 
 
-def _orders(records: Array, reader: IndexReader) -> list[dict[str, Any]]:
+def _orders(records: Array, reader: IndexReader) -> list[Order]:
     """The orders that these intervals are of, by their start, from the first to the last of what is given."""
     devices, pipelines = reader.facts["devices"], reader.facts["pipelines"]
     found = []
@@ -204,30 +238,31 @@ def _orders(records: Array, reader: IndexReader) -> list[dict[str, Any]]:
         first = own[0]
         is_open = bool((own["flags"] & 1).any())
         found.append(
-            {
-                "order": order,
-                "pipeline": pipelines[first["pipeline"]],
-                "step": int(first["step"]),
-                "stage": STAGES[first["stage"]].value if first["stage"] != NO_STAGE else None,
-                "start_s": float(own["start_s"].min()),
-                "end_s": None if is_open else float(own["end_s"].max()),
-                "devices": [devices[place] for place in dict.fromkeys(own["device"].tolist())],
-            }
+            Order(
+                order=order,
+                pipeline=pipelines[first["pipeline"]],
+                step=int(first["step"]),
+                stage=STAGES[first["stage"]].value if first["stage"] != NO_STAGE else None,
+                start_s=float(own["start_s"].min()),
+                end_s=None if is_open else float(own["end_s"].max()),
+                devices=[devices[place] for place in dict.fromkeys(own["device"].tolist())],
+            )
         )
-    return sorted(found, key=lambda one: one["start_s"])
+    return sorted(found, key=lambda one: one.start_s)
 
 
-def _shown(record: Any, reader: IndexReader) -> dict[str, Any]:
+def _shown(record: Any, device: str, reader: IndexReader) -> Interval:
     cause, name = CAUSES[record["cause"]], _name(record["pipeline"], reader.facts["pipelines"])
-    return {
-        "start_s": float(record["start_s"]),
-        "end_s": float(record["end_s"]),
-        "kind": KINDS[record["kind"]].value,
-        "cause": cause.value,
-        "pipeline": name,
-        "label": label_of(cause, name),
-        "is_open": bool(record["flags"] & 1),
-    }
+    return Interval(
+        device=device,
+        start_s=float(record["start_s"]),
+        end_s=float(record["end_s"]),
+        kind=KINDS[record["kind"]].value,
+        cause=cause.value,
+        pipeline=name,
+        label=label_of(cause, name),
+        is_open=bool(record["flags"] & 1),
+    )
 
 
 def _sums(records: Array, start_s: float, end_s: float, pipelines: Sequence[str]) -> list[Any]:
@@ -266,9 +301,10 @@ def _of_devices(records: Array, devices: Sequence[str] | None, reader: IndexRead
     return records[np.isin(records["device"], [_device(device, reader) for device in devices])]
 
 
-def _window(query: Mapping[str, Any], reader: IndexReader) -> tuple[float, float]:
+def _window(t0: float | None, t1: float | None, reader: IndexReader) -> tuple[float, float]:
     """The time that is asked for; the whole run by default."""
-    start_s, end_s = query.get("t0", reader.facts["start_s"]), query.get("t1", reader.facts["end_s"])
+    start_s = reader.facts["start_s"] if t0 is None else t0
+    end_s = reader.facts["end_s"] if t1 is None else t1
     if end_s < start_s:
         raise ProblemError(400, "t1 is before t0", where="?t1", accepted=f"{start_s} or more")
     return start_s, end_s
@@ -325,8 +361,9 @@ def _packed(header: Mapping[str, Any], data: bytes) -> bytes:
     return struct.pack("<I", len(text)) + text + data
 
 
-def _told(data: bytes, asked: Asked, reader: IndexReader, until_s: float) -> Told:
+def _told(data: bytes, rev: int | None, reader: IndexReader, until_s: float) -> Binary:
+    """The answer, which is kept for good where the same address never has another one."""
     open_from_s = reader.facts["open_from_s"]
     is_settled = open_from_s is None or until_s <= open_from_s
-    is_final = is_settled and reader.is_whole and asked.query.get("rev") == reader.facts["rev"]
-    return Told(value=data, media_type=_BINARY, is_final=is_final)
+    is_final = is_settled and reader.is_whole and rev == reader.facts["rev"]
+    return Binary(data, headers={"Cache-Control": "private, max-age=31536000, immutable"} if is_final else None)

@@ -16,12 +16,15 @@ import tarfile
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, cast
 
+from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from rlmux.service.dashboard.door import Address, Asked, LongWork, Told
+from rlmux.service.dashboard.door import Address, LongWork, get, post
+from rlmux.service.dashboard.parameters import Caller
 from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.shapes_of_time import Bundle
 from rlmux.service.lanes.rights import check_may_run_code
 from rlmux.service.lanes.root import BUNDLES, NO_CODE
 
@@ -48,15 +51,10 @@ class Bundles:
 
     def addresses(self) -> tuple[Address, ...]:
         return (
-            Address(
-                method="POST",
-                path=_ADDRESS,
-                scope="submit",
-                answer=self.upload,
-                media_type="application/gzip",
-                is_async=True,
+            post(
+                _ADDRESS, self.upload, "Keep code and data", scope="submit", takes="application/gzip", others=(201,)
             ),
-            Address(method="GET", path=f"{_ADDRESS}/{{sha256}}", scope="submit", answer=self.known),
+            get(f"{_ADDRESS}/{{sha256}}", self.known, "Whether a bundle is there", scope="submit"),
         )
 
     def folder_of(self, sha256: str) -> Path | None:
@@ -65,24 +63,25 @@ class Bundles:
         folder = self._folder / sha256
         return folder if is_hash and folder.is_dir() else None
 
-    def known(self, asked: Asked) -> Any:
-        if self.folder_of(asked.path["sha256"]) is None:
+    def known(self, sha256: str) -> Bundle:
+        if self.folder_of(sha256) is None:
             raise ProblemError(404, "no such bundle", accepted=f"POST {_ADDRESS}")
-        return {"sha256": asked.path["sha256"]}
+        return Bundle(sha256=sha256)
 
-    async def upload(self, asked: Asked) -> Any:
+    async def upload(self, asked: Caller, request: Request, response: Response) -> Bundle:
         check_may_run_code(asked.who, "a bundle")
         aside = self._folder / f".{secrets.token_hex(8)}"
         packed = aside.with_suffix(".tgz")
         try:
-            sha256 = await _write(asked.body, packed)
+            sha256 = await _write(request.stream(), packed)
             is_new = self.folder_of(sha256) is None
             if is_new:
                 await self._unpacking.run(self._unpack, packed, aside, sha256)
         finally:
             packed.unlink(missing_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
-        return Told(value={"sha256": sha256}, status=201 if is_new else 200)
+        response.status_code = 201 if is_new else 200
+        return Bundle(sha256=sha256)
 
     def _unpack(self, packed: Path, aside: Path, sha256: str) -> None:
         aside.mkdir(mode=0o700)

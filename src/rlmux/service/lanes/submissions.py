@@ -17,13 +17,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastapi import Response
+
 from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import OverQuotaError, RlmuxError, SpecError, UserError
 from rlmux.runtime.control_requests import Check, Submit
 from rlmux.runtime.control_socket import NotRunningError, ask
+from rlmux.service.dashboard import shapes_of_time as shapes
 from rlmux.service.dashboard.access import Who
-from rlmux.service.dashboard.door import Address, Asked, LongWork, Told
-from rlmux.service.dashboard.parameters import whole
+from rlmux.service.dashboard.door import Address, LongWork, get, post
+from rlmux.service.dashboard.parameters import Caller, Limit
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
@@ -49,24 +52,32 @@ class Submissions:
 
     def addresses(self) -> tuple[Address, ...]:
         return (
-            Address(
-                method="POST", path=_ADDRESS, scope="submit", answer=self.submit, long_work=self._handing_over
+            post(
+                _ADDRESS,
+                self.submit,
+                "Submit a file, or check it; needs an Idempotency-Key unless it is checked alone",
+                scope="submit",
+                others=(201, 202),
+                long_work=self._handing_over,
             ),
-            Address(method="GET", path=_ADDRESS, scope="read", answer=self.newest, asks={"limit": whole(1, 500)}),
-            Address(method="GET", path=f"{_ADDRESS}/{{id}}", scope="read", answer=self.one),
+            get(_ADDRESS, self.newest, "What was submitted, newest first"),
+            get(f"{_ADDRESS}/{{id}}", self.one, "One submission"),
         )
 
-    def submit(self, asked: Asked) -> Any:
-        if isinstance(asked.body, dict) and asked.body.get("dry_run") is True:
-            fields = {name: value for name, value in asked.body.items() if name != "dry_run"}
-            return self._checked(fields, asked.who)
+    def submit(
+        self, asked: Caller, body: shapes.Submission, response: Response
+    ) -> shapes.Submitted | shapes.Checked:
+        fields = body.model_dump(exclude_unset=True, exclude={"dry_run"})
+        if len(body.text.encode("utf-8", "replace")) > MAX_TEXT_BYTES:
+            raise ProblemError(413, "the file is too large", where="text", accepted=f"{MAX_TEXT_BYTES >> 10} KiB")
+        if body.dry_run:
+            return shapes.Checked.model_validate(self._checked(fields, asked.who))
         key = asked.headers.get("idempotency-key", "")
         if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_CHARS:
             accepted = f"1 to {_MAX_KEY_CHARS} characters, new for each submission and the same when it is sent again"
             raise ProblemError(400, "not a key", where="Idempotency-Key", accepted=accepted)
         if asked.who is not None:  # a key is its user's own
             key = f"{asked.who.user} {key}"
-        fields = _fields_of(asked.body)
         sha256 = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         found = self._ledger.of_key(key) or self._add(key, sha256, fields, asked.who)
         if found.body_sha256 != sha256:
@@ -78,21 +89,20 @@ class Submissions:
             found = self._ledger.of_id(found.id) or found
         if found.state in (REFUSED, OVER_QUOTA):
             raise ProblemError(_STATUS[found.state], str(found.reason), where="text")
-        return Told(value=found.fields(), status=_STATUS.get(found.state, 201))
+        response.status_code = _STATUS.get(found.state, 201)
+        return shapes.Submitted.model_validate(found.fields())
 
-    def newest(self, asked: Asked) -> Any:
+    def newest(self, asked: Caller, limit: Limit = 100) -> shapes.Submissions:
         user = None if asked.who is None or asked.who.sees_all else asked.who.user
-        return {
-            "items": [one.fields() for one in self._ledger.newest(asked.query.get("limit", 100), user)],
-            "as_of_seq": None,
-        }
+        items = [shapes.Submitted.model_validate(one.fields()) for one in self._ledger.newest(limit, user)]
+        return shapes.Submissions(items=items, as_of_seq=None)
 
-    def one(self, asked: Asked) -> Any:
-        found = self._ledger.of_id(asked.path["id"])
+    def one(self, asked: Caller, id: str) -> shapes.Submitted:
+        found = self._ledger.of_id(id)
         is_seen = found is not None and asked.who is not None and (asked.who.sees_all or asked.who.user == found.user)
         if found is None or not is_seen:
-            raise ProblemError(404, f"no submission {asked.path['id'][:80]!r}", accepted=f"those of {_ADDRESS}")
-        return found.fields()
+            raise ProblemError(404, f"no submission {id[:80]!r}", accepted=f"those of {_ADDRESS}")
+        return shapes.Submitted.model_validate(found.fields())
 
     def deliver(self, lane: str) -> None:
         """Hand over all that the lane's controller is not known to have, oldest first, as far as it answers."""
@@ -121,9 +131,8 @@ class Submissions:
             self._ledger.take(one.id, answer["pipelines"])
         return True
 
-    def _checked(self, body: dict[str, Any], who: Who | None) -> Any:
+    def _checked(self, fields: dict[str, Any], who: Who | None) -> dict[str, Any]:
         """Whether the lane would take it; nothing is kept. What is wrong with the file is the answer, not an error."""
-        fields = _fields_of(body)
         lane = self._lane(fields)
         told: dict[str, Any] = {"lane": lane.name, "pipelines": [], "is_lane_asked": False, "wrong": None}
         try:
@@ -200,19 +209,3 @@ def _line_of(error: str, source: str) -> int | None:
     number = error.removeprefix(f"{source}:").partition(":")[0]
     return int(number) if error.startswith(f"{source}:") and number.isdecimal() else None
 
-
-def _fields_of(body: Any) -> dict[str, Any]:
-    """The body's fields. Raises ProblemError for one that is missing, unknown or of another type."""
-    if not isinstance(body, dict):
-        raise ProblemError(400, "no submission", where="body", accepted='{"lane", "text", "source", "bundle"}')
-    for name in ("lane", "text", "source"):
-        if not isinstance(body.get(name), str) or not body[name]:
-            raise ProblemError(400, f"{name} is missing or no text", where=name, accepted="a text")
-    for name in body:
-        if name not in ("lane", "text", "source", "bundle"):
-            raise ProblemError(400, f"no field {name[:80]!r}", where="body", accepted="lane, text, source, bundle")
-    if not isinstance(body.get("bundle"), str | None):
-        raise ProblemError(400, "bundle is no text", where="bundle", accepted="the sha256 of a bundle")
-    if len(body["text"].encode("utf-8", "replace")) > MAX_TEXT_BYTES or len(body["source"]) > 1000:
-        raise ProblemError(413, "the file is too large", where="text", accepted=f"{MAX_TEXT_BYTES >> 10} KiB")
-    return body
