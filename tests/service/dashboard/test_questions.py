@@ -15,6 +15,7 @@ from tests.log_script import AlternatingRun, append
 from rlmux.cli.main import run_command_line
 from rlmux.report.log import RunLog
 from rlmux.service.dashboard import questions
+from rlmux.service.dashboard.shapes_of_use import Side
 
 FILE = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
@@ -110,7 +111,8 @@ def test_questions_that_take_long_hold_no_other_request_up(half, dashboard, monk
 
     def slow(*_: object) -> dict[str, Any]:
         is_let_go.wait()
-        return {"run": "", "at_s": 0.0, "about": "", "notes": [], "now": {"pipelines": {}}, "then": {}}
+        side = dict.fromkeys(Side.model_fields) | {"policy": "solo", "pipelines": {}}
+        return {"run": "", "at_s": 0.0, "about": "", "notes": [], "now": side, "then": side}
 
     monkeypatch.setattr(questions, "_answer", slow)
     with ThreadPoolExecutor(60) as asking:

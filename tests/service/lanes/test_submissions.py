@@ -83,7 +83,7 @@ def test_a_server_killed_between_any_two_steps_takes_a_submission_once(lane, mon
     again.deliver("cpu")  # as the lane's thread does when a server starts
     status, told = post(again)  # the client, which got no answer, sends it again
     assert (status, told.state) == (201, "taken")
-    assert [one["pipeline"] for one in told.pipelines] == ["a"]
+    assert [one.pipeline for one in told.pipelines] == ["a"]
     assert len(submitted_to(lane.folder)) == 1
     assert len(again._ledger.newest(10)) == 1
 
@@ -93,7 +93,7 @@ def test_a_controller_that_ends_before_its_answer_arrives_is_asked_again(lane, m
     monkeypatch.setattr(submissions, "ask", dying(ask, when, RlmuxError))
     one = server(lane)
     status, kept = post(one)
-    assert (status, kept.pipelines[0]["outcome"]) == (202, "accepted")
+    assert (status, kept.pipelines[0].outcome) == (202, "accepted")
     one.deliver("cpu")
     assert post(one)[1].state == "taken"
     assert len(submitted_to(lane.folder)) == 1

@@ -28,7 +28,7 @@ from rlmux.service.dashboard.door import Address, LongWork, get, post
 from rlmux.service.dashboard.parameters import Caller
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
-from rlmux.service.dashboard.shapes import Answer, Question, Score
+from rlmux.service.dashboard.shapes_of_use import Answer, Question, Score
 
 LIMIT_S = 60.0
 """Seconds after which an answer is given up."""

@@ -6,19 +6,24 @@ missing. Keys are added, never renamed: a client passes over those that it does 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 Kind = Literal["busy", "switch", "bubble", "idle"]
 Item = TypeVar("Item")
-Text = Annotated[str, StringConstraints(max_length=100_000, pattern=r"^[^\x00]*$")]
 
 
 class Shape(BaseModel):
     """An object of JSON."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Open(Shape):
+    """An object of JSON that may have more fields than are named."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class Taken(Shape):
@@ -329,42 +334,6 @@ class Outcome(Shape):
     pipeline: str | None = None
 
 
-class Score(Shape):
-    policies: list[str]
-    num_scored: int
-    median_error: float | None
-    """Error as a part of the seconds that were predicted."""
-    worst_error: float | None
-
-
-class Question(Taken):
-    file: Text | None = None
-    """Text of YAML whose pipelines are added."""
-    add: int | None = None
-    """Number of pipelines to add."""
-    like: Text | None = None
-    """Pipeline that the added ones are copies of."""
-    remove: list[Text] = []
-    policy: Text | None = None
-    set: list[Text] = []
-
-    @model_validator(mode="after")
-    def _asks(self) -> Question:
-        if not self.model_fields_set:
-            raise ValueError("no question")
-        return self
-
-
-class Answer(Shape):
-    run: str
-    at_s: float
-    about: str
-    notes: list[str]
-    now: dict[str, Any]
-    then: dict[str, Any]
-    command: str
-
-
 # ---------------------------------------------------------------------- pipelines
 
 
@@ -405,6 +374,11 @@ class Wait(Shape):
     seconds: float
 
 
+class Phases(Open):
+    rollout_s: float
+    train_s: float
+
+
 class Detail(Pipeline):
     plan_sha256: str | None
     rollout_nodes: list[str]
@@ -412,9 +386,10 @@ class Detail(Pipeline):
     expected_slowdown: float | None
     slo_probability: float | None
     """Probability with which a cycle of its group takes no longer than planned; null: none is stated."""
-    bound: dict[str, float] | None
-    """Solo seconds of its phases, `rollout_s` and `train_s`, that it is planned with beside others."""
-    estimate: dict[str, Any] | None
+    bound: Phases | None
+    """Solo seconds of its phases that it is planned with beside others."""
+    estimate: Phases | None
+    """Those that its steps take in the middle."""
     slo_reason: str
     weights_sha256: str | None
     trajectories: int
@@ -437,7 +412,7 @@ class Identity(Shape):
 
 
 class Compared(Shape):
-    items: list[Pipeline]
+    items: tuple[Pipeline, Pipeline]
     identity: Identity
 
 
@@ -458,8 +433,9 @@ class Step(Shape):
 class Curve(Shape):
     x: list[float | None]
     y: list[float | None]
-    min: list[float | None] | None = None
-    max: list[float | None] | None = None
+    min: list[float | None] = []
+    """Missing where each point is a step, as `max`."""
+    max: list[float | None] = []
 
 
 class Metrics(Shape):

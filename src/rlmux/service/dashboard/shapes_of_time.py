@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlmux.service.dashboard.shapes import Charge, Kind, Listed, Shape, Taken
+from rlmux.service.dashboard.shapes import Charge, Kind, Listed, Open, Shape, Taken
 
 
 class Place(Shape):
@@ -95,6 +95,22 @@ class Submission(Taken):
     """Whether it is checked alone, and nothing kept."""
 
 
+class Became(Open):
+    """What became of one pipeline, and more by outcome."""
+
+    pipeline: str
+    outcome: str
+    reason: str | None = None
+    rollout_nodes: list[str] | None = None
+    train_nodes: list[str] | None = None
+    at_s: float | None = None
+
+
+class Planned(Shape):
+    pipeline: str
+    num_steps: int | None
+
+
 class Submitted(Shape):
     id: str
     lane: str
@@ -103,8 +119,7 @@ class Submitted(Shape):
     bundle: str | None
     state: Literal["accepted", "taken", "refused", "over_quota"]
     reason: str | None
-    pipelines: list[dict[str, Any]]
-    """What became of each: `pipeline`, `outcome`, and more by outcome."""
+    pipelines: list[Became]
     created: str
 
 
@@ -116,7 +131,7 @@ class Wrong(Shape):
 
 class Checked(Shape):
     lane: str
-    pipelines: list[dict[str, Any]]
+    pipelines: list[Planned]
     is_lane_asked: bool
     wrong: Wrong | None
 

@@ -1,10 +1,10 @@
 // Requests to the service. Every page reads the same documented addresses as the command line does.
 //
 //   useData("/lanes/demo", ["lane:demo"])   reads at once, and again when the stream says that one of these changed
+import type { Page } from "./kinds";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { listen } from "./live";
 import { go } from "./place";
-import type { Page } from "./shapes";
 
 const BASE = "/api/v1";
 

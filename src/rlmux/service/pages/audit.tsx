@@ -2,7 +2,8 @@
 import { useData, useFurther } from "./api";
 import { Trouble } from "./frame";
 import { amend, usePlace } from "./place";
-import type { Page, Request } from "./shapes";
+import type { Page } from "./kinds";
+import type { AuditRow } from "./shapes";
 import { count } from "./words";
 
 const PREFIX = "/api/v1";
@@ -10,8 +11,8 @@ const PREFIX = "/api/v1";
 export function AuditPage() {
   const user = usePlace().query.get("user") ?? "";
   const filters = new URLSearchParams({ limit: "100", ...(user && { user }) }).toString();
-  const first = useData<Page<Request>>(`/audit?${filters}`);
-  const { rows, more } = useFurther<Request>("/audit", first.value, filters);
+  const first = useData<Page<AuditRow>>(`/audit?${filters}`);
+  const { rows, more } = useFurther<AuditRow>("/audit", first.value, filters);
   return (
     <>
       <div class="heading">
@@ -49,7 +50,7 @@ export function AuditPage() {
   );
 }
 
-function RequestRow({ row }: { row: Request }) {
+function RequestRow({ row }: { row: AuditRow }) {
   const isRefused = row.status !== null && row.status >= 400;
   return (
     <tr>

@@ -4,7 +4,8 @@ import { type Curve, Constants, Overlay, constantOf } from "./charts";
 import { Trouble } from "./frame";
 import { useShown, of } from "./lane";
 import { address, amend, usePlace } from "./place";
-import type { Compared, Metrics, Page, Row } from "./shapes";
+import type { Page } from "./kinds";
+import type { Compared, Metrics, Pipeline } from "./shapes";
 import { count, percent, reward, seconds, times } from "./words";
 
 /** Colours of the first and the second, whatever they are called. */
@@ -13,7 +14,7 @@ const COLOURS = [0, 1] as const;
 export function Compare() {
   const { query } = usePlace();
   const { lanes } = useShown();
-  const rows = useData<Page<Row>>("/pipelines?limit=500", lanes.map((lane) => `pipeline:${lane.name}`));
+  const rows = useData<Page<Pipeline>>("/pipelines?limit=500", lanes.map((lane) => `pipeline:${lane.name}`));
   const names = (rows.value?.items ?? []).map((row) => of(row.lane, row.name));
   const [a, b] = [query.get("a") ?? "", query.get("b") ?? ""];
   const isReady = a !== "" && b !== "";
@@ -63,8 +64,8 @@ function shown(name: string): string {
   return name.split("/").map(decodeURIComponent).join(" / ");
 }
 
-function Figures({ rows, names }: { rows: [Row, Row]; names: [string, string] }) {
-  const lines: [string, (row: Row) => string][] = [
+function Figures({ rows, names }: { rows: [Pipeline, Pipeline]; names: [string, string] }) {
+  const lines: [string, (row: Pipeline) => string][] = [
     ["state", (row) => row.status],
     ["steps", (row) => count(row.step)],
     ["reward, first", (row) => reward(row.reward_first)],

@@ -4,7 +4,7 @@ import { Refusal, post } from "./api";
 import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { announce } from "./live";
-import type { Checked, Submission } from "./shapes";
+import type { Checked, Submitted } from "./shapes";
 import { count, seconds } from "./words";
 
 const EXAMPLE = `pipelines:
@@ -21,7 +21,7 @@ export function Draft({ lane }: { lane: string }) {
   const [isBusy, setBusy] = useState(false);
   const [error, setError] = useState<Error | null>(null);
   const [checked, setChecked] = useState<Checked | null>(null);
-  const [taken, setTaken] = useState<Submission | null>(null);
+  const [taken, setTaken] = useState<Submitted | null>(null);
   const area = useRef<HTMLTextAreaElement>(null);
   const key = useRef<{ of: string; is: string } | null>(null);
   useKeys([{ keys: "n", does: "a new file for the queue", run: () => area.current?.focus() }]);
@@ -59,7 +59,7 @@ export function Draft({ lane }: { lane: string }) {
       const body = { lane, text, source };
       const content = JSON.stringify(body);
       if (key.current?.of !== content) key.current = { of: content, is: newKey() }; // the same file sent again is the same submission
-      setTaken(await post<Submission>("/submissions", body, { "Idempotency-Key": key.current.is }));
+      setTaken(await post<Submitted>("/submissions", body, { "Idempotency-Key": key.current.is }));
       key.current = null;
       [kept.text, kept.source] = ["", "pasted.yaml"];
       setText("");
@@ -119,7 +119,7 @@ export function Draft({ lane }: { lane: string }) {
   );
 }
 
-function outcome(one: Submission["pipelines"][number]): string {
+function outcome(one: Submitted["pipelines"][number]): string {
   if (one.outcome === "placed") return `placed on ${[...new Set([...(one.rollout_nodes ?? []), ...(one.train_nodes ?? [])])].join(", ")}`;
   if (one.outcome === "upcoming") return `comes at ${seconds(one.at_s)} of the run`;
   return one.reason ? `${one.outcome}: ${one.reason}` : one.outcome;

@@ -7,7 +7,8 @@ import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
 import { Dot, PipelineName, Stack, Tiles, type Part } from "./parts";
 import { address } from "./place";
-import { KINDS, type Alert, type Charge, type Device, type Happening, type Kind, type Lane, type Page, type Row } from "./shapes";
+import { KINDS, type Kind, type Page } from "./kinds";
+import type { Alert, Charge, Device, Happening, Lane, Pipeline } from "./shapes";
 import { count, moment, percent, reward, seconds, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
@@ -16,7 +17,7 @@ export function Fleet() {
   const { lane } = useShown();
   const name = of(lane.name);
   const devices = useData<Page<Device>>(`/lanes/${name}/devices`, [`devices:${lane.name}`, `lane:${lane.name}`]);
-  const rows = useData<Page<Row>>(`/pipelines?lane=${name}&limit=200`, [`pipeline:${lane.name}`]);
+  const rows = useData<Page<Pipeline>>(`/pipelines?lane=${name}&limit=200`, [`pipeline:${lane.name}`]);
   const alerts = useData<{ items: Alert[] }>(`/lanes/${name}/alerts`, [`lane:${lane.name}`]);
   return (
     <>
@@ -69,7 +70,7 @@ async function seen(lane: string, { rule, pipeline }: Alert): Promise<void> {
   announce(`lane:${lane}`);
 }
 
-function NeedsYou({ rows, alerts }: { rows: Row[]; alerts: Alert[] }) {
+function NeedsYou({ rows, alerts }: { rows: Pipeline[]; alerts: Alert[] }) {
   const { lane } = useShown();
   const all = rows.filter((row) => ["failed", "refused", "waiting"].includes(row.status) || row.keeps_slo === false);
   if (all.length === 0 && alerts.length === 0) return null;
@@ -203,7 +204,7 @@ function Pools({ devices }: { devices: Device[] }) {
   );
 }
 
-function Brief({ rows }: { rows: Row[] }) {
+function Brief({ rows }: { rows: Pipeline[] }) {
   const active = rows.filter((row) => row.status === "running");
   const shown = (active.length ? active : rows).slice(0, 12);
   return (

@@ -6,7 +6,8 @@ import { allKeys, useKeys } from "./keys";
 import { ShownLane, chosenLane, of } from "./lane";
 import { announce, follow, usePulse } from "./live";
 import { address, go, laneOf, usePlace } from "./place";
-import type { Lane, NewLane, Page, Timeline, Who } from "./shapes";
+import type { Page } from "./kinds";
+import type { Lane, NewLane, Timeline, WhoAmI } from "./shapes";
 import { ago, count } from "./words";
 
 /** Rows behind the log from which on a page says so; a live one is always a few behind. */
@@ -30,7 +31,7 @@ export function Frame({ children }: { children: ComponentChildren }) {
   const chosen = chosenLane(lanes.value?.items ?? [], laneOf(place));
   const lane = chosen?.state === "unknown" ? null : chosen;
   const timeline = useData<Timeline>(lane && `/timeline/${of(lane.name)}`, lane ? [`timeline:${lane.name}`] : []);
-  const who = useData<Who>("/whoami");
+  const who = useData<WhoAmI>("/whoami");
   const places = who.value?.scopes.includes("admin") ? [...PLACES, ...OF_ADMINS] : PLACES;
   const help = useRef<HTMLDialogElement>(null);
   useEffect(() => {

@@ -6,7 +6,8 @@ import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
 import { PipelineName, Spark } from "./parts";
 import { address, amend, go, usePlace } from "./place";
-import type { Page, Row } from "./shapes";
+import type { Page } from "./kinds";
+import type { Pipeline } from "./shapes";
 import { count, reward, seconds, times } from "./words";
 
 const STATUSES = ["running", "waiting", "finished", "failed", "cancelled", "refused", "stopped"];
@@ -27,10 +28,10 @@ export function Pipelines() {
   const { query } = usePlace();
   const [status, name, sort] = [query.get("status") ?? "", query.get("name") ?? "", query.get("sort") ?? ""];
   const filters = new URLSearchParams({ lane: lane.name, limit: "100", ...(status && { status }), ...(name && { name }), ...(sort && { sort }) });
-  const first = useData<Page<Row>>(`/pipelines?${filters}`, [`pipeline:${lane.name}`]);
-  const { rows, more } = useFurther<Row>("/pipelines", first.value, filters.toString());
+  const first = useData<Page<Pipeline>>(`/pipelines?${filters}`, [`pipeline:${lane.name}`]);
+  const { rows, more } = useFurther<Pipeline>("/pipelines", first.value, filters.toString());
   const [chosen, setChosen] = useState(-1);
-  const open = (row: Row | undefined) => row && go(address(`/pipelines/${of(row.lane, row.name)}`));
+  const open = (row: Pipeline | undefined) => row && go(address(`/pipelines/${of(row.lane, row.name)}`));
   useKeys([
     { keys: "j", does: "next row", run: () => setChosen((at) => Math.min(rows.length - 1, at + 1)) },
     { keys: "k", does: "row before", run: () => setChosen((at) => Math.max(0, at - 1)) },
@@ -93,7 +94,7 @@ function Sorter({ column, title, sort }: { column: string; title: string; sort: 
   );
 }
 
-function ListRow({ row, isChosen, colour }: { row: Row; isChosen: boolean; colour: number }) {
+function ListRow({ row, isChosen, colour }: { row: Pipeline; isChosen: boolean; colour: number }) {
   return (
     <tr class={isChosen ? "chosen" : ""}>
       <td>

@@ -11,7 +11,8 @@ import { of, useShown } from "./lane";
 import { announce } from "./live";
 import { PipelineName } from "./parts";
 import { address, go } from "./place";
-import type { Page, Queue, Submission, Waiting } from "./shapes";
+import type { Page } from "./kinds";
+import type { Queue, Submitted, Waiting } from "./shapes";
 import { WouldStart, tokenInWords } from "./waits";
 import { count, seconds } from "./words";
 
@@ -115,7 +116,7 @@ function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; w
         <PipelineName name={name} />
       </td>
       <td class="wide">
-        <b>{tokenInWords(waiting.token)}</b>
+        <b>{tokenInWords(waiting.token ?? "")}</b>
         {waiting.reason && <div class="why">{waiting.reason}</div>}
         {isChosen ? (
           <WouldStart lane={lane} name={name} />
@@ -126,7 +127,7 @@ function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; w
         )}
       </td>
       <td class="number">{seconds(waiting.waited_s)}</td>
-      <td>{waiting.first === name && waiting.starts_s !== null ? `in about ${seconds(Math.max(0, waiting.starts_s - now_s))}` : waiting.first && waiting.first !== name && !isHeld ? `after ${waiting.first}` : ""}</td>
+      <td>{waiting.first === name && waiting.starts_s != null ? `in about ${seconds(Math.max(0, waiting.starts_s - now_s))}` : waiting.first && waiting.first !== name && !isHeld ? `after ${waiting.first}` : ""}</td>
       <td>
         <span class="acts">
           <button onClick={() => acts.tell(name, isHeld ? "release" : "hold")}>{isHeld ? "Release" : "Hold"}</button>
@@ -140,7 +141,7 @@ function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; w
 
 /** What was submitted to the lane, newest first. */
 function Lately({ lane }: { lane: string }) {
-  const all = useData<Page<Submission>>("/submissions?limit=50", [`queue:${lane}`, `pipeline:${lane}`]);
+  const all = useData<Page<Submitted>>("/submissions?limit=50", [`queue:${lane}`, `pipeline:${lane}`]);
   const items = (all.value?.items ?? []).filter((one) => one.lane === lane).slice(0, 12);
   if (items.length === 0) return <Trouble error={all.error} />;
   return (

@@ -6,7 +6,7 @@ import { useKeys } from "./keys";
 import { visible } from "./log";
 import { TokenLegend, Tokens } from "./tokens";
 import { amend, usePlace } from "./place";
-import type { Found, Sample, SamplePage } from "./shapes";
+import type { Found, Sample, Samples } from "./shapes";
 import { count, reward } from "./words";
 
 const FILTERS = ["step", "least", "most", "stop", "text", "sort"] as const;
@@ -19,7 +19,7 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
     if (value) asked.set(key, value);
   }
   if (query.get("step") && !query.get("sort")) asked.set("sort", "step");
-  const first = useData<SamplePage>(`${path}/samples?${asked}`, query.get("step") ? [] : [`pipeline:${lane}`]);
+  const first = useData<Samples>(`${path}/samples?${asked}`, query.get("step") ? [] : [`pipeline:${lane}`]);
   const [further, setFurther] = useState<{ of: string; items: Found[]; next: string | null } | null>(null);
   const rest = further?.of === asked.toString() ? further : null;
   const items = [...(first.value?.items ?? []), ...(rest?.items ?? [])];
@@ -40,7 +40,7 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
     { keys: "]", does: "step after", run: () => turn(1) },
   ]);
   const more = async () => {
-    const page = await get<SamplePage>(`${path}/samples?${asked}${asked.size ? "&" : ""}cursor=${encodeURIComponent(next ?? "")}`);
+    const page = await get<Samples>(`${path}/samples?${asked}${asked.size ? "&" : ""}cursor=${encodeURIComponent(next ?? "")}`);
     setFurther({ of: asked.toString(), items: [...(rest?.items ?? []), ...page.items], next: page.next });
   };
   const field = (key: string, placeholder: string, wide = false) => (

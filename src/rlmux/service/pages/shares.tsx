@@ -7,7 +7,7 @@ import { Trouble } from "./frame";
 import { of, useShown } from "./lane";
 import { announce } from "./live";
 import { Tiles } from "./parts";
-import type { AccountRow, Usage } from "./shapes";
+import type { Account, Usage } from "./shapes";
 import { count, figure, percent, seconds } from "./words";
 
 const AGAIN_MS = 5000;
@@ -51,7 +51,7 @@ function Nothing({ isGoingOn }: { isGoingOn: boolean }) {
   );
 }
 
-function Counted({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] }) {
+function Counted({ usage, rows }: { usage: Usage; rows: readonly Account[] }) {
   const projects = [...new Set(rows.map((row) => row.project))].map((name) => rows.filter((row) => row.project === name));
   const over = projects.filter(([first]) => first?.is_over_share).length;
   const hasBudget = rows.some((row) => row.quota.budget_usd != null);
@@ -96,7 +96,7 @@ function Counted({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] })
   );
 }
 
-function Account({ row, isFirst, largest, hasBudget }: { row: AccountRow; isFirst: boolean; largest: number; hasBudget: boolean }) {
+function Account({ row, isFirst, largest, hasBudget }: { row: Account; isFirst: boolean; largest: number; hasBudget: boolean }) {
   return (
     <tr>
       <td class="name">{isFirst ? row.project || "–" : ""}</td>
@@ -120,7 +120,7 @@ function Account({ row, isFirst, largest, hasBudget }: { row: AccountRow; isFirs
   );
 }
 
-function Share({ row, largest }: { row: AccountRow; largest: number }) {
+function Share({ row, largest }: { row: Account; largest: number }) {
   const place = (part: number) => `${(100 * part) / largest}%`;
   return (
     <div class="share" title={shareInWords(row)}>
@@ -136,7 +136,7 @@ function Share({ row, largest }: { row: AccountRow; largest: number }) {
 }
 
 /** Who pays for what: a row for each account and a column for each pool, with what it all adds up to. */
-function Charged({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] }) {
+function Charged({ usage, rows }: { usage: Usage; rows: readonly Account[] }) {
   const held = usage.held_hours ?? {};
   const pools = [...new Set([...Object.keys(held), ...rows.flatMap((row) => Object.keys(row.device_hours))])].sort();
   const whole = sum(Object.values(held));
@@ -205,7 +205,7 @@ function Line({ name, pools, of: at, whole, dollars }: { name: string; pools: re
   );
 }
 
-function isSpent(row: AccountRow): boolean {
+function isSpent(row: Account): boolean {
   return row.quota.budget_usd != null && (row.spent_usd ?? 0) >= row.quota.budget_usd;
 }
 
@@ -214,12 +214,12 @@ function usd(value: number): string {
 }
 
 /** The line of `rlmux why` on a project's share. */
-export function shareInWords({ project, user, share, fair_share, is_over_share }: Pick<AccountRow, "project" | "share" | "fair_share" | "is_over_share"> & { user?: string }): string {
+export function shareInWords({ project, user, share, fair_share, is_over_share }: Pick<Account, "project" | "share" | "fair_share" | "is_over_share"> & { user?: string }): string {
   const who = project || user || "it";
   return `${who} ${is_over_share ? "is over its share" : "is within its share"}: ${percent(share)} of a pool of late, by its weight, where ${percent(fair_share)} is fair`;
 }
 
-export function quotaInWords(quota: AccountRow["quota"]): string {
+export function quotaInWords(quota: Account["quota"]): string {
   const limits = [
     quota.max_running !== null && `${quota.max_running} at once`,
     quota.max_waiting != null && `${quota.max_waiting} waiting`,

@@ -9,7 +9,8 @@ import { useKeys } from "./keys";
 import { of, useShown } from "./lane";
 import { Legend } from "./parts";
 import { amend, usePlace } from "./place";
-import type { Gap, Metrics, Page, Row, Timeline } from "./shapes";
+import type { Page } from "./kinds";
+import type { Gap, Metrics, Pipeline, Timeline } from "./shapes";
 import { GapTable, MeasureTable, Reading } from "./timeline/panels";
 import { Board } from "./timeline/board";
 import { savePicture, saveTable, saveTrace } from "./timeline/exports";
@@ -173,7 +174,7 @@ function useCurves(board: Board | null, timeline: Timeline): void {
       return { pipeline, x: series.reward_mean?.x ?? [], y: series.reward_mean?.y ?? [] };
     };
     const readAll = async () => {
-      const rows = await get<Page<Row>>(`/pipelines?lane=${of(timeline.lane)}&limit=100`);
+      const rows = await get<Page<Pipeline>>(`/pipelines?lane=${of(timeline.lane)}&limit=100`);
       const begun = new Set(rows.items.filter((row) => row.reward_last !== null).map((row) => row.name));
       return Promise.all(timeline.pipelines.flatMap((name, pipeline) => (begun.has(name) && pipeline < MAX_CURVES ? [read(name, pipeline)] : [])));
     };

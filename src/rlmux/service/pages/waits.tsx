@@ -56,8 +56,8 @@ export function Waits({ lane, name }: { lane: string; name: string }) {
 
 function overInWords(why: Why): string {
   const first = why.first === why.pipeline ? "this one" : why.first;
-  const when = why.starts_s === null ? "is unknown" : `is expected at ${seconds(why.starts_s)}, for ${first}`;
-  return `${shareInWords({ project: why.project, share: why.share ?? 0, fair_share: why.fair_share ?? 0, is_over_share: true })}; the next start ${when}`;
+  const when = why.starts_s == null ? "is unknown" : `is expected at ${seconds(why.starts_s)}, for ${first}`;
+  return `${shareInWords({ project: why.project ?? "", share: why.share ?? 0, fair_share: why.fair_share ?? 0, is_over_share: true })}; the next start ${when}`;
 }
 
 function Changes({ why }: { why: Why }) {

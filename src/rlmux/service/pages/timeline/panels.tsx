@@ -29,7 +29,7 @@ export function MeasureTable({ lane, span }: { lane: string; span: Span }) {
   const { pipelines } = useShown();
   if (!measured.value) return <Trouble error={measured.error} />;
   const { items, device_s, t0, t1 } = measured.value;
-  const lines = items.map((item) => [item.kind, item.pipeline ?? "", item.label, item.seconds.toFixed(3), (item.share * 100).toFixed(2)].join("\t"));
+  const lines = items.map((item) => [item.kind, item.pipeline ?? "", item.label, item.seconds.toFixed(3), ((item.share ?? 0) * 100).toFixed(2)].join("\t"));
   const copy = () => void navigator.clipboard.writeText(["kind\tpipeline\tname\tdevice seconds\tpercent", ...lines].join("\n"));
   return (
     <section class="measure">
