@@ -39,13 +39,17 @@ class Orders:
         slowdown: float,
     ) -> RunStage:
         """Run ready work on a fraction of its devices."""
-        action = self._run(
-            run, ready.step, ready.stage, ready.phase, ready.devices, device_fraction, ready.rollout_devices
+        return self._run(
+            run,
+            ready.step,
+            ready.stage,
+            ready.phase,
+            ready.devices,
+            device_fraction,
+            ready.rollout_devices,
+            slowdown=slowdown,
+            work=work,
         )
-        order = self._state.orders[action.order]
-        order.slowdown = slowdown
-        order.work = work
-        return action
 
     def run_without_device(self, run: PipelineRun, step: int, stage: Stage, phase: Phase) -> RunStage:
         """Run a reward or a publication."""
@@ -164,6 +168,9 @@ class Orders:
         devices: tuple[DeviceId, ...],
         device_fraction: float,
         rollout_devices: tuple[DeviceId, ...] = (),
+        *,
+        slowdown: float = 1.0,
+        work: Work | None = None,
     ) -> RunStage:
         state = self._state
         pipeline = run.pipeline
@@ -184,7 +191,9 @@ class Orders:
             devices,
             device_fraction,
             state.now_s,
+            work=work,
             switch=switch,
+            slowdown=slowdown,
             rate_since_s=state.now_s,
             rollout_devices=rollout_devices,
         )

@@ -80,11 +80,13 @@ def pass_boundary(parts: Parts, run: PipelineRun) -> list[Action]:
         return parking.leave(parts, run)
     if run.nodes.next_placement is None:
         parts.steps.open_rollout(run)
+        parts.state.mark_group(run)
         return []
     if run.step.shards or run.step.training.is_open or parts.orders.of(run):
         return []  # the end of one of these comes back here
     actions = _relocate(parts, run)
     parts.steps.open_rollout(run)
+    parts.state.mark_group(run)
     return actions
 
 

@@ -91,25 +91,24 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Action]:
         """Apply one fact and return the orders that follow from it, in the order they are to be carried out."""
-        parts, kind = self._parts, type(event)
+        parts, state, kind = self._parts, self._parts.state, type(event)
         parts.journal.add(event)
-        if not event.time_s >= parts.state.now_s:
-            raise parts.journal.illegal(
-                f"time goes from {parts.state.now_s} to {event.time_s}: it has no date, or goes back"
-            )
-        parts.state.now_s = event.time_s
-        parts.state.dirty.fillers = kind not in _OF_WORK
+        if not event.time_s >= state.now_s:
+            raise parts.journal.illegal(f"time goes from {state.now_s} to {event.time_s}: it has no date, or goes back")
+        state.now_s = event.time_s
+        state.dirty.fillers = kind not in _OF_WORK
         return _APPLY[kind](parts, event) + self._settle()
 
     def _settle(self) -> list[Action]:
         """Place, rebalance, dispatch and fill until nothing is dirty."""
         parts, dirty = self._parts, self._parts.state.dirty
+        over, boundaries, groups = dirty.over, dirty.boundaries, dirty.groups
         actions: list[Action] = []
         while True:
-            if dirty.over:
-                actions += placing.release(parts, dirty.over.pop(next(iter(dirty.over))))
-            elif dirty.boundaries:
-                actions += placing.pass_boundary(parts, dirty.boundaries.pop(next(iter(dirty.boundaries))))
+            if over:
+                actions += placing.release(parts, over.pop(next(iter(over))))
+            elif boundaries:
+                actions += placing.pass_boundary(parts, boundaries.pop(next(iter(boundaries))))
             elif dirty.queue or dirty.newcomer is not None:
                 actions += placing.place_waiting(parts)
             elif dirty.balance:
@@ -117,12 +116,14 @@ class Scheduler:
             elif dirty.expectations:
                 dirty.expectations = False
                 actions += parts.expectations.tell()
-            elif dirty.groups:
-                actions += dispatch(parts, dirty.groups.pop(next(iter(dirty.groups))))
+            elif groups:
+                actions += dispatch(parts, groups.pop(next(iter(groups))))
             elif dirty.fillers:
                 actions += fillers.place(parts)
-            else:
+            elif parts.state.fillers.ready:
                 return actions + fillers.start(parts)
+            else:
+                return actions
 
     def wait_of(self, pipeline: PipelineId) -> Wait | None:
         """Why this pipeline waits, and what would start it now; None where it does not wait. Decides nothing."""

@@ -273,7 +273,6 @@ class StepMachine:
         run.estimates.measured.open_rollout(step, run.nodes.rollout_devices)
         for device in run.nodes.rollout_devices:
             run.step.shards[device] = RolloutShard(self._shard_work(run, device, is_continuation=False))
-        self._state.mark_group(run)
 
     def start(self, run: PipelineRun, ready: ReadyWork, device_fraction: float, slowdown: float) -> RunStage:
         """Order ready work to run. The group's ready work no longer has it."""
@@ -332,6 +331,7 @@ class StepMachine:
         for ready in [work for work in group.ready.values() if work.migrate_to is not None]:
             shard = group.members[ready.pipeline].step.shards[ready.devices[0]]
             shard.work = group.ready[ready.sequence] = replace(ready, migrate_to=None)
+        group.has_asked_migrations = False
 
     def order_migration(
         self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool
@@ -393,6 +393,8 @@ class StepMachine:
         """A shard that ran is ready, with the migration for which it was paused."""
         is_waiting, migrate_to = shard.state is WorkState.WAITING_FOR_ENV, shard.migrate_to
         shard.migrate_to = None
+        if migrate_to is not None:
+            self._state.group_of(run).has_asked_migrations = True
         shard.work = self._shard_work(
             run, shard.device, is_continuation=True, is_waiting=is_waiting, migrate_to=migrate_to
         )
