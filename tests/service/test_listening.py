@@ -74,7 +74,8 @@ def test_under_tls_the_cookie_is_secure_and_clients_say_which_certificate_they_t
             login = client.post("/login", json={"token": token}, headers={"Sec-Fetch-Site": "same-origin"})
             name, _, rest = login.headers["set-cookie"].partition("=")
             assert name == f"__Host-rlmux_{port}"
-            assert {"secure", "httponly", "samesite=strict", "path=/"} <= {part.strip().lower() for part in rest.split(";")}
+            attributes = {part.strip().lower() for part in rest.split(";")}
+            assert {"secure", "httponly", "samesite=strict", "path=/"} <= attributes
             assert client.get("/whoami").json()["scopes"] == ["admin"]
             assert client.post("/logout", json={}, headers={"Origin": url}).status_code == 204
             plain = {"Cookie": f"rlmux_{port}={rest.partition(';')[0]}"}
