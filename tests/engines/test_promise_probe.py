@@ -10,11 +10,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rlmux.core.errors import PipelineError, WorkerLostError
 from rlmux.engines import train_state
 from rlmux.engines.batch_probe import BatchProbe
 from rlmux.engines.promise_probe import probe_rollout, probe_training
+from rlmux.engines.ranks import touching_others
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
+from rlmux.engines.train_tensors import deterministic_backward
 from rlmux.engines.training_forward import TokenScores, score_tokens
 from rlmux.engines.transformer import DecodePlan
 from rlmux.rl.config import TrainingConfig
@@ -136,6 +139,17 @@ def test_gradients_are_by_deterministic_kernels_where_torch_was_asked_for_them(
     finally:
         torch.use_deterministic_algorithms(False)
     assert SeesMode.seen == [True] * 3
+
+
+def test_an_operation_without_a_deterministic_kernel_is_the_pipelines_own_failure() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with pytest.raises(PipelineError, match="one_backward does"), touching_others(), deterministic_backward():
+            raise RuntimeError("one_backward does not have a deterministic implementation, but you set ...")
+        with pytest.raises(WorkerLostError), touching_others(), deterministic_backward():
+            raise RuntimeError("Connection closed by peer")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_gradients_are_compared_and_leave_the_weights_and_gradients_alone() -> None:

@@ -67,7 +67,11 @@ def probe_rollout(engine: RolloutEngine, *, num_trajectories: int = NUM_TRAJECTO
             _together(engine, requests),
             is_repetition=True,
         ),
-        check("batches", "a trajectory samples other bits in a batch of another size", _in_batches(engine, requests)),
+        check(
+            "batches",
+            "a trajectory samples other bits in a batch of another size",
+            _in_batches(engine, requests, expected),
+        ),
         check(
             "shuffled",
             "a trajectory samples other bits beside others, or in another slot",
@@ -128,17 +132,17 @@ def _together(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> S
     return _drain(engine, max_decode_steps=_MANY)
 
 
-def _in_batches(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:
-    """The first and the last alone, all in batches of every other size that there are trajectories for."""
-    found = _together(engine, requests)
+def _in_batches(engine: RolloutEngine, requests: Sequence[TrajectoryRequest], expected: Sampled) -> Sampled:
+    """The first and the last alone, all in batches of every other size that there are trajectories for; nothing where a
+    batch gives other bits than expected."""
     for size in BATCH_SIZES:
         if size <= len(requests):
             batches = [requests[0], requests[-1]] if size == 1 else requests
             for first in range(0, len(batches), size):
                 again = _together(engine, batches[first : first + size])
-                if any(found[trajectory] != turn for trajectory, turn in again.items()):
+                if any(expected[trajectory] != turn for trajectory, turn in again.items()):
                     return {}
-    return found
+    return expected
 
 
 def _one_by_one(engine: RolloutEngine, requests: Sequence[TrajectoryRequest]) -> Sampled:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmux.core.errors import WorkerLostError
+from rlmux.core.errors import PipelineError, WorkerLostError
 from rlmux.engines.tree_sum import leaf_order, subtree
 
 _C: Any = dist
@@ -188,7 +188,7 @@ def touching_others() -> Iterator[None]:
     """A rank that is gone shows in the others' exchanges: what is lost is the gang, not the pipeline."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, PipelineError):
         raise
     except RuntimeError as error:
         raise WorkerLostError(f"a rank of its gang is gone: {str(error).splitlines()[0][:160]}") from error

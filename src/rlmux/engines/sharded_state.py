@@ -124,7 +124,7 @@ class ShardedState(TrainTensors):
         return value
 
     def _backward(self, loss: Tensor) -> None:
-        with deterministic_backward(), touching_others():
+        with touching_others(), deterministic_backward():
             loss.backward()  # type: ignore[no-untyped-call]
 
     def update_weights(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlmux.core.errors import CheckpointError, IllegalTransitionError
+from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
 from rlmux.engines.adamw import AdamWNumbers
 from rlmux.engines.micro_batches import MicroBatch
 from rlmux.engines.ranks import Ranks
@@ -36,7 +36,7 @@ def deterministic_backward() -> Iterator[None]:
     """Gradients by deterministic kernels alone, in a process that asked torch for deterministic algorithms.
 
     With `warn_only`, torch's memory-efficient attention still adds its gradients atomically: on an H200, the weights of
-    two runs differed after 20 updates. Raises RuntimeError for an operation without a deterministic kernel.
+    two runs differed after 20 updates. Raises PipelineError for an operation without a deterministic kernel.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -45,6 +45,10 @@ def deterministic_backward() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
         yield
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" in str(error):
+            raise PipelineError(str(error).splitlines()[0][:160]) from error
+        raise
     finally:
         torch.use_deterministic_algorithms(True, warn_only=is_warn_only)
 

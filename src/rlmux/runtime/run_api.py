@@ -131,9 +131,7 @@ class RunApi:
         self._parse = parse
         self._over = set(over)
         self._parse_shares = parse_shares
-        self._taken: dict[str | None, list[PipelineId]] = {
-            id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()
-        }
+        self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
         self._answers: list[_Answer] = []
         self._done: list[tuple[Request, dict[str, Any]]] = []
         """Requests of this tick and their answers, which are given once what they changed is in the log."""
@@ -248,7 +246,7 @@ class RunApi:
         self._stand(request, ParkRequested(pipeline=name), outcome, tick, is_held=True)
 
     def _submit(self, request: Request, record: Submit, tick: _Tick) -> None:
-        if record.id in self._taken:
+        if record.id is not None and record.id in self._taken:
             self._repeat(request, self._taken[record.id], tick)
             return
         parsed = self._parse(record.text, record.source)
