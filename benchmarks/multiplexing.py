@@ -6,7 +6,7 @@ Policies are run in turn, round after round, and medians are taken, since machin
 of the steps after each pipeline's first, which waits for the SFT warm-up of all.
 
     gain    solo device-seconds per step of every pipeline, over what the shared devices take for one step of each
-    bound   sum(T_roll + T_train) / max(T_cycle, T_load), from the phases measured alone (docs/design.md)
+    bound   sum(T_roll + T_train) / max(T_cycle, T_load), from the phases measured alone (docs/how-it-works/design.md)
 """
 
 from __future__ import annotations

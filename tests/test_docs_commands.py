@@ -62,12 +62,12 @@ def command_lines() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def cli_page() -> str:
-    return PAGES["docs/cli.md"]
+    return PAGES["docs/reference/cli.md"]
 
 
 @pytest.fixture(scope="module")
 def spec_page() -> str:
-    return PAGES["docs/spec.md"]
+    return PAGES["docs/reference/file.md"]
 
 
 def wrong_in(group, line: str) -> list[str]:
@@ -120,7 +120,7 @@ def test_every_file_that_a_page_names_exists():
 
 def test_every_test_that_the_peer_cases_name_exists():
     source = (ROOT / "tests" / "policies" / "test_peer_cases.py").read_text(encoding="utf-8")
-    named = re.findall(r"`(rb[0-9a-z_]+)(\.\.\.)?`", PAGES["docs/peer-cases.md"])
+    named = re.findall(r"`(rb[0-9a-z_]+)(\.\.\.)?`", PAGES["docs/how-it-works/peer-cases.md"])
     assert [name for name, cut in named if f"def test_{name}{'' if cut else '('}" not in source] == []
 
 
@@ -183,7 +183,7 @@ def test_the_citation_names_this_version_and_both_papers():
 def test_every_command_is_documented_with_its_own_example(cli_page):
     for name, command in COMMANDS.items():
         section = re.search(rf"^## rlmux {name}\b.*?(?=^## |\Z)", cli_page, re.MULTILINE | re.DOTALL)
-        assert section is not None, f"docs/cli.md has no section for {name}"
+        assert section is not None, f"docs/reference/cli.md has no section for {name}"
         example = re.search(r"Example: (.*)", command.callback.__doc__)
         assert example is not None, f"rlmux {name} --help has no example"
         assert example[1] in section[0]
@@ -208,12 +208,12 @@ def test_every_task_is_documented(spec_page):
 
 
 def test_the_spec_page_has_the_tables_of_the_models_that_check_the_file(spec_page):
-    told = "run: python -m rlmux.config.reference, and put it below the comment in docs/spec.md"
+    told = "run: python -m rlmux.config.reference, and put it below the comment in docs/reference/file.md"
     assert spec_page.endswith(reference.markdown() + "\n"), told
 
 
 def test_the_parameters_of_each_workload_are_documented_and_no_others():
-    table = PAGES["docs/simulator.md"].partition("## Workloads")[2].partition("\n\nA CSV")[0]
+    table = PAGES["docs/how-it-works/simulator.md"].partition("## Workloads")[2].partition("\n\nA CSV")[0]
     rows = [
         [re.findall(r"`([\w-]+)`", re.sub(r"\(.*?\)", "", cell)) for cell in row.split("|")]
         for row in table.splitlines()
@@ -227,7 +227,7 @@ def test_the_parameters_of_each_workload_are_documented_and_no_others():
 
 def test_the_files_of_the_cluster_page_can_be_read():
     """Their syntax, that is: none of them was run."""
-    page = PAGES["docs/cluster.md"]
+    page = PAGES["docs/how-to/many-machines.md"]
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     up, kuberay = [yaml.safe_load(text) for language, text in blocks if language == "yaml"]
     assert up["head_node_type"] in up["available_node_types"]

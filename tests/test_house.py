@@ -21,7 +21,7 @@ FORMER_WORDS = re.compile(
     r"\b(undertaker|bury|nursery|endurance|visitors?|foresee|foreseen|repace|TrainingPlan|PipelineHost|HostWorker|"
     r"MoveShare|open_shares|until_news|share_moves|lap_finder|LapFinder)\b"
 )
-"""Words that the field or we have another one for; the table is in docs/design.md."""
+"""Words that the field or we have another one for; the table is in docs/how-it-works/design.md."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
 CLOCKS |= {f"{clock}_ns" for clock in CLOCKS}
 OF_NUMBERS = {"abs", "float", "int", "max", "min", "round", "sum"}
@@ -97,7 +97,7 @@ def test_a_fields_line_can_be_read_without_its_name():
 
 @pytest.mark.parametrize("pattern", [PEOPLE, FORMER_WORDS], ids=["people", "former-words"])
 def test_the_source_and_the_docs_keep_to_our_words(pattern):
-    texts = [*sources(), *sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+    texts = [*sources(), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in texts

@@ -83,7 +83,7 @@ EVERYWHERE = {"rlmux"}
 
 
 def test_the_picture_and_the_table_of_the_docs_have_every_room():
-    design = (SOURCE.parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    design = (SOURCE.parents[1] / "docs" / "how-it-works" / "design.md").read_text(encoding="utf-8")
     drawn = design.partition("## Rooms")[2].partition("```")[2].partition("```")[0]
     table = design.partition("| room | start reading at |")[2].partition("\n\n")[0]
     folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}

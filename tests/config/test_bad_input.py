@@ -123,7 +123,7 @@ CASES = {
     ),
     "no task": (
         [("\n    task: reverse", "")],
-        "two.yaml:12: pipelines.reverse.task is missing; accepted: a task's name, or a mapping (docs/spec.md",
+        "two.yaml:12: pipelines.reverse.task is missing; accepted: a task's name, or a mapping (docs/reference/file.md",
     ),
     "an unknown algorithm": (
         [("    task: reverse", "    task: reverse\n    algorithm: ppo")],

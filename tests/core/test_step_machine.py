@@ -30,7 +30,7 @@ from rlmux.core.work import WorkState
 from rlmux.policies import make_policy
 from rlmux.policies.jigsaw import Jigsaw
 
-DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+DESIGN = Path(__file__).parents[2] / "docs" / "how-it-works" / "design.md"
 A, ORDER, DEVICE = PipelineId("a"), OrderId(1), DeviceId("gpu", 0, 0)
 
 

@@ -155,7 +155,7 @@ def test_what_is_not_there_is_refused_by_name():
 
 
 def test_the_examples_of_the_manual_run(capsys):
-    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "how-it-works" / "simulator.md").read_text("utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:

@@ -100,7 +100,7 @@ def test_missing_log_or_summary_is_one_clear_line(tmp_path: Path) -> None:
 def test_docs_show_code_that_runs(
     tmp_path: Path, alternating_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    docs = Path(__file__).parents[2] / "docs" / "report.md"
+    docs = Path(__file__).parents[2] / "docs" / "reference" / "report.md"
     codes = re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     alternating_run().write(tmp_path / "runs" / "demo")
@@ -111,6 +111,6 @@ def test_docs_show_code_that_runs(
 
 
 def test_docs_name_every_cause() -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "reference" / "report.md").read_text()
     for cause in Cause:
         assert str(cause).removeprefix("waiting for ") in docs

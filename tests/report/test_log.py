@@ -29,7 +29,7 @@ from rlmux.report.segments import row_checksum
 
 NODE = NodeId("rollout", 0)
 HEADER = {"policy": "rollmux", "backend": "local"}
-DOCS = Path(__file__).parents[2] / "docs/report.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/report.md"
 
 
 def order(number: int) -> RunStage:

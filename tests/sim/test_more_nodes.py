@@ -1,5 +1,6 @@
 """More nodes cost no throughput in any of 400 random workloads under `solo`, `split`, `fifo` and `rollmux`; under
-`gap-ratio` and `rlmux` at most a known anomaly (docs/policies.md). `rollmux` has one that none of the 400 meets."""
+`gap-ratio` and `rlmux` at most a known anomaly (docs/how-it-works/policies.md). `rollmux` has one that none of the 400
+meets."""
 
 from __future__ import annotations
 

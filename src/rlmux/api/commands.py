@@ -45,7 +45,7 @@ def load(
 def plan(file: File, *, policy: str | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Where every pipeline would go, its step slowdown and dollars for an hour; starts nothing.
 
-    The keys are those of `rlmux plan --json` (docs/simulator.md).
+    The keys are those of `rlmux plan --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
     from rlmux.sim.workloads.spec_file import workload_of
@@ -67,7 +67,7 @@ def simulate(
     """Figures of every policy on a file's pipelines, or on a workload by name, such as "weave".
 
     `seeds`: workloads of seeds 0 to seeds - 1; figures are means with min and max. `processes`: by default one a core.
-    `out`: a folder for pictures. The keys are those of `rlmux simulate --json` (docs/simulator.md).
+    `out`: a folder for pictures. The keys are those of `rlmux simulate --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
 

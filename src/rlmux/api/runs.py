@@ -90,7 +90,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` has (docs/report.md), as of now."""
+        """What `summary.json` has (docs/reference/report.md), as of now."""
         from rlmux.report.summary import summarize
 
         return summarize(self._timeline())
@@ -121,7 +121,7 @@ class Run:
         """A row a published step, pipelines in the order of their submission.
 
         `end_s`: seconds of the run's clock; `seconds`: what the step took; `solo_s`: what it takes alone. Beside them
-        the metrics of training (docs/report.md), each as the first pipeline that has it names it.
+        the metrics of training (docs/reference/report.md), each as the first pipeline that has it names it.
         """
         from rlmux.report.summary import step_times
 
@@ -151,7 +151,7 @@ class Run:
     def intervals(self) -> Table:
         """A row for each stretch of a device's time with one name; those of a device in the order of their start.
 
-        `kind`: busy, switch, bubble or idle; `cause`: what ran, or what was waited for (docs/report.md).
+        `kind`: busy, switch, bubble or idle; `cause`: what ran, or what was waited for (docs/reference/report.md).
         """
         columns = ("device", "pool", "start_s", "end_s", "kind", "cause", "label", "pipeline", "step", "stage", "order")
         rows = (

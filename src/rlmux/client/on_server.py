@@ -1,4 +1,4 @@
-"""A lane of a server, over HTTP: the API of docs/service.md.
+"""A lane of a server, over HTTP: the API of docs/reference/service.md.
 
     RLMUX_TOKEN, or the file that RLMUX_TOKEN_FILE names ─▶ bearer token
 

@@ -147,7 +147,8 @@ class Checks:
         if pipeline.task is not None:
             self._check_task((*path, "task"), pipeline.task)
         elif self.purpose is Purpose.RUN:
-            raise self._error((*path, "task"), "is missing; accepted: a task's name, or a mapping (docs/spec.md)")
+            accepted = "a task's name, or a mapping (docs/reference/file.md)"
+            raise self._error((*path, "task"), f"is missing; accepted: {accepted}")
 
     def _check_engine(self, path: KeyPath, pipeline: PipelineConfig) -> None:
         """A server holds the weights of one worker of one pipeline, whole."""

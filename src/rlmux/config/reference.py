@@ -1,4 +1,7 @@
-"""The tables of docs/spec.md, from the classes of the typed tree. To print: `python -m rlmux.config.reference`."""
+"""The tables of docs/reference/file.md, from the classes of the typed tree.
+
+To print: `python -m rlmux.config.reference`.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ProjectConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PermitsConfig(FromFile):
-    """Turns for training programs of your own beside the clients, on the same devices (docs/bring-your-own-trl.md)."""
+    """Turns for training programs of your own beside the clients, on the same devices (docs/how-to/trl.md)."""
 
     listen: str | None = None
     """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Without: a socket in the server's folder."""

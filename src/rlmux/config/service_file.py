@@ -34,7 +34,7 @@ class LaneConfig(FromFile):
     cluster: ClusterConfig
     """The devices there are."""
     policy: str = "rollmux"
-    """Policy that decides (docs/cli.md lists policies)."""
+    """Policy that decides (docs/reference/cli.md lists policies)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

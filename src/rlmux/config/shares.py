@@ -94,7 +94,7 @@ class ProjectShareConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesConfig(FromFile):
-    """What projects and users are entitled to beside others (docs/shares.md)."""
+    """What projects and users are entitled to beside others (docs/how-it-works/shares.md)."""
 
     half_life_h: PositiveFloat = 168.0
     """Hours after which half of what was used is forgotten."""

@@ -9,7 +9,7 @@
 The training part is made of the very classes that engines read. The rest is here: what only the scheduler and the
 simulator need. In the file a count drops its `num_` (`steps` is `num_steps` in Python). Every key, default value, bound
 and description is stated once, at its field; `read_tree` checks types and bounds, `explain.py` words the mistakes, and
-`docs/spec.md` has the same tables.
+`docs/reference/file.md` has the same tables.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class AlertConfig(FromFile):
     """A rule of alerts as one pipeline has it. A bare level is short for `{level: ...}`."""
 
     level: Literal["critical", "warning", "info", "off"] | None = None
-    """How bad it is; `off`: it never fires; without: as docs/service.md says."""
+    """How bad it is; `off`: it never fires; without: as docs/reference/service.md says."""
     steps: Count | None = None
     """Bad steps in a row after which it fires; not of `slo_at_risk`, `slo_broken` and `stands_still`."""
 
@@ -213,22 +213,24 @@ class PipelineConfig(PipelineKeys):
     """Largest accepted slowdown of a step against running alone; without: any."""
     slo_probability: Annotated[float, Gt(0), Lt(1)] | None = None
     """Probability with which a cycle of its group is to take no longer than planned, so that slo_slowdown is kept
-    (docs/policies.md); without: it is planned with what its steps take in the middle, and none is stated."""
+    (docs/how-it-works/policies.md); without: it is planned with what its steps take in the middle, and none is
+    stated."""
     user: Name | None = None
-    """Who asks for it; without: not said. Waiting pipelines of several users take turns (docs/shares.md)."""
+    """Who asks for it; without: not said. Waiting pipelines of several users take turns
+    (docs/how-it-works/shares.md)."""
     project: Name | None = None
     """Project that is charged for it; without: its user is."""
     visibility: Literal["private", "project", "public"] = "project"
-    """Users of a service who are shown it: its own; its project's members too; or all (docs/service.md)."""
+    """Users of a service who are shown it: its own; its project's members too; or all (docs/reference/service.md)."""
     urgency: Literal["urgent", "normal", "background", "filler"] = "normal"
     """The more urgent is offered room first; what an urgent pipeline holds counts double for its project. A `filler`
     samples and scores the task's prompts, trains nothing, and takes only what no other pipeline wants
-    (docs/fillers.md)."""
+    (docs/how-it-works/fillers.md)."""
     rank: int = 0
     """Place among its user's own waiting pipelines: lower ones are offered room first."""
     promise: Literal["exact", "replayable", "statistical"] | None = None
-    """The least that its engines must keep on the run's devices (docs/design.md has the classes); `run` probes it, and
-    refuses a file that asks for more. Without: whatever they keep."""
+    """The least that its engines must keep on the run's devices (docs/how-it-works/design.md has the classes); `run`
+    probes it, and refuses a file that asks for more. Without: whatever they keep."""
     submit_at_s: NonNegativeFloat = 0.0
     """Seconds from the start of the run to the submission."""
     checkpoint_every: Count = 1
@@ -243,7 +245,7 @@ class PipelineConfig(PipelineKeys):
     alerts: Mapping[AlertRule, Annotated[AlertConfig, BeforeValidator(_alert), Takes("a level, or a mapping")]] = field(
         default_factory=dict
     )
-    """Rules of alerts that this pipeline has otherwise, by name (docs/service.md lists them)."""
+    """Rules of alerts that this pipeline has otherwise, by name (docs/reference/service.md lists them)."""
     estimate: EstimateConfig | None = None
     """Solo seconds of one step. Needed by `plan` and `simulate`; without, `run` measures them."""
     footprint: FootprintConfig = field(default_factory=FootprintConfig)
@@ -304,8 +306,8 @@ class RunConfig(FromFile):
     code_folder: str | None = None
     """Folder of reward modules, relative to this file; without: the file's own folder."""
     policy: str = "rollmux"
-    """Policy that decides, unless the command line names another (docs/cli.md lists policies), or one of your own:
-    `module:Class` in `code_folder` or installed."""
+    """Policy that decides, unless the command line names another (docs/reference/cli.md lists policies), or one of
+    your own: `module:Class` in `code_folder` or installed."""
     shares: SharesConfig | None = None
     """What projects and users are entitled to beside others; without: all alike, and none is parked."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

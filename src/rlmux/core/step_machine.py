@@ -5,7 +5,8 @@
                                        SHARD_MOVES                     TRAINING_MOVES
 
 A table says for every state which inputs are legal and which state each leads to. An input that the table does not have
-raises IllegalTransitionError with the recent events. `docs/design.md` shows the tables as `diagrams` draws them.
+raises IllegalTransitionError with the recent events. `docs/how-it-works/design.md` shows the tables as `diagrams`
+draws them.
 
 Invariant: work is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and has an order exactly
 while it is RUNNING, PAUSING or MIGRATING.
@@ -178,7 +179,7 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
 
 
 def diagrams() -> str:
-    """The tables as Markdown for `docs/design.md`: a heading and a Mermaid state diagram each."""
+    """The tables as Markdown for `docs/how-it-works/design.md`: a heading and a Mermaid state diagram each."""
     tables: list[tuple[str, StrEnum, Mapping[Any, Mapping[Any, Any]]]] = [
         ("A rollout shard", WorkState.READY, SHARD_MOVES),
         ("A pipeline's training", WorkState.DONE, TRAINING_MOVES),

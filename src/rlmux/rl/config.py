@@ -7,7 +7,8 @@ every key, default value, bound and description is stated here only. In the file
 A value built in Python checks how its fields fit together; the bounds of each field are checked in files.
 
 All of it belongs to the pipeline alone. Nothing about other pipelines on the same devices may appear here, since a
-pipeline's weights are a function of these values only (promise 1 of docs/design.md). Nothing here imports torch.
+pipeline's weights are a function of these values only (promise 1 of docs/how-it-works/design.md). Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -285,11 +286,11 @@ class AlgorithmConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(FromFile):
-    """The program that samples the answers (docs/engines.md). A bare name is short for `{name: ...}`."""
+    """The program that samples the answers (docs/how-to/vllm.md). A bare name is short for `{name: ...}`."""
 
     name: Annotated[str, Takes("rlmux, vllm, sglang, a plug-in's name, or module:name of your own")] = "rlmux"
     """Our own engine (rlmux), a server of others (vllm, sglang), which needs `python` or `url`, or an engine of your
-    own, by `module:name` or the name that a package gives it (docs/python.md)."""
+    own, by `module:name` or the name that a package gives it (docs/reference/python.md)."""
     python: str | None = None
     """Python of the environment that has the engine, relative to this file. Each rollout worker starts a server with
     it, which ends with the worker. Excludes `url`."""
@@ -343,7 +344,7 @@ class EngineConfig(FromFile):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig(FromFile):
     """Short rounds that sample more than a step needs and drop what is longest, and long rounds of the prompts that
-    lost (RollPacker; docs/tail-batching.md). `tail_batching: {}` has the defaults."""
+    lost (RollPacker; docs/how-it-works/tail-batching.md). `tail_batching: {}` has the defaults."""
 
     prompts: Annotated[float, Ge(1), Le(4)] = 1.25
     """Prompts that a short round samples, as a multiple of `algorithm.prompts_per_step`, rounded up."""
@@ -361,7 +362,8 @@ class TailBatchingConfig(FromFile):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptibleConfig(FromFile):
     """Rollouts that never wait for their longest answers: those go on in the next step, by its weights (AReaL;
-    docs/interruptible.md). `interruptible: {}` has the defaults; `algorithm.staleness` bounds how old a token gets."""
+    docs/how-it-works/interruptible.md). `interruptible: {}` has the defaults; `algorithm.staleness` bounds how old a
+    token gets."""
 
     num_slots: Annotated[int, Ge(1), Le(65536)] | None = None
     """Slots of the plan clock, which decides what a step trains on; without: `rollout.slots`. With several workers, the

@@ -4,8 +4,8 @@
     replayable    the same bits under the same schedule
     statistical   other bits from run to run; the same in distribution
 
-A probe compares the engine's own computing under different schedules, on the device it is on (docs/design.md,
-promise 1). It is made of checks; those that fail decide the class.
+A probe compares the engine's own computing under different schedules, on the device it is on (promise 1 of
+docs/how-it-works/design.md). It is made of checks; those that fail decide the class.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def tasks_of(
 ) -> tuple[SimRun, ...]:
     """One simulation for each policy and seed."""
     if not policies:
-        raise UserError("no policy was named; accepted: one or more of those in docs/policies.md")
+        raise UserError("no policy was named; accepted: one or more of those in docs/how-it-works/policies.md")
     if not seeds:
         raise UserError("seeds: none is asked for; accepted: num_seeds of 1 or more, or one or more by number")
     for name in policies:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/spec.md).")]
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/reference/file.md).")
+]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")]
 Place = Annotated[
     str, typer.Argument(metavar="DIR|URL", help="A run's folder, or http://HOST:PORT/lanes/NAME of a server.")

@@ -29,7 +29,7 @@ def simulate(
     ] = False,
     spot: Annotated[
         Path | None,
-        typer.Option("--spot", metavar="FILE", help="Prices over time and nodes that are taken back (docs/spot.md)."),
+        typer.Option("--spot", metavar="FILE", help="Spot prices and reclaims of nodes (docs/how-it-works/spot.md)."),
     ] = None,
     seeds: Annotated[
         str, typer.Option("--seeds", help="Number of seeds, or those from A to B as A-B; figures are means over them.")

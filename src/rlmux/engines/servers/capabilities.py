@@ -1,4 +1,4 @@
-"""What the server of a rollout engine can do, as `measuring.py` found it; docs/engines.md says how each is tried."""
+"""What the server of a rollout engine can do, as `measuring.py` found it; docs/how-to/vllm.md has the checks."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def router() -> APIRouter:
 
 
 async def _no_such_address(request: Request) -> Response:
-    return ProblemError(404, "no such address", accepted="those of docs/service.md").response(request.url.path)
+    problem = ProblemError(404, "no such address", accepted="those of docs/reference/service.md")
+    return problem.response(request.url.path)
 
 
 async def _page(request: Request) -> Response:

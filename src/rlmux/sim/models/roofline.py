@@ -8,8 +8,8 @@
 
 The efficiencies were fitted once to kernel tables and to the measured decode curves (`data/roofline.csv` says
 to which); only those constants are empirical, so the estimate extends to other shapes and devices. Its error
-against end-to-end serving measurements is in docs/cost-model.md. Of mixtures of experts the reading of experts was
-compared with measured kernels; expert parallelism is outside it.
+against end-to-end serving measurements is in docs/how-it-works/cost-model.md. Of mixtures of experts the reading of
+experts was compared with measured kernels; expert parallelism is outside it.
 """
 
 from __future__ import annotations
