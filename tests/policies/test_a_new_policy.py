@@ -1,4 +1,4 @@
-"""The policy that docs/how-it-works/policies.md shows is whole: it runs as it stands there."""
+"""The policy that docs/how-to/write-a-policy.md shows is whole: it runs as it stands there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from rlmux.core.actions import RunStage
 from rlmux.core.scheduler import Scheduler
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-it-works" / "policies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-policy.md"
 
 
 @pytest.fixture
