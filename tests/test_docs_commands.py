@@ -120,7 +120,7 @@ def test_every_file_that_a_page_names_exists():
 
 def test_every_test_that_the_peer_cases_name_exists():
     source = (ROOT / "tests" / "policies" / "test_peer_cases.py").read_text(encoding="utf-8")
-    named = re.findall(r"`(rb[0-9a-z_]+)(\.\.\.)?`", PAGES["docs/how-it-works/peer-cases.md"])
+    named = re.findall(r"`(rb[0-9a-z_]+)(\.\.\.)?`", PAGES["docs/how-it-works/papers.md"])
     assert [name for name, cut in named if f"def test_{name}{'' if cut else '('}" not in source] == []
 
 

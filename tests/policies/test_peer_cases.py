@@ -1,6 +1,6 @@
 """Cases that other schedulers' tests and defects taught, asked of ours from outside.
 
-docs/how-it-works/peer-cases.md lists them.
+docs/how-it-works/papers.md lists them.
 
 Ids (RB-01 ...) are those of that page. Inputs are pipelines, devices and progress; outputs are orders.
 """
