@@ -10,7 +10,8 @@ sim    | runtime
 report |
 policies
 core          (config: the user's file; plugins: what users add by name; share: what other people's programs import;
-              hidden_main: worker processes without the script that starts them)
+              hidden_main: worker processes without the script that starts them;
+              reaper: ends what outlives its owner)
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"core.model", "core.errors", "plugins"},
         {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
     ),
-    "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "peft", "psutil", "torchao"}),
+    "engines": ({"core.model", "core.errors", "rl", "reaper"}, {*TRAINING, "numpy", "peft", "psutil", "torchao"}),
     "sim": ({"core", "policies", "report", "config", "plugins", "hidden_main"}, {"numpy"}),
     "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
     "runtime": (
-        {"core", "policies", "report", "rl", "engines", "config", "plugins", "hidden_main"},
+        {"core", "policies", "report", "rl", "engines", "config", "plugins", "hidden_main", "reaper"},
         {*TRAINING, "psutil", "tensorboard"},
     ),
     # The broker is a run whose workers are programs of others; `share` has the words that both ends say.

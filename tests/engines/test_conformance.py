@@ -343,10 +343,10 @@ def test_a_worker_that_is_killed_takes_its_server_along(pythons: dict[str, str],
         engine = make_server_engine(
             config_of("vllm", pythons, {}), vocab_size=VOCAB_SIZE, is_single_turn=True, device="cpu"
         )
-        os.write(theirs, f"{engine._process._guard.pid} {engine._settings.folder}\n".encode())
+        os.write(theirs, f"{engine._process._reaper.pid} {engine._settings.folder}\n".encode())
         time.sleep(600)
-    guard, folder = os.read(ours, 1000).decode().split()
-    family = [psutil.Process(int(guard)), *psutil.Process(int(guard)).children(recursive=True)]
+    reaper, folder = os.read(ours, 1000).decode().split()
+    family = [psutil.Process(int(reaper)), *psutil.Process(int(reaper)).children(recursive=True)]
     assert len(family) >= 2
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -14,8 +14,8 @@ import torch
 from rlmux.core.errors import UserError
 from rlmux.engines.datum_train import DatumTrainEngine
 from rlmux.engines.model_io import build_model
-from rlmux.rl.arriving import Datum, ForwardBackward, ForwardBackwardDone, LoadState, OptimizerStep
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, TrainingConfig
+from rlmux.rl.requests import Datum, ForwardBackward, ForwardBackwardDone, LoadState, OptimizerStep
 from rlmux.rl.vocabulary import CharVocabulary
 
 MODEL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16)

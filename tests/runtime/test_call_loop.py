@@ -52,14 +52,14 @@ def test_an_answer_that_came_before_it_was_waited_for_is_not_lost(setting: Setti
 
 
 def test_work_that_is_resumed_by_other_work_runs_after_it(setting: Setting) -> None:
-    promise = setting.calls.promise()
+    future = setting.calls.future()
 
     def waits():
-        yield promise
+        yield future
         setting.said.append("resumed")
 
     def resumes():
-        promise.arrive()
+        future.set_result()
         setting.said.append("goes on")
         yield setting.calls.call(setting.worker, "one")
 
@@ -77,7 +77,7 @@ def test_a_lost_worker_is_an_error_in_the_work_that_waits_for_it_and_in_no_other
 
     setting.calls.start(survives(), pipeline=PipelineId("other"))
     ended = setting.calls.start(setting.ask("run_stage"), pipeline=MINE)
-    waiting = setting.calls.promise()
+    waiting = setting.calls.future()
 
     def waits_for_other_things():
         yield waiting

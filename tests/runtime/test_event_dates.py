@@ -14,7 +14,7 @@ import pytest
 from rlmux.core.actions import Action, Admit, Pause, RunStage
 from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.errors import IllegalTransitionError
-from rlmux.core.events import Event, RewardOverdue, StagePaused, TimeReached
+from rlmux.core.events import Event, RewardOverdue, StagePaused, TimeReached, WorkArrived, WorkWithdrawn
 from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
@@ -33,7 +33,7 @@ from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn
 from rlmux.runtime.controller import Controller
-from rlmux.runtime.foreign import ForeignBackend, ForeignFront
+from rlmux.runtime.inbox import Inbox
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.worker_calls import RolloutChunkResult
 
@@ -201,17 +201,21 @@ def controller_of(backend: Any) -> tuple[Controller, Dates]:
 @pytest.mark.parametrize("seed", range(12))
 def test_dates_never_decrease_under_random_orders_waits_losses_and_clients(own: Any, seed: int) -> None:
     backend, pipelines, clock = own(seed)
-    front = ForeignFront()
-    controller, dates = controller_of(ForeignBackend(backend, front))
+    inbox = Inbox()
+    backend.connect(inbox)
+    controller, dates = controller_of(backend)
     rng = random.Random(seed)
     client = PipelineId("client")
-    front.submit(Pipeline(id=client, num_steps=None, work_arrives=True), SimpleNamespace(tell=lambda news: None))
+    pipeline = Pipeline(id=client, num_steps=None, work_arrives=True)
+    inbox.call_soon(lambda backend: backend.external.add(pipeline, SimpleNamespace()))
+    arrived = WorkArrived(pipeline=client, phases=(Phase.TRAIN,))
+    withdrawn = WorkWithdrawn(pipeline=client, phases=(Phase.TRAIN,))
     is_over = threading.Event()
 
     def speak() -> None:
         while not is_over.wait(0.001):
-            front.arrived(client, (Phase.TRAIN,))
-            front.withdrawn(client, (Phase.TRAIN,))
+            for event in (arrived, withdrawn):
+                inbox.call_soon(lambda backend, event=event: backend.external.report(event))
 
     thread = threading.Thread(target=speak)
     thread.start()

@@ -13,7 +13,7 @@ from rlmux.core.actions import Admit, RunStage, Switch
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Placement, Stage
 from rlmux.policies import make_policy
-from rlmux.runtime.activity import Activity
+from rlmux.runtime.heartbeat import Activity
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions

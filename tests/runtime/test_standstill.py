@@ -17,7 +17,7 @@ from rlmux.report.history import History
 from rlmux.report.intervals import Cause
 from rlmux.report.log import LogReader
 from rlmux.report.timeline import build_timeline
-from rlmux.runtime.activity import Activity
+from rlmux.runtime.heartbeat import Activity
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.run import RunOptions, run_pipelines
 from rlmux.runtime.standstill import StandstillWatch

@@ -131,7 +131,7 @@ def test_a_killed_server_gives_no_device_away_while_a_program_still_computes_the
         left = [entry for entry in log.entries() if entry.kind == "note" and entry.value.get("what") == "left"]
     begun = [each for each in orders(resumed) if each[2] != "t"]
     assert left
-    assert begun[0][1] > left[0].time_s > first, "the client's first burst was held until it had left"
+    assert begun[0][1] > left[0].time_s > first, "the client's first batch was held until it had left"
 
 
 def test_a_server_that_does_not_start_gives_the_address_of_its_permits_back(tmp_path, capsys):

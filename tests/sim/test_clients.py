@@ -24,7 +24,7 @@ from rlmux.core.model import (
 )
 from rlmux.policies import POLICIES, make_policy
 from rlmux.report.log import RunLog, run_header
-from rlmux.sim.clients import ClientBurst
+from rlmux.sim.clients import ClientBatch
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.recorded import recorded_workload
@@ -41,14 +41,14 @@ CLUSTER = Cluster(
 
 def client(num_rounds: int = 3) -> Arrival:
     """Rollout of 2 s, 1 s of thinking, training of 1 s, 1 s of thinking; and so on."""
-    bursts = []
+    batches = []
     for number in range(num_rounds):
         after = 2 * number - 1 if number else None
-        bursts.append(ClientBurst(kind=ROLLOUT, seconds=2.0, after=after, think_s=1.0))
-        bursts.append(ClientBurst(kind=TRAIN, seconds=1.0, after=2 * number, think_s=1.0))
+        batches.append(ClientBatch(kind=ROLLOUT, seconds=2.0, after=after, think_s=1.0))
+        batches.append(ClientBatch(kind=TRAIN, seconds=1.0, after=2 * number, think_s=1.0))
     pipeline = Pipeline(id=PipelineId("client"), num_steps=None, work_arrives=True)
     world = TrueSeconds.of_phases(PhaseSeconds(rollout_s=2.0, train_s=1.0), sync_s=2.0)
-    return Arrival(submit_s=0.0, pipeline=pipeline, world=world, bursts=tuple(bursts))
+    return Arrival(submit_s=0.0, pipeline=pipeline, world=world, batches=tuple(batches))
 
 
 def planned(name: str) -> Arrival:
@@ -71,7 +71,7 @@ def test_a_client_and_planned_pipelines_all_end_under_every_policy(policy):
 
 
 def test_a_recorded_client_reacts_instead_of_keeping_the_time_of_day(tmp_path: Path):
-    """Its second burst came 3 s after the end of the first: wherever that ends, it thinks for 3 s."""
+    """Its second batch came 3 s after the end of the first: wherever that ends, it thinks for 3 s."""
     log = RunLog.create(tmp_path, run_header(policy="fifo", backend="local", cluster=CLUSTER))
     name = PipelineId("client")
     placement = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train_nodes=(NodeId("train", 0),))
@@ -98,7 +98,7 @@ def test_a_recorded_client_reacts_instead_of_keeping_the_time_of_day(tmp_path: P
         log.append_actions(actions)
     log.close()
     workload = recorded_workload(tmp_path)
-    assert [(one.kind, one.seconds, one.after, one.think_s) for one in workload.arrivals[0].bursts] == [
+    assert [(one.kind, one.seconds, one.after, one.think_s) for one in workload.arrivals[0].batches] == [
         (ROLLOUT, 2.0, None, 1.0),
         (TRAIN, 1.0, 0, 3.0),
     ]

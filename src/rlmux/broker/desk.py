@@ -30,7 +30,6 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import (
     ChunkFinished,
     ClientFinished,
-    Event,
     PipelineFailed,
     PipelineSubmitted,
     StageFinished,
@@ -39,6 +38,7 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import Cluster, PipelineId
 from rlmux.runtime.backend import Note
+from rlmux.runtime.external_programs import Report
 
 _ANOTHER = PipelineId("another pipeline")
 """What a program is told that it makes room for: the order that waits may be of any."""
@@ -75,7 +75,7 @@ class Desk:
         """Calls that wait for a program to leave a pool."""
         self.roster = Roster(lease_s=lease_s)
         self._rank_by_connection: dict[Connection, tuple[Program, Rank]] = {}
-        self.events: list[Event] = []
+        self.events: list[PipelineSubmitted | Report] = []
         self.notes: list[Note] = []
         self.outgoing: list[tuple[Connection, bytes]] = []
         """Messages that may go out, oldest first."""
@@ -368,7 +368,7 @@ class Desk:
                 self.outgoing.append((rank.connection, line))
         self._held_back.clear()
 
-    def take_news(self) -> tuple[list[Event], list[Note]]:
+    def take_news(self) -> tuple[list[PipelineSubmitted | Report], list[Note]]:
         """What has happened since the last call."""
         events, notes = self.events, self.notes
         self.events, self.notes = [], []

@@ -1,18 +1,19 @@
 """The broker in a server's or a command's process: programs take turns with its pipelines, under one scheduler.
 
-    programs ── socket ─▶ EmbeddedBroker (a thread) ── submit, arrived, finished, left ─▶ ForeignFront ─▶ controller
-        ▲                     │  Desk                                                                      │
-        └── granted, evict ───┘◀──────────── begin, evict, release ── a driver for each program ◀──────────┘
+    programs ── socket ─▶ EmbeddedBroker (a thread) ── events, notes ─▶ Inbox ─▶ ExternalPrograms ─▶ controller
+        ▲                     │  Desk                                                   │
+        └── granted, evict ───┘◀──────── begin, evict ── _ExternalProgram ◀─────────────┘
 
-The scheduler says which states leave a device for an order, whatever they are of. Nothing is said to a program before
-the notes that it rests on are in the log: the controller's listener (`update`) counts them.
+The scheduler says which states leave a device for an order, whatever pipeline they belong to. A message goes to a
+program once the notes behind it are in the log: `update`, a listener of the controller, counts them.
 
 A broker that was killed finds programs that still hold a pool, or lie on it. To the scheduler, which begins anew, the
-device is free: an order for it is held until they have left (`ForeignFront.leave_over`).
+device is free: an order for it waits until they have left (`ExternalPrograms.add_leftover`).
 """
 
 from __future__ import annotations
 
+import hmac
 import math
 import queue
 import time
@@ -21,30 +22,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.broker.backend import take_line
 from rlmux.broker.desk import Desk
 from rlmux.broker.programs import NO_MORE
 from rlmux.broker.recall import recall
-from rlmux.broker.server import Server
-from rlmux.core.actions import Refuse, RunStage
-from rlmux.core.events import Event, PipelineCancelled, PipelineFailed, PipelineSubmitted
-from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, Pipeline, PipelineId, Resident
+from rlmux.broker.server import Connection, Server
+from rlmux.broker.wire import WireError, read_message, write_message
+from rlmux.core.actions import Refuse, Release, RunStage
+from rlmux.core.events import PipelineCancelled, PipelineFailed, PipelineSubmitted
+from rlmux.core.model import Cluster, DeviceId, Phase, Pipeline, PipelineId, Resident
 from rlmux.runtime.backend import Note
-from rlmux.runtime.foreign import ForeignFront, News
+from rlmux.runtime.external_programs import Report
+from rlmux.runtime.inbox import Command, Inbox
 from rlmux.runtime.supervised import SupervisedThread
+from rlmux.share import prove
 
 _LOOK_EVERY_S = 0.1
+_MAX_ERRORS = 100
+"""Lines that are no messages, after which a connection is dropped."""
 
 
 class EmbeddedBroker:
     """The thread that programs talk to; see the module's picture."""
 
-    def __init__(self, cluster: Cluster, front: ForeignFront, server: Server, **options: Any) -> None:
+    def __init__(self, cluster: Cluster, inbox: Inbox, server: Server, **options: Any) -> None:
         """`options`: those of a Desk, but its clock."""
         self._cluster = cluster
-        self._front = front
+        self._inbox = inbox
         self._server = server
-        self.desk = Desk(cluster, front.reserve, now_s=time.monotonic, **options)
+        self.desk = Desk(cluster, inbox.claim, now_s=time.monotonic, **options)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._looked_s = 0.0
         self._num_told = 0
@@ -64,9 +69,11 @@ class EmbeddedBroker:
         recall(folder, self.desk, time.monotonic())
         for pool, lodgers in self.desk.ledger.lodgers.items():
             for name in lodgers:
-                program = PipelineId(name)
-                phase = self._cluster.pools[pool].phase
-                self._front.leave_over(DeviceId(pool, 0, 0), Resident(program, phase), _Driver(self, program))
+                self._add_leftover(DeviceId(pool, 0, 0), PipelineId(name), self._cluster.pools[pool].phase)
+
+    def _add_leftover(self, device: DeviceId, name: PipelineId, phase: Phase) -> None:
+        program = _ExternalProgram(self, name)
+        self.call_controller(lambda backend: backend.external.add_leftover(device, Resident(name, phase), program))
 
     def start(self) -> None:
         self.thread.start()
@@ -89,14 +96,21 @@ class EmbeddedBroker:
         serving = self._cluster.pool_serving(phase)
         return next((one.pool for one in devices if serving and one.pool == serving.name), devices[0].pool)
 
-    def tell_left(self, resident: Resident, order: OrderId) -> None:
-        self._front.left(resident, order)
+    def call_controller(self, command: Command) -> None:
+        """Have the controller's thread make this call."""
+        self._inbox.call_soon(command)
 
     # --- as a listener of the controller ------------------------------------------------------------------------
 
     def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note]) -> None:
-        """What was told up to these notes is in the log: what rests on it may be said. Raises ThreadDiedError."""
+        """These notes are in the log: messages that rest on them may go out. Raises ThreadDiedError."""
         self.thread.check()
+        for each in (*events, *actions):
+            match each:
+                case Refuse():
+                    self._release(each.pipeline, each.reason)
+                case PipelineCancelled() | PipelineFailed() | Release():
+                    self._release(each.pipeline, NO_MORE)
         num_permits = sum(note.type == "permit" for note in notes)
         if num_permits:
             self._num_committed += num_permits
@@ -121,22 +135,27 @@ class EmbeddedBroker:
             for connection, message in outgoing:
                 self._server.send(connection, message)
 
+    def _release(self, name: PipelineId, reason: str) -> None:
+        self.do(lambda: self.desk.release(name, reason))
+
     def _pass_on(self) -> None:
         events, notes = self.desk.take_news()
         self._num_told += len(notes)
         for note in notes:
-            self._front.note(note.type, **note.fields)
+            self._note(note)
         for event in events:
-            self._say(event)
-        if notes and not events:
-            self._front.wake()
+            self._emit(event)
 
-    def _say(self, event: Event) -> None:
-        if isinstance(event, PipelineSubmitted):
-            pipeline = self._sized(event.pipeline)
-            self._front.submit(pipeline, _Driver(self, pipeline.id))
-        else:
-            self._front.say(event)
+    def _note(self, note: Note) -> None:
+        self._inbox.call_soon(lambda backend: backend.note(note.type, **note.fields))
+
+    def _emit(self, event: PipelineSubmitted | Report) -> None:
+        if not isinstance(event, PipelineSubmitted):
+            self._inbox.call_soon(lambda backend: backend.external.report(event))
+            return
+        pipeline = self._sized(event.pipeline)
+        program = _ExternalProgram(self, pipeline.id)
+        self._inbox.call_soon(lambda backend: backend.external.add(pipeline, program))
 
     def _sized(self, pipeline: Pipeline) -> Pipeline:
         """A program of unknown size fills its device; where the file gives devices no memory, it takes none."""
@@ -146,41 +165,45 @@ class EmbeddedBroker:
         return replace(pipeline, footprint=footprint)
 
 
-class _Driver:
+class _ExternalProgram:
     """Carries out the orders of one program; called in the controller's thread, returns at once."""
 
-    def __init__(self, permits: EmbeddedBroker, name: PipelineId) -> None:
-        self._permits = permits
+    def __init__(self, broker: EmbeddedBroker, name: PipelineId) -> None:
+        self._broker = broker
         self._name = name
 
     def begin(self, order: RunStage) -> None:
-        self._permits.do(lambda: self._permits.desk.begin(order))
+        self._broker.do(lambda: self._broker.desk.begin(order))
 
-    def pause(self, order: OrderId) -> None:
-        """A phase ends by itself."""
+    def evict(self, resident: Resident, devices: Sequence[DeviceId], on_left: Callable[[], None]) -> None:
+        def report_left() -> None:
+            self._broker.call_controller(lambda backend: on_left())
 
-    def evict(self, resident: Resident, devices: tuple[DeviceId, ...], order: OrderId) -> None:
-        def tell() -> None:
-            self._permits.tell_left(resident, order)
+        pool = self._broker.pool_of(resident.phase, devices)
+        self._broker.do(lambda: self._broker.desk.evict(self._name, pool, report_left))
 
-        pool = self._permits.pool_of(resident.phase, devices)
-        self._permits.do(lambda: self._permits.desk.evict(self._name, pool, tell))
 
-    def park(self) -> None:
-        """Its one device is its place for good: there is no other to go to."""
+def take_line(desk: Desk, server: Server, connection: Connection, line: bytes | None) -> None:
+    """Act on a line that has come; None: the connection has ended."""
+    if line is None:
+        desk.lose_connection(connection)
+        return
+    message = None
+    try:
+        message = read_message(line)
+        desk.take_message(connection, message)
+    except WireError as error:
+        about = {key: message[key] for key in ("id", "fence") if message and key in message}
+        server.send(connection, write_message("error", code=error.code, text=str(error), **about))
+        connection.num_errors += 1
+        if connection.num_errors >= _MAX_ERRORS:
+            connection.is_gone = True
 
-    def release(self) -> None:
-        self._refuse(NO_MORE)
 
-    def tell(self, news: News) -> None:
-        match news:
-            case Refuse():
-                self._refuse(news.reason)
-            case PipelineCancelled() | PipelineFailed():
-                self._refuse(NO_MORE)
+def token_check(token: str) -> Callable[[Connection, str | None], bool]:
+    """Whether a connection may say hello: on a unix socket any that got there, over TCP one that knows the token."""
 
-    def weights_sha256(self) -> str | None:
-        return None
+    def is_allowed(connection: Connection, proof: str | None) -> bool:
+        return not connection.nonce or hmac.compare_digest(prove(token, connection.nonce), proof or "")
 
-    def _refuse(self, reason: str) -> None:
-        self._permits.do(lambda: self._permits.desk.release(self._name, reason))
+    return is_allowed

@@ -1,7 +1,7 @@
 """What a program has to say when it joins, and what it is to the scheduler: a pipeline whose work arrives.
 
 hello ── check_hello ─▶ Program ── pipeline_of ─▶ Pipeline(work_arrives)
-ask   ── kind_of ─▶ phases of the burst
+ask   ── kind_of ─▶ phases of the batch
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A broker from start to end: the folder, the log, the socket, and the loop that every run has.
 
-    BrokerSpec ──▶ run_broker ──▶ EmbeddedBroker, NoWorkers ──▶ drive: scheduler, controller, log, reports
+    BrokerSpec ──▶ run_broker ──▶ EmbeddedBroker, a backend without workers ──▶ drive: scheduler, controller, log
 
 A folder that holds the log of a broker is gone on with: what it knew of programs that still live is taken up.
 """
@@ -13,8 +13,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlmux.broker.backend import NoWorkers, token_check
-from rlmux.broker.embedded import EmbeddedBroker
+from rlmux.broker.embedded import EmbeddedBroker, token_check
 from rlmux.broker.server import Server
 from rlmux.config.broker_file import BrokerSpec
 from rlmux.core.errors import UserError
@@ -23,9 +22,11 @@ from rlmux.report.folder_lock import FolderLock
 from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Listener
-from rlmux.runtime.foreign import ForeignFront
+from rlmux.runtime.inbox import Inbox
+from rlmux.runtime.local import LocalProcesses
 from rlmux.runtime.run import Prepared, RunOptions, RunResult, drive
 from rlmux.runtime.run_folder import prepare_folder
+from rlmux.runtime.worker_backend import WorkerBackend
 
 BACKEND = "permits"
 """What the header of a broker's log names as its backend."""
@@ -52,10 +53,10 @@ def run_broker(
         raise UserError(f"--listen {address}: needs a token, or any program could join; accepted: RLMUX_TOKEN=... set")
     is_there = (folder / LOG_NAME).exists()
     log, server = _take_up(folder, address) if is_there else _begin(folder, address, spec, policy)
-    front = ForeignFront()
+    inbox = Inbox()
     permits = EmbeddedBroker(
         spec.cluster,
-        front,
+        inbox,
         server,
         policy=policy.name,
         is_allowed=token_check(token),
@@ -70,17 +71,12 @@ def run_broker(
     permits.start()
     say(server.address)
     with log, contextlib.closing(permits):
+        start_s = log.last_time_s if is_there else 0.0
+        backend = WorkerBackend(spec.cluster, folder, LocalProcesses({}, None), folder / "weights", start_s=start_s)
         prepared = Prepared(
-            cluster=spec.cluster,
-            submissions=[],
-            policy=policy,
-            folder=folder,
-            log=log,
-            backend=NoWorkers(log.last_time_s if is_there else 0.0),
-        )
-        options = RunOptions(
-            listeners=[*listeners, permits], parse=_take_no_file, is_kept_open=True, front=front
-        )
+            cluster=spec.cluster, submissions=[], policy=policy, folder=folder, log=log, backend=backend
+        )  # fmt: skip
+        options = RunOptions(listeners=[*listeners, permits], parse=_take_no_file, is_kept_open=True, inbox=inbox)
         return drive(prepared, options)
 
 

@@ -135,7 +135,7 @@ class RunStage:
     stage: Stage
     devices: tuple[DeviceId, ...]
     """One device for a rollout shard, every training device for a training stage, none for REWARD and PUBLISH. For work
-    that arrived all devices of its phases, each once, rollout first; `step` is then the burst's number."""
+    that arrived all devices of its phases, each once, rollout first; `step` is then the batch's number."""
     weight_version: int
     """Weight version that the stage computes with; 0 for work that arrived."""
     device_fraction: float = 1.0

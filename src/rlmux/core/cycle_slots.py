@@ -29,8 +29,8 @@ def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
     """Whether this pipeline will begin another such phase on this device, and not once its user code is done."""
     phase, device = key
     if run.pipeline.work_arrives:
-        burst = run.step.bursts.get((phase,))
-        return burst is not None and burst.state is WorkState.READY and not burst.is_begun
+        batch = run.step.batches.get((phase,))
+        return batch is not None and batch.state is WorkState.READY and not batch.is_begun
     last = run.pipeline.num_steps
     if phase is Phase.ROLLOUT:
         shard = run.step.shards.get(device)

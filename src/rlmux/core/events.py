@@ -119,7 +119,7 @@ class PipelineFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkArrived:
-    """Work of one kind is there for a pipeline whose work arrives (`core/bursts.py` says what opens)."""
+    """Work of one kind was announced for an on-demand pipeline; see `core/on_demand.py`."""
 
     time_s: float = UNDATED
     pipeline: PipelineId
@@ -149,7 +149,7 @@ class WorkWithdrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientFinished:
-    """The client of a pipeline whose work arrives is done: the pipeline is finished. Running orders end first (they are
+    """The client of an on-demand pipeline is done: the pipeline is finished. Running orders end first (they are
     paused)."""
 
     time_s: float = UNDATED

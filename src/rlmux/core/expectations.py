@@ -50,9 +50,9 @@ class Expectations:
             return self._plan_with_bounds(run, run.estimates.bounds, step)
         return self._plan_with(run, run.estimates.measured.seconds)
 
-    def learn_bursts(self, run: PipelineRun) -> bool:
-        """A burst of arrived work has ended. Returns whether the pipeline is planned with other seconds from now on."""
-        return self._plan_with(run, run.estimates.burst_seconds.seconds)
+    def learn_batches(self, run: PipelineRun) -> bool:
+        """A batch of arrived work has ended. Returns whether the pipeline is planned with other seconds from now on."""
+        return self._plan_with(run, run.estimates.batch_seconds.seconds)
 
     def _plan_with(self, run: PipelineRun, measured_seconds: Callable[[], MeasuredSeconds | None]) -> bool:
         if run.status is not PipelineStatus.RUNNING:
@@ -144,7 +144,7 @@ class Expectations:
                 or _is_news(run, step_slowdown)
             ):
                 run.estimates.told_slowdown, run.estimates.told_probability = step_slowdown, probability
-                seen = run.estimates.burst_seconds if run.pipeline.work_arrives else run.estimates.measured
+                seen = run.estimates.batch_seconds if run.pipeline.work_arrives else run.estimates.measured
                 is_given = run.estimates.has_given_estimate and not run.estimates.has_left_estimate
                 measured = None if is_given else seen.seconds()
                 actions.append(

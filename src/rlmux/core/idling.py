@@ -4,7 +4,7 @@
     cycle_lead         one is while another member's cycle slot comes first       for so many cycles of the others
     patience_s         one is while the group computes or migrates                for so long, then until the next plan
 
-A burst that needs several devices at once keeps those that are free from younger work, under every policy.
+A batch that needs several devices at once keeps those that are free from younger work, under every policy.
 
 A shard whose every trajectory waits for its environment is not ready to compute: it is left out.
 """
@@ -48,7 +48,7 @@ def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None
     if idling.patience_s and not idling.cycle_lead:
         _check_patience(state.groups[view.id], view, idling.patience_s)
     for work in view.ready:
-        if work.is_waiting or not view.is_free(work.devices) or _is_kept_for_burst(view, work):
+        if work.is_waiting or not view.is_free(work.devices) or _is_kept_for_batch(view, work):
             continue
         if any(state.wanted_by.get(device) == view.id for device in work.devices):
             continue  # a filler is leaving for it
@@ -62,11 +62,11 @@ def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None
             raise AssertionError(f"{work} waits beside free devices")
 
 
-def _is_kept_for_burst(view: GroupView, work: ReadyWork) -> bool:
-    """An older burst needs several devices at once, of which not all are free yet, and one of them is this work's."""
+def _is_kept_for_batch(view: GroupView, work: ReadyWork) -> bool:
+    """An older batch needs several devices at once, of which not all are free yet, and one of them is this work's."""
     return any(
         not work.is_continuation
-        and older.is_burst
+        and older.is_batch
         and older.sequence < work.sequence
         and not view.is_free(older.devices)
         and not set(older.devices).isdisjoint(work.devices)
@@ -88,7 +88,7 @@ def _check_cycle(group: GroupState, view: GroupView, work: ReadyWork, cycle_lead
             (
                 run.cycle.phases_started[key] / run.cycle.steps_per_cycle
                 for run in pinned.values()
-                # A client that comes back has fewer, and takes the last slot of the cycle with its next burst.
+                # A client that comes back has fewer, and takes the last slot of the cycle with its next batch.
                 if has_phase_to_begin(run, key) and not run.pipeline.work_arrives
             ),
             default=rank,

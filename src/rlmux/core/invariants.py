@@ -5,7 +5,7 @@
    which has left its node to others.
 3. Every order belongs to a running (or cancelled, draining) pipeline of the device's group, and its seconds count from
    its begin.
-4. A shard, a training stage or a burst is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and
+4. A shard, a training stage or a batch is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and
    has an order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
 6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
@@ -101,8 +101,8 @@ def _check_ready_work(state: SchedulerState) -> None:
             assert sequence == ready.sequence
             run = group.members[ready.pipeline]
             work: Work
-            if ready.is_burst:
-                work = run.step.bursts[ready.kind]
+            if ready.is_batch:
+                work = run.step.batches[ready.kind]
             else:
                 work = run.step.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.step.training
             assert work.work is ready, f"{ready} is listed as ready, but its pipeline says {work}"
@@ -154,14 +154,14 @@ def _check_run(state: SchedulerState, run: PipelineRun) -> None:
             order = state.orders[shard.order]
             assert device in (*order.devices, order.migrates_from), f"{pipeline.id}: {shard} has order {order}"
     _check_work(state, group.ready, run.step.training)
-    assert pipeline.work_arrives or not run.step.bursts, (
-        f"{pipeline.id} has planned steps and bursts: {run.step.bursts}"
+    assert pipeline.work_arrives or not run.step.batches, (
+        f"{pipeline.id} has planned steps and batches: {run.step.batches}"
     )
-    for kind, burst in run.step.bursts.items():
-        _check_work(state, group.ready, burst)
-        assert burst.kind == kind, f"{pipeline.id}: {burst} is filed under {kind}"
-        assert not burst.is_due, f"{pipeline.id}: {burst} is due and does not open"
-        assert burst.next_units is None or burst.order is not None, f"{pipeline.id}: {burst} keeps work while none runs"
+    for kind, batch in run.step.batches.items():
+        _check_work(state, group.ready, batch)
+        assert batch.kind == kind, f"{pipeline.id}: {batch} is filed under {kind}"
+        assert not batch.is_due, f"{pipeline.id}: {batch} is due and does not open"
+        assert batch.next_units is None or batch.order is not None, f"{pipeline.id}: {batch} keeps work while none runs"
     if run.step.training.order is not None:
         assert state.orders[run.step.training.order].phase is Phase.TRAIN
     if run.step.shards:

@@ -26,7 +26,7 @@ from rlmux.core.model import DeviceId, Phase, PipelineStatus
 from rlmux.core.parts import Parts
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.step_machine import PipelineInput
-from rlmux.core.work import Burst, Order
+from rlmux.core.work import Order, RequestBatch
 
 
 def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
@@ -57,7 +57,7 @@ def on_cancelled(parts: Parts, event: PipelineCancelled) -> list[Action]:
 
 def on_client_finished(parts: Parts, event: ClientFinished) -> list[Action]:
     run = parts.run(event.pipeline)
-    parts.bursts.check(run)
+    parts.batches.check(run)
     return _end_softly(parts, run, PipelineInput.CLIENT_FINISHED)
 
 
@@ -72,7 +72,7 @@ def _end_softly(parts: Parts, run: PipelineRun, what: PipelineInput) -> list[Act
     orders = parts.orders.of(run)
     if not orders:
         parts.state.dirty.over[run.pipeline.id] = run
-    elif run.pipeline.work_arrives:  # what its ready bursts kept is free
+    elif run.pipeline.work_arrives:  # what its ready batches kept is free
         parts.state.mark_group(run)
     return [action for order in orders for action in parts.steps.order_pause(order)]
 
@@ -106,7 +106,7 @@ def on_worker_lost(parts: Parts, event: WorkerLost) -> list[Action]:
         return []
     for phase in (Phase.ROLLOUT, Phase.TRAIN) if run.pipeline.work_arrives else (Phase.ROLLOUT,):
         parts.leases.forget_state(run, phase, event.device)
-    parts.bursts.lose_orders(run, event.device)
+    parts.batches.lose_orders(run, event.device)
     if event.device in run.step.shards:
         if run.waits_for_user_code:
             parts.groups.catch_up(run)
@@ -141,7 +141,7 @@ def _begin_again(parts: Parts, run: PipelineRun, restored_step: int) -> None:
 
 
 def _runs_on(order: Order, device: DeviceId) -> bool:
-    """Whether the order ended with the device's worker: it ran a shard or a burst there, or migrated from there."""
-    if isinstance(order.work, Burst):
+    """Whether the order ended with the device's worker: it ran a shard or a batch there, or migrated from there."""
+    if isinstance(order.work, RequestBatch):
         return device in order.devices
     return order.migrates_from == device or (order.phase is Phase.ROLLOUT and device in order.devices)

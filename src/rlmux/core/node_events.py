@@ -18,7 +18,7 @@ from rlmux.core.step_machine import PipelineInput
 
 
 def on_notice_given(parts: Parts, event: NoticeGiven) -> list[Action]:
-    """Pipelines leave the node while they can. One whose work arrives has no step boundary: it stays to the end."""
+    """Pipelines leave the node while they can. An on-demand one has no step boundary: it stays to the end."""
     actions: list[Action] = [ExpectLoss(node=event.node, at_s=event.gone_at_s)]
     if parts.ledger.is_about_to_go(event.node):
         return actions  # it goes at another time

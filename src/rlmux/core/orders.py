@@ -3,7 +3,7 @@
     run, migrate ─▶ Order ── change_fraction, pause ─▶ Order ── end ─▶ gone
        RunStage, MigrateShard     SetDeviceFraction, Pause
 
-An order for a shard, a training stage or a burst leases its devices; rewards, publications and migrations lease none.
+An order for a shard, a training stage or a batch leases its devices; rewards, publications and migrations lease none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Resident, Stage
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.shares import Shares
 from rlmux.core.state import FILLERS, SchedulerState
-from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, Work
+from rlmux.core.work import Order, ReadyWork, RequestBatch, RolloutShard, Work
 
 _NOTHING: tuple[Resident, ...] = ()
 
@@ -147,7 +147,7 @@ class Orders:
     def measure(self, run: PipelineRun, order: Order, solo_s: float, switch_s: float) -> None:
         """Count an order that has ended for its step; `solo_s` are its seconds of computing."""
         held_s = self.solo_s(order, max(0.0, self._state.now_s - order.started_s - switch_s))
-        if isinstance(order.work, Burst):
+        if isinstance(order.work, RequestBatch):
             order.work.solo_s += solo_s
             order.work.held_s += held_s
         elif order.phase is Phase.ROLLOUT:

@@ -1,7 +1,7 @@
 """What one scheduler is made of. The functions that apply facts and settle their consequences take it as a whole.
 
 Parts ─▶ StepMachine       each pipeline's life and steps, by tables of legal moves
-      ─▶ Bursts            work that arrives instead of being planned
+      ─▶ RequestBatches            work that arrives instead of being planned
       ─▶ Groups            members of each co-execution group, and the cycle
       ─▶ Orders            what was ordered and has not ended
       ─▶ Leases            device fractions and residency
@@ -17,13 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmux.core.admission_queue import AdmissionQueue
-from rlmux.core.bursts import Bursts
 from rlmux.core.expectations import Expectations
 from rlmux.core.groups import Groups
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, PipelineId
 from rlmux.core.offers import QueueOrder
+from rlmux.core.on_demand import RequestBatches
 from rlmux.core.orders import Orders
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement import PlacementLedger
@@ -52,7 +52,7 @@ class Parts:
     groups: Groups
     queue: AdmissionQueue
     steps: StepMachine
-    bursts: Bursts
+    batches: RequestBatches
     expectations: Expectations
     turns: Turns
 
@@ -79,7 +79,7 @@ class Parts:
             groups=groups,
             queue=AdmissionQueue(state, ledger, policy, shares),
             steps=steps,
-            bursts=Bursts(state, orders, steps, groups, journal),
+            batches=RequestBatches(state, orders, steps, groups, journal),
             expectations=Expectations(state, ledger, journal),
             turns=Turns(state, ledger, policy, shares),
         )

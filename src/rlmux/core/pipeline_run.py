@@ -4,7 +4,7 @@
                 ── parking     whether it gives its nodes back          written by parking
                 ── nodes       where it is pinned                       written by groups; residency by leases
                 ── cycle       its slots in its group's cycle           written by groups
-                ── step        the rollout and the training under way   written by step_machine, orders and bursts
+                ── step        the rollout and the training under way   written by step_machine, orders and batches
                 ── estimates   what its steps are believed to take      written by expectations
 
 Status changes in `StepMachine.move_pipeline` alone.
@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rlmux.core.burst_seconds import BurstSeconds
 from rlmux.core.estimates import StepHistory
 from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
+from rlmux.core.on_demand_seconds import RequestBatchSeconds
 from rlmux.core.step_bounds import StepBounds
-from rlmux.core.work import Burst, Order, RolloutShard, TrainingStage, WorkState
+from rlmux.core.work import Order, RequestBatch, RolloutShard, TrainingStage, WorkState
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class StepProgress:
     """Its group does not wait for its rewards any longer."""
     orders: dict[OrderId, Order] = field(default_factory=dict)
     """Its orders that have not ended, oldest first."""
-    bursts: dict[tuple[Phase, ...], Burst] = field(default_factory=dict)
+    batches: dict[tuple[Phase, ...], RequestBatch] = field(default_factory=dict)
     """Work of each kind, where it arrives; empty for a pipeline with planned steps."""
 
 
@@ -124,8 +124,8 @@ class StepEstimates:
     """Whether its steps have drifted from that estimate."""
     measured: MeasuredSteps = field(default_factory=MeasuredSteps)
     """Solo seconds of its last whole steps, which it is planned with where its user gave no estimate."""
-    burst_seconds: BurstSeconds = field(default_factory=BurstSeconds)
-    """Seconds of its last bursts, and of its client's thinking between them."""
+    batch_seconds: RequestBatchSeconds = field(default_factory=RequestBatchSeconds)
+    """Seconds of its last batches, and of its client's thinking between them."""
     told_slowdown: float | None = None
     """The step slowdown that was last said to be expected; None where nothing was said."""
     told_probability: float | None = None

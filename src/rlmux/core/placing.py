@@ -71,10 +71,10 @@ def pass_boundary(parts: Parts, run: PipelineRun) -> list[Action]:
     if run.nodes.placement is None or run.status is not PipelineStatus.RUNNING:
         return []
     if run.pipeline.work_arrives:
-        if run.nodes.next_placement is None or not parts.bursts.are_between(run):
+        if run.nodes.next_placement is None or not parts.batches.are_between(run):
             return []
         actions = _relocate(parts, run)
-        parts.bursts.open_due(run)
+        parts.batches.open_due(run)
         return actions
     if parking.is_due(parts, run):
         return parking.leave(parts, run)
@@ -108,7 +108,7 @@ def release(parts: Parts, run: PipelineRun) -> list[Action]:
 def begin(parts: Parts, run: PipelineRun, restored_step: int) -> None:
     """Let a pipeline that is placed go on from the step whose result is kept."""
     if run.pipeline.work_arrives:
-        parts.bursts.open_due(run)
+        parts.batches.open_due(run)
     else:
         parts.steps.begin_after(run, restored_step)
 

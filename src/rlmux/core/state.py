@@ -4,13 +4,13 @@ SchedulerState
 ├── runs:    pipeline ─▶ PipelineRun      where each pipeline is in its steps
 │                        ├── shards       the open rollout: device ─▶ RolloutShard
 │                        ├── training     TrainingStage, one at a time
-│                        └── bursts       work that arrived instead: kind ─▶ Burst
+│                        └── batches       work that arrived instead: kind ─▶ RequestBatch
 ├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
 ├── devices: device   ─▶ DeviceState      which orders compute there, whose state is resident
 ├── orders:  order    ─▶ Order            what was ordered and has not ended
 └── dirty:   Dirty                        what the event under way has left to settle
 
-`work` has what shards, training stages, bursts and orders are.
+`work` has what shards, training stages, batches and orders are.
 """
 
 from __future__ import annotations

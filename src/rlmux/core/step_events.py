@@ -17,7 +17,7 @@ from rlmux.core.lifecycle_events import drain
 from rlmux.core.model import OrderId, Phase, PipelineStatus, Stage
 from rlmux.core.parts import Parts
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.work import Burst, Order, WorkState
+from rlmux.core.work import Order, RequestBatch, WorkState
 
 
 def on_stage_finished(parts: Parts, event: StageFinished) -> list[Action]:
@@ -29,9 +29,9 @@ def on_stage_finished(parts: Parts, event: StageFinished) -> list[Action]:
         parts.steps.note_reward(run, is_overdue=False)
         parts.groups.catch_up(run)
     solo_s = _measure(parts, run, order, event)
-    if isinstance(order.work, Burst):
-        parts.bursts.finish(run, order)
-        has_new_seconds = parts.expectations.learn_bursts(run)
+    if isinstance(order.work, RequestBatch):
+        parts.batches.finish(run, order)
+        has_new_seconds = parts.expectations.learn_batches(run)
     else:
         if order.phase is Phase.ROLLOUT:
             run.estimates.history.end_shard(order.devices[0], solo_s)
@@ -53,8 +53,8 @@ def on_stage_paused(parts: Parts, event: StagePaused) -> list[Action]:
         return []
     solo_s = _measure(parts, run, order, event)
     parts.state.mark_group(run)
-    if isinstance(order.work, Burst):
-        parts.bursts.pause(run, order)
+    if isinstance(order.work, RequestBatch):
+        parts.batches.pause(run, order)
         return []
     if order.phase is Phase.ROLLOUT:
         run.estimates.history.add_pause(order.devices[0], solo_s)
@@ -64,7 +64,7 @@ def on_stage_paused(parts: Parts, event: StagePaused) -> list[Action]:
 
 def on_work_told(parts: Parts, event: WorkArrived | WorkWithdrawn) -> list[Action]:
     run = parts.run(event.pipeline)
-    parts.bursts.hear(run, event)
+    parts.batches.hear(run, event)
     if run.status is PipelineStatus.RUNNING:
         parts.state.mark_group(run)
     return []

@@ -1,4 +1,4 @@
-"""The legal moves of a shard, a training stage, a burst and a pipeline, as tables; and the life of a step.
+"""The legal moves of a shard, a training stage, a batch and a pipeline, as tables; and the life of a step.
 
     step n, staleness k:
     version max(0, n-1-k) published ─▶ one shard a device ─▶ REWARD ─▶ training stages, one by one ─▶ PUBLISH n
@@ -27,7 +27,7 @@ from rlmux.core.model import DeviceId, Phase, PipelineStatus, Stage
 from rlmux.core.orders import Orders, rollout_version
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.state import GroupState, SchedulerState
-from rlmux.core.work import Burst, Order, ReadyWork, RolloutShard, TrainingStage, Work, WorkState
+from rlmux.core.work import Order, ReadyWork, RequestBatch, RolloutShard, TrainingStage, Work, WorkState
 
 
 class WorkInput(StrEnum):
@@ -118,7 +118,7 @@ TRAINING_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
 }
 """A pipeline's training begins DONE, and is DONE again between any two stages."""
 
-BURST_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
+BATCH_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
     WorkState.DONE: {WorkInput.ARRIVED: WorkState.READY},
     WorkState.READY: {
         WorkInput.ARRIVED: WorkState.READY,
@@ -141,12 +141,12 @@ BURST_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
         WorkInput.WORKER_LOST: WorkState.READY,
     },
 }
-"""A burst begins DONE. Work that arrives while it runs is the next burst; what is withdrawn then is that."""
+"""A batch begins DONE. Work that arrives while it runs is the next batch; what is withdrawn then is that."""
 
 _MOVES: Mapping[type, Mapping[WorkState, Mapping[WorkInput, WorkState]]] = {
     RolloutShard: SHARD_MOVES,
     TrainingStage: TRAINING_MOVES,
-    Burst: BURST_MOVES,
+    RequestBatch: BATCH_MOVES,
 }
 
 PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] = {
@@ -183,7 +183,7 @@ def diagrams() -> str:
     tables: list[tuple[str, StrEnum, Mapping[Any, Mapping[Any, Any]]]] = [
         ("A rollout shard", WorkState.READY, SHARD_MOVES),
         ("A pipeline's training", WorkState.DONE, TRAINING_MOVES),
-        ("A burst of a pipeline whose work arrives", WorkState.DONE, BURST_MOVES),
+        ("A request batch of an on-demand pipeline", WorkState.DONE, BATCH_MOVES),
         ("A pipeline", PipelineStatus.WAITING, PIPELINE_MOVES),
     ]
     return "\n\n".join(f"### {name}\n\n{_diagram(first, moves)}" for name, first, moves in tables)
@@ -279,7 +279,7 @@ class StepMachine:
         """Order ready work to run. The group's ready work no longer has it."""
         work: Work
         if ready.kind:
-            work = run.step.bursts[ready.kind]
+            work = run.step.batches[ready.kind]
         else:
             work = run.step.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.step.training
         self.move(work, WorkInput.STARTED)
@@ -371,8 +371,8 @@ class StepMachine:
         return []
 
     def withdraw(self, run: PipelineRun) -> None:
-        """Forget the open rollout and the training under way; open bursts are due again. Their orders end by themselves
-        or are ended."""
+        """Forget the open rollout and the training under way; open batches are due again. Their orders end by
+        themselves or are ended."""
         ready = self._state.group_of(run).ready
         for shard in run.step.shards.values():
             if shard.is_ready:
@@ -380,10 +380,10 @@ class StepMachine:
         training = run.step.training
         if training.state is WorkState.READY and training.work is not None:
             del ready[training.work.sequence]
-        for kind, burst in run.step.bursts.items():
-            if burst.is_open and burst.work is not None:
-                ready.pop(burst.work.sequence, None)
-                run.step.bursts[kind] = replace(burst, work=None, state=WorkState.DONE, order=None, is_due=True)
+        for kind, batch in run.step.batches.items():
+            if batch.is_open and batch.work is not None:
+                ready.pop(batch.work.sequence, None)
+                run.step.batches[kind] = replace(batch, work=None, state=WorkState.DONE, order=None, is_due=True)
         run.step.shards.clear()
         run.step.is_reward_overdue = False
         run.step.training = TrainingStage()

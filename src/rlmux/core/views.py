@@ -210,10 +210,10 @@ class MemberView:
 
     @property
     def unfinished_rollout_devices(self) -> tuple[DeviceId, ...]:
-        """Devices whose shard of the open rollout is not done; those of an open rollout burst where work arrives."""
+        """Devices whose shard of the open rollout is not done; those of an open rollout batch where work arrives."""
         if self._run.pipeline.work_arrives:
-            burst = self._run.step.bursts.get((Phase.ROLLOUT,))
-            return burst.work.devices if burst is not None and burst.is_open and burst.work is not None else ()
+            batch = self._run.step.batches.get((Phase.ROLLOUT,))
+            return batch.work.devices if batch is not None and batch.is_open and batch.work is not None else ()
         return tuple(device for device, shard in self._run.step.shards.items() if shard.state is not WorkState.DONE)
 
 
@@ -359,7 +359,7 @@ class GroupView:
         member whose next slot comes first is next, ties in cyclic order, ready or not: all but one that only waits for
         its own user code. With one step per cycle each
         that is RollMux section 5.1: one rollout and one training phase of each member in a cycle. A pipeline whose work
-        arrives has a slot while work of it is ready, and a burst of both phases takes none.
+        arrives has a slot while work of it is ready, and a batch of both phases takes none.
         """
         if len(self._group.members) == 1 or len(work.kind) > 1:
             return True

@@ -2,9 +2,9 @@
 
     RolloutShard ─┐
     TrainingStage ┼─▶ ReadyWork, which policies see ── RunStage ─▶ Order
-    Burst ────────┘
+    RequestBatch ────────┘
 
-`step_machine` holds the legal moves of shards, training stages and bursts, and makes all of them.
+`step_machine` holds the legal moves of shards, training stages and batches, and makes all of them.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class ReadyWork:
     migrate_to: DeviceId | None = None
     """Device to which this shard was paused to migrate, while the policy is asked once; then it is like any other."""
     kind: tuple[Phase, ...] = ()
-    """Kind of a burst; empty for work of a planned step."""
+    """Kind of a batch; empty for work of a planned step."""
     rollout_devices: tuple[DeviceId, ...] = ()
-    """Devices of a burst of both phases that it uses as a rollout, where `phase` is training; else empty."""
+    """Devices of a batch of both phases that it uses as a rollout, where `phase` is training; else empty."""
 
     @property
-    def is_burst(self) -> bool:
+    def is_batch(self) -> bool:
         """Whether it arrived: it then starts on all its devices at once."""
         return bool(self.kind)
 
     @property
     def takes_slot(self) -> bool:
-        """Whether it begins a phase in its pipeline's cycle slot. A burst of both phases belongs to no one cycle."""
+        """Whether it begins a phase in its pipeline's cycle slot. A batch of both phases belongs to no one cycle."""
         return not self.is_continuation and self.step > 0 and len(self.kind) < 2
 
     def phase_on(self, device: DeviceId) -> Phase:
@@ -115,8 +115,8 @@ class TrainingStage:
 
 
 @dataclass(slots=True)
-class Burst:
-    """The work of one kind of a pipeline whose work arrives; `bursts.py` has its life. DONE while there is none."""
+class RequestBatch:
+    """The announced work of one kind of an on-demand pipeline, as `on_demand.py` draws it. DONE while there is none."""
 
     kind: tuple[Phase, ...]
     """Phases of whose devices it needs all."""
@@ -126,15 +126,15 @@ class Burst:
     order: OrderId | None = None
     """The order that runs it; None where there is none."""
     number: int = 0
-    """Number of the open burst, or of the last one, from 1: the step of its orders."""
+    """Number of the open batch, or of the last one, from 1: the step of its orders."""
     units: int = 0
-    """Size of the open burst; 0 where it is unknown."""
+    """Size of the open batch; 0 where it is unknown."""
     solo_s: float = 0.0
-    """Solo seconds of the open burst's orders so far."""
+    """Solo seconds of the open batch's orders so far."""
     held_s: float = 0.0
     """Seconds for which they held their devices, switches left out."""
     next_units: int | None = None
-    """Size of the work that arrived while it ran, and that the next burst is; None where none did."""
+    """Size of the work that arrived while it ran, and that the next batch is; None where none did."""
     is_due: bool = False
     """Whether it opens, under its number, as soon as the pipeline is placed."""
 
@@ -149,7 +149,7 @@ class Burst:
         return self.work is not None and self.work.is_continuation
 
 
-Work = RolloutShard | TrainingStage | Burst
+Work = RolloutShard | TrainingStage | RequestBatch
 """What an order runs on devices."""
 
 
@@ -167,7 +167,7 @@ class Order:
     """Part of each device that it may use; 0 for one that leases no device."""
     started_s: float
     work: Work | None = None
-    """The shard, training stage or burst that it runs or migrates; None for rewards and publications."""
+    """The shard, training stage or batch that it runs or migrates; None for rewards and publications."""
     rollout_devices: tuple[DeviceId, ...] = ()
     """As in ReadyWork."""
     migrates_from: DeviceId | None = None

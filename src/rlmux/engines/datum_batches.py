@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlmux.core.errors import UserError
 from rlmux.engines.micro_batches import MicroBatch
-from rlmux.rl.arriving import Datum
 from rlmux.rl.datum_losses import TARGETS
+from rlmux.rl.requests import Datum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

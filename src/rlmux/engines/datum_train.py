@@ -26,15 +26,15 @@ from rlmux.engines.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train_state import TrainState
 from rlmux.engines.training_forward import prepare_forward, score_tokens
 from rlmux.engines.weight_checksum import CHECKSUM
-from rlmux.rl.arriving import (
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.datum_losses import DatumLoss, datum_loss
+from rlmux.rl.requests import (
     ForwardBackward,
     ForwardBackwardDone,
     LoadState,
     OptimizerStep,
     OptimizerStepDone,
 )
-from rlmux.rl.config import TrainingConfig
-from rlmux.rl.datum_losses import DatumLoss, datum_loss
 from rlmux.rl.vocabulary import load_vocabulary
 
 

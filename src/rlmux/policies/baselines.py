@@ -27,7 +27,7 @@ from rlmux.core.work import ReadyWork
 from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
 from rlmux.policies.planning.dispatching import (
     age,
-    devices_kept_for_bursts,
+    devices_kept_for_batches,
     may_take,
     start_oldest_first,
     start_where_free,
@@ -181,7 +181,7 @@ class GapRatio(OneRule):
         return in_one_set(pipeline, view)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        kept = devices_kept_for_bursts(view)
+        kept = devices_kept_for_batches(view)
         shards = [
             work
             for work in sorted(view.ready, key=age)

@@ -1,6 +1,6 @@
 """What a client has announced and not got yet, as the log tells it: when each of its orders' work arrived.
 
-WorkArrived ─▶ announced ── RunStage of a new burst ─▶ open ── StageFinished ─▶ gone
+WorkArrived ─▶ announced ── RunStage of a new batch ─▶ open ── StageFinished ─▶ gone
                             RunStage of the same ─────▶ open since its first arrival
 """
 
@@ -19,7 +19,7 @@ class Arrivals:
         self._announced: dict[_Kind, float] = {}
         """Time at which the work of each kind that has not begun arrived first."""
         self._open: dict[Stage, tuple[_Kind, int, float]] = {}
-        """Kind, number and time of arrival of the burst that has begun last, by stage."""
+        """Kind, number and time of arrival of the batch that has begun last, by stage."""
 
     @property
     def has_work(self) -> bool:

@@ -16,9 +16,11 @@ never inside other work.
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +29,27 @@ from rlmux.core.model import PipelineId
 from rlmux.runtime.workplace import Worker, Workplace
 
 
-class Answer:
-    """Something that comes once, as a value or as an error: what work yields to wait for it."""
+class Future:
+    """A result that is still to come, a value or an error: work yields it to wait for it."""
 
     def __init__(self, loop: CallLoop) -> None:
         self._loop = loop
-        self.is_there = False
+        self.is_done = False
         self.value: Any = None
         self.error: WorkerLostError | None = None
         self.task: Task | None = None
         """The work that waits for it."""
 
-    def arrive(self, value: Any = None) -> None:
-        self.is_there, self.value = True, value
+    def set_result(self, value: Any = None) -> None:
+        self.is_done, self.value = True, value
         self._loop.resume(self)
 
-    def fail(self, error: WorkerLostError) -> None:
-        self.is_there, self.error = True, error
+    def set_error(self, error: WorkerLostError) -> None:
+        self.is_done, self.error = True, error
         self._loop.resume(self)
 
 
-Work = Generator[Answer, Any, None]
+Work = Generator[Future, Any, None]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +63,7 @@ class Task:
 
 
 class CallLoop:
-    """Knows which work waits for which worker's answer, and resumes it."""
+    """Knows which work waits for which future, and resumes it."""
 
     def __init__(
         self,
@@ -74,43 +76,64 @@ class CallLoop:
         self._workplace = workplace
         self._check = check
         self._now_s = now_s
-        self._unanswered: dict[Worker, list[Answer]] = {}
+        self._unanswered: dict[Worker, list[Future]] = {}
         self._tasks: dict[Task, None] = {}
-        self._ready: deque[Answer] = deque()
+        self._ready: deque[Future] = deque()
         self._later: list[Task] = []
+        self._timers: list[tuple[float, int, Future]] = []
+        """A heap of the times at which futures are due."""
+        self._numbers = count()
         self._is_running = False
 
-    def call(self, worker: Worker, method: str, *args: Any) -> Answer:
+    def call(self, worker: Worker, method: str, *args: Any) -> Future:
         """Have a worker run a method. The answer need not be waited for: a call that fails ends its pipeline anyway."""
         self._check(worker, method)
-        answer = Answer(self)
+        future = Future(self)
         unanswered = self._unanswered.setdefault(worker, [])
-        unanswered.append(answer)
+        unanswered.append(future)
 
-        def arrive(value: Any) -> None:
-            unanswered.remove(answer)
-            answer.arrive(value)
+        def on_answer(value: Any) -> None:
+            unanswered.remove(future)
+            future.set_result(value)
 
         with contextlib.suppress(WorkerLostError):  # its pipe is at its end: the next poll finds and deals with that
-            worker.call(self._now_s(), method, args, arrive)
-        return answer
+            worker.call(self._now_s(), method, args, on_answer)
+        return future
 
     def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
         """Ranks of a pipeline's trainers that write its weights, to send parts of them."""
         return self._workplace.senders(trainers)
 
-    def deliver(self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker]) -> Answer:
+    def deliver(self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker]) -> Future:
         """Bring weights from trainers that wrote them to the receivers; answered once they are there."""
-        answer = Answer(self)
-        self._workplace.deliver(path, senders, receivers, answer.arrive)
-        return answer
+        future = Future(self)
+        self._workplace.deliver(path, senders, receivers, future.set_result)
+        return future
 
-    def promise(self) -> Answer:
-        """An answer that other work of this thread will give."""
-        return Answer(self)
+    def future(self) -> Future:
+        """A future that other work of this thread completes."""
+        return Future(self)
+
+    def after(self, seconds: float) -> Future:
+        """A future that `fire_timers` completes once the time is over, unless it is done by then."""
+        future = Future(self)
+        heapq.heappush(self._timers, (self._now_s() + seconds, next(self._numbers), future))
+        return future
+
+    def seconds_to_wait(self, limit_s: float) -> float:
+        """Seconds until the next timer is due, at most `limit_s`."""
+        return min(limit_s, max(0.0, self._timers[0][0] - self._now_s())) if self._timers else limit_s
+
+    def fire_timers(self) -> None:
+        """Complete the futures of timers that are due."""
+        now_s = self._now_s()
+        while self._timers and self._timers[0][0] <= now_s:
+            future = heapq.heappop(self._timers)[2]
+            if not future.is_done:
+                future.set_result()
 
     def start(self, work: Work, *, pipeline: PipelineId | None) -> Task:
-        """Run work up to its first wait; from there on answers resume it."""
+        """Run work up to its first wait; from there on results resume it."""
         task = Task(work, pipeline)
         self._tasks[task] = None
         self._begin(task)
@@ -150,13 +173,13 @@ class CallLoop:
 
     def give_up(self, worker: Worker) -> None:
         """A worker was ended: throw WorkerLostError into all work that waits for its answers."""
-        for answer in self._unanswered.pop(worker, []):
-            answer.fail(WorkerLostError(f"{worker.name} was ended"))
+        for future in self._unanswered.pop(worker, []):
+            future.set_error(WorkerLostError(f"{worker.name} was ended"))
 
-    def resume(self, answer: Answer) -> None:
-        """An answer is there: resume the work that waits for it, once the work that runs now waits."""
-        if answer.task is not None:
-            self._ready.append(answer)
+    def resume(self, future: Future) -> None:
+        """A future is done: resume the work that waits for it, once the work that runs now waits."""
+        if future.task is not None:
+            self._ready.append(future)
             self._run_ready()
 
     def _run_ready(self) -> None:
@@ -165,27 +188,27 @@ class CallLoop:
         self._is_running = True
         try:
             while self._ready:
-                answer = self._ready.popleft()
-                assert answer.task is not None
-                self._step(answer.task, answer)
+                future = self._ready.popleft()
+                assert future.task is not None
+                self._step(future.task, future)
         finally:
             self._is_running = False
 
-    def _step(self, task: Task, answer: Answer | None) -> None:
+    def _step(self, task: Task, future: Future | None) -> None:
         """Run work from the answer that it has to the next one that it must wait for."""
         while not task.is_over:
             try:
-                if answer is None:
+                if future is None:
                     awaited = next(task.work)
-                elif answer.error is not None:
-                    awaited = task.work.throw(answer.error)
+                elif future.error is not None:
+                    awaited = task.work.throw(future.error)
                 else:
-                    awaited = task.work.send(answer.value)
+                    awaited = task.work.send(future.value)
             except (StopIteration, WorkerLostError):
                 task.is_over = True
                 self._tasks.pop(task, None)
                 return
-            if not awaited.is_there:
+            if not awaited.is_done:
                 awaited.task = task
                 return
-            answer = awaited
+            future = awaited

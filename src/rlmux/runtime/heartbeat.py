@@ -1,7 +1,8 @@
-"""A call that is long by nature shows that it lives: the worker's side.
+"""Signs of life: what a process sends of itself while a call is long by nature, and what its system tells of it.
 
     with beating():   a thread looks once a second whether this process computes, or waits for the disk ─┐
     beat()            a piece of a long call is done ────────────────────────────────────────────────────┴─▶ controller
+    activity_of(pid)  what a process of this machine does; `standstill.py` compares two of them
 
 The controller ends a worker whose present call has neither been answered nor shown life for its limit. That time passes
 is no sign of life: a call that waits for something which never comes sends nothing.
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 BEAT_EVERY_S = 1.0
@@ -22,8 +25,37 @@ LEAST_APART_S = 0.1
 """Seconds between two beats, at least: each wakes the controller, which has devices to hand on."""
 _LEAST_SHARE = 0.02
 """Part of a second that the process must have computed to be alive; looking takes less."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_EXITING = 0x4
+"""The kernel's flag of a process that ends (PF_EXITING, linux/sched.h); psutil does not tell it."""
 _hearts: list[Heart] = []
 """The one of this process, once it serves calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """A process at one moment."""
+
+    state: str
+    """State of its main thread, a letter as in `ps`: R runs or could, S waits, D waits for the disk, T is stopped."""
+    cpu_s: float
+    """Seconds of processor time of all its threads so far."""
+    is_ending: bool = False
+    """Whether it was told to end, and is in the system's hands until it has."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+
+def activity_of(pid: int | None) -> Activity | None:
+    """What a process, or a thread by its id, is doing; None where it is gone, and where the system is not Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return Activity(state=fields[0], cpu_s=cpu_s, is_ending=bool(int(fields[6]) & _EXITING))
 
 
 class Heart:
@@ -80,8 +112,5 @@ def beating() -> Iterator[None]:
 
 def _waits_for_disk() -> bool:
     """A thread of this process is in the system's hands, where no signal reaches it either."""
-    for task in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            if task.read_text().rpartition(")")[2].split()[0] == "D":
-                return True
-    return False
+    threads = [activity_of(int(task.name)) for task in Path("/proc/self/task").glob("*")]
+    return any(thread is not None and thread.state == "D" for thread in threads)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlmux.core.actions import RunStage
-from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
-from rlmux.core.model import DeviceId, OrderId, PipelineId
-from rlmux.runtime.call_loop import Answer, Task
+from rlmux.core.events import ChunkFinished, Event, StageFinished, StagePaused
+from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId
+from rlmux.runtime.call_loop import Future, Task
+
+OrderWork = Generator[Future, Any, Event]
+"""An order being carried out; returns the event that ends it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +30,13 @@ class RunningOrder:
     is_pausing: bool = False
     is_calling: bool = True
     """A call that carries the order on is out, or will be made without waiting for anything outside the order."""
-    input: Answer | None = None
+    input: Future | None = None
     """Set while the order has nothing to compute: answered when it has, or when the order is paused."""
     waits_since_s: float | None = None
     """Time from which it only waits for the pipeline's user code; None where it computes, or that was told."""
     task: Task | None = None
 
-    def wait_for_input(self, answer: Answer, now_s: float) -> Answer:
+    def wait_for_input(self, answer: Future, now_s: float) -> Future:
         """The answer that says that it has something to compute, or is paused: what its work yields."""
         self.input, self.waits_since_s = answer, now_s
         return answer
@@ -50,9 +54,9 @@ class RunningOrder:
     def wake(self) -> None:
         """Resume an order that has nothing to compute. Nothing happens to one that computes."""
         if self.input is not None:
-            arrived, self.input, self.waits_since_s = self.input, None, None
-            if not arrived.is_there:
-                arrived.arrive()
+            waited_for, self.input, self.waits_since_s = self.input, None, None
+            if not waited_for.is_done:
+                waited_for.set_result()
 
     def progress(self, *, num_active: int, num_waiting: int, num_waiting_for_env: int = 0) -> ChunkFinished:
         return ChunkFinished(
@@ -116,6 +120,10 @@ class RunningOrders:
             for order in self._order_by_id.values()
             if order.waits_since_s is not None and order.waits_since_s <= time_s
         ]
+
+    def on_node(self, node: NodeId) -> list[RunningOrder]:
+        """Orders that lease a device of the node."""
+        return [order for order in self._order_by_id.values() if any(d.node_id == node for d in order.action.devices)]
 
     def of(self, pipeline: PipelineId) -> list[RunningOrder]:
         return [order for order in self._order_by_id.values() if order.action.pipeline == pipeline]

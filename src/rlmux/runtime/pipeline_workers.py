@@ -10,7 +10,7 @@ from typing import Any
 from rlmux.core.model import DeviceId, Phase, PipelineId, Placement
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.call_loop import Answer, CallLoop, Work
+from rlmux.runtime.call_loop import CallLoop, Future, Work
 from rlmux.runtime.checkpoints import CheckpointFolder
 from rlmux.runtime.workplace import Worker
 
@@ -107,7 +107,7 @@ def rank_devices(train_devices: Sequence[DeviceId], rank: int, count: int) -> Se
     return train_devices[rank * per_rank : (rank + 1) * per_rank]
 
 
-def all_of(answers: Sequence[Answer]) -> Generator[Answer, Any, list[Any]]:
+def all_of(answers: Sequence[Future]) -> Generator[Future, Any, list[Any]]:
     """The results of calls that were made at once, when all are there."""
     results = []
     for answer in answers:

@@ -36,9 +36,8 @@ from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
 from rlmux.hidden_main import hidden_main
-from rlmux.runtime.activity import Activity, activity_of
-from rlmux.runtime.heartbeat import beat_with
-from rlmux.runtime.reaper import marking
+from rlmux.reaper import marking
+from rlmux.runtime.heartbeat import Activity, activity_of, beat_with
 
 _FORKSERVER = get_context("forkserver")
 _IMPORTS = "rlmux.runtime.fork_server_imports"

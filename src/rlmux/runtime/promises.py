@@ -21,7 +21,7 @@ from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId
 from rlmux.rl.promise import Check, ProbeReport, promise_of, refusal, worst_of
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.call_loop import Answer, CallLoop
+from rlmux.runtime.call_loop import CallLoop, Future
 from rlmux.runtime.orders import RunningOrder
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers, all_of
@@ -46,7 +46,7 @@ class Promises:
 
     def probe(
         self, workers: PipelineWorkers, phase: Phase, probed: Sequence[Worker], order: RunningOrder
-    ) -> Generator[Answer, Any, None]:
+    ) -> Generator[Future, Any, None]:
         """Have workers probe their engine together, unless some of the pipeline have for this phase; counted as a
         switch.
 

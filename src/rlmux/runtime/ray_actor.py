@@ -24,7 +24,7 @@ from typing import Any
 import ray
 
 from rlmux.core.errors import RlmuxError, WorkerLostError
-from rlmux.runtime.activity import Activity
+from rlmux.runtime.heartbeat import Activity
 from rlmux.runtime.processes import WorkerProcess, borrow_fork_server, portable_error, warm_up
 from rlmux.runtime.worker_calls import HandOut, RolloutChunk, StepBatch, TrainCall
 

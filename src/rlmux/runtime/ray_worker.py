@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
-from rlmux.runtime.activity import Activity
+from rlmux.runtime.heartbeat import Activity
 from rlmux.runtime.ray_actor import Answer, Call
 from rlmux.runtime.ray_cluster import RayNode
 

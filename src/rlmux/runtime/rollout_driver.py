@@ -26,7 +26,7 @@ from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.rl.backlog import Backlog
 from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
-from rlmux.runtime.call_loop import Answer, CallLoop, Task, Work
+from rlmux.runtime.call_loop import CallLoop, Future, Task, Work
 from rlmux.runtime.dealing import deal_out
 from rlmux.runtime.orders import RunningOrder, RunningOrders
 from rlmux.runtime.outbox import Outbox
@@ -81,7 +81,7 @@ class RolloutDriver:
         """Requests that the env worker has made and that are not dealt out."""
         self._fetching: set[int] = set()
         """Steps whose requests the env worker is making (membership tests only)."""
-        self._waiting_for_requests: list[Answer] = []
+        self._waiting_for_requests: list[Future] = []
         self._paused_without_requests: list[DeviceId] = []
         """Devices whose shard was paused before the step's requests were there."""
         self._unloaded: set[DeviceId] = set()
@@ -102,7 +102,7 @@ class RolloutDriver:
 
     # ------------------------------------------------------------------ orders
 
-    def run(self, order: RunningOrder) -> Generator[Answer, Any, Event]:
+    def run(self, order: RunningOrder) -> Generator[Future, Any, Event]:
         """Sample one device's shard until it is over or the order is paused; returns the event that says so."""
         device = order.action.devices[0]
         if order.action.switch is not Switch.NONE:
@@ -131,7 +131,7 @@ class RolloutDriver:
             if not order.is_pausing:
                 self._report_progress(order, report)
                 if not can_compute and not self._awaits_weights:
-                    yield order.wait_for_input(self._calls.promise(), self._outbox.now_s())
+                    yield order.wait_for_input(self._calls.future(), self._outbox.now_s())
                     can_compute = shard.has_input or shard.is_over
             is_pausing = order.is_pausing or (self._awaits_weights and not can_compute)
             if is_pausing and (shard.unfinished or not shard.to_cut):  # else a call that only cuts ends it
@@ -144,7 +144,7 @@ class RolloutDriver:
         """Move all of a device's shard to another device's."""
         self._migration_by_source[action.source] = self._start(self._migrate(action))
 
-    def finish_step(self, step: int) -> Generator[Answer, Any, StepBatch]:
+    def finish_step(self, step: int) -> Generator[Future, Any, StepBatch]:
         """The step's batch, once everything that was sampled is scored: answers come in the order of the calls."""
         if self._turns_to_ask:
             self._start(self._ask_environments())
@@ -189,7 +189,7 @@ class RolloutDriver:
                 return
             if order is not None and order.is_pausing:
                 return
-            dealt_out = self._calls.promise()
+            dealt_out = self._calls.future()
             self._waiting_for_requests.append(dealt_out)
             if step not in self._fetching:
                 self._start(self._fetch_requests(step))
@@ -213,8 +213,8 @@ class RolloutDriver:
             self._requests_by_step[step], self._is_single_turn = answer
         waiting, self._waiting_for_requests = self._waiting_for_requests, []
         for each in waiting:
-            if not each.is_there:  # else its order was paused
-                each.arrive()
+            if not each.is_done:  # else its order was paused
+                each.set_result()
         if step in self._requests_by_step:
             self._resume_paused()
 
@@ -240,7 +240,7 @@ class RolloutDriver:
 
     # ------------------------------------------------------------------ chunks
 
-    def _begin_chunk(self, order: RunningOrder, device: DeviceId) -> Answer:
+    def _begin_chunk(self, order: RunningOrder, device: DeviceId) -> Future:
         options, worker = self._options, self._workers.rollout[device]
         version = order.action.weight_version if self._legs is None else self._legs.version
         most_steps = options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps

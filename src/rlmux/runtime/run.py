@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Action, Queue, Refuse, Release
@@ -40,7 +40,7 @@ from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checkpoints import checkpoint_folder
 from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.controller import Controller, Listener
-from rlmux.runtime.foreign import ForeignBackend, ForeignFront, MakesRoom
+from rlmux.runtime.inbox import Inbox
 from rlmux.runtime.inputs import changed_input_notes, input_notes, retried
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine import describe_machine
@@ -84,8 +84,8 @@ class RunOptions:
     """Reads what is submitted while the run goes on; None: nothing can be submitted."""
     is_kept_open: bool = False
     """The run waits for more when its pipelines are over."""
-    front: ForeignFront | None = None
-    """Through which pipelines of other programs come."""
+    inbox: Inbox | None = None
+    """Commands of other threads, by which on-demand pipelines and programs take part."""
     shares: ShareSettings | None = None
     """What users are entitled to; None: all alike."""
 
@@ -111,8 +111,7 @@ class Prepared:
     policy: Policy
     folder: Path
     log: RunLog
-    backend: Backend
-    """Makes room for pipelines of other programs where a `front` is given."""
+    backend: WorkerBackend
     run_id: str | None = None
     is_gpu: bool = False
     ended: Mapping[PipelineId, Mapping[str, Any]] = field(default_factory=dict)
@@ -279,10 +278,9 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     """Run a scheduler on a backend until all is over or the process is told to stop; then close the backend, write the
     end into the log, and the reports beside it. Raises StorageError.
     """
-    folder, log, front = run.folder, run.log, options.front
+    folder, log, backend, inbox = run.folder, run.log, run.backend, options.inbox or Inbox()
+    backend.connect(inbox)
     scheduler = Scheduler(run.cluster, run.policy, FairShares())
-    foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, run.backend), front)]
-    backend: Backend = foreign[0] if foreign else run.backend
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
     endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _PromisedStarts(scheduler, log)
     run_api = None
@@ -298,8 +296,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in options.listeners]
     controller = Controller(
-        scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays, *foreign], run_api,
-        (lambda: False) if front is None else front.has_news,
+        scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays], run_api, inbox.has_commands
     )  # fmt: skip
     try:
         with _private_files(), _stop_on_interrupt(controller.stop):

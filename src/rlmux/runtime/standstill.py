@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlmux.runtime.activity import Activity
+from rlmux.runtime.heartbeat import Activity
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workplace import Worker
@@ -25,19 +25,18 @@ _LEAST_SHARE = 0.05
 """Part of the time between two looks in which a worker that wants the processor must have had it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Watched:
-    """A worker whose present call takes longer than a look."""
+    """A worker whose present call takes longer than a look, as of the last one."""
 
     asked_s: float
     """Time at which that call was sent."""
     looked_s: float
     activity: Activity | None
     num_beats: int
-    """Signs of life of the worker's calls at the last look."""
     moved_s: float
     """Time at which it was last seen to make progress."""
-    reason: str = ""
+    reason: str
     """Why it stands still; empty while that was not told."""
 
 
@@ -50,77 +49,72 @@ class StandstillWatch:
 
     def look(self, all_workers: Iterable[PipelineWorkers]) -> None:
         """Tell of workers that have come to stand still, and note those that go on."""
-        now_s = self._outbox.now_s()
         for workers in all_workers:
             for worker in workers.processes:
-                watched = self._watched.get(worker)
-                if watched is not None and watched.asked_s != worker.asked_s:
-                    self.end(workers, worker)
-                    watched = None
-                if worker.asked_s is None:
-                    continue
-                if watched is None:
-                    if now_s - worker.asked_s >= LOOK_EVERY_S:
-                        self._watched[worker] = _watched(worker, worker.asked_s, now_s)
-                elif now_s - watched.looked_s >= LOOK_EVERY_S:
-                    self._look_again(workers, worker, watched)
+                self._look_at(workers, worker, self._outbox.now_s())
 
     def end(self, workers: PipelineWorkers, worker: Worker) -> None:
         """Its call was answered, or it is about to be ended."""
         watched = self._watched.pop(worker, None)
-        if watched is not None and watched.reason:
+        if watched is not None:
             self._note(workers, worker, watched)
 
     def forget(self, worker: Worker) -> None:
         """It was ended."""
         self._watched.pop(worker, None)
 
-    def _look_again(self, workers: PipelineWorkers, worker: Worker, watched: _Watched) -> None:
-        now_s, activity = self._outbox.now_s(), worker.activity()
-        has_shown_life = worker.num_beats > watched.num_beats
-        reason = "" if has_shown_life else _why_still(watched.activity, activity, now_s - watched.looked_s)
-        watched.looked_s, watched.activity, watched.num_beats = now_s, activity, worker.num_beats
+    def _look_at(self, workers: PipelineWorkers, worker: Worker, now_s: float) -> None:
+        watched, asked_s = self._watched.get(worker), worker.asked_s
+        if watched is not None and watched.asked_s != asked_s:
+            self.end(workers, worker)
+            watched = None
+        if asked_s is None or now_s - (watched.looked_s if watched else asked_s) < LOOK_EVERY_S:
+            return
+        now = self._watched[worker] = _Watched(
+            asked_s=asked_s,
+            looked_s=now_s,
+            activity=worker.activity(),
+            num_beats=worker.num_beats,
+            moved_s=watched.moved_s if watched else asked_s,
+            reason=watched.reason if watched else "",
+        )
+        if watched is not None:
+            self._compare(workers, worker, watched, now)
+
+    def _compare(self, workers: PipelineWorkers, worker: Worker, before: _Watched, now: _Watched) -> None:
+        reason = _why_still(before, now)
         if not reason:
-            if watched.reason:
-                self._note(workers, worker, watched)
-            watched.moved_s, watched.reason = now_s, ""
-        elif not watched.reason and now_s - watched.moved_s >= STANDS_STILL_S:
-            watched.reason = reason
+            self._note(workers, worker, before)
+            now.moved_s, now.reason = now.looked_s, ""
+        elif not now.reason and now.looked_s - now.moved_s >= STANDS_STILL_S:
+            now.reason = reason
             text = (
-                f"{worker.name} (process {worker.pid}) stands still since {watched.moved_s:.1f} s: {reason}; "
+                f"{worker.name} (process {worker.pid}) stands still since {now.moved_s:.1f} s: {reason}; "
                 f"it is replaced if it shows no life for {worker.call_limit_s:g} s (call_limit_s)"
             )
             self._outbox.note("warning", pipeline=workers.id, reason=text)
 
     def _note(self, workers: PipelineWorkers, worker: Worker, watched: _Watched) -> None:
-        seconds = self._outbox.now_s() - watched.moved_s
-        self._outbox.note(
-            "standstill",
-            pipeline=workers.id,
-            worker=worker.name,
-            devices=list(workers.devices_of(worker)),
-            began_s=watched.moved_s,
-            seconds=seconds,
-            reason=watched.reason,
-        )
+        """Note for how long it stood still, if that was told."""
+        if watched.reason:
+            self._outbox.note(
+                "standstill",
+                pipeline=workers.id,
+                worker=worker.name,
+                devices=list(workers.devices_of(worker)),
+                began_s=watched.moved_s,
+                seconds=self._outbox.now_s() - watched.moved_s,
+                reason=watched.reason,
+            )
 
 
-def _watched(worker: Worker, asked_s: float, now_s: float) -> _Watched:
-    return _Watched(
-        asked_s=asked_s,
-        looked_s=now_s,
-        activity=worker.activity(),
-        num_beats=worker.num_beats,
-        moved_s=asked_s,
-    )
-
-
-def _why_still(before: Activity | None, now: Activity | None, elapsed_s: float) -> str:
-    """Empty where it makes progress, waits for something, or cannot be seen."""
-    if before is None or now is None:
+def _why_still(before: _Watched, now: _Watched) -> str:
+    """Empty where it makes progress, shows life, waits for something, or cannot be seen."""
+    was, does = before.activity, now.activity
+    if was is None or does is None or now.num_beats > before.num_beats:
         return ""
-    if now.is_stopped:
+    if does.is_stopped:
         return "it is stopped (SIGSTOP, or a debugger); SIGCONT lets it go on"
-    if now.is_runnable and now.cpu_s - before.cpu_s < _LEAST_SHARE * elapsed_s:
+    if does.state == "R" and does.cpu_s - was.cpu_s < _LEAST_SHARE * (now.looked_s - before.looked_s):
         return "it gets no processor: others of this machine take it"
     return ""

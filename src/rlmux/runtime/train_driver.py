@@ -15,12 +15,11 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from rlmux.core.actions import Switch
-from rlmux.core.events import Event
 from rlmux.core.model import Phase, PipelineId, Stage
 from rlmux.rl.types import TrainReport
-from rlmux.runtime.call_loop import Answer, CallLoop
+from rlmux.runtime.call_loop import CallLoop, Future
 from rlmux.runtime.checkpoints import is_due
-from rlmux.runtime.orders import RunningOrder
+from rlmux.runtime.orders import OrderWork, RunningOrder
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers, all_of
 from rlmux.runtime.promises import Promises
@@ -29,9 +28,6 @@ from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.worker_calls import HandOut, StepBatch, TrainCall, TrainCallResult, joined
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
 from rlmux.runtime.workplace import Worker, WorkerOptions
-
-Carrying = Generator[Answer, Any, Event]
-"""An order being carried out; returns the event that ends it."""
 
 
 class TrainDriver:
@@ -66,7 +62,7 @@ class TrainDriver:
         self._metrics: dict[str, float] = {}
         """Figures of the stages since the last publication."""
 
-    def score(self, order: RunningOrder) -> Carrying:
+    def score(self, order: RunningOrder) -> OrderWork:
         """Rewards: the env worker scores the step and makes its batch."""
         step, config = order.action.step, self._workers.config
         order.waits_since_s = self._outbox.now_s()
@@ -81,7 +77,7 @@ class TrainDriver:
             self._rollout.prepare(step + 1)  # the env worker has nothing else to do while others compute
         return order.finished()
 
-    def run_stage(self, order: RunningOrder) -> Carrying:
+    def run_stage(self, order: RunningOrder) -> OrderWork:
         """A training stage, or the SFT warm-up, until it is done or paused."""
         action, is_load_needed = order.action, order.action.switch is not Switch.NONE
         yield from self._states.make_room(order)
@@ -103,7 +99,7 @@ class TrainDriver:
                 return order.paused()
             self._report_progress(order, report)
 
-    def publish(self, order: RunningOrder) -> Carrying:
+    def publish(self, order: RunningOrder) -> OrderWork:
         """Deliver the weights to the rollout workers, which need them before they can begin.
 
         The last step's checkpoint is there before its end is told: no pipeline is released without one.
@@ -125,7 +121,7 @@ class TrainDriver:
         """One rank speaks for all, unless each has a part of the model: those compute together."""
         return self._workers.trainers if self._workers.config.train.is_sharded else [self._workers.trainer]
 
-    def _train(self, order: RunningOrder, *, is_load_needed: bool) -> Generator[Answer, Any, TrainCallResult]:
+    def _train(self, order: RunningOrder, *, is_load_needed: bool) -> Generator[Future, Any, TrainCallResult]:
         """One bounded call of every rank; they stop together."""
         trainers, stage = self._workers.trainers, order.action.stage
         if is_load_needed:

@@ -1,12 +1,15 @@
-"""The backends that run workers: an action goes to the part that carries it out, events and notes come back.
+"""The backend that runs workers: an action goes to the part that carries it out, events and notes come back.
 
                              ┌─▶ WorkerSupervisor   processes: start, watch, replace, end          (one)
     execute(action) ─────────┼─▶ RolloutDriver      rollout shards, turns, migration               (per pipeline)
                              ├─▶ TrainDriver        SFT warm-up, rewards, training, publishing     (per pipeline)
+                             ├─▶ OnDemandPipelines  request batches of Tinker clients              (one)
+                             ├─▶ ExternalPrograms   permits of programs with their own engines     (one)
                              └─▶ ResidentStates     states on devices, in host memory, on disk     (one)
     poll() ◀── Outbox ◀── all of them
                   ▲
-    workers ──────┴── answers ──▶ CallLoop ──▶ resumes the order that waits
+    workers ──────┴── answers ───▶ CallLoop ──▶ resumes the order that waits
+    other threads ── commands ──▶ Inbox ─────▶ run by the next poll
 
     weights         train worker ──▶ a file in shared memory ──▶ rollout workers     (never through here)
     trajectories    rollout worker ──▶ here ──▶ env worker;     env worker ──▶ bytes ──▶ here ──▶ train worker
@@ -21,7 +24,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlmux.core.actions import (
     Action,
@@ -30,6 +33,7 @@ from rlmux.core.actions import (
     MigrateShard,
     Park,
     Pause,
+    Refuse,
     Release,
     Relocate,
     RunStage,
@@ -41,14 +45,18 @@ from rlmux.core.events import Event, RewardOverdue
 from rlmux.core.model import Cluster, DeviceId, NodeId, PipelineId, Stage
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.call_loop import CallLoop, Work
+from rlmux.runtime.external_programs import ExternalPrograms
+from rlmux.runtime.inbox import Inbox
 from rlmux.runtime.memory import HostMemory
-from rlmux.runtime.orders import RunningOrder, RunningOrders
+from rlmux.runtime.on_demand import OnDemandPipelines
+from rlmux.runtime.orders import OrderWork, RunningOrder, RunningOrders
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
 from rlmux.runtime.promises import Promises
+from rlmux.runtime.request_batches import BatchOptions, Surroundings
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
-from rlmux.runtime.train_driver import Carrying, TrainDriver
+from rlmux.runtime.train_driver import TrainDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
 from rlmux.runtime.workplace import Neighbour, Worker, WorkerOptions, Workplace
 
@@ -78,9 +86,11 @@ class WorkerBackend:
         start_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         neighbours: Sequence[Neighbour] = (),
+        batch_options: BatchOptions = BatchOptions(),
     ) -> None:
-        """`neighbours`: other runs on the same devices, to be told of."""
+        """`neighbours`: other runs on the same devices, noted in the log."""
         self.workplace = workplace
+        self._inbox = Inbox()
         self._weights_folder = weights_folder
         self._options = options or WorkerOptions()
         self._outbox = Outbox(start_s, clock)
@@ -108,7 +118,13 @@ class WorkerBackend:
         self._gone: set[NodeId] = set()
         """Nodes whose loss was told (membership tests only)."""
         self._promises = Promises(self._calls, self._outbox)
-        self._states = ResidentStates(self._calls, self._outbox, host_memory, self._supervisor.find)
+        self.on_demand = OnDemandPipelines(
+            Surroundings(workplace=workplace, calls=self._calls, outbox=self._outbox, options=batch_options)
+        )
+        self.external = ExternalPrograms(self._calls, self._outbox)
+        self._states = ResidentStates(
+            self._calls, self._outbox, host_memory, self._supervisor.find, self.on_demand, self.external
+        )
 
     @property
     def workers_by_pipeline(self) -> Mapping[PipelineId, PipelineWorkers]:
@@ -118,11 +134,21 @@ class WorkerBackend:
     def now_s(self) -> float:
         return self._outbox.now_s()
 
+    def connect(self, inbox: Inbox) -> None:
+        """Run the commands of an inbox from now on."""
+        self._inbox = inbox
+        inbox.connect(self.workplace.wake)
+
+    def note(self, type: str, **fields: Any) -> None:
+        """A record for the log, from a command."""
+        self._outbox.note(type, **fields)
+
     def add_pipeline(self, submission: Submission) -> None:
+        self._inbox.claim(submission.pipeline.id)
         self._supervisor.add_pipeline(submission)
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
-        return self._supervisor.weights_sha256(pipeline)
+        return self._supervisor.weights_sha256(pipeline) or self.on_demand.weights_sha256(pipeline)
 
     def execute(self, action: Action) -> None:
         match action:
@@ -142,37 +168,64 @@ class WorkerBackend:
                 self._expect_loss(action)
             case Admit():
                 self._gone.difference_update(action.placement.nodes)  # a user may say that one is there again
-                self._supervisor.admit(action)
-            case Relocate():
+                if not self._is_client(action.pipeline):  # a client's workers start with its first order
+                    self._supervisor.admit(action)
+            case Relocate() if not self._is_client(action.pipeline):
                 self._supervisor.relocate(action)
             case Park():
-                self._supervisor.park(action)
-            case Release():
-                self._supervisor.release(action.pipeline)
+                if not self._park_client(action.pipeline):
+                    self._supervisor.park(action)
+            case Release() | Refuse():
+                self._release(action.pipeline)
             case _:
-                pass  # Refuse and Queue are the controller's to show
+                pass  # Queue is the controller's to show
 
-    def make_room(self, action: RunStage, then: Callable[[float], None]) -> None:
-        """Have the states that another's order evicts leave the devices; `then` gets the seconds that took."""
-        order = self._orders.begin(action)
-        order.task = self._calls.start(self._make_room(order, then), pipeline=action.pipeline)
+    def _is_client(self, pipeline: PipelineId) -> bool:
+        return pipeline in self.external or self.on_demand.find(pipeline) is not None
 
-    def wake(self) -> None:
-        """Make a poll that waits, or the next one, return soon. May be called from any thread."""
-        self.workplace.wake()
+    def _release(self, pipeline: PipelineId) -> None:
+        if pipeline in self.external:
+            self.external.release(pipeline)
+        elif self.on_demand.find(pipeline) is not None:
+            self.on_demand.release(pipeline)
+        else:
+            self._supervisor.release(pipeline)
+
+    def _park_client(self, pipeline: PipelineId) -> bool:
+        """End the orders and workers of an on-demand pipeline or a program; returns whether it is one."""
+        if (found := self.on_demand.find(pipeline)) is not None:
+            found.park()
+        elif pipeline in self.external:
+            self.external.park(pipeline)
+        else:
+            return False
+        return True
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
-        if not self._outbox.has_events():  # of actions since the last poll
+        has_events = self._outbox.has_events()  # of actions since the last poll
+        self._run_commands()
+        if not has_events:
             self._calls.start_later_work()  # the orders that answered the last events are out
-            ready = self.workplace.wait(timeout_s)
+            ready = self.workplace.wait(self._seconds_to_wait(timeout_s))
             self._tell_node_changes()
             for worker in ready:
-                self._supervisor.receive(worker)
+                if not self.on_demand.receive(worker):
+                    self._supervisor.receive(worker)
             self._supervisor.end_overdue_workers()
+            self.on_demand.end_overdue_workers()
+            self._calls.fire_timers()
             self._tell_long_waits()
+            self._run_commands()
         events, notes = self._outbox.take()
         self._supervisor.events_are_taken(events)
         return events, notes
+
+    def _seconds_to_wait(self, limit_s: float) -> float:
+        return 0.0 if self._outbox.has_events() else self._calls.seconds_to_wait(limit_s)
+
+    def _run_commands(self) -> None:
+        for command in self._inbox.take():
+            command(self)
 
     def _expect_loss(self, action: ExpectLoss) -> None:
         if action.at_s is None:
@@ -187,6 +240,8 @@ class WorkerBackend:
         for node, is_there in (*self.workplace.node_changes(), *((node, False) for node in due)):
             if is_there or node not in self._gone:
                 self._supervisor.change_node(node, is_there=is_there)
+                for order in () if is_there else self._orders.on_node(node):
+                    self._park_client(order.action.pipeline)
             self._expected_losses.pop(node, None)
             if is_there:
                 self._gone.discard(node)
@@ -196,6 +251,7 @@ class WorkerBackend:
     def close(self) -> None:
         for pipeline in list(self._supervisor.workers_by_pipeline):
             self._supervisor.release(pipeline)
+        self.on_demand.close()
         self.workplace.close()
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
@@ -213,15 +269,13 @@ class WorkerBackend:
             self._orders.end(order)
         self._outbox.add(event)
 
-    def _make_room(self, order: RunningOrder, then: Callable[[float], None]) -> Work:
-        try:
-            yield from self._states.make_room(order)
-        finally:
-            self._orders.end(order)
-        then(order.switch_s)
-
-    def _work_of(self, order: RunningOrder) -> Carrying:
-        rollout, train = self._drivers[order.action.pipeline]
+    def _work_of(self, order: RunningOrder) -> OrderWork:
+        pipeline = order.action.pipeline
+        if (on_demand := self.on_demand.find(pipeline)) is not None:
+            return self._after_room(order, on_demand.run(order))
+        if pipeline in self.external:
+            return self._after_room(order, self.external.run(order))
+        rollout, train = self._drivers[pipeline]
         match order.action.stage:
             case Stage.GENERATE:
                 return rollout.run(order)
@@ -231,6 +285,11 @@ class WorkerBackend:
                 return train.publish(order)
             case _:
                 return train.run_stage(order)
+
+    def _after_room(self, order: RunningOrder, work: OrderWork) -> OrderWork:
+        """A client's order, once the evicted states have left its devices."""
+        yield from self._states.make_room(order)
+        return (yield from work)
 
     def _check_lease(self, worker: Worker, method: str) -> None:
         """Raises IllegalTransitionError for a call that touches a device which no order has a lease of.

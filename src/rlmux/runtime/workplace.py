@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.model import DeviceId, NodeId
-from rlmux.runtime.activity import Activity
+from rlmux.runtime.heartbeat import Activity
 
 
 class Worker(Protocol):

@@ -1,8 +1,7 @@
 """`rlmux serve`: one controller, one HTTP server, and the doors under it, until it is stopped.
 
-    file ─▶ ServeSpec ─▶ run folder ─┬─ controller (this thread) ◀── ForeignFront ──┐
-                                     ├─ HTTP server (a thread) ── doors ─▶ TinkerFront (its event loop)
-                                     └─ model host (a thread) ── workers ◀──────────┘
+    file ─▶ ServeSpec ─▶ run folder ─┬─ controller (this thread) ◀── Inbox ──┐
+                                     └─ HTTP server (a thread) ── doors ─▶ TinkerFront (its event loop)
 
 The folder is that of a run: its log has every decision, `tinker.db` every request and result. A server that was stopped
 or killed goes on from its folder, and its clients with it.
@@ -20,23 +19,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmux import plugins
-from rlmux.broker.backend import token_check
-from rlmux.broker.embedded import EmbeddedBroker
+from rlmux.broker.embedded import EmbeddedBroker, token_check
 from rlmux.broker.run import SOCKET_NAME, environment_token
 from rlmux.broker.server import Server as PermitServer
 from rlmux.config.serve import ServeSpec, parse_serve_file
+from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
+from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
 from rlmux.core.policy import Policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
-from rlmux.runtime.model_host import ModelHost
+from rlmux.runtime.controller import Listener
 from rlmux.runtime.run import RunOptions, RunResult, resume_pipelines, run_pipelines
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.listening import Listening
 from rlmux.service.rollouts.routes import routes as rollout_routes
 from rlmux.service.server import Server
-from rlmux.service.serving import LEDGER, Serving, budgets_of, with_bases
+from rlmux.service.serving import LEDGER, ClientEvents, Serving, budgets_of, with_bases
 from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
@@ -131,7 +131,7 @@ def serve(
     try:
         header = {"source": spec.source, "resolved": spec.resolved, "is_server": True}
         listener = _Starter(doors, on_ready, is_resuming=is_resuming)
-        options = RunOptions(listeners=[listener], parse=_refuse, is_kept_open=True, front=doors.front)
+        options = RunOptions(listeners=[listener], parse=_refuse, is_kept_open=True, inbox=doors.inbox)
         if is_resuming:
             return resume_pipelines(with_bases(spec), [], policy, folder, options)
         return run_pipelines(with_bases(spec), [], policy, folder, options, spec=header)
@@ -154,14 +154,14 @@ class _Starter:
         self._is_resuming = is_resuming
         self._charges = Charges(doors.charge)
 
-    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note]) -> None:
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         self._doors.check()
         if not self._is_open:
             self._is_open = True
             self._on_ready(self._doors.open(is_resuming=self._is_resuming), self._doors)
         self._charges.update(events, actions, notes)
-        if self._doors.permits is not None:
-            self._doors.permits.update(now_s, events, actions, notes)
+        for listener in self._doors.listeners():
+            listener.update(now_s, events, actions, notes)
 
 
 class Doors:
@@ -177,17 +177,17 @@ class Doors:
         self._server = server
         self._serving = Serving(spec, folder)
         self._tinker: TinkerFront | None = None
-        self.front = self._serving.front
+        self._events: ClientEvents | None = None
+        self.inbox = self._serving.inbox
         self._permit_server = permit_server(spec)
-        self._host: ModelHost | None = None
 
     def open(self, *, is_resuming: bool) -> str:
         """Take in what the ledger holds, and answer requests from now on; returns the server's URL."""
         self._open_permits(is_resuming=is_resuming)
-        front, host = self._serving.furnish(self._server.call_soon)
-        self._tinker, self._host = front, host
+        front, self._events = self._serving.furnish(self._server.call_soon)
+        self._tinker = front
         keys = Keys({key: given.project for key, given in self._spec.serve.keys.items()})
-        self._server.mount_app(TINKER, routes(front, keys, host.reason))
+        self._server.mount_app(TINKER, routes(front, keys, self._events.wait_reason))
         self._server.mount("", rollout_routes(front, keys, self._serving.vocabularies))
         self._server.run_beside(lambda: _sweep(front, self._spec.serve.session_timeout_s))
         self._server.run_beside(lambda: _fold(self._serving.fold))
@@ -196,7 +196,6 @@ class Doors:
         self._write_tokenizers()
         front.replay()
         self._server.start()
-        host.start()  # last: what it answers goes to the server's loop
         if self.dashboard is not None:
             self.dashboard.start()
         (self._folder / ADDRESS).write_text(self._server.url.partition("://")[2], encoding="utf-8")
@@ -209,7 +208,7 @@ class Doors:
             return
         self.permits = EmbeddedBroker(
             self._spec.cluster,
-            self.front,
+            self.inbox,
             self._permit_server or PermitServer(f"unix:{self._folder / SOCKET_NAME}"),
             policy=self._spec.policy,
             is_allowed=token_check(environment_token()),
@@ -230,9 +229,13 @@ class Doors:
         if self.dashboard is not None:
             self.dashboard.close()
 
+    def listeners(self) -> list[Listener]:
+        """What follows the controller behind the open doors."""
+        return [each for each in (self.permits, self._events) if each is not None]
+
     def check(self) -> None:
         """Raises ThreadDiedError or StorageError where a thread behind the doors has ended."""
-        for part in (self._server, self.permits, self._host):
+        for part in (self._server, self.permits):
             if part is not None:
                 part.thread.check()
         if self.dashboard is not None:

@@ -1,8 +1,8 @@
-"""What is behind the doors of a server: the models it serves, their front, and the host of their workers.
+"""The models of a server, their front, and its way to the controller.
 
-TinkerFront ── requests ─▶ ModelHost (a thread) ── bursts ─▶ ForeignFront ─▶ controller
-     ▲                          └── answers, checkpoints ──┐
-     └────────── call_soon, in the front's own thread ◀────┘
+TinkerFront ── requests ─▶ Inbox ─▶ OnDemandPipelines, in the controller's thread
+     ▲                                    └── results, checkpoints, admissions, ends ──┐
+     └──────────────── call_soon, in the front's own thread ◀─────────────────────────┘
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlmux.config.serve import ServeSpec
+from rlmux.core.actions import Admit, Queue, Refuse, Release, Relocate
 from rlmux.core.errors import UserError
+from rlmux.core.events import PipelineCancelled, PipelineFailed
 from rlmux.core.model import Cluster, Footprint, Pipeline, PipelineId
-from rlmux.rl.arriving import SampleRequest, TrainRequest
 from rlmux.rl.config import AdapterConfig, TrainingConfig
+from rlmux.rl.requests import SampleRequest, TrainRequest
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.burst_workers import Answer
-from rlmux.runtime.foreign import ForeignFront
-from rlmux.runtime.local import BASES, LocalProcesses, SharedMemoryFolder, assign_cores, assign_gpus, visible_gpus
+from rlmux.runtime.inbox import Inbox
+from rlmux.runtime.local import visible_gpus
 from rlmux.runtime.memory import with_footprint, with_machine_memory
-from rlmux.runtime.model_host import ModelHost
+from rlmux.runtime.request_batches import Client
+from rlmux.runtime.request_workers import RequestResult
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import write_head
 from rlmux.service.tinker.front import TinkerFront
@@ -47,7 +49,7 @@ class Serving:
         """Raises UserError where adapters are to be trained and nothing here can."""
         if spec.serve.parameters == "lora" and find_spec("peft") is None:
             raise UserError("serve.parameters: lora needs peft; accepted: pip install 'rlmux[train]', or full")
-        self.front = ForeignFront()
+        self.inbox = Inbox()
         self.vocabularies = {name: load_vocabulary(given.model) for name, given in spec.serve.models.items()}
         self.models = {name: _served(name, spec, each) for name, each in self.vocabularies.items()}
         self._spec = spec
@@ -57,18 +59,16 @@ class Serving:
         """Brings the newest commits into the ledger's file, and keeps that within its bound; from any thread, again and
         again."""
 
-    def furnish(self, call_soon: CallSoon) -> tuple[TinkerFront, ModelHost]:
-        """A front on the folder's ledger, and its host, which is to be started."""
-        workplace = _workplace(self._spec, self._folder)
-        news = News(call_soon)
-        host = ModelHost(workplace, self.front, news, wake=workplace.wake)
+    def furnish(self, call_soon: CallSoon) -> tuple[TinkerFront, ClientEvents]:
+        """A front on the folder's ledger, and what is to follow the controller for it."""
+        events = ClientEvents(call_soon)
         ledger = Ledger(self._folder / LEDGER)
         ledger.leave_folding()
         self.fold = partial(_fold, ledger, int(self._spec.serve.ledger_gb * 1e9))
-        bridge = _Host(host, self.front, self._footprint)
+        host = _Host(self.inbox, events, self._footprint)
         budgets, keep = budgets_of(self._spec, ledger), self._spec.serve.keep_snapshots
-        news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, budgets, keep)
-        return news.front, host
+        events.front = TinkerFront(self.models, ledger, self._folder / "models", host, budgets, keep)
+        return events.front, events
 
     def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:
         submission = Submission(pipeline=pipeline, config=config)
@@ -105,13 +105,6 @@ def with_bases(spec: ServeSpec) -> Cluster:
     return with_machine_memory(spec.cluster, tenants)
 
 
-def _workplace(spec: ServeSpec, folder: Path) -> LocalProcesses:
-    """Bases of adapters lie in the shared memory of the folder's run, which ends with it."""
-    gpus = assign_gpus(spec.cluster, visible_gpus())
-    bases = SharedMemoryFolder.path_of(folder) / BASES
-    return LocalProcesses({} if gpus else assign_cores(spec.cluster), None, gpu_by_device=gpus, bases=bases)
-
-
 def _served(name: str, spec: ServeSpec, vocabulary: Vocabulary) -> ServedModel:
     given = spec.serve.models[name]
     return ServedModel(
@@ -130,13 +123,13 @@ def _served(name: str, spec: ServeSpec, vocabulary: Vocabulary) -> ServedModel:
 
 
 class _Host:
-    """Opens a pipeline with the controller and with the host's workers; all else is the host's."""
+    """Passes a front's requests to the controller's thread."""
 
     def __init__(
-        self, host: ModelHost, front: ForeignFront, footprint: Callable[[Pipeline, TrainingConfig], Footprint]
+        self, inbox: Inbox, client: Client, footprint: Callable[[Pipeline, TrainingConfig], Footprint]
     ) -> None:
-        self._host = host
-        self._front = front
+        self._inbox = inbox
+        self._client = client
         self._footprint = footprint
 
     def open(
@@ -157,54 +150,81 @@ class _Host:
             urgency=hints.urgency,
         )
         whole = replace(plain, footprint=self._footprint(plain, config))
-        self._front.submit_made(whole, lambda: self._host.open(pipeline, config, folder, restore_from=restore_from))
+        with self._inbox.claiming(pipeline):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._inbox.call_soon(
+            lambda backend: backend.on_demand.open(whole, config, folder, self._client, restore_from)
+        )
 
     def train(self, pipeline: PipelineId, request_id: str, request: TrainRequest) -> None:
-        self._host.train(pipeline, request_id, request)
+        self._inbox.call_soon(lambda backend: backend.on_demand.train(pipeline, request_id, request))
 
     def sample(self, pipeline: PipelineId, request: SampleRequest, weights: Path | None) -> None:
-        self._host.sample(pipeline, request, weights)
+        self._inbox.call_soon(lambda backend: backend.on_demand.sample(pipeline, request, weights))
 
     def withdraw(self, pipeline: PipelineId, ids: Sequence[str]) -> None:
-        self._host.withdraw(pipeline, ids)
+        self._inbox.call_soon(lambda backend: backend.on_demand.withdraw(pipeline, ids))
 
     def finish(self, pipeline: PipelineId) -> None:
-        self._host.finish(pipeline)
+        self._inbox.call_soon(lambda backend: backend.on_demand.finish(pipeline))
 
 
-class News:
-    """Passes what the host's thread tells to the front's."""
+class ClientEvents:
+    """Tells the front, in its own thread, about its pipelines: a client of theirs, and a listener of the controller."""
 
     front: TinkerFront
 
     def __init__(self, call_soon: CallSoon) -> None:
         self._call_soon = call_soon
         self._lock = threading.Lock()
-        self._answers: list[Answer] = []
-        """Answers that the front's thread has not taken."""
+        self._results: list[RequestResult] = []
+        """Results that the front's thread has not taken."""
+        self._wait_by_pipeline: dict[PipelineId, str] = {}
+        """The scheduler's reasons why pipelines are not placed."""
 
-    def admitted(self, pipeline_id: PipelineId) -> None:
-        self._call_soon(lambda: self.front.admit(pipeline_id))
+    def wait_reason(self, pipeline: PipelineId) -> str | None:
+        """Why the pipeline's work does not run, in one clause; None: it does, or will soon. From any thread."""
+        reason = self._wait_by_pipeline.get(pipeline)
+        return None if reason is None else f"rlmux: {reason}"
 
-    def answered(self, pipeline_id: PipelineId, answer: Answer) -> None:
+    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: object) -> None:
+        for each in (*events, *actions):
+            match each:
+                case Queue():
+                    self._wait_by_pipeline[each.pipeline] = each.reason
+                case Admit() | Relocate():
+                    self._wait_by_pipeline.pop(each.pipeline, None)
+                    self._admit(each.pipeline)
+                case Refuse() | PipelineFailed():
+                    self._end(each.pipeline, each.reason)
+                case PipelineCancelled():
+                    self._end(each.pipeline, "cancelled")
+                case Release():
+                    self._end(each.pipeline, "its client is done")
+
+    def _admit(self, pipeline: PipelineId) -> None:
+        self._call_soon(lambda: self.front.admit(pipeline))
+
+    def _end(self, pipeline: PipelineId, reason: str) -> None:
+        self._wait_by_pipeline.pop(pipeline, None)
+        self._call_soon(lambda: self.front.promises.fail_pipeline(pipeline, f"pipeline {pipeline}: {reason}"))
+
+    def on_result(self, pipeline: PipelineId, result: RequestResult) -> None:
         with self._lock:
-            self._answers.append(answer)
-            is_first = len(self._answers) == 1
+            self._results.append(result)
+            is_first = len(self._results) == 1
         if is_first:
             self._call_soon(self._settle)
 
-    def _settle(self) -> None:
-        """All that were answered until now have one commit."""
-        with self._lock:
-            answers, self._answers = self._answers, []
-        self.front.promises.settle_all([(each.id, each.value, each.error, _kind(each)) for each in answers])
-
-    def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
+    def on_checkpoint(self, pipeline: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
         self._call_soon(lambda: self.front.add_update(request_id, folder, sha256))
 
-    def over(self, pipeline_id: PipelineId, reason: str) -> None:
-        self._call_soon(lambda: self.front.promises.fail_pipeline(pipeline_id, f"pipeline {pipeline_id}: {reason}"))
+    def _settle(self) -> None:
+        """All results until now share one commit."""
+        with self._lock:
+            results, self._results = self._results, []
+        self.front.promises.settle_all([(each.id, each.value, each.error, _kind(each)) for each in results])
 
 
-def _kind(answer: Answer) -> str:
-    return SERVER_ERROR if answer.is_fault_of_server else ERROR
+def _kind(result: RequestResult) -> str:
+    return SERVER_ERROR if result.is_fault_of_server else ERROR

@@ -22,8 +22,7 @@ from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import POLICIES, make_policy
 from rlmux.report.folder_lock import FolderLock
-from rlmux.runtime.controller import Controller
-from rlmux.runtime.foreign import ForeignBackend
+from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine import describe_machine
 from rlmux.runtime.memory import with_machine_memory
@@ -131,13 +130,14 @@ def _verify_one(spec: ServeSpec, record: _Record, say: Say) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="rlmux-verify-") as scratch:
         serving = Serving(spec, Path(scratch))
         again = _Again(serving, record, say)
-        backend = ForeignBackend(local_backend(cluster, Path(scratch)), serving.front)
+        backend = local_backend(cluster, Path(scratch))
+        backend.connect(serving.inbox)
         try:
             scheduler = Scheduler(cluster, make_policy(spec.policy))
-            controller = Controller(scheduler, backend, None, [again], has_news=lambda: not again.is_decided)
+            listeners: list[Listener] = [again.events, again]
+            controller = Controller(scheduler, backend, None, listeners, has_news=lambda: not again.is_decided)
             controller.run([], until=lambda: again.is_decided)
         finally:
-            again.close()
             backend.close()
     by_sum = {"sha256": again.num_equal}
     return replace(
@@ -150,8 +150,7 @@ class _Again:
 
     def __init__(self, serving: Serving, record: _Record, say: Say) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = serving.front
-        self._front, self._host = serving.furnish(self._call_soon)
+        self._front, self.events = serving.furnish(self._calls.put)
         self._record = record
         self._say = say
         self._next = 0
@@ -159,10 +158,6 @@ class _Again:
         self.difference: Difference | None = None
         self.reason = ""
         self.is_decided = False
-        self._host.start()
-
-    def close(self) -> None:
-        self._host.close()
 
     def update(self, now_s: float, events: object, actions: object, notes: object) -> None:
         while True:
@@ -172,10 +167,6 @@ class _Again:
                 break
         self._send()
         self._compare()
-
-    def _call_soon(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
-        self._wake.wake()
 
     def _send(self) -> None:
         """Every request that is due."""

@@ -1,8 +1,8 @@
 """A client of a pipeline whose work arrives, played again: it asks, waits, and thinks as long as it thought.
 
-    burst i ends ── think_s of burst j ─▶ WorkArrived of j ── the scheduler's turn ─▶ burst j runs for its seconds
+    batch i ends ── think_s of batch j ─▶ WorkArrived of j ── the scheduler's turn ─▶ batch j runs for its seconds
 
-A client reacts: a recorded burst is announced so many seconds after the end of the burst that it followed, not at the
+A client reacts: a recorded batch is announced so many seconds after the end of the batch that it followed, not at the
 time of day at which it once was. When all have ended, the client is done.
 """
 
@@ -15,7 +15,7 @@ from rlmux.core.model import Phase, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientBurst:
+class ClientBatch:
     """Work that the client announces once."""
 
     kind: tuple[Phase, ...]
@@ -23,29 +23,29 @@ class ClientBurst:
     seconds: float
     """Solo seconds on these devices."""
     after: int | None
-    """Number of the burst, from 0, after whose end the client thinks before it announces this one; None: admission."""
+    """Number of the batch, from 0, after whose end the client thinks before it announces this one; None: admission."""
     think_s: float
     """Seconds of that thinking."""
 
 
 @dataclass(slots=True)
 class SimClient:
-    """Which bursts of one client are announced and which have ended."""
+    """Which batches of one client are announced and which have ended."""
 
-    bursts: Sequence[ClientBurst]
+    batches: Sequence[ClientBatch]
     open: dict[tuple[Phase, ...], int] = field(default_factory=dict)
-    """Number of the announced burst of each kind that has not ended."""
+    """Number of the announced batch of each kind that has not ended."""
     num_ended: int = 0
 
-    def after(self, ended: int | None) -> list[ClientBurst]:
-        """What is announced, each after its thinking, once that burst has ended (None: at admission)."""
-        return [burst for burst in self.bursts if burst.after == ended]
+    def after(self, ended: int | None) -> list[ClientBatch]:
+        """What is announced, each after its thinking, once that batch has ended (None: at admission)."""
+        return [batch for batch in self.batches if batch.after == ended]
 
-    def announce(self, burst: ClientBurst) -> None:
-        self.open[burst.kind] = next(number for number, one in enumerate(self.bursts) if one is burst)
+    def announce(self, batch: ClientBatch) -> None:
+        self.open[batch.kind] = next(number for number, one in enumerate(self.batches) if one is batch)
 
-    def burst_of(self, stage: Stage, devices: Sequence[object], num_train_devices: int) -> int:
-        """Number of the open burst that such an order works on."""
+    def batch_of(self, stage: Stage, devices: Sequence[object], num_train_devices: int) -> int:
+        """Number of the open batch that such an order works on."""
         rollout, train, both = (Phase.ROLLOUT,), (Phase.TRAIN,), (Phase.ROLLOUT, Phase.TRAIN)
         if stage is Stage.GENERATE:
             return self.open[rollout]
@@ -53,7 +53,7 @@ class SimClient:
         return self.open[both if is_both else train]
 
     def end(self, number: int) -> bool:
-        """The burst has ended. Returns whether it was the last."""
-        del self.open[self.bursts[number].kind]
+        """The batch has ended. Returns whether it was the last."""
+        del self.open[self.batches[number].kind]
         self.num_ended += 1
-        return self.num_ended == len(self.bursts)
+        return self.num_ended == len(self.batches)

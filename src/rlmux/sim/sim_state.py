@@ -71,7 +71,7 @@ class SimPipeline:
         stage = action.stage
         if self.client is not None:
             sub_stage = SubStage.DENSE_DECODE if stage is Stage.GENERATE else SubStage.UPDATE
-            return SoloSeconds(self.client.bursts[self.burst_of(action)].seconds, sub_stage)
+            return SoloSeconds(self.client.batches[self.batch_of(action)].seconds, sub_stage)
         if stage is Stage.GENERATE:
             return self.fresh_shard(action.step, action.devices[0])
         seconds = self.world.stage_s(stage, action.step, len(action.devices))
@@ -79,10 +79,10 @@ class SimPipeline:
             seconds *= self.train_scale
         return SoloSeconds(seconds, SUB_STAGE_BY_STAGE.get(stage, SubStage.UPDATE))
 
-    def burst_of(self, action: RunStage) -> int:
-        """Number of the client's burst that the order works on."""
+    def batch_of(self, action: RunStage) -> int:
+        """Number of the client's batch that the order works on."""
         assert self.client is not None
-        return self.client.burst_of(action.stage, action.devices, self.num_train_devices)
+        return self.client.batch_of(action.stage, action.devices, self.num_train_devices)
 
     def fresh_shard(self, step: int, device: DeviceId) -> Work:
         """The rollout shard of a device, with nothing of it done."""

@@ -64,7 +64,7 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.core.work import WorkState
 from rlmux.policies import with_sharing
 from rlmux.policies.planning.fairness import FairShares
-from rlmux.sim.clients import ClientBurst, SimClient
+from rlmux.sim.clients import ClientBatch, SimClient
 from rlmux.sim.decision_cost import DecisionCost
 from rlmux.sim.kernel import ARRIVAL, DEPARTURE, NODE_CHANGE, WORK_ENDS, Kernel
 from rlmux.sim.metrics import Collector
@@ -87,7 +87,7 @@ class _Announcement(NamedTuple):
     """A client's announcement to come."""
 
     pipeline: SimPipeline
-    burst: ClientBurst
+    batch: ClientBatch
 
 
 def simulate(
@@ -237,7 +237,7 @@ class Simulation:
             event = self.running.next_event(what, entry) if type(what) is RunningOrder else self._event_of(what)
             if event is not None:
                 if type(event) is StageFinished and what.pipeline.client is not None:
-                    self._let_client_go_on(what.pipeline, what.pipeline.burst_of(what.action))
+                    self._let_client_go_on(what.pipeline, what.pipeline.batch_of(what.action))
                 return event
         return None
 
@@ -315,27 +315,27 @@ class Simulation:
     def _submit(self, arrival: Arrival) -> Event:
         pipeline = arrival.pipeline
         sim_pipeline = self.pipelines[pipeline.id] = SimPipeline(arrival, pipeline.stages[-1], arrival.world)
-        sim_pipeline.client = SimClient(arrival.bursts) if pipeline.work_arrives else None
+        sim_pipeline.client = SimClient(arrival.batches) if pipeline.work_arrives else None
         if arrival.depart_s is not None:
             self._kernel.schedule(arrival.depart_s, DEPARTURE, sim_pipeline)
         self.collector.submit(pipeline.id, arrival)
         return PipelineSubmitted(time_s=self._kernel.now_s, pipeline=pipeline)
 
     def _let_client_go_on(self, one: SimPipeline, ended: int | None) -> None:
-        """A burst of the client has ended, or (None) its pipeline is admitted: it thinks, then announces the next."""
+        """A batch of the client has ended, or (None) its pipeline is admitted: it thinks, then announces the next."""
         client, now_s = one.client, self._kernel.now_s
         assert client is not None
         if ended is not None and client.end(ended):
             done = ClientFinished(time_s=now_s, pipeline=one.arrival.pipeline.id)
             self._kernel.schedule(now_s, WORK_ENDS, done)
-        for burst in client.after(ended):
-            self._kernel.schedule(now_s + burst.think_s, WORK_ENDS, _Announcement(one, burst))
+        for batch in client.after(ended):
+            self._kernel.schedule(now_s + batch.think_s, WORK_ENDS, _Announcement(one, batch))
 
     def _announce(self, announcement: _Announcement) -> Event | None:
-        one, burst = announcement
+        one, batch = announcement
         assert one.client is not None
-        one.client.announce(burst)
-        return WorkArrived(time_s=self._kernel.now_s, pipeline=one.arrival.pipeline.id, phases=burst.kind)
+        one.client.announce(batch)
+        return WorkArrived(time_s=self._kernel.now_s, pipeline=one.arrival.pipeline.id, phases=batch.kind)
 
     def _depart(self, sim_pipeline: SimPipeline) -> Event | None:
         if sim_pipeline.is_over:

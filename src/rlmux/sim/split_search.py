@@ -158,7 +158,7 @@ def splits(workload: Workload, num_nodes: int, recorded: Workload | None = None)
 def _seconds_of(arrival: Arrival, recorded: Workload) -> tuple[Seconds, Seconds]:
     pool, world = recorded.cluster.pool_serving(Phase.ROLLOUT), arrival.world
     assert pool is not None, "a run has devices for its rollouts"
-    assert isinstance(world, RecordedSeconds), "a client's bursts are left out"
+    assert isinstance(world, RecordedSeconds), "a client's batches are left out"
     return recorded_seconds(
         world, devices_per_node=pool.devices_per_node, num_train_nodes=arrival.pipeline.num_train_nodes
     )

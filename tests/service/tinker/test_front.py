@@ -18,8 +18,8 @@ from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
 from rlmux.runtime.backend import Note
-from rlmux.runtime.burst_workers import Answer
-from rlmux.service.serving import News
+from rlmux.runtime.request_workers import RequestResult
+from rlmux.service.serving import ClientEvents
 from rlmux.service.tinker import routes
 from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.keys import Keys
@@ -43,11 +43,12 @@ def test_an_error_that_is_not_the_requests_own_is_the_servers_for_the_sdk_and_af
         ids = [f"{model}:{number}" for number in (1, 2, 3)]
         for number in (1, 2, 3):
             await place.post("forward_backward", training_body(model, number, seed=1))
-        news = News(lambda call: call())
-        news.front = place.front
-        news.answered(PipelineId("s0-0"), Answer(id=ids[0], error="no such loss"))
-        news.answered(PipelineId("s0-0"), Answer(id=ids[1], error="disk full", is_fault_of_server=True))
-        news.over(PipelineId("s0-0"), "worker died, 5 times in a row")
+        client_events = ClientEvents(lambda call: call())
+        client_events.front = place.front
+        full = RequestResult(id=ids[1], error="disk full", is_fault_of_server=True)
+        client_events.on_result(PipelineId("s0-0"), RequestResult(id=ids[0], error="no such loss"))
+        client_events.on_result(PipelineId("s0-0"), full)
+        client_events.update(0.0, [PipelineFailed(pipeline=PipelineId("s0-0"), reason="worker died")], [], [])
         answering = place
         for _ in range(2):
             told = [(await answering.post("retrieve_future", as_json(request_id=each))).json() for each in ids]
@@ -303,10 +304,10 @@ def test_answers_that_come_together_have_one_commit_before_any_is_told(place):
         for each in ids:
             place.front.promises.when_settled(each, lambda: done.append("told"))
         calls: list[Callable[[], None]] = []
-        news = News(calls.append)
-        news.front = place.front
+        client_events = ClientEvents(calls.append)
+        client_events.front = place.front
         for each in [*ids, ids[0]]:  # one is done again, which changes nothing
-            news.answered(PipelineId("s0-sampling-0"), Answer(id=each, value=b""))
+            client_events.on_result(PipelineId("s0-sampling-0"), RequestResult(id=each, value=b""))
         for call in calls:
             call()
         assert len(calls) == 1

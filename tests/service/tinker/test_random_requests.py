@@ -16,8 +16,8 @@ import pytest
 from tests.service.clients import training_body
 
 from rlmux.core.errors import UserError
-from rlmux.rl.arriving import LoadState, OptimizerStep, OptimizerStepDone, SaveState, SaveWeights
 from rlmux.rl.config import ModelConfig
+from rlmux.rl.requests import LoadState, OptimizerStep, OptimizerStepDone, SaveState, SaveWeights
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys

@@ -1,8 +1,8 @@
 """A server's process: its folder, its start, its memory and its end.
 
-    ServerProcess(...) ── guard.py ──▶ server, in a session of its own; it ends with the worker, killed or not
+    ServerProcess(...) ── reaper.py ──▶ server, in a session of its own; it ends with the worker, killed or not
 
-The folder holds the model that the server is started with, and its output. The guard removes it.
+The folder holds the model that the server is started with, and its output. The reaper removes it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psutil
 
-from rlmux.engines.servers import guard
 from rlmux.engines.servers.connection import ServerConnection, ServerGoneError
 from rlmux.engines.servers.dialect import Dialect
 from rlmux.engines.servers.settings import ServerSettings
+from rlmux.reaper import server_command
 
 _LOOK_EVERY_S = 0.2
 _END_LIMIT_S = 15.0
@@ -41,15 +41,15 @@ class ServerProcess:
         self._log = settings.folder / "server.log"
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = dialect.command(python, port, settings)
         environment = {**os.environ, **dialect.environment(settings), "OMP_NUM_THREADS": str(settings.num_threads)}
         with self._log.open("ab") as log:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(settings.folder), *command],
+            self._reaper = subprocess.Popen(
+                server_command(settings.folder, dialect.command(python, port, settings)),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=environment,
+                start_new_session=True,
             )
 
     def wait_until_ready(self, server: ServerConnection, limit_s: float, on_wait: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class ServerProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._guard.poll() is None
+        return self._reaper.poll() is None
 
     def last_words(self) -> str:
         """Its last line that names an error, or its last line; its last lines go to this process's output."""
@@ -81,20 +81,20 @@ class ServerProcess:
         """Host memory of the server and all its descendants, shared pages counted once a process."""
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._guard.pid).children(recursive=True):
+            for process in psutil.Process(self._reaper.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     total += process.memory_info().rss
         return total
 
     def end(self) -> None:
         """End it, its descendants and its folder."""
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
+        if self._reaper.stdin is not None:
+            self._reaper.stdin.close()
         try:
-            self._guard.wait(_END_LIMIT_S)
+            self._reaper.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
+            self._reaper.kill()
+            self._reaper.wait()
 
 
 def _free_port() -> int:

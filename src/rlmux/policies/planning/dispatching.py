@@ -35,7 +35,7 @@ def start_in_cycle_order(view: GroupView) -> Iterator[RunWork]:
     cycle and take no slot.
     """
     taken: set[DeviceId] = set()
-    kept = devices_kept_for_bursts(view)
+    kept = devices_kept_for_batches(view)
     for work in _by_age(view):
         if work.is_waiting or not taken.isdisjoint(work.devices):
             continue
@@ -59,7 +59,7 @@ def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
     A step is in time if it ends before the mean of all steps so far breaks the SLO; all by the estimates.
     """
     taken: set[DeviceId] = set()
-    kept = devices_kept_for_bursts(view)
+    kept = devices_kept_for_batches(view)
     out_of_order: list[ReadyWork] = []
     for work in _by_age(view):
         if work.is_waiting or not taken.isdisjoint(work.devices):
@@ -122,10 +122,10 @@ def start_where_free(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[Ru
     """Start, in the given order, every work whose devices are free and not taken by one before it.
 
     A shard of which every trajectory waits for its environment would compute nothing: it starts with the first reply.
-    A burst that needs several devices at once keeps them from younger work.
+    A batch that needs several devices at once keeps them from younger work.
     """
     taken: set[DeviceId] = set()
-    kept = devices_kept_for_bursts(view)
+    kept = devices_kept_for_batches(view)
     for work in works:
         if work.is_waiting or not taken.isdisjoint(work.devices):
             continue
@@ -150,19 +150,19 @@ def free_fraction(view: GroupView, work: ReadyWork) -> float:
     return free if all(is_tail(view.pipeline(order.pipeline), order.device_fraction) for order in beside) else 0.0
 
 
-def devices_kept_for_bursts(view: GroupView) -> dict[DeviceId, int]:
-    """Devices that are kept for bursts which wait for others besides, and the oldest such burst's place in the order of
-    becoming ready. Otherwise they would wait for ever while shorter work alternates on each."""
+def devices_kept_for_batches(view: GroupView) -> dict[DeviceId, int]:
+    """Devices kept for request batches that wait for further devices, each with the ready number of the oldest such
+    batch. Otherwise those would wait for ever while shorter work alternates on each device."""
     kept: dict[DeviceId, int] = {}
     for work in view.ready if view.has_arriving_work else ():
-        if work.is_burst and len(work.devices) > 1 and not view.is_free(work.devices):
+        if work.is_batch and len(work.devices) > 1 and not view.is_free(work.devices):
             for device in work.devices:
                 kept[device] = min(kept.get(device, work.sequence), work.sequence)
     return kept
 
 
 def may_take(work: ReadyWork, kept: Mapping[DeviceId, int]) -> bool:
-    """Whether no older burst keeps the work's devices. A phase that has begun goes on."""
+    """Whether no older batch keeps the work's devices. A phase that has begun goes on."""
     if not kept or work.is_continuation:
         return True
     return all(kept.get(device, work.sequence) >= work.sequence for device in work.devices)

@@ -5,7 +5,7 @@
     POST /v1/chat/completions       messages in, a message out     ─┘
     GET  /v1/models                 what `model` may name: base models, checkpoints, samplers
 
-A request is an `asample` like a Tinker client's: in the ledger, in bursts, under leases. Its samples are those of its
+A request is an `asample` like a Tinker client's: in the ledger, in batches, under leases. Its samples are those of its
 `seed`. Without one they depend on how many equal prompts came before, which connections can turn round.
 """
 

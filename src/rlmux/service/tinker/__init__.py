@@ -1,1 +1,1 @@
-"""The door for clients that speak the Tinker API: their requests become bursts of work for our engines."""
+"""The door for clients that speak the Tinker API: their requests become batches of work for our engines."""

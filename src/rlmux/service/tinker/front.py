@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
-from rlmux.rl.arriving import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest
-from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
 from rlmux.rl.config import AdapterConfig, TrainingConfig
+from rlmux.rl.requests import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest
+from rlmux.rl.requests import SaveWeights as SaveWeightsFile
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rlmux.core.errors import UserError
-from rlmux.rl.arriving import SampleDone, SampleRequest
+from rlmux.rl.requests import SampleDone, SampleRequest
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.service.tinker.bodies import Sample
 from rlmux.service.tinker.codec import write_sample

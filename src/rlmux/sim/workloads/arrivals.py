@@ -26,7 +26,7 @@ from rlmux.core.model import (
 )
 from rlmux.core.offers import ShareSettings
 from rlmux.sim import tables
-from rlmux.sim.clients import ClientBurst
+from rlmux.sim.clients import ClientBatch
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.spot_trace import SpotTrace
 from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Variation
@@ -53,7 +53,7 @@ class Arrival:
     colocated_world: TrueSeconds | None = None
     """True durations with both phases on the training pool's GPUs; None: as `world`."""
     switch: SwitchSeconds = NO_SWITCH
-    bursts: tuple[ClientBurst, ...] = ()
+    batches: tuple[ClientBatch, ...] = ()
     """What its client announces, where its work arrives; it is done when all have ended."""
     safe_point_s: float = 0.0
     """Seconds from a Pause of a filler's rollout until it stops; 0 for other pipelines, which stop at once."""

@@ -36,7 +36,7 @@ from rlmux.core.model import (
 from rlmux.report.api import read_timeline
 from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
-from rlmux.sim.clients import ClientBurst
+from rlmux.sim.clients import ClientBatch
 from rlmux.sim.models.neighbours import Busy, Neighbours, seconds_lost
 from rlmux.sim.models.work import Work
 from rlmux.sim.workloads.arrivals import Arrival, Workload
@@ -168,13 +168,13 @@ def _arrival(
 def _client(
     record: PipelineRecord, orders: Sequence[OrderRecord], switch: SwitchSeconds, lost_s: Mapping[int, float]
 ) -> Arrival:
-    """A client that asks for the same bursts, each as long after the end of an earlier one as it was."""
-    by_burst: dict[tuple[tuple[Phase, ...], int, float | None], list[OrderRecord]] = {}
+    """A client that asks for the same batches, each as long after the end of an earlier one as it was."""
+    by_batch: dict[tuple[tuple[Phase, ...], int, float | None], list[OrderRecord]] = {}
     for order in orders:
-        by_burst.setdefault((order.kind, order.step, order.arrived_s), []).append(order)
-    whole = [mine for mine in by_burst.values() if mine[-1].ending is Ending.FINISHED]
+        by_batch.setdefault((order.kind, order.step, order.arrived_s), []).append(order)
+    whole = [mine for mine in by_batch.values() if mine[-1].ending is Ending.FINISHED]
     whole.sort(key=lambda mine: (mine[0].arrived_s or 0.0, mine[0].start_s))
-    bursts: list[ClientBurst] = []
+    batches: list[ClientBatch] = []
     for number, mine in enumerate(whole):
         arrived_s, kind = mine[0].arrived_s or 0.0, mine[0].kind
         after = max(
@@ -184,27 +184,27 @@ def _client(
         )
         base_s = (record.admitted_s or 0.0) if after is None else whole[after][-1].end_s
         seconds = sum(max(_elapsed_s(order, switch) - lost_s.get(order.id, 0.0), 0.0) for order in mine)
-        bursts.append(ClientBurst(kind=kind, seconds=seconds, after=after, think_s=max(0.0, arrived_s - base_s)))
-    num_steps = max(1, sum(Phase.TRAIN in burst.kind for burst in bursts))
+        batches.append(ClientBatch(kind=kind, seconds=seconds, after=after, think_s=max(0.0, arrived_s - base_s)))
+    num_steps = max(1, sum(Phase.TRAIN in batch.kind for batch in batches))
     in_phase = {
-        stage: sum(burst.seconds for burst in bursts if (Phase.TRAIN in burst.kind) is (stage is Stage.UPDATE))
+        stage: sum(batch.seconds for batch in batches if (Phase.TRAIN in batch.kind) is (stage is Stage.UPDATE))
         for stage in (Stage.GENERATE, Stage.UPDATE)
     }
     by_stage = {
         **in_phase,
-        Stage.PUBLISH: sum(burst.think_s for burst in bursts),
+        Stage.PUBLISH: sum(batch.think_s for batch in batches),
     }
     return Arrival(
         submit_s=record.submitted_s,
         pipeline=record.pipeline,
         world=TrueSeconds(by_stage={stage: seconds / num_steps for stage, seconds in by_stage.items()}),
         switch=switch,
-        bursts=tuple(bursts),
+        batches=tuple(batches),
     )
 
 
 def _is_before(orders: Sequence[OrderRecord], arrived_s: float, kind: tuple[Phase, ...]) -> bool:
-    """Whether a later announcement waits for the end of this burst: it came after it, or is of its kind."""
+    """Whether a later announcement waits for the end of this batch: it came after it, or is of its kind."""
     return orders[-1].end_s <= arrived_s or orders[0].kind == kind
 
 

@@ -1,10 +1,10 @@
-"""A burst waits for a client that comes back at once, and not for one that thinks."""
+"""A request batch waits for a client that comes back at once, and not for one that thinks."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlmux.runtime.linger import Linger
+from rlmux.runtime.idle_timeout import IdleTimeout
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from rlmux.runtime.linger import Linger
     ],
     ids=["too few", "it thinks", "at once", "no longer than it may", "turns, then thought", "seldom", "of late"],
 )
-def test_a_burst_waits_as_long_as_its_client_was_seen_to_take_where_that_pays(gaps, expected):
-    linger = Linger()
+def test_a_batch_waits_as_long_as_its_client_was_seen_to_take_where_that_pays(gaps, expected):
+    timeout = IdleTimeout()
     for gap in gaps:
-        linger.saw(gap)
-    assert linger.seconds(0.05) == pytest.approx(expected)
+        timeout.observe(gap)
+    assert timeout.seconds(0.05) == pytest.approx(expected)

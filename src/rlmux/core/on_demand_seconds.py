@@ -1,10 +1,10 @@
-"""What a client's bursts took, kind by kind, and how long it thought between them: learned, in solo seconds.
+"""What a client's batches took, kind by kind, and how long it thought between them: learned, in solo seconds.
 
-    bursts that ended ──▶ seconds a unit, by kind ── expected_s(kind, units) ─▶ estimates of the open burst
+    batches that ended ──▶ seconds a unit, by kind ── expected_s(kind, units) ─▶ estimates of the open batch
                       └─▶ seconds of a step       ── seconds() ─▶ the load that placement plans with
 
-The client gives sizes in units of its own; a burst's seconds are taken to grow with them. Where it gives none, the
-median of the last bursts stands. A step, for placement, is a burst of each kind that was seen and the thinking after
+The client gives sizes in units of its own; a batch's seconds are taken to grow with them. Where it gives none, the
+median of the last batches stands. A step, for placement, is a batch of each kind that was seen and the thinking after
 them, which holds no device.
 """
 
@@ -19,7 +19,7 @@ from rlmux.core.model import MeasuredSeconds, Phase, PhaseSeconds
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A burst that ended."""
+    """A batch that ended."""
 
     units: int
     solo_s: float
@@ -28,29 +28,29 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Kind:
-    """The last bursts of one kind."""
+    """The last batches of one kind."""
 
     seen: deque[_Seen] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     thinking_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    """Seconds from the end of such a burst to the next arrival of work of any kind."""
+    """Seconds from the end of such a batch to the next arrival of work of any kind."""
 
 
-class BurstSeconds:
-    """The last bursts of one client. Fed by the scheduler."""
+class RequestBatchSeconds:
+    """The last batches of one client. Fed by the scheduler."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[Phase, ...], _Kind] = {}
         self._last: tuple[Phase, ...] | None = None
-        """Kind of the burst after which the client thinks; None while it does not."""
+        """Kind of the batch after which the client thinks; None while it does not."""
         self._since_s = 0.0
         """Time from which it thinks."""
 
     def end(self, kind: tuple[Phase, ...], units: int, solo_s: float, held_s: float) -> None:
-        """A burst has ended after so many seconds in all."""
+        """A batch has ended after so many seconds in all."""
         self._kinds.setdefault(kind, _Kind()).seen.append(_Seen(units, solo_s, held_s))
 
     def begin_thinking(self, kind: tuple[Phase, ...], now_s: float) -> None:
-        """Nothing is there to do: the client has what a burst of this kind gave, and thinks."""
+        """Nothing is there to do: the client has what a batch of this kind gave, and thinks."""
         self._last, self._since_s = kind, now_s
 
     def end_thinking(self, now_s: float) -> None:
@@ -60,7 +60,7 @@ class BurstSeconds:
             self._last = None
 
     def expected_s(self, kind: tuple[Phase, ...], units: int) -> float | None:
-        """Solo seconds of a burst of this kind and size; None before the first."""
+        """Solo seconds of a batch of this kind and size; None before the first."""
         if kind not in self._kinds:
             return None
         seen = self._kinds[kind].seen
@@ -70,7 +70,7 @@ class BurstSeconds:
         return quantile([one.solo_s for one in seen], 0.5)
 
     def seconds(self) -> MeasuredSeconds | None:
-        """Seconds of a step as a distribution; None before `MEASURED_STEPS` bursts of each kind that was seen."""
+        """Seconds of a step as a distribution; None before `MEASURED_STEPS` batches of each kind that was seen."""
         fewest = min((len(kind.seen) for kind in self._kinds.values()), default=0)
         if fewest < MEASURED_STEPS:
             return None
@@ -87,7 +87,7 @@ class BurstSeconds:
         return MeasuredSeconds(num_steps=fewest, low=low, median=median, high=high, held=with_thinking(held))
 
     def _step_s(self, seconds_by_kind: list[float]) -> PhaseSeconds:
-        """Seconds of each phase; those of a burst of both phases count as training, once."""
+        """Seconds of each phase; those of a batch of both phases count as training, once."""
         kinds = list(zip(self._kinds, seconds_by_kind, strict=True))
         rollout_s = sum(seconds for kind, seconds in kinds if Phase.TRAIN not in kind)
         train_s = sum(seconds for kind, seconds in kinds if Phase.TRAIN in kind)

@@ -1,13 +1,13 @@
-"""Sampling of pipelines whose work arrives: their requests, and the workers that several of them may have in common.
+"""Sampling of on-demand pipelines: their requests, and the workers that several of them share.
 
-    PipelineBursts ── the order's turn ─▶ Sampler.run_round ─▶ hand over what waits, of every tenant
+    OnDemandPipeline ── the order's turn ─▶ Sampler.run_round ─▶ hand over what waits, of every tenant
                                                             ─▶ one chunk of the worker, all tenants in one batch
     SampleQueue  ◀── answers, and what was sampled for it ──┘
 
 A whole model has a worker of its own. Adapters of one base have one worker on each device: a tenant's requests are
 taken along by whichever tenant's order runs there, and its own order does what is left. A sequence is the same alone
 and beside others (`engines/rollout.py`), so this decides when something is sampled, never what. An order's seconds are
-those of its own rounds; tokens are told by an order of the pipeline that they were sampled for.
+those of its own rounds; tokens are reported by an order of their own pipeline.
 
 A round outlives the order that asked for it: nothing that a worker has answered is lost when a tenant ends. Without an
 order it may meet an offload, so it asks nothing of a worker that no pipeline's state is on the device for.
@@ -16,22 +16,19 @@ order it may meet an offload, so it asks nothing of a worker that no pipeline's 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import DeviceId, PipelineId
 from rlmux.rl.adapter_base import base_name
-from rlmux.rl.arriving import SampleRequest
 from rlmux.rl.config import AdapterConfig, TrainingConfig
-from rlmux.runtime.burst_workers import Answer, BurstReport
-from rlmux.runtime.call_loop import Answer as CallAnswer
-from rlmux.runtime.call_loop import CallLoop
+from rlmux.rl.requests import SampleRequest
+from rlmux.runtime.call_loop import CallLoop, Future, Work
+from rlmux.runtime.request_workers import BatchReport, RequestResult
 from rlmux.runtime.workplace import Worker
 
-Work = Generator[CallAnswer, Any, None]
 Asked = tuple[SampleRequest, Path | None]
 """A request, and the file of the weights that it is for; None: the model's first."""
 
@@ -43,7 +40,9 @@ are decoded beside those of another."""
 class SampleQueue:
     """The sampling requests of one pipeline."""
 
-    def __init__(self, pipeline: PipelineId, adapter: AdapterConfig | None, answered: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, pipeline: PipelineId, adapter: AdapterConfig | None, on_result: Callable[[RequestResult], None]
+    ) -> None:
         """`adapter`: of the pipeline; None: its worker samples with a whole model, and is its own."""
         self.pipeline = pipeline
         self.adapter = adapter
@@ -52,9 +51,9 @@ class SampleQueue:
         self.waiting: deque[Asked] = deque()
         self.begun: dict[str, Asked] = {}
         """What a worker has and has not answered, by id."""
-        self.untold_tokens = 0
-        """Tokens that were sampled for it, until an order of its own tells."""
-        self._answered = answered
+        self.unreported_tokens = 0
+        """Tokens that were sampled for it, until an order of its own reports them."""
+        self._on_result = on_result
 
     @property
     def has_work(self) -> bool:
@@ -63,29 +62,29 @@ class SampleQueue:
     def all_work(self) -> list[SampleRequest]:
         return [request for request, _ in (*self.begun.values(), *self.waiting)]
 
-    def tell_tokens(self) -> int:
+    def take_tokens(self) -> int:
         """Tokens that were sampled for it since the last call."""
-        told, self.untold_tokens = self.untold_tokens, 0
-        return told
+        tokens, self.unreported_tokens = self.unreported_tokens, 0
+        return tokens
 
-    def settle(self, answers: Sequence[Answer]) -> None:
+    def settle(self, answers: Sequence[RequestResult]) -> None:
         """Pass on answers of the worker; those to requests that were begun anew elsewhere are dropped."""
         for answer in answers:
             if self.begun.pop(answer.id, None) is not None:
-                self._answered(answer)
+                self._on_result(answer)
 
-    def begin_again(self) -> None:
+    def requeue(self) -> None:
         """What a worker had begun is lost with it."""
         self.waiting.extendleft(reversed(self.begun.values()))
         self.begun = {}
 
     def withdraw(self, ids: Sequence[str]) -> None:
-        """Forget requests that wait, which is told."""
+        """Cancel requests that wait; each gets an error as its result."""
         gone = {request.id for request, _ in self.waiting}.intersection(ids)
         self.waiting = deque(each for each in self.waiting if each[0].id not in gone)
         for each in ids:
             if each in gone:
-                self._answered(Answer(id=each, error="it was cancelled before it began"))
+                self._on_result(RequestResult(id=each, error="it was cancelled before it began"))
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +107,7 @@ class Sampler:
         self._tenants: dict[str, _Tenant] = {}
         self._on_device: dict[PipelineId, None] = {}
         """Pipelines whose state the scheduler has on the device."""
-        self._promises: list[CallAnswer] = []
+        self._waiting: list[Future] = []
         """What waits for the round that goes on."""
         self._is_running = False
 
@@ -117,7 +116,7 @@ class Sampler:
         """No pipeline has the worker."""
         return not self._users
 
-    def take_in(self, pipeline: PipelineId) -> None:
+    def reserve(self, pipeline: PipelineId) -> None:
         """A pipeline has the worker from now on, which is kept for it."""
         self._users[pipeline] = None
 
@@ -134,7 +133,7 @@ class Sampler:
         self._users.pop(queue.pipeline, None)
         self._on_device.pop(queue.pipeline, None)
         was_here = self._tenants.pop(queue.name, None) is not None
-        queue.begin_again()
+        queue.requeue()
         if was_here and self._users:
             self._calls.call(self.worker, "leave", queue.name)
 
@@ -143,32 +142,32 @@ class Sampler:
         self._on_device.pop(pipeline, None)
         return not self._on_device
 
-    def run_round(self, max_seconds: float) -> CallAnswer:
-        """Do what waits and is begun, of all tenants, in a bounded chunk; answered with its BurstReport."""
-        promise = self._calls.promise()
-        self._promises.append(promise)
+    def run_round(self, max_seconds: float) -> Future:
+        """Do what waits and is begun, of all tenants, in a bounded chunk; answered with its BatchReport."""
+        done = self._calls.future()
+        self._waiting.append(done)
         if not self._is_running:
             self._is_running = True
             chunk_s = max_seconds if len(self._users) == 1 else min(max_seconds, _SHARED_CHUNK_S)
             self._calls.start(self._round(chunk_s), pipeline=None)
-        return promise
+        return done
 
     def _round(self, chunk_s: float) -> Work:
-        report = BurstReport(answers=(), num_active=0, num_waiting=0, tokens=0, seconds=0.0, load_s=0.0)
+        report = BatchReport(answers=(), num_active=0, num_waiting=0, tokens=0, seconds=0.0, load_s=0.0)
         try:
             for tenant in list(self._tenants.values()):
                 yield from self._hand_over(tenant)
             if self._on_device and any(one.queue.begun for one in self._tenants.values()):
                 report = yield self._calls.call(self.worker, "run_chunk", chunk_s)
-                self._deal_out(report)
+                self._distribute(report)
         except WorkerLostError as error:
-            for promise in self._promises:
-                promise.fail(error)
+            for each in self._waiting:
+                each.set_error(error)
             raise
         self._is_running = False
-        promises, self._promises = self._promises, []
-        for promise in promises:
-            promise.arrive(report)
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.set_result(report)
 
     def _hand_over(self, tenant: _Tenant) -> Work:
         """Requests for the oldest one's weights, or for those being sampled with; others wait their turn."""
@@ -192,10 +191,10 @@ class Sampler:
         """It has not left, and the worker is loaded."""
         return self._tenants.get(tenant.queue.name) is tenant and bool(self._on_device)
 
-    def _deal_out(self, report: BurstReport) -> None:
+    def _distribute(self, report: BatchReport) -> None:
         """Answers and tokens to those that they were sampled for."""
         for name, tenant in list(self._tenants.items()):
-            tenant.queue.untold_tokens += report.tokens_by_tenant.get(name, 0)
+            tenant.queue.unreported_tokens += report.tokens_by_tenant.get(name, 0)
             tenant.queue.settle([answer for answer in report.answers if answer.tenant == name])
 
 

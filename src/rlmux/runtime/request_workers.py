@@ -1,4 +1,4 @@
-"""The workers of a pipeline whose work arrives: they do what requests ask for, in bounded calls.
+"""The workers of an on-demand pipeline: they carry out requests, in bounded calls.
 
     SampleWorker   a rollout engine; of each tenant, requests of one file of weights at a time
     DatumWorker    a train engine; requests in the order they are handed over
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
-from rlmux.rl.arriving import (
+from rlmux.rl.config import AdapterConfig, TrainingConfig
+from rlmux.rl.requests import (
     ForwardBackward,
     ForwardBackwardDone,
     LoadState,
@@ -30,7 +31,6 @@ from rlmux.rl.arriving import (
     SaveWeights,
     TrainRequest,
 )
-from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId
 from rlmux.runtime.heartbeat import beating
 from rlmux.runtime.workers import device_in_use, offload_engine
@@ -40,12 +40,12 @@ _Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What became of one request."""
+class RequestResult:
+    """The result of one request."""
 
     id: str
     value: Any = None
-    """A value of rl/arriving.py, what its request's `write` makes of it, or a hash of weights; None where there is an
+    """A value of rl/requests.py, what its request's `write` makes of it, or a hash of weights; None where there is an
     error."""
     error: str | None = None
     is_fault_of_server: bool = False
@@ -55,10 +55,10 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BurstReport:
+class BatchReport:
     """What a bounded call of either worker did."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[RequestResult]
     num_active: int
     """Sequences being decoded, or training requests under way."""
     num_waiting: int
@@ -139,7 +139,7 @@ class SampleWorker:
         with beating():
             self._load_weights(weights, tenant)
 
-    def add(self, requests: Sequence[SampleRequest], tenant: str = "") -> list[Answer]:
+    def add(self, requests: Sequence[SampleRequest], tenant: str = "") -> list[RequestResult]:
         """Take requests, all for the weights that are loaded; returns the errors of those that cannot be sampled."""
         refused = []
         for request in requests:
@@ -147,7 +147,7 @@ class SampleWorker:
             try:
                 self._engine.submit(asked)
             except UserError as error:
-                refused.append(Answer(id=request.id, error=str(error), tenant=tenant))
+                refused.append(RequestResult(id=request.id, error=str(error), tenant=tenant))
                 continue
             key = tenant, request.id
             self._requests[key] = request
@@ -155,7 +155,7 @@ class SampleWorker:
             self._request_by_trajectory.update((one.id, key) for one in asked)
         return refused
 
-    def run_chunk(self, max_seconds: float) -> BurstReport:
+    def run_chunk(self, max_seconds: float) -> BatchReport:
         """Decode until some request is answered, nothing is left, or the time is up."""
         start = time.perf_counter()
         report = self._engine.run_chunk(max_decode_steps=1_000_000, max_seconds=max_seconds)
@@ -166,7 +166,7 @@ class SampleWorker:
             turns[turn.id] = turn
             if len(turns) == len(self._requests[key].trajectories):
                 answers.append(self._answer(key[0], self._requests.pop(key), self._turns_by_request.pop(key)))
-        return BurstReport(
+        return BatchReport(
             answers=answers,
             num_active=report.num_active,
             num_waiting=report.num_waiting,
@@ -226,7 +226,7 @@ class SampleWorker:
             raise PipelineError(f"{weights}: these weights are gone") from error
         self._loaded[tenant] = weights
 
-    def _answer(self, tenant: str, request: SampleRequest, turns: dict[TrajectoryId, FinishedTurn]) -> Answer:
+    def _answer(self, tenant: str, request: SampleRequest, turns: dict[TrajectoryId, FinishedTurn]) -> RequestResult:
         scored: Sequence[float] = ()
         if request.num_scored:
             scored = self._engine.score(request.prompt_tokens, request.num_scored, tenant)
@@ -235,7 +235,7 @@ class SampleWorker:
             for turn in (turns[one.id._replace(adapter=tenant)] for one in request.trajectories)
         ]
         done = SampleDone(id=request.id, sequences=sequences, prompt_logprobs=scored)
-        return Answer(id=request.id, value=done if request.write is None else request.write(done), tenant=tenant)
+        return RequestResult(id=request.id, value=done if request.write is None else request.write(done), tenant=tenant)
 
 
 class DatumWorker:
@@ -260,14 +260,14 @@ class DatumWorker:
         """Take requests by id, behind those that wait."""
         self._waiting += requests
 
-    def run_chunk(self, max_seconds: float) -> BurstReport:
+    def run_chunk(self, max_seconds: float) -> BatchReport:
         """Carry out requests until none is left or the time is up; at least one micro-batch."""
         start = time.perf_counter()
-        answers: list[Answer] = []
+        answers: list[RequestResult] = []
         tokens = 0
         while (self._under_way or self._waiting) and (not tokens or time.perf_counter() - start < max_seconds):
             tokens += self._advance(answers)
-        return BurstReport(
+        return BatchReport(
             answers=answers,
             num_active=int(self._under_way is not None),
             num_waiting=len(self._waiting),
@@ -295,7 +295,7 @@ class DatumWorker:
                     shutil.rmtree(old, ignore_errors=True)
             return sha256
 
-    def _advance(self, answers: list[Answer]) -> int:
+    def _advance(self, answers: list[RequestResult]) -> int:
         """One micro-batch, or one request that has none; returns its tokens."""
         if self._under_way is None:
             name, request = self._waiting.popleft()
@@ -310,13 +310,13 @@ class DatumWorker:
         try:
             return next(work)
         except StopIteration as end:
-            answers.append(Answer(id=name, value=write(end.value)))
+            answers.append(RequestResult(id=name, value=write(end.value)))
         except (UserError, PipelineError) as error:
-            answers.append(Answer(id=name, error=str(error)))
+            answers.append(RequestResult(id=name, error=str(error)))
         self._under_way = None
         return 0
 
-    def _carry_out(self, name: str, request: TrainRequest) -> Answer:
+    def _carry_out(self, name: str, request: TrainRequest) -> RequestResult:
         value: Any
         try:
             with beating():
@@ -330,7 +330,7 @@ class DatumWorker:
                     case LoadState():
                         value = self._engine.load_state(request)
         except (UserError, PipelineError) as error:
-            return Answer(id=name, error=str(error))
+            return RequestResult(id=name, error=str(error))
         except OSError as error:  # a disk that is full: the model goes on
-            return Answer(id=name, error=f"cannot be written or read: {error}", is_fault_of_server=True)
-        return Answer(id=name, value=value)
+            return RequestResult(id=name, error=f"cannot be written or read: {error}", is_fault_of_server=True)
+        return RequestResult(id=name, value=value)

@@ -1,22 +1,25 @@
-"""Bursts of a pipeline whose work arrives, against workers that answer at once: what is said, and in which order."""
+"""Request batches of an on-demand pipeline, against workers that answer at once: what is emitted, in which order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlmux.core.actions import RunStage, Switch
-from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Resident, Stage
-from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, SaveWeights, TrainRequest
+from rlmux.core.events import Event, StageFinished, WorkArrived
+from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
 from rlmux.rl.config import AdapterConfig, TrainingConfig
+from rlmux.rl.requests import ForwardBackward, OptimizerStep, SampleRequest, SaveWeights, TrainRequest
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
-from rlmux.runtime.burst_workers import Answer, BurstReport
-from rlmux.runtime.bursts import BurstOptions, PipelineBursts
-from rlmux.runtime.call_loop import CallLoop
-from rlmux.runtime.sampling import Samplers
+from rlmux.runtime.call_loop import CallLoop, Future, Work
+from rlmux.runtime.orders import RunningOrder
+from rlmux.runtime.request_batches import BatchOptions, OnDemandPipeline, Surroundings
+from rlmux.runtime.request_workers import BatchReport, RequestResult
+from rlmux.runtime.shared_sampling import Samplers
 
 CHUNK_S = 1.0
 DEVICE = DeviceId("rollout", 0, 0)
@@ -58,7 +61,7 @@ class Prompt:
         self._heard.loaded.append(weights)
         self._heard.while_loading()
 
-    def add(self, requests: Sequence[Any], tenant: str = "") -> list[Answer]:
+    def add(self, requests: Sequence[Any], tenant: str = "") -> list[RequestResult]:
         ids = [request[0] if isinstance(request, tuple) else request.id for request in requests]
         self.ids += [(tenant, one) for one in ids]
         self._heard.handed_over.append(ids)
@@ -67,14 +70,14 @@ class Prompt:
     def keep_update(self, folder: Path, kept: Sequence[Path]) -> str:
         return "hash"
 
-    def run_chunk(self, max_seconds: float) -> BurstReport:
+    def run_chunk(self, max_seconds: float) -> BatchReport:
         answers, made = [], {}
         for tenant in dict.fromkeys(one for one, _ in self.ids):
             first = next(one for one in self.ids if one[0] == tenant)
             self.ids.remove(first)
-            answers.append(Answer(id=first[1], tenant=tenant))
+            answers.append(RequestResult(id=first[1], tenant=tenant))
             made[tenant] = 4
-        return BurstReport(
+        return BatchReport(
             answers=answers, num_active=len(self.ids), num_waiting=0, tokens=4 * len(made), seconds=CHUNK_S,
             load_s=0.0, tokens_by_tenant=made,
         )  # fmt: skip
@@ -95,7 +98,7 @@ class Slow(Prompt):
         self._held.append(lambda: then(getattr(self, method)(*args)))
 
     def answer_all(self) -> None:
-        """Answer calls, those that the answers bring about too."""
+        """RequestResult calls, those that the answers bring about too."""
         while self._held:
             self.asked.pop(0)
             self._held.pop(0)()
@@ -105,7 +108,7 @@ class Slow(Prompt):
 
 
 class Heard:
-    """Where workers live, what grants devices, and what hears of answers: one list of what was said."""
+    """A workplace, an outbox and a client in one: a list of all that they get."""
 
     bases: Path | None = None
 
@@ -123,26 +126,43 @@ class Heard:
     def forget(self, worker: Prompt) -> None:
         pass
 
-    def arrived(self, pipeline: PipelineId, phases: tuple[Phase, ...], units: int = 0) -> None:
-        self.said.append(("arrived", units))
+    def now_s(self) -> float:
+        return 0.0
 
-    def finished(self, order: OrderId, *, seconds: float, switch_s: float = 0.0, tokens: int = 0) -> None:
-        self.said.append(("finished", order, seconds))
+    def add(self, event: Event) -> None:
+        if isinstance(event, WorkArrived):
+            self.said.append(("arrived", event.units))
+        elif isinstance(event, StageFinished):
+            self.said.append(("finished", event.order, event.seconds))
 
-    def answered(self, pipeline_id: PipelineId, answer: Answer) -> None:
-        self.said.append((answer.id, answer.error))
+    def on_result(self, pipeline: PipelineId, result: RequestResult) -> None:
+        self.said.append((result.id, result.error))
 
-    def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
+    def on_checkpoint(self, pipeline: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
         self.said.append(("checkpointed", request_id))
-
-    def over(self, pipeline_id: PipelineId, reason: str) -> None:
-        self.said.append(("over", pipeline_id))
-
-    def left(self, resident: Resident, order: OrderId) -> None:
-        self.said.append(("left", resident.pipeline))
 
     def note(self, type: str, **fields: Any) -> None:
         self.said.append((type, fields["tokens"]))
+
+
+class Calls(CallLoop):
+    """Its timers are over at once."""
+
+    def after(self, seconds: float) -> Future:
+        future = self.future()
+        future.set_result()
+        return future
+
+
+class Batches(OnDemandPipeline):
+    """A pipeline whose orders are carried out as the backend does."""
+
+    def begin(self, action: RunStage) -> None:
+        order = RunningOrder(action, action.device_fraction)
+        order.task = self._calls.start(self._carry_out(order), pipeline=self.id)
+
+    def _carry_out(self, order: RunningOrder) -> Work:
+        self._outbox.add((yield from self.run(order)))
 
 
 @pytest.fixture
@@ -151,35 +171,24 @@ def heard() -> Heard:
 
 
 @pytest.fixture
-def bursts(heard: Heard, tmp_path: Path) -> PipelineBursts:
-    return made(heard, CallLoop(heard, lambda: 0.0), Samplers(), tmp_path, TrainingConfig(name="a"))
+def batches(heard: Heard, tmp_path: Path) -> Batches:
+    return made(heard, Calls(heard, lambda: 0.0), Samplers(), tmp_path, TrainingConfig(name="a"))
 
 
 @pytest.fixture
-def tenants(heard: Heard, tmp_path: Path) -> list[PipelineBursts]:
+def tenants(heard: Heard, tmp_path: Path) -> list[Batches]:
     """Two pipelines, `a` and `b`, that train adapters of one base."""
-    calls, samplers = CallLoop(heard, lambda: 0.0), Samplers()
+    calls, samplers = Calls(heard, lambda: 0.0), Samplers()
     configs = [
         TrainingConfig(name=name, adapter=AdapterConfig(rank=rank, alpha=1.0)) for rank, name in ((1, "a"), (2, "b"))
     ]
     return [made(heard, calls, samplers, tmp_path, config) for config in configs]
 
 
-def made(heard: Heard, calls: CallLoop, samplers: Samplers, folder: Path, config: TrainingConfig) -> PipelineBursts:
-    return PipelineBursts(
-        PipelineId(config.name),
-        config,
-        folder,
-        restore_from=None,
-        front=heard,
-        listener=heard,
-        workplace=heard,
-        calls=calls,
-        samplers=samplers,
-        options=BurstOptions(burst_s=2 * CHUNK_S, step_s=5 * CHUNK_S),
-        start_timer=lambda seconds, answer: answer.arrive(),
-        now_s=lambda: 0.0,
-    )
+def made(heard: Heard, calls: CallLoop, samplers: Samplers, folder: Path, config: TrainingConfig) -> Batches:
+    options = BatchOptions(batch_s=2 * CHUNK_S, step_s=5 * CHUNK_S)
+    shared = Surroundings(workplace=heard, calls=calls, outbox=heard, options=options, samplers=samplers)  # type: ignore[arg-type]
+    return Batches(PipelineId(config.name), config, folder, heard, shared)
 
 
 def sampling(name: str) -> SampleRequest:
@@ -201,121 +210,138 @@ def order(number: int, stage: Stage = Stage.GENERATE, switch: Switch = Switch.NO
     )  # fmt: skip
 
 
-def test_a_burst_of_many_requests_ends_with_work_left_so_that_others_have_their_turn(bursts, heard):
+def test_a_batch_of_many_requests_ends_with_work_left_so_that_others_have_their_turn(batches, heard):
     for name in ("r1", "r2", "r3"):
-        bursts.sample(sampling(name), None)
+        batches.sample(sampling(name), None)
     heard.said.clear()
-    bursts.begin(order(1))
+    batches.begin(order(1))
     assert heard.said == [("r1", None), ("r2", None), ("arrived", 4), ("finished", 1, 2 * CHUNK_S)]
     heard.said.clear()
-    bursts.begin(order(2))
+    batches.begin(order(2))
     assert heard.said == [("r3", None), ("finished", 2, CHUNK_S)], "what the worker had begun goes on"
 
 
-def test_a_request_that_is_withdrawn_before_it_began_is_answered(bursts, heard):
-    for name in ("r1", "r2"):
-        bursts.sample(sampling(name), None)
+@pytest.mark.parametrize("stage", [Stage.GENERATE, Stage.UPDATE])
+def test_a_pipeline_that_is_placed_on_another_device_starts_its_worker_there(batches, heard, stage):
+    def ask(name: str) -> None:
+        if stage is Stage.GENERATE:
+            batches.sample(sampling(name), None)
+        else:
+            batches.train(name, loss(is_forward_only=True))
+
+    ask("r1")
+    batches.begin(order(1, stage))
+    ask("r2")
     heard.said.clear()
-    bursts.withdraw(["r1", "r7"])
+    batches.begin(replace(order(2, stage), devices=(DeviceId("rollout", 1, 0),)))
+    assert heard.said == [("r2", None), ("finished", 2, CHUNK_S)]
+    assert len(heard.workers) == 2
+
+
+def test_a_request_that_is_withdrawn_before_it_began_is_answered(batches, heard):
+    for name in ("r1", "r2"):
+        batches.sample(sampling(name), None)
+    heard.said.clear()
+    batches.withdraw(["r1", "r7"])
     assert heard.said == [("r1", "it was cancelled before it began")]
-    bursts.begin(order(1))
+    batches.begin(order(1))
     assert heard.said[1:] == [("r2", None), ("finished", 1, CHUNK_S)]
 
 
-def test_a_burst_of_many_forwards_ends_with_work_left_and_goes_on_in_the_next(bursts, heard):
+def test_a_batch_of_many_forwards_ends_with_work_left_and_goes_on_in_the_next(batches, heard):
     for name in ("f1", "f2", "f3"):
-        bursts.train(name, loss(is_forward_only=True))
+        batches.train(name, loss(is_forward_only=True))
     heard.said.clear()
-    bursts.begin(order(1, Stage.UPDATE))
+    batches.begin(order(1, Stage.UPDATE))
     assert heard.said == [("f1", None), ("f2", None), ("arrived", 0), ("finished", 1, 2 * CHUNK_S)]
     heard.said.clear()
-    bursts.begin(order(2, Stage.UPDATE))
+    batches.begin(order(2, Stage.UPDATE))
     assert heard.said == [("f3", None), ("finished", 2, CHUNK_S)]
 
 
-def test_a_step_is_not_cut_where_forwards_are_until_its_losses_alone_have_lasted_long(bursts, heard):
+def test_a_step_is_not_cut_where_forwards_are_until_its_losses_alone_have_lasted_long(batches, heard):
     for name in ("b1", "b2"):
-        bursts.train(name, loss(is_forward_only=False))
-    bursts.train("u1", UPDATE)
+        batches.train(name, loss(is_forward_only=False))
+    batches.train("u1", UPDATE)
     heard.said.clear()
-    bursts.begin(order(1, Stage.UPDATE))
+    batches.begin(order(1, Stage.UPDATE))
     assert [what for what, *_ in heard.said] == ["b1", "b2", "u1", "checkpointed", "finished"]
     names = [f"b{number}" for number in range(6)]
     for name in names:
-        bursts.train(name, loss(is_forward_only=False))
+        batches.train(name, loss(is_forward_only=False))
     heard.said.clear()
-    bursts.begin(order(2, Stage.UPDATE))
+    batches.begin(order(2, Stage.UPDATE))
     assert [what for what, *_ in heard.said] == [*names[:5], "arrived", "finished"]
 
 
-def test_forwards_that_were_answered_are_not_done_again_for_a_worker_that_is_lost(bursts, heard):
+def test_forwards_that_were_answered_are_not_done_again_for_a_worker_that_is_lost(batches, heard):
     for name, is_forward_only in (("f1", True), ("b1", False)):
-        bursts.train(name, loss(is_forward_only=is_forward_only))
-    bursts.begin(order(1, Stage.UPDATE))
-    bursts.park()
+        batches.train(name, loss(is_forward_only=is_forward_only))
+    batches.begin(order(1, Stage.UPDATE))
+    batches.park()
     heard.said.clear()
-    bursts.begin(order(2, Stage.UPDATE))
+    batches.begin(order(2, Stage.UPDATE))
     assert [what for what, *_ in heard.said] == ["b1", "finished"]
 
 
-def test_answers_that_are_given_again_break_no_row_of_lost_workers(bursts, heard):
-    bursts.train("l0", loss(is_forward_only=False))
+def test_answers_that_are_given_again_break_no_row_of_lost_workers(batches, heard):
+    batches.train("l0", loss(is_forward_only=False))
     for number in (1, 2):
-        bursts.begin(order(number, Stage.UPDATE))
+        batches.begin(order(number, Stage.UPDATE))
         assert heard.said[-1][0] == "finished"
         worker = heard.workers[-1]
-        assert bursts.count_loss(worker) == number
-        bursts.forget(worker)
-    bursts.train("l1", loss(is_forward_only=False))
-    bursts.begin(order(3, Stage.UPDATE))
-    assert bursts.count_loss(heard.workers[-1]) == 1
+        assert batches.count_loss(worker) == number
+        batches.forget(worker)
+    batches.train("l1", loss(is_forward_only=False))
+    batches.begin(order(3, Stage.UPDATE))
+    assert batches.count_loss(heard.workers[-1]) == 1
 
 
-def test_requests_that_come_while_their_weights_are_loaded_are_one_batch_with_the_first(bursts, heard):
+def test_requests_that_come_while_their_weights_are_loaded_are_one_batch_with_the_first(batches, heard):
     file = Path("sampler-1.safetensors")
-    bursts.sample(sampling("r1"), file)
-    heard.while_loading = lambda: [bursts.sample(sampling(name), file) for name in ("r2", "r3")]
-    bursts.begin(order(1))
+    batches.sample(sampling("r1"), file)
+    heard.while_loading = lambda: [batches.sample(sampling(name), file) for name in ("r2", "r3")]
+    batches.begin(order(1))
     assert heard.handed_over == [["r1", "r2", "r3"]]
     heard.while_loading = lambda: None
-    bursts.sample(sampling("r4"), file)
-    bursts.begin(order(2))
+    batches.sample(sampling("r4"), file)
+    batches.begin(order(2))
     assert heard.loaded == [file], "weights that are there are not asked for again"
-    bursts.end_workers()
-    bursts.sample(sampling("r5"), file)
-    bursts.begin(order(3))
+    batches.park()
+    batches.sample(sampling("r5"), file)
+    batches.begin(order(3))
     assert heard.loaded == [file, file], "another process has none"
 
 
-def test_saves_behind_an_update_are_answered_before_the_update_is_kept(bursts, heard):
-    bursts.train("b1", loss(is_forward_only=False))
-    bursts.train("u1", UPDATE)
-    bursts.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
-    bursts.train("b2", loss(is_forward_only=False))
+def test_saves_behind_an_update_are_answered_before_the_update_is_kept(batches, heard):
+    batches.train("b1", loss(is_forward_only=False))
+    batches.train("u1", UPDATE)
+    batches.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+    batches.train("b2", loss(is_forward_only=False))
     heard.said.clear()
-    bursts.begin(order(1, Stage.UPDATE))
+    batches.begin(order(1, Stage.UPDATE))
     assert heard.handed_over == [["b1", "u1", "s1"]], "a step is one hand-over, where all of it is there"
     assert heard.said[2:4] == [("s1", None), ("checkpointed", "u1")], "by the number of the update, not of the save"
 
 
-def test_a_save_that_comes_while_the_update_is_made_is_answered_before_the_update_is_kept(bursts, heard, monkeypatch):
-    bursts.train("b1", loss(is_forward_only=False))
-    bursts.train("u1", UPDATE)
+def test_a_save_that_comes_while_the_update_is_made_is_answered_before_the_update_is_kept(batches, heard, monkeypatch):
+    batches.train("b1", loss(is_forward_only=False))
+    batches.train("u1", UPDATE)
     chunk = Prompt.run_chunk
 
-    def run_chunk(self: Prompt, max_seconds: float) -> BurstReport:
+    def run_chunk(self: Prompt, max_seconds: float) -> BatchReport:
         if self.ids == [("", "u1")]:
-            bursts.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+            batches.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
         return chunk(self, max_seconds)
 
     monkeypatch.setattr(Prompt, "run_chunk", run_chunk)
     heard.said.clear()
-    bursts.begin(order(1, Stage.UPDATE))
+    batches.begin(order(1, Stage.UPDATE))
     assert heard.handed_over == [["b1", "u1"], ["s1"]]
     assert [what for what, *_ in heard.said] == ["b1", "u1", "s1", "checkpointed", "finished"]
 
 
-def test_an_update_that_was_not_kept_is_done_again_with_the_saves_behind_it(bursts, heard, monkeypatch):
+def test_an_update_that_was_not_kept_is_done_again_with_the_saves_behind_it(batches, heard, monkeypatch):
     call = Prompt.call
 
     def answer_until_kept(self: Prompt, now_s: float, method: str, *rest: Any) -> None:
@@ -323,12 +349,12 @@ def test_an_update_that_was_not_kept_is_done_again_with_the_saves_behind_it(burs
             call(self, now_s, method, *rest)
 
     monkeypatch.setattr(Prompt, "call", answer_until_kept)
-    bursts.train("u1", UPDATE)
-    bursts.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
-    bursts.begin(order(1, Stage.UPDATE))
-    bursts.park()
+    batches.train("u1", UPDATE)
+    batches.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+    batches.begin(order(1, Stage.UPDATE))
+    batches.park()
     monkeypatch.undo()
-    bursts.begin(order(2, Stage.UPDATE))
+    batches.begin(order(2, Stage.UPDATE))
     assert heard.handed_over == [["u1", "s1"], ["u1", "s1"]]
     assert [what for what, *_ in heard.said].count("checkpointed") == 1
 
@@ -357,18 +383,18 @@ def test_a_worker_leaves_its_device_with_the_last_state_that_it_serves(tenants, 
         each.begin(order(number))
     heard.said.clear()
     for each in tenants:
-        each.evict(Resident(each.id, Phase.ROLLOUT), OrderId(9))
-    assert heard.said == [("left", "a"), ("offloaded",), ("left", "b")]
-    first.release("done")
+        each.offload(Phase.ROLLOUT)
+    assert heard.said == [("offloaded",)]
+    first.park()
     heard.said.clear()
     second.sample(sampling("r1"), None)
     second.begin(order(4))
     assert ("r1", None) in heard.said, "the other tenant goes on"
 
 
-def test_a_tenant_that_shares_no_more_has_a_worker_of_its_own(tenants, heard):
+def test_a_tenant_that_stops_sharing_has_a_worker_of_its_own(tenants, heard):
     first, second = tenants
-    second.share_no_more()
+    second.stop_sharing()
     for number, each in enumerate(tenants):
         each.sample(sampling(f"begin-{each.id}"), None)
         each.begin(order(number))
@@ -397,10 +423,10 @@ def test_a_round_whose_order_was_ended_asks_nothing_of_an_offloaded_worker(tenan
     first.sample(sampling("r1"), tmp_path / "new.safetensors")
     first.begin(order(2))
     assert slow.asked == ["load_weights"]
-    first.release("cancelled")
-    second.evict(Resident(second.id, Phase.ROLLOUT), OrderId(9))
+    first.park()
+    second.offload(Phase.ROLLOUT)
     slow.answer_all()
-    assert [what for what, *_ in heard.said if what != "arrived"] == ["over", "left the worker", "offloaded", "left"]
+    assert [what for what, *_ in heard.said if what != "arrived"] == ["left the worker", "offloaded"]
     second.begin(order(3, switch=Switch.WARM))
     slow.answer_all()
     assert ("later", None) in heard.said
@@ -411,9 +437,9 @@ def test_a_worker_that_is_being_built_stays_for_a_second_pipeline_when_its_first
     for number, each in enumerate(tenants):
         each.sample(sampling(f"r-{each.id}"), None)
         each.begin(order(number))
-    first.release("cancelled")
+    first.park()
     assert not slow.is_killed
     slow.answer_all()
     assert ("r-b", None) in heard.said
-    second.release("done")
+    second.park()
     assert slow.is_killed

@@ -1,4 +1,4 @@
-"""Pipelines whose work arrives: bursts open, run, end and are taken back, under every policy, among planned steps."""
+"""Pipelines whose work arrives: batches open, run, end and are taken back, under every policy, among planned steps."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def end(driver, action: RunStage, seconds: float = 1.0):
     return [action for action in actions if isinstance(action, RunStage)]
 
 
-# --- the life of a burst
+# --- the life of a batch
 
 
-def test_a_burst_is_one_order_over_all_devices_of_its_phases(driver):
+def test_a_batch_is_one_order_over_all_devices_of_its_phases(driver):
     run = driver(client(num_rollout_nodes=2), rollout=2)
     (rollout,) = arrive(run, ROLLOUT)
     assert (rollout.stage, rollout.step) == (Stage.GENERATE, 1)
@@ -70,14 +70,14 @@ def test_a_burst_is_one_order_over_all_devices_of_its_phases(driver):
     assert [device.pool for device in both.devices] == ["rollout", "rollout", "train"]
 
 
-def test_work_that_arrives_while_its_kind_runs_is_the_next_burst(driver):
+def test_work_that_arrives_while_its_kind_runs_is_the_next_batch(driver):
     run = driver(client())
     (first,) = arrive(run)
     assert arrive(run) == []
     assert arrive(run) == []
     (second,) = end(run, first)
     assert second.step == 2
-    assert end(run, second) == [], "both announcements were one burst"
+    assert end(run, second) == [], "both announcements were one batch"
 
 
 def test_kinds_on_different_devices_run_at_once(driver):
@@ -86,7 +86,7 @@ def test_kinds_on_different_devices_run_at_once(driver):
     assert arrive(run, BOTH) == [], "it waits for both"
 
 
-def test_a_paused_burst_goes_on_under_its_number(driver):
+def test_a_paused_batch_goes_on_under_its_number(driver):
     run = driver(client())
     (first,) = arrive(run)
     (again,) = run.send(StagePaused(time_s=1.0, order=first.order, seconds=1.0))
@@ -103,7 +103,7 @@ def test_work_that_does_not_run_can_be_withdrawn(driver, builders):
     assert second.step == 2, "the number of withdrawn work is not used again"
     arrive(run)
     run.send(WorkWithdrawn(time_s=run.now_s, pipeline=CLIENT, phases=ROLLOUT))
-    assert end(run, second) == [], "what waited behind the running burst was withdrawn"
+    assert end(run, second) == [], "what waited behind the running batch was withdrawn"
 
 
 def test_withdrawing_what_is_not_there_changes_nothing(driver):
@@ -150,7 +150,7 @@ def test_a_cancelled_client_drops_what_is_ready(driver, builders):
 # --- faults
 
 
-def test_a_lost_worker_and_a_restart_make_the_burst_ready_again(driver):
+def test_a_lost_worker_and_a_restart_make_the_batch_ready_again(driver):
     run = driver(client())
     (order,) = arrive(run)
     (again,) = run.send(WorkerLost(time_s=0.5, pipeline=CLIENT, device=order.devices[0]))
@@ -193,7 +193,7 @@ def test_a_client_that_comes_back_gets_one_slot_not_all_that_it_let_pass(driver,
 
 
 @pytest.mark.parametrize("policy", ["fifo", "rollmux", "rlmux", "gap-ratio"])
-def test_a_burst_of_both_phases_starts_while_others_alternate(driver, builders, policy):
+def test_a_batch_of_both_phases_starts_while_others_alternate(driver, builders, policy):
     planned = [builders.pipeline(name, num_steps=30, rollout_s=1.0) for name in "ab"]
     run = driver(*planned, client(), policy=policy)
     for _ in range(7):
@@ -217,7 +217,7 @@ def test_seconds_are_learned_by_units_and_kind(driver):
     assert run.scheduler.query.pipeline(CLIENT).estimates.train_s == pytest.approx(10.0)
 
 
-def test_a_client_is_placed_by_what_its_bursts_took(driver):
+def test_a_client_is_placed_by_what_its_batches_took(driver):
     run = driver(client())
     for _ in range(3):
         end(run, arrive(run, ROLLOUT)[0], seconds=2.0)
@@ -269,7 +269,7 @@ def test_work_in_any_order_is_done_or_taken_back_under_every_policy(policy):
 
 @pytest.mark.parametrize(("policy", "seed"), [("gap-ratio", 107), ("rollmux", 144)])
 def test_no_work_waits_beside_a_free_device_where_some_once_did(policy, seed):
-    """A shard that an older burst keeps from a device hid another that it does not; and a client that only trains was
+    """A shard that an older batch keeps from a device hid another that it does not; and a client that only trains was
     four cycles ahead once its neighbour took several steps in each."""
     play(policy, seed)
 
@@ -284,7 +284,7 @@ def test_ten_thousand_sequences_of_arriving_work(policy):
             raise AssertionError(f"sequence {seed} of {policy}: {type(error).__name__}: {error}") from error
 
 
-def test_device_ids_of_a_burst_are_each_named_once(driver):
+def test_device_ids_of_a_batch_are_each_named_once(driver):
     pool = Pool(name="gpu", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=2)
     scheduler = Scheduler(Cluster(pools={"gpu": pool}), make_policy("fifo"))
     driver = type(driver(client()))(scheduler, lambda action: 1.0)

@@ -10,11 +10,11 @@ import torch
 from rlmux.engines.lora import inject_adapter, trained_parameters
 from rlmux.engines.model_io import build_model
 from rlmux.engines.weights import SHA256, weights_sha256, write_tensors
-from rlmux.rl.arriving import SampleDone, SampleRequest
 from rlmux.rl.config import AdapterConfig, ModelConfig, RolloutConfig, TrainingConfig
+from rlmux.rl.requests import SampleDone, SampleRequest
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import load_vocabulary
-from rlmux.runtime.burst_workers import SampleWorker
+from rlmux.runtime.request_workers import SampleWorker
 
 MODEL = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=32)
 ADAPTERS = {
