@@ -77,9 +77,10 @@ def typescript() -> str:
     """An interface of each object that the service answers or takes."""
     from pydantic.json_schema import models_json_schema
 
-    from rlmux.service.dashboard import shapes, shapes_of_time, shapes_of_use
+    from rlmux.service.dashboard.schemas import run_schemas, timeline_schemas, usage_schemas
 
-    every = {one for room in (shapes, shapes_of_time, shapes_of_use) for one in vars(room).values() if is_shape(one)}
+    rooms = (run_schemas, timeline_schemas, usage_schemas)
+    every = {one for room in rooms for one in vars(room).values() if is_shape(one)}
     ordered = sorted(every, key=lambda one: str(one.__name__))
     _, found = models_json_schema([(one, "serialization") for one in ordered])
     lines = ["// Made by .ci/pages.py of the types in service/dashboard/shapes*.py."]
@@ -95,7 +96,7 @@ def typescript() -> str:
 
 
 def is_shape(one: object) -> bool:
-    from rlmux.service.dashboard.shapes import Shape
+    from rlmux.service.dashboard.schemas.run_schemas import Shape
 
     return isinstance(one, type) and issubclass(one, Shape) and not one.__pydantic_generic_metadata__["parameters"]
 

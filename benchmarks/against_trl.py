@@ -212,7 +212,7 @@ def make_checkpoint(case: Case, folder: Path) -> None:
     import torch
 
     from rlmux.core.model import Stage
-    from rlmux.engines.train import TorchTrainEngine
+    from rlmux.engines.train.train_engine import TorchTrainEngine
     from rlmux.rl.config import ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 
     torch.set_num_threads(1)
@@ -267,7 +267,7 @@ def train_with_rlmux(case: Case, checkpoint: Path, num_steps: int) -> Run:
 
 def read_run(out: Path) -> Run:
     from rlmux.core.model import PipelineId, Stage
-    from rlmux.report.api import read_timeline
+    from rlmux.report.reports import read_timeline
 
     timeline = read_timeline(out)
     record = timeline.pipelines[PipelineId("alone")]

@@ -2,7 +2,7 @@
 
     Problem ── intervals, overlaps, precedence ──▶ CP-SAT ──▶ least makespan
 
-The model is that of `policies/planning/playout.py`: work items are never interrupted; two may overlap on a device
+The model is that of `policies/lookahead/playout.py`: work items are never interrupted; two may overlap on a device
 if the table says so, and each then loses (1 - rate) of the time of the overlap; a migration takes a tail away and
 lengthens another. Where an item on several devices is slowed on more than one of them at once, the model takes the
 worst device's total, which no schedule can beat: so the answer is a lower bound, and the optimum wherever work items
@@ -20,8 +20,8 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
-from rlmux.core.sharing import NO_SHARING, SharingEntry, SharingTable
-from rlmux.policies.planning.problem import Problem, SiblingMigration, WorkItem
+from rlmux.core.steps.colocation import NO_SHARING, SharingEntry, SharingTable
+from rlmux.policies.lookahead.problem import Problem, SiblingMigration, WorkItem
 
 UNITS_PER_S = 50
 _PERCENT = 100

@@ -55,15 +55,16 @@ from rlmux.core.actions import RunStage
 from rlmux.core.events import StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage, SubStage
 from rlmux.core.policy import Policy
-from rlmux.core.sharing import SharingTable
+from rlmux.core.steps.colocation import SharingTable
+from rlmux.engines.determinism_probe import probe_rollout
 from rlmux.engines.device_fraction import WHOLE, DeviceFractions, probe
-from rlmux.engines.promise_probe import probe_rollout
-from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.rollout_protocol import RolloutEngine
+from rlmux.engines.rollout.protocol import RolloutEngine
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
-from rlmux.engines.train import TorchTrainEngine
+from rlmux.engines.train.train_engine import TorchTrainEngine
+from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
-from rlmux.profiling.interference import QUICK, measure_interference
+from rlmux.profiling.interference_probe import QUICK, measure_interference
 from rlmux.profiling.micro_benchmarks import (
     BENCHMARK_SUB_STAGES,
     BenchmarkSizes,
@@ -72,7 +73,6 @@ from rlmux.profiling.micro_benchmarks import (
     usual_sizes,
 )
 from rlmux.profiling.profile_file import load_sharing
-from rlmux.report.log import LogReader
 from rlmux.rl.config import (
     AlgorithmConfig,
     EngineConfig,
@@ -82,12 +82,12 @@ from rlmux.rl.config import (
     TaskConfig,
     TrainingConfig,
 )
-from rlmux.rl.promise import promise_of
+from rlmux.rl.determinism_class import promise_of
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import RunOptions, run_pipelines
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 PARTS = ("curves", "switches", "engines", "interference", "pipelines")
 POLICIES = ("colocated", "solo", "fifo", "rollmux", "jigsaw", "rlmux")

@@ -37,15 +37,15 @@ from typing import Any
 from rlmux.core.actions import Admit, Release
 from rlmux.core.events import ChunkFinished, PipelineSubmitted
 from rlmux.core.model import DeviceId, NodeId
-from rlmux.report import codec
-from rlmux.report.api import write_report
-from rlmux.report.condensed import CACHE_NAME
-from rlmux.report.history import History
-from rlmux.report.log import Entry, LogLimits, LogReader, RunLog
-from rlmux.report.made import MADE_NAME
+from rlmux.log import value_codec
+from rlmux.log.run_log import Entry, LogLimits, LogReader, RunLog
+from rlmux.report.report_cache import MADE_NAME
+from rlmux.report.reports import write_report
+from rlmux.report.timeline.condensed_state import CACHE_NAME
+from rlmux.report.timeline.history import History
+from rlmux.runtime.control.run_control import submitted_to
+from rlmux.runtime.control.run_status import StatusReader
 from rlmux.runtime.launch import spec_of
-from rlmux.runtime.run_api import submitted_to
-from rlmux.runtime.run_status import StatusReader
 
 DAY_S = 86400.0
 GOAL_MB, GOAL_REPORT_S, GOAL_RESUME_S = 150.0, 20.0, 2.0
@@ -223,7 +223,7 @@ def write(recorded: Recorded, folder: Path, num_rows: int, num_devices: int) -> 
                 log.note(row.type, row.time_s, **row.value)  # type: ignore[arg-type]
             spent_s += time.thread_time() - begin_s
             if num_written % 100 == 0:
-                text = codec.dumps(row.value) if row.kind == "note" else codec.encode(row.value)  # type: ignore[arg-type]
+                text = value_codec.dumps(row.value) if row.kind == "note" else value_codec.encode(row.value)  # type: ignore[arg-type]
                 loose_bytes += 100 * (len(text) + len(row.type) + len(row.kind) + 16)
             last_s, num_written = row.time_s, num_written + 1
             if num_written == num_rows:

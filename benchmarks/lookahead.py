@@ -22,11 +22,11 @@ from exact_schedule import least_makespan, random_problem
 
 from rlmux.core.errors import UserError
 from rlmux.policies import make_policy
-from rlmux.policies.planning.greedy import greedy
-from rlmux.policies.planning.lookahead import plan
-from rlmux.sim.decision_cost import Stopwatch
+from rlmux.policies.lookahead.search import plan
+from rlmux.policies.search.greedy import greedy
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.rates import InterferenceRates
+from rlmux.sim.results.decision_cost import Stopwatch
 from rlmux.sim.simulator import Simulation
 from rlmux.sim.workloads.substage_pairs import HOMOGENEOUS, crowd
 

@@ -46,8 +46,8 @@ from rlmux.rl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from rlmux.rl.footprint import has_flash, host_parts
-from rlmux.rl.memory_parts import Parts, rollout_parts, total, train_parts
+from rlmux.rl.memory.footprint import has_flash, host_parts
+from rlmux.rl.memory.memory_parts import Parts, rollout_parts, total, train_parts
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId, TrajectoryRequest
 
 SHAPES = ("weights", "activations", "logits", "attention", "kv", "bfloat16", "checkpointing", "chunks", "experts")
@@ -104,7 +104,7 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
 
 def _checkpoint(folder: Path, model: ModelConfig) -> Path:
     """A model with a large vocabulary, as a checkpoint. Its tokenizer is never asked."""
-    from rlmux.engines.model_io import build_model
+    from rlmux.engines.model.model_io import build_model
 
     path = folder / "large-vocabulary"
     if not path.exists():
@@ -147,7 +147,7 @@ def estimated_parts(config: TrainingConfig, worker: str, *, flash: bool, device:
 
 def _in_process(worker: str, config: TrainingConfig, flash: bool, device: str, folder: Path) -> Mapping[str, float]:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["rlmux.runtime.fork_server_imports"])
+    context.set_forkserver_preload(["rlmux.runtime.workers.fork_server_imports"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_measured, args=(theirs, worker, config, flash, device, folder))
     process.start()
@@ -223,7 +223,7 @@ def _attention(flash: bool) -> Iterator[None]:
 
 
 def _train(config: TrainingConfig, device: str, folder: Path) -> None:
-    from rlmux.engines.train import RL_STAGES, TorchTrainEngine
+    from rlmux.engines.train.train_engine import RL_STAGES, TorchTrainEngine
     from rlmux.rl.vocabulary import CharVocabulary
 
     engine = TorchTrainEngine(config, vocabulary=CharVocabulary(), device=device)
@@ -264,9 +264,9 @@ def _longest_batch(config: TrainingConfig, step: int) -> TrainingBatch:
 
 
 def _roll_out(config: TrainingConfig, device: str, folder: Path) -> None:
-    from rlmux.engines.model_io import build_model
-    from rlmux.engines.rollout import SlotRolloutEngine
-    from rlmux.engines.weights import write_tensors
+    from rlmux.engines.model.model_io import build_model
+    from rlmux.engines.model.weights import write_tensors
+    from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 
     vocab_size = _vocab_size(config)
     published = folder / f"{config.rollout.num_slots}.safetensors"

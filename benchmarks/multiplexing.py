@@ -31,8 +31,8 @@ from rlmux.config import Spec, load_spec
 from rlmux.core.actions import RunStage
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PipelineId, Stage
+from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
-from rlmux.report.log import LogReader
 from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import run_pipelines
 

@@ -32,12 +32,12 @@ from rlmux.config import Spec, load_spec
 from rlmux.core.model import PHASE_BY_STAGE, Phase, Stage
 from rlmux.policies import make_policy
 from rlmux.profiling import neighbours as neighbours_profile
-from rlmux.report.api import read_timeline
+from rlmux.report.reports import read_timeline
 from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import RunOptions, run_pipelines
-from rlmux.runtime.workplace import WorkerOptions
-from rlmux.sim.models.neighbours import Neighbours
-from rlmux.sim.sweep import SimRun, run_simulation
+from rlmux.runtime.workers.worker_pool import WorkerOptions
+from rlmux.sim.models.neighbour_slowdown import Neighbours
+from rlmux.sim.results.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.recorded import recorded_workload
 
 FILES = ("examples/01_two_pipelines.yaml", "examples/05_long_tails.yaml", "examples/06_tool_waits.yaml")

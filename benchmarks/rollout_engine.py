@@ -28,10 +28,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from rlmux.engines.model_io import build_model
-from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.model.model_io import build_model
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
-from rlmux.rl.model_shape import ModelShape, shape_of
+from rlmux.rl.memory.model_shape import ModelShape, shape_of
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 
 VOCAB_SIZE = 46

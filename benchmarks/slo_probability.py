@@ -19,9 +19,9 @@ import argparse
 import random
 from collections.abc import Callable
 
-from rlmux.core.cycles import PhaseLoad, meta_iteration_s
+from rlmux.core.estimation.step_bounds import StepBounds
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
-from rlmux.core.step_bounds import StepBounds
+from rlmux.core.steps.cycles import PhaseLoad, meta_iteration_s
 from rlmux.sim.workloads.arrivals import at_token_limit
 from rlmux.sim.world import Drifting, Sampled, Variation, drift_curve
 

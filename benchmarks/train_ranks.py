@@ -26,11 +26,11 @@ import psutil
 
 from rlmux.core.model import Stage
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
-from rlmux.rl.model_shape import shape_of
+from rlmux.rl.memory.model_shape import shape_of
 from rlmux.rl.types import TrainingBatch, TrainReport, Trajectory, TrajectoryId
-from rlmux.runtime.processes import WorkerProcess
-from rlmux.runtime.worker_calls import HandOut, TrainCall, TrainCallResult
-from rlmux.runtime.workers import TrainWorker
+from rlmux.runtime.workers.planned_workers import TrainWorker
+from rlmux.runtime.workers.processes import WorkerProcess
+from rlmux.runtime.workers.worker_calls import HandOut, TrainCall, TrainCallResult
 
 CALL_LIMIT_S = 600.0
 MAX_NEW_TOKENS = 128

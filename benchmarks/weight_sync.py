@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmux.runtime.sync import Link, Scheme, SyncLayout, WeightReceiver, WeightSender
+from rlmux.runtime.weights.thin_link import Link, Scheme, SyncLayout, WeightReceiver, WeightSender
 
 ONE_SENDER = "one_sender"
 _CLONE_NEWNET = 0x40000000
@@ -129,7 +129,7 @@ def main() -> None:
     arguments = parser.parse_args()
     layout = SyncLayout(num_senders=arguments.senders, num_receivers=arguments.receivers)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["rlmux.runtime.fork_server_imports", "rlmux.runtime.sync"])
+    context.set_forkserver_preload(["rlmux.runtime.workers.fork_server_imports", "rlmux.runtime.weights.thin_link"])
     said = context.SimpleQueue()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -33,10 +33,10 @@ import yaml
 from rlmux.core.actions import Action
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId, Stage
+from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import make_policy
-from rlmux.report.api import read_timeline
-from rlmux.report.log import LogReader, RunLog, run_header
-from rlmux.report.timeline import Timeline
+from rlmux.report.reports import read_timeline
+from rlmux.report.timeline.build import Timeline
 from rlmux.runtime import launch
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival

@@ -13,7 +13,7 @@ import sys
 
 _SCRIPT = """\
 import sys
-from rlmux.runtime.processes import borrow_fork_server
+from rlmux.runtime.workers.processes import borrow_fork_server
 borrow_fork_server(sys.argv.pop(1))
 from rlmux.cli import main
 main()
@@ -22,6 +22,6 @@ main()
 
 def command(*words: str) -> list[str]:
     """The words of a process that runs this command line. A fork server is started where this process has none."""
-    from rlmux.runtime.processes import fork_server_address
+    from rlmux.runtime.workers.processes import fork_server_address
 
     return [sys.executable, "-c", _SCRIPT, fork_server_address(), *words]

@@ -6,11 +6,15 @@ What tests start ends with them (guardian.py) and can be interrupted (signals.py
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
 from tests import guardian, signals
 from tests.examples import examples
+from tests.log_script import AlternatingRun, LogScript, order
+
+from rlmux.core.actions import RunStage
 
 settings.register_profile(
     "steady",
@@ -40,3 +44,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         definitions = (last for *_, last in item._fixtureinfo.name2fixturedefs.values())
         if any(definition.scope == "module" for definition in definitions):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
+@pytest.fixture
+def script() -> LogScript:
+    return LogScript()
+
+
+@pytest.fixture
+def make_order() -> Callable[..., RunStage]:
+    return order
+
+
+@pytest.fixture(scope="session")
+def alternating_run() -> Callable[..., LogScript]:
+    return lambda **settings: AlternatingRun(**settings).script

@@ -1,6 +1,6 @@
 """A backend in virtual time that breaks: what a real one may say of orders, workers and nodes, in any order.
 
-It keeps the promises of `runtime/worker_supervisor.py`: the orders of a pipeline that failed or began again have ended
+It keeps the promises of `runtime/workers/supervisor.py`: the orders of a pipeline that failed or began again have ended
 with that; an order of a pipeline that is being moved is dropped, and `PipelineRestarted` says so later; an event that
 was on its way when its pipeline ended still arrives.
 """
@@ -51,8 +51,8 @@ from rlmux.core.model import (
     Placement,
     Stage,
 )
-from rlmux.core.placement_choice import PlacementChoice, Relocation
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import PlacementChoice, Relocation
+from rlmux.core.placement.view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.baselines import Solo
 

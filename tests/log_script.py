@@ -31,9 +31,9 @@ from rlmux.core.model import (
     Pool,
     Stage,
 )
-from rlmux.report.history import History
-from rlmux.report.log import Entry, RunLog, run_header
-from rlmux.report.timeline import Timeline, build_timeline
+from rlmux.log.run_log import Entry, RunLog, run_header
+from rlmux.report.timeline.build import Timeline, build_timeline
+from rlmux.report.timeline.history import History
 
 ROLLOUT = DeviceId("rollout", 0, 0)
 TRAIN = DeviceId("train", 0, 0)

@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from rlmux.cli.commands import app
-from rlmux.config import reference
+from rlmux.config import schema_docs
 from rlmux.policies import POLICIES
 from rlmux.rl.tasks import TASKS
 from rlmux.sim.workloads import catalog
@@ -208,8 +208,8 @@ def test_every_task_is_documented(spec_page):
 
 
 def test_the_spec_page_has_the_tables_of_the_models_that_check_the_file(spec_page):
-    told = "run: python -m rlmux.config.reference, and put it below the comment in docs/reference/file.md"
-    assert spec_page.endswith(reference.markdown() + "\n"), told
+    told = "run: python -m rlmux.config.schema_docs, and put it below the comment in docs/reference/file.md"
+    assert spec_page.endswith(schema_docs.markdown() + "\n"), told
 
 
 def test_the_parameters_of_each_workload_are_documented_and_no_others():

@@ -8,7 +8,7 @@ sim    | runtime
        | engines
        | rl
 report |
-policies
+log    | policies
 core          (config: the user's file; plugins: what users add by name; share: what other people's programs import;
               hidden_main: worker processes without the script that starts them;
               reaper: ends what outlives its owner)
@@ -32,39 +32,40 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (what it may import of rlmux, what from outside)
     "core": (set(), set()),
     "policies": ({"core", "plugins"}, {"ortools"}),
-    "report": ({"core"}, set()),
+    "log": ({"core"}, set()),
+    "report": ({"core", "log"}, set()),
     "rl": (
         {"core.model", "core.errors", "plugins"},
         {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
     ),
     "engines": ({"core.model", "core.errors", "rl", "reaper"}, {*TRAINING, "numpy", "peft", "psutil", "torchao"}),
-    "sim": ({"core", "policies", "report", "config", "plugins", "hidden_main"}, {"numpy"}),
-    "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
+    "sim": ({"core", "policies", "log", "report", "config", "plugins", "hidden_main"}, {"numpy"}),
+    "papers": ({"core", "policies", "log", "report", "sim"}, {"numpy"}),
     "runtime": (
-        {"core", "policies", "report", "rl", "engines", "config", "plugins", "hidden_main", "reaper"},
+        {"core", "policies", "log", "report", "rl", "engines", "config", "plugins", "hidden_main", "reaper"},
         {*TRAINING, "psutil", "tensorboard"},
     ),
     # The broker is a run whose workers are programs of others; `share` has the words that both ends say.
-    "broker": ({"core", "report", "runtime", "config", "share"}, set()),
+    "broker": ({"core", "log", "report", "runtime", "config", "share"}, set()),
     # the server that people leave running: HTTP and the wire formats of its clients, above the runtime that it drives
     "service": (
-        {"core", "policies", "report", "rl", "runtime", "config", "plugins", "broker"},
+        {"core", "policies", "log", "report", "rl", "runtime", "config", "plugins", "broker"},
         {"fastapi", "starlette", "uvicorn", "pydantic", "google", "numpy", "prometheus_client"},
     ),
     "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),
     "config": (
-        {"core.model", "core.offers", "core.errors", "rl.config", "plugins"},
+        {"core.model", "core.queue.queue_order", "core.errors", "rl.config", "plugins"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
     # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.
-    "client": ({"core", "report", "runtime", "config"}, {"httpx", "yaml", "wandb", "mlflow", "trackio"}),
+    "client": ({"core", "log", "report", "runtime", "config"}, {"httpx", "yaml", "wandb", "mlflow", "trackio"}),
     "api": (
-        {"core", "policies", "report", "sim", "runtime", "profiling", "config", "plugins", "client"},
+        {"core", "policies", "log", "report", "sim", "runtime", "profiling", "config", "plugins", "client"},
         {"yaml", "pandas"},
     ),
     "cli": (
         {
-            *("core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "broker"),
+            *("core", "policies", "log", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "broker"),
             *("config", "plugins", "service", "client", "api"),
         },
         {"typer", "rich", "psutil"},
@@ -72,11 +73,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 }
 ONLY_IN = {
     # outside package: modules that alone may import it
-    "ray": lambda module: module.startswith("runtime.ray_"),
+    "ray": lambda module: module.startswith("runtime.ray."),
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
-    "peft": lambda module: module == "engines.lora",
-    "torchao": lambda module: module == "engines.moments",
-    "ortools": lambda module: module == "policies.planning.linear_program",
+    "peft": lambda module: module == "engines.adapters.lora",
+    "torchao": lambda module: module == "engines.train.state.moments",
+    "ortools": lambda module: module == "policies.search.linear_program",
     **dict.fromkeys(("wandb", "mlflow", "trackio"), lambda module: module == "client.trackers"),
 }
 EVERYWHERE = {"rlmux"}
@@ -161,7 +162,7 @@ def test_every_room_is_in_the_table():
 @pytest.mark.parametrize(
     ("module", "name", "is_allowed"),
     [
-        ("core.scheduler", "rlmux.report.log", False),
+        ("core.scheduler", "rlmux.log.run_log", False),
         ("core.scheduler", "numpy", False),
         ("core.scheduler", "heapq", True),
         ("config.load", "rlmux.core.model", True),
@@ -169,7 +170,7 @@ def test_every_room_is_in_the_table():
         ("config.load", "rlmux.rl.tasks", False),
         ("sim.world", "rlmux.runtime.backend", False),
         ("runtime.local", "ray", False),
-        ("runtime.ray_backend", "ray", True),
+        ("runtime.ray.ray_backend", "ray", True),
         ("rl.tasks.base", "torch", False),
         ("rl.algorithms", "torch", True),
     ],
@@ -215,7 +216,7 @@ WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, transformers=None)\n
     "code",
     [
         "import rlmux",
-        "import rlmux.sim.api, rlmux.report.api, rlmux.config, rlmux.core.scheduler",
+        "import rlmux.sim.api, rlmux.report.reports, rlmux.config, rlmux.core.scheduler",
         "from rlmux.cli import main; main(['--help'])",
         "from rlmux.cli import main; main(['simulate', '--help'])",
         "from rlmux.cli import main; main(['plan', '--help'])",
@@ -231,7 +232,7 @@ def test_what_needs_no_torch_works_without_it(code):
 
 
 @pytest.mark.parametrize(
-    "module", ["rlmux", "rlmux.core.scheduler", "rlmux.config", "rlmux.cli.commands", "rlmux.broker.run"]
+    "module", ["rlmux", "rlmux.core.scheduler", "rlmux.config", "rlmux.cli.commands", "rlmux.broker.broker_run"]
 )
 def test_light_modules_import_nothing_heavy(module):
     heavy = sorted({"torch", "transformers", "numpy", "ray", "reasoning_gym"})

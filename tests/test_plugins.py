@@ -14,11 +14,11 @@ from tests import command_line
 
 from rlmux import plugins
 from rlmux.cli import inputs
-from rlmux.config.serve import parse_serve_file
+from rlmux.config.serve_file import parse_serve_file
 from rlmux.core.errors import UserError
+from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import POLICIES, make_policy
-from rlmux.report.log import RunLog, run_header
-from rlmux.service.serve import spec_of
+from rlmux.service.app import spec_of
 
 pytestmark = pytest.mark.xdist_group("plugins")  # one installation for all
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"

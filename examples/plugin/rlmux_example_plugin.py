@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
-from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.view import PlacementView
 from rlmux.core.views import GroupView, RunWork
-from rlmux.policies.planning.candidates import impossible, queue, sharing_everything
-from rlmux.policies.planning.dispatching import start_where_free
+from rlmux.policies.lookahead.dispatching import start_where_free
+from rlmux.policies.search.candidates import impossible, queue, sharing_everything
 from rlmux.rl.tasks.base import SingleTurnTask, random_at
 from rlmux.rl.types import Prompt
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
@@ -45,8 +45,8 @@ class CountUp(SingleTurnTask):
 
 
 def two_at_a_time(config, *, vocab_size: int, is_single_turn: bool, device: str):
-    """Our own engine with two slots. What any engine has to do: `rlmux.engines.rollout_protocol.RolloutEngine`."""
-    from rlmux.engines.rollout import SlotRolloutEngine  # here: simulations need no torch
+    """Our own engine with two slots. What any engine has to do: `rlmux.engines.rollout.protocol.RolloutEngine`."""
+    from rlmux.engines.rollout.slot_engine import SlotRolloutEngine  # here: simulations need no torch
 
     return SlotRolloutEngine(
         config.model, replace(config.rollout, num_slots=2), vocab_size=vocab_size, seed=config.model_seed,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlmux.api.commands import compare, load, plan, run, simulate
     from rlmux.api.connection import Connection, connect
-    from rlmux.api.runs import Run, Table, open_run
+    from rlmux.api.run_handle import Run, Table, open_run
     from rlmux.core.errors import PipelineError, PolicyError, RlmuxError, SpecError, UserError
 
 _MODULE_BY_NAME = {
@@ -30,9 +30,9 @@ _MODULE_BY_NAME = {
     "simulate": "rlmux.api.commands",
     "Connection": "rlmux.api.connection",
     "connect": "rlmux.api.connection",
-    "Run": "rlmux.api.runs",
-    "Table": "rlmux.api.runs",
-    "open_run": "rlmux.api.runs",
+    "Run": "rlmux.api.run_handle",
+    "Table": "rlmux.api.run_handle",
+    "open_run": "rlmux.api.run_handle",
     "PipelineError": "rlmux.core.errors",
     "PolicyError": "rlmux.core.errors",
     "RlmuxError": "rlmux.core.errors",

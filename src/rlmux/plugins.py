@@ -6,7 +6,7 @@
     kind        entry points      what it is
     policy      rlmux.policies    a frozen dataclass as `core/policy.py` says
     task        rlmux.tasks       a class made from (params, seed), as `rl/tasks/base.py` says
-    engine      rlmux.engines     a function or class that makes a `RolloutEngine` (`engines/of_users.py`)
+    engine      rlmux.engines     a function or class that makes a `RolloutEngine` (`engines/user_engine.py`)
     workload    rlmux.workloads   a function of `seed` and of parameters with default values that returns a Workload
 
 Built-in names come first: no plug-in can take one. Nothing is imported before it is asked for by name.

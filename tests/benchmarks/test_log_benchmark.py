@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from log import Recorded, write
-
 from rlmux.core.actions import Admit, RunStage
 from rlmux.core.events import ChunkFinished, PipelineSubmitted, StageFinished
 from rlmux.core.model import AdmissionKind, Cluster, DeviceId, NodeId, Phase, Pipeline, Placement, Pool, Stage
-from rlmux.report.history import History
-from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.log.run_log import LogReader, RunLog, run_header
+from rlmux.report.timeline.history import History
 
 NODES = {"rollout": NodeId("rollout", 0), "train": NodeId("train", 0)}
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import what_if
 
-from rlmux.report import codec
-from rlmux.report.log import RunLog
+from rlmux.log import value_codec
+from rlmux.log.run_log import RunLog
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "what_if"
 
@@ -27,9 +27,9 @@ def unpacked(name: str, folder: Path) -> Path:
     with RunLog.create(folder, header) as log:
         for time_s, kind, type, value in rows:
             if kind == "event":
-                log.append_event(codec.decode(json.dumps(value)))
+                log.append_event(value_codec.decode(json.dumps(value)))
             elif kind == "action":
-                log.append_actions([codec.decode(json.dumps(value))])
+                log.append_actions([value_codec.decode(json.dumps(value))])
             else:
                 log.note(type, time_s, **value)
     return folder

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from tests import waiting
 
 from rlmux.core.errors import LogError
-from rlmux.report.log import LogReader
-from rlmux.runtime.run_status import StatusReader
+from rlmux.log.run_log import LogReader
+from rlmux.runtime.control.run_status import StatusReader
 
 T = TypeVar("T")
 HERE = Path(__file__).parent

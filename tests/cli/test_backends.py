@@ -17,7 +17,7 @@ def test_an_address_is_for_ray_only(rlmux, folder):
 
 def test_without_ray_the_line_says_how_to_get_it(rlmux, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "rlmux.runtime.ray_backend", raising=False)
+    monkeypatch.delitem(sys.modules, "rlmux.runtime.ray.ray_backend", raising=False)
     said = rlmux("run", "small.yaml", "--backend", "ray")
     assert said.code == 2
     assert said.err == "rlmux: --backend ray: ray is not installed; install it with: pip install 'rlmux[ray]'\n"
@@ -45,7 +45,7 @@ def test_where_no_cluster_answers_the_line_says_what_to_do(rlmux, folder, addres
 @pytest.mark.ray
 def test_versions_that_differ_are_one_line(monkeypatch):
     pytest.importorskip("ray", reason="needs the ray extra: pip install 'rlmux[ray]'")
-    from rlmux.runtime.ray_cluster import version_line
+    from rlmux.runtime.ray.cluster import version_line
 
     text = (
         "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.12.1\n"

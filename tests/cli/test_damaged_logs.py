@@ -8,8 +8,8 @@ import pytest
 
 from rlmux.core.events import NodeJoined
 from rlmux.core.model import NodeId
-from rlmux.report.log import LOG_NAME, RunLog, run_header
-from rlmux.runtime.folders import RUN_HEADER
+from rlmux.log.run_log import LOG_NAME, RunLog, run_header
+from rlmux.runtime.records.folders import RUN_HEADER
 
 
 @pytest.fixture

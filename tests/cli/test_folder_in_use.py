@@ -19,8 +19,8 @@ pytest.importorskip("torch")
 
 from tests.waiting import until
 
-from rlmux.report.folder_lock import FolderInUseError, FolderLock
-from rlmux.runtime import folders
+from rlmux.log.folder_lock import FolderInUseError, FolderLock
+from rlmux.runtime.records import folders
 
 LIMIT_S = 200
 
@@ -132,7 +132,7 @@ def test_the_lock_ends_with_its_process_and_a_stale_signature_names_no_process(f
         [
             sys.executable,
             "-c",
-            "from pathlib import Path; from rlmux.report.folder_lock import FolderLock\n"
+            "from pathlib import Path; from rlmux.log.folder_lock import FolderLock\n"
             "lock = FolderLock.take(Path('one')); lock.sign(); print('held', flush=True); input()",
         ],
         cwd=folder,

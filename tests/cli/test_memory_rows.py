@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlmux.config import Purpose, load_spec
-from rlmux.rl.footprint import footprint_of
+from rlmux.rl.memory.footprint import footprint_of
 
 FILE = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}

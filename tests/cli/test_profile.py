@@ -14,7 +14,7 @@ from rlmux.profiling.profile_file import Profile
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.runtime import launch
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable
-from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.models.neighbour_slowdown import Neighbours
 
 DEVICE = "a device"
 TABLE = InterferenceTable(device=DEVICE, grid=FractionGrid(device=DEVICE, num_units=20))
@@ -35,7 +35,7 @@ SWITCHES = {"tiny": [switch_times(Phase.ROLLOUT), switch_times(Phase.TRAIN)]}
 def here(monkeypatch) -> DeviceFractions:
     """This machine is said to have DEVICE."""
     fractions = DeviceFractions(device=DEVICE, how="nice", prepared=(0.5,), num_units=20)
-    monkeypatch.setattr("rlmux.profiling.interference.fractions_here", lambda: fractions)
+    monkeypatch.setattr("rlmux.profiling.interference_probe.fractions_here", lambda: fractions)
     return fractions
 
 

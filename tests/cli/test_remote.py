@@ -19,9 +19,9 @@ from tests.small_files import REVERSE, SORT, small_file
 from tests.waiting import until
 
 from rlmux.cli import remote
-from rlmux.report.log import RunLog, run_header
-from rlmux.runtime.control_socket import ControlServer
-from rlmux.runtime.run_status import StatusReader
+from rlmux.log.run_log import RunLog, run_header
+from rlmux.runtime.control.control_socket import ControlServer
+from rlmux.runtime.control.run_status import StatusReader
 
 ONE = small_file(SORT, steps=6)
 MORE = small_file(REVERSE, steps=6).partition("\n")[2]

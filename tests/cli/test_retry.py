@@ -14,9 +14,9 @@ from tests.command_line import command
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
-from rlmux.report.log import LogReader, RunLog, run_header
-from rlmux.report.run_state import RunState
-from rlmux.runtime.inputs import retried
+from rlmux.log.run_log import LogReader, RunLog, run_header
+from rlmux.log.run_state import RunState
+from rlmux.runtime.records.input_files import retried
 
 FILE = """\
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}

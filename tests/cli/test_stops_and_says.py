@@ -18,8 +18,8 @@ from rlmux.cli.main import main
 from rlmux.client.in_folder import stop
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Phase, Pool
-from rlmux.report.folder_lock import FolderLock
-from rlmux.report.log import RunLog, run_header
+from rlmux.log.folder_lock import FolderLock
+from rlmux.log.run_log import RunLog, run_header
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.run import _stop_on_interrupt
 
@@ -137,7 +137,7 @@ def test_a_command_that_a_script_began_in_the_background_can_be_interrupted(monk
 OWNER = """
 import signal, sys, threading
 from pathlib import Path
-from rlmux.report.folder_lock import FolderLock
+from rlmux.log.folder_lock import FolderLock
 over = threading.Event()
 signal.signal(signal.SIGINT, lambda *_: over.set())
 with FolderLock.take(Path(sys.argv[1])) as lock:

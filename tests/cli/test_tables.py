@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmux.cli import tables
-from rlmux.runtime import comparison
+from rlmux.runtime.checks import run_comparison
 
 
 def summary(makespan_s: float, *, sha: str = "x", status: str = "finished") -> dict:
@@ -85,7 +85,7 @@ def test_a_pipeline_that_failed_makes_the_exit_code_1(status, code):
 
 
 def test_a_comparison_gives_ratios_to_the_first_policy():
-    table = comparison.compare({"solo": summary(10.0), "rollmux": summary(6.25), "other": summary(10.0, sha="y")})
+    table = run_comparison.compare({"solo": summary(10.0), "rollmux": summary(6.25), "other": summary(10.0, sha="y")})
     assert [row["speedup"] for row in table.values()] == [1.0, 1.6, 1.0]
     assert table["rollmux"]["tokens_ratio"] == pytest.approx(1.6)
     assert table["rollmux"]["mean_step_slowdown"] == 1.25
@@ -98,4 +98,4 @@ def test_weights_that_are_not_known_are_not_the_same():
     unknown = summary(1.0)
     for pipeline in unknown["pipelines"].values():
         pipeline["weights_sha256"] = None
-    assert comparison.compare({"solo": unknown})["solo"]["same_weights"] is None
+    assert run_comparison.compare({"solo": unknown})["solo"]["same_weights"] is None

@@ -21,8 +21,8 @@ import rlmux
 from rlmux.cli.main import run_command_line
 from rlmux.client import trackers
 from rlmux.client.trackers import TRACKERS, Origin, figures_of
-from rlmux.report.log import RunLog
-from rlmux.report.step_rows import read_step_rows
+from rlmux.log.run_log import RunLog
+from rlmux.report.timeline.step_rows import read_step_rows
 
 NUM_STEPS = 8
 

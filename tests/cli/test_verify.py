@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlmux.cli import verification
-from rlmux.runtime.verification import Difference, Verdict
+from rlmux.runtime.checks.replay_verification import Difference, Verdict
 
 EQUAL = Verdict(
     pipeline="a",

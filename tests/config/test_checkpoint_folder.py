@@ -174,7 +174,7 @@ def test_a_context_beyond_a_sliding_window_is_refused(refusal, good, load, folde
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_that_transformers_wrote_is_accepted(load, good, tmp_path, architecture, is_tied):
-    from rlmux.engines.model_io import build_model
+    from rlmux.engines.model.model_io import build_model
 
     model = build_model(ModelConfig(architecture=architecture, **EXPERTS.get(architecture, {})), 97, 0)
     if not is_tied:

@@ -9,7 +9,7 @@ from rlmux.config.load import parse_spec
 from rlmux.core.errors import SpecError
 from rlmux.rl.config import InterruptibleConfig
 from rlmux.rl.origin import plan_sha256
-from rlmux.runtime.preflight import complaints_about
+from rlmux.runtime.checks.preflight import complaints_about
 
 HEAD = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}\npipelines:\n  - name: a\n"
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rlmux.cli import inputs
-from rlmux.config.explain import fields_by_key
+from rlmux.config.error_messages import fields_by_key
 from rlmux.config.old_keys import NEW_BY_OLD
 from rlmux.config.tree import PipelineConfig
 

@@ -10,8 +10,8 @@ from typing import get_args, get_origin
 
 import pytest
 
-from rlmux.config import reference, tree
-from rlmux.config.explain import fields_by_key
+from rlmux.config import schema_docs, tree
+from rlmux.config.error_messages import fields_by_key
 from rlmux.core.errors import UserError
 from rlmux.rl import config
 from rlmux.rl.config import FromFile, MisfitError, ModelConfig, TrainingConfig
@@ -31,13 +31,13 @@ def mappings(top: type[FromFile]) -> set[type[FromFile]]:
 
 
 def test_every_mapping_of_the_file_has_a_table_in_the_reference():
-    in_tables = {mapping for _, mapping in reference.SECTIONS}
+    in_tables = {mapping for _, mapping in schema_docs.SECTIONS}
     assert mappings(tree.RunConfig) - in_tables == {tree.ClusterConfig}
 
 
-@pytest.mark.parametrize("mapping", [mapping for _, mapping in reference.SECTIONS])
+@pytest.mark.parametrize("mapping", [mapping for _, mapping in schema_docs.SECTIONS])
 def test_every_key_has_a_line_in_the_reference(mapping):
-    lines = reference.field_lines(mapping)
+    lines = schema_docs.field_lines(mapping)
     assert [key for key in fields_by_key(mapping) if not lines.get(key)] == []
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.actions import ExpectSteps, Relocate, RunStage
+from rlmux.core.estimation.expected_steps import drifted
+from rlmux.core.estimation.measured_steps import MeasuredSteps
 from rlmux.core.events import PipelineSubmitted, StageFinished
-from rlmux.core.expectations import drifted
-from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import DeviceId, Phase, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
-from rlmux.sim.results import SimResult
+from rlmux.sim.results.result import SimResult
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import Drifting, TrueSeconds

@@ -12,7 +12,7 @@ from rlmux.core.events import NodeJoined, NodeLost, NoticeGiven
 from rlmux.core.model import NodeId, Pipeline, PipelineId, PipelineStatus, Stage, Urgency
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
-from rlmux.policies.planning.fairness import FairShares
+from rlmux.policies.max_min_fairness import FairShares
 
 FIRST = NodeId("rollout", 0)
 

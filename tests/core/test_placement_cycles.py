@@ -9,7 +9,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from rlmux.core.cycles import PhaseLoad, cycle_order, cycle_s, fits_period, is_formula_exact, load_s, meta_iteration_s
+from rlmux.core.steps.cycles import (
+    PhaseLoad,
+    cycle_order,
+    cycle_s,
+    fits_period,
+    is_formula_exact,
+    load_s,
+    meta_iteration_s,
+)
 
 
 def load(rollout_s, train_s, *nodes):

@@ -22,9 +22,9 @@ import pytest
 from rlmux.core import invariants
 from rlmux.core.model import Cluster, Phase, Pool
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable
+from rlmux.log import value_codec
 from rlmux.policies import make_policy
-from rlmux.report import codec
 
 RECORDINGS = sorted((Path(__file__).parent.parent / "data" / "decisions").glob("*.jsonl.xz"))
 NEW_POLICIES = {"gavel": "gavel-steps"}
@@ -95,8 +95,8 @@ def test_recorded_events_give_the_recorded_actions(path):
     policy = make_policy(name, seed=first["seed"], **options)
     scheduler = Scheduler(cluster_of(first["cluster"]), policy)
     for number, row in enumerate(rows):
-        event = codec.decode(json.dumps(renamed(row["event"])))
-        actions = [json.loads(codec.encode(action)) for action in scheduler.handle(event)]
+        event = value_codec.decode(json.dumps(renamed(row["event"])))
+        actions = [json.loads(value_codec.encode(action)) for action in scheduler.handle(event)]
         for action in actions:
             action.pop("expected_step_s", None)  # 0.1.0 did not say what it expected of a move
             action.pop("probability", None)  # nor did it state one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable
 
 
 def entry(a, b, device_fraction, slow_a, slow_b):

@@ -12,10 +12,10 @@ from tests.examples import examples
 
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
-from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_choice import PlacementChoice
-from rlmux.core.placement_view import PlacementView
-from rlmux.core.undo import Undo
+from rlmux.core.placement.choice import PlacementChoice
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.placement.rollback import Undo
+from rlmux.core.placement.view import PlacementView
 from rlmux.policies import make_policy
 
 

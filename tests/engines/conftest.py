@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlmux.engines.model_io import build_model
-from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.model.model_io import build_model
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 

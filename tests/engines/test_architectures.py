@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
-from rlmux.engines import training_forward
-from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
-from rlmux.engines.model_io import build_model
-from rlmux.engines.packed_attention import is_packed
-from rlmux.engines.train import TorchTrainEngine
-from rlmux.engines.training_forward import PACKED, prepare_forward, score_tokens
+from rlmux.engines.model.model_io import build_model
+from rlmux.engines.model.packed_attention import is_packed
+from rlmux.engines.train import training_forward
+from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.train_engine import TorchTrainEngine
+from rlmux.engines.train.training_forward import PACKED, prepare_forward, score_tokens
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig, TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary

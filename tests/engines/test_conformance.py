@@ -16,19 +16,19 @@ import torch
 from tests.server_environments import make_environment, misbehaving
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, RlmuxError, UserError
-from rlmux.engines.model_io import MODEL_CLASSES, build_model
-from rlmux.engines.promise_probe import probe_rollout
-from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.determinism_probe import probe_rollout
+from rlmux.engines.model.model_io import MODEL_CLASSES, build_model
+from rlmux.engines.model.weights import SHA256, weights_sha256, write_tensors
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.servers import measuring
-from rlmux.engines.servers.connection import ServerGoneError
-from rlmux.engines.servers.engine import ServerRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
+from rlmux.engines.servers.http_connection import ServerGoneError
 from rlmux.engines.servers.one_server import MAX_LOST
-from rlmux.engines.weights import SHA256, weights_sha256, write_tensors
+from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.rl.config import EngineConfig, ModelConfig, RolloutConfig, TrainingConfig
-from rlmux.rl.engine_check import CLASSES
-from rlmux.rl.promise import Promise, promise_of
+from rlmux.rl.determinism_class import Promise, promise_of
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.rl.user_code.engine_check import CLASSES
 from rlmux.rl.vocabulary import CharVocabulary
 
 VOCAB_SIZE = CharVocabulary().vocab_size

@@ -17,11 +17,11 @@ from tests.engines.test_training_loop import config as loop_config
 
 from rlmux.core.errors import CheckpointError
 from rlmux.core.model import Stage
-from rlmux.engines.lora import ADAPTER_FILE, trained_parameters
-from rlmux.engines.model_io import build_model
-from rlmux.engines.train import RL_STAGES, TorchTrainEngine
-from rlmux.engines.weight_checksum import weights_checksum
-from rlmux.engines.weights import read_tensors
+from rlmux.engines.adapters.lora import ADAPTER_FILE, trained_parameters
+from rlmux.engines.model.model_io import build_model
+from rlmux.engines.model.weight_checksum import weights_checksum
+from rlmux.engines.model.weights import read_tensors
+from rlmux.engines.train.train_engine import RL_STAGES, TorchTrainEngine
 from rlmux.rl.config import (
     ADAPTER_TARGETS,
     AdapterConfig,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.types import FinishedTurn, TrajectoryRequest, TurnReply
 
 NUM_REPLIES = 2

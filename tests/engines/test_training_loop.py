@@ -9,15 +9,15 @@ import torch
 
 from rlmux.core.errors import PipelineError
 from rlmux.core.model import Stage
-from rlmux.engines import train_state
-from rlmux.engines.checkpoint import read_checkpoint
-from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.train import RL_STAGES, TorchTrainEngine
-from rlmux.engines.weight_checksum import weights_checksum
-from rlmux.engines.weights import check_weights, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.model.weight_checksum import weights_checksum
+from rlmux.engines.model.weights import check_weights, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
+from rlmux.engines.train.state import trainer_state
+from rlmux.engines.train.state.checkpoint import read_checkpoint
+from rlmux.engines.train.train_engine import RL_STAGES, TorchTrainEngine
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.rl.origin import Origin
-from rlmux.rl.pipeline_env import PipelineEnv
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
 
 
 def config(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingConfig:
@@ -148,9 +148,9 @@ def test_weights_that_are_not_those_that_were_published_are_refused(tmp_path: Pa
 
 def test_publishing_computes_a_checksum_once_and_no_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, computed = Loop(config(), tmp_path), []
-    monkeypatch.setattr(train_state, "weights_sha256", lambda tensors: pytest.fail("a hash of every byte"))
-    compute = train_state.weights_checksum
-    monkeypatch.setattr(train_state, "weights_checksum", lambda tensors: computed.append(1) or compute(tensors))
+    monkeypatch.setattr(trainer_state, "weights_sha256", lambda tensors: pytest.fail("a hash of every byte"))
+    compute = trainer_state.weights_checksum
+    monkeypatch.setattr(trainer_state, "weights_checksum", lambda tensors: computed.append(1) or compute(tensors))
     loop.run(3)
     assert loop.trainer.weights_checksum() == read_tensors(loop.weights)[1]["weights_checksum"]
     assert len(computed) == 3

@@ -6,7 +6,7 @@ import pytest
 
 from rlmux import papers
 from rlmux.papers import jigsawrl as reproduce_jigsaw
-from rlmux.sim.sweep import sweep
+from rlmux.sim.results.sweep import sweep
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, GSM8K_4B, GSM8K_4B_INSTRUCT, GSM8K_8B
 
 

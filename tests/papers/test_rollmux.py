@@ -17,7 +17,7 @@ from rlmux.papers.offline_optimum import offline_cost
 from rlmux.papers.rollmux import PAPER_ACCOUNTING
 from rlmux.papers.rollmux_rows import gavel_rows, micro_rows, tail_rows
 from rlmux.sim import api
-from rlmux.sim.sweep import SimRun, run_simulation, spread, sweep
+from rlmux.sim.results.sweep import SimRun, run_simulation, spread, sweep
 from rlmux.sim.workloads import catalog
 
 

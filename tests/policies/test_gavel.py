@@ -7,12 +7,12 @@ import math
 import pytest
 
 from rlmux.core.model import Cluster, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Placement, Pool
-from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_choice import PlacementChoice, Refusal
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import PlacementChoice, Refusal
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.placement.view import PlacementView
 from rlmux.policies import make_policy
 from rlmux.policies.gavel import options_of
-from rlmux.policies.planning.turn_clock import Claim, Configuration, Turn, configuration_of
+from rlmux.policies.time_slice_clock import Claim, Configuration, Turn, configuration_of
 
 PAIR, TRAIN = Configuration("r", "t"), Configuration("t", "t")
 

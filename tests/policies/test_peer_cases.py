@@ -17,8 +17,8 @@ from rlmux.core.actions import Admit, MigrateShard, Pause, Refuse, Release, RunS
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import ChunkFinished, PipelineCancelled, PipelineFailed, StageFinished
 from rlmux.core.model import Cluster, Phase, PipelineId, PipelineStatus, Pool, Stage
-from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.placement.view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 
@@ -202,7 +202,7 @@ def test_rb19_rb22_no_device_idles_beside_ready_work_and_every_pipeline_gets_a_d
     driver.submit(*(builders.pipeline(name, num_steps=2, train_s=1.0) for name in names))
     placed = [action.pipeline for action in driver.actions(Admit)]
     for _ in range(400):
-        if not driver.step():  # which checks what the policy promises of idle devices (core/idling.py)
+        if not driver.step():  # which checks what the policy promises of idle devices (core/steps/idle_check.py)
             break
     assert placed
     assert all(driver.scheduler.query.status(PipelineId(name)) is PipelineStatus.FINISHED for name in names)

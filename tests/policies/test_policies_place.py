@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from rlmux.core.model import AdmissionKind, Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
-from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_choice import FruitlessSearch, Refusal
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import FruitlessSearch, Refusal
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.placement.view import PlacementView
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Split
 from rlmux.policies.optimal import Optimal
-from rlmux.policies.planning.partition import NodePrices, candidate_groups, demand_of
-from rlmux.policies.planning.set_partition import cheapest_partition
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.rollmux import RollMux
+from rlmux.policies.search.partition import NodePrices, candidate_groups, demand_of
+from rlmux.policies.search.set_partition import cheapest_partition
 from rlmux.sim.bounds import steady_slo_slack_usd, steady_solo_speed_usd
 
 KEEPS_SLOS = ("solo", "split", "rollmux", "rlmux", "optimal")

@@ -12,7 +12,7 @@ from rlmux.profiling.neighbours import measure_neighbours, missing_neighbours, n
 from rlmux.profiling.profile_file import Profile
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable
-from rlmux.sim.models.neighbours import MEASURED_SUB_STAGES, Neighbours, load_neighbours
+from rlmux.sim.models.neighbour_slowdown import MEASURED_SUB_STAGES, Neighbours, load_neighbours
 
 TINY = BenchmarkSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),

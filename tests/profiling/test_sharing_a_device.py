@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.engines.device_fraction import DeviceFractions, probe
-from rlmux.profiling.interference import fraction_grid_of, measure_interference
+from rlmux.profiling.interference_probe import fraction_grid_of, measure_interference
 from rlmux.profiling.micro_benchmarks import BenchmarkProcess, BenchmarkSizes
 from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import ModelConfig

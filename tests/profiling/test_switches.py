@@ -14,7 +14,7 @@ from rlmux.profiling.profile_file import Profile, load_switch_costs
 from rlmux.profiling.switch_costs import SwitchCosts
 from rlmux.profiling.switch_times import SwitchTimes, measure_switches, switch_times
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.footprint import footprint_of
+from rlmux.rl.memory.footprint import footprint_of
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable, load_interference
 
 DEVICE = "a device"

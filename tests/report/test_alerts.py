@@ -13,8 +13,8 @@ from tests.log_script import LogScript
 from rlmux.config.tree import AlertRule
 from rlmux.core.model import Stage, Urgency
 from rlmux.report.alerts import LOOKED_AT, RULES, Alerts, Curve, disk_alert
-from rlmux.report.history import History
 from rlmux.report.slos import StepTime
+from rlmux.report.timeline.history import History
 
 
 def run_of(curve: dict[str, list[float]], *, slo: float = math.inf) -> History:

@@ -10,9 +10,9 @@ import pytest
 from rlmux.core.actions import Release, RunStage
 from rlmux.core.events import ClientFinished, PipelineRestarted, StageFinished, WorkArrived, WorkWithdrawn
 from rlmux.core.model import DeviceId, Phase, Stage
-from rlmux.report.intervals import Kind
 from rlmux.report.status import status
 from rlmux.report.summary import summarize
+from rlmux.report.timeline.intervals import Kind
 
 ROLLOUT, TRAIN = DeviceId("rollout", 0, 0), DeviceId("train", 0, 0)
 Order = Callable[..., RunStage]

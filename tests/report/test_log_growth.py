@@ -8,7 +8,7 @@ from pathlib import Path
 from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, StageFinished
 from rlmux.core.model import OrderId, PipelineId, Stage
-from rlmux.report.log import LOG_NAME, LogLimits, RunLog
+from rlmux.log.run_log import LOG_NAME, LogLimits, RunLog
 
 BYTES_PER_DAY = 150e6
 """Most bytes that sixteen busy devices may write in a day."""

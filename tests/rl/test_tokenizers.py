@@ -13,9 +13,9 @@ import pytest
 
 from rlmux.rl.config import ModelConfig, SftWarmupConfig, TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch
-from rlmux.rl.pipeline_env import PipelineEnv
-from rlmux.rl.preflight import complaint_about
 from rlmux.rl.tasks import make_task
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
+from rlmux.rl.user_code.reward_preflight import complaint_about
 from rlmux.rl.vocabulary import CharVocabulary, load_vocabulary
 
 BOS = CharVocabulary.vocab_size

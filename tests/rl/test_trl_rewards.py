@@ -14,9 +14,9 @@ import pytest
 
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.pipeline_env import PipelineEnv
-from rlmux.rl.preflight import complaint_about
 from rlmux.rl.types import FinishedTurn, TrajectoryRequest
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
+from rlmux.rl.user_code.reward_preflight import complaint_about
 from rlmux.rl.vocabulary import CharVocabulary
 
 MakeConfig = Callable[..., TrainingConfig]

@@ -13,11 +13,11 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.pipeline_env import PipelineEnv
-from rlmux.rl.preflight import complaint_about
 from rlmux.rl.types import FinishedTurn
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
+from rlmux.rl.user_code.reward_preflight import complaint_about
 from rlmux.rl.vocabulary import CharVocabulary
-from rlmux.runtime.preflight import complaints_about
+from rlmux.runtime.checks.preflight import complaints_about
 
 MakeConfig = Callable[..., TrainingConfig]
 Finish = Callable[..., FinishedTurn]

@@ -22,7 +22,7 @@ from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import Choice, GroupView, MigrateWork, PauseOrder
 from rlmux.policies import make_policy
-from rlmux.policies.planning.dispatching import start_where_free
+from rlmux.policies.lookahead.dispatching import start_where_free
 from rlmux.policies.rollmux import RollMux
 from rlmux.rl.config import (
     AlgorithmConfig,
@@ -32,12 +32,12 @@ from rlmux.rl.config import (
     TaskConfig,
     TrainingConfig,
 )
-from rlmux.rl.promise import ProbeReport
+from rlmux.rl.determinism_class import ProbeReport
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 STAGES = (
     Stage.GENERATE,
@@ -284,7 +284,7 @@ class RayCluster:
         self.ray = Cluster(initialize_head=True, head_node_args=head_args)
 
     def make_backend(self, **options: Any) -> Callable[..., WorkerBackend]:
-        from rlmux.runtime.ray_backend import ray_backend
+        from rlmux.runtime.ray.ray_backend import ray_backend
 
         return partial(ray_backend, address=self.ray.address, **options)
 
@@ -312,7 +312,7 @@ class Nodes(RayCluster):
 
     def lose(self, rollout_node: Any) -> None:
         """As if its machine had died; returns once Ray says so."""
-        from rlmux.runtime.ray_cluster import alive_nodes
+        from rlmux.runtime.ray.cluster import alive_nodes
 
         self.rollout.remove(rollout_node)
         self.ray.remove_node(rollout_node, allow_graceful=False)

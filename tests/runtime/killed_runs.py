@@ -10,9 +10,9 @@ from tests.waiting import until
 
 from rlmux.config.load import parse_spec
 from rlmux.policies import make_policy
-from rlmux.report.api import load_summary
+from rlmux.report.reports import load_summary
 from rlmux.runtime import launch
-from rlmux.runtime.verification import verify
+from rlmux.runtime.checks.replay_verification import verify
 
 
 def weights(folder: Path) -> dict[str, str]:

@@ -12,17 +12,17 @@ import pytest
 from rlmux.config.load import load_spec
 from rlmux.core.errors import SpecError
 from rlmux.rl.config import TaskConfig, TrainingConfig
-from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import FinishedTurn
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
 from rlmux.runtime.launch import submissions
-from rlmux.runtime.processes import WorkerProcess
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.processes import WorkerProcess
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 LIMIT_S = 2.5
 WORKER = """
 import time
 from contextlib import nullcontext
-from rlmux.runtime.heartbeat import beat, beating
+from rlmux.runtime.workers.heartbeat import beat, beating
 
 
 def compute(seconds):

@@ -10,8 +10,8 @@ import pytest
 from tests.waiting import until
 
 from rlmux.core.errors import StorageError
-from rlmux.runtime import checkpoints
-from rlmux.runtime.checkpoints import CheckpointFolder, CheckpointWriter, prune
+from rlmux.runtime.weights import checkpoints
+from rlmux.runtime.weights.checkpoints import CheckpointFolder, CheckpointWriter, prune
 
 
 def writes_at(signal: threading.Event, made: list[Path]):

@@ -11,7 +11,7 @@ import pytest
 from tests.command_line import command
 
 from rlmux.core.actions import ExpectSteps, Relocate
-from rlmux.report.log import LogReader
+from rlmux.log.run_log import LogReader
 from rlmux.rl.tasks.file_rows import FileTask
 
 STEPS, PROMPTS = 30, 16

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Action, Admit, Pause, RunStage
-from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, RewardOverdue, StagePaused, TimeReached, WorkArrived, WorkWithdrawn
 from rlmux.core.model import (
@@ -28,14 +27,15 @@ from rlmux.core.model import (
     Stage,
 )
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.policies import make_policy
 from rlmux.rl.packed_turns import PackedTurns
-from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
+from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.controller import Controller
-from rlmux.runtime.inbox import Inbox
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.worker_calls import RolloutChunkResult
+from rlmux.runtime.workers.worker_calls import RolloutChunkResult
 
 
 class MovingClock:

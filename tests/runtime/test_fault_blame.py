@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.events import PipelineFailed, WorkerLost
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 REWARDS = """
 import os, sys, time
@@ -100,7 +100,7 @@ def test_numbers_that_blow_up_fail_their_pipeline(real, make_backend, good, alon
 POISON = """
 import os
 
-from rlmux.runtime.workers import RolloutWorker
+from rlmux.runtime.workers.planned_workers import RolloutWorker
 
 
 class Poisonable(RolloutWorker):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.command_line import command
 
-from rlmux.report.log import LogReader
+from rlmux.log.run_log import LogReader
 
 SOURCE = Path(__file__).parents[2] / "src" / "rlmux"
 

@@ -10,7 +10,7 @@ from rlmux.core.actions import RunStage
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, Footprint
 from rlmux.policies import make_policy
-from rlmux.runtime.memory import with_footprint
+from rlmux.runtime.memory.memory_budget import with_footprint
 from rlmux.runtime.run import run_pipelines
 
 MEGABYTE = 1e6

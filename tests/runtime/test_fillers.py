@@ -13,7 +13,7 @@ import pytest
 from rlmux.core.actions import Pause, RunStage
 from rlmux.core.model import Stage, Urgency
 from rlmux.policies import make_policy
-from rlmux.runtime.answers import ANSWERS_NAME, AnswerFile, answered_steps
+from rlmux.runtime.records.filler_outputs import ANSWERS_NAME, AnswerFile, answered_steps
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 
 NUM_STEPS = 6

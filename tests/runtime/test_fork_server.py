@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlmux.runtime.processes import fork_server_address, fork_server_pid
+from rlmux.runtime.workers.processes import fork_server_address, fork_server_pid
 
 SCRIPT = """
 from multiprocessing import get_context
 from rlmux.runtime import processes
-from rlmux.runtime.processes import fork_server_pid, warm_up
+from rlmux.runtime.workers.processes import fork_server_pid, warm_up
 
 processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
 if __name__ == "__main__":
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 UNGUARDED = """
 import os, signal
 from pathlib import Path
-from rlmux.runtime.processes import WorkerProcess, fork_server_pid, warm_up
+from rlmux.runtime.workers.processes import WorkerProcess, fork_server_pid, warm_up
 
 with Path("runs").open("a") as runs:
     runs.write("again ")
@@ -78,7 +78,7 @@ def test_a_server_that_was_started_without_our_imports_is_replaced_once(tmp_path
 BORROWER = """
 import os, sys
 from pathlib import Path
-from rlmux.runtime.processes import WorkerProcess, borrow_fork_server
+from rlmux.runtime.workers.processes import WorkerProcess, borrow_fork_server
 
 borrow_fork_server(sys.argv[1])
 worker = WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0)
@@ -101,7 +101,7 @@ import os, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
-from rlmux.runtime.processes import WorkerProcess, borrow_fork_server
+from rlmux.runtime.workers.processes import WorkerProcess, borrow_fork_server
 
 borrow_fork_server(sys.argv[1])
 worker = WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0)
@@ -125,7 +125,7 @@ SERVER_KILLED = """
 import os, signal
 from pathlib import Path
 from rlmux.runtime import processes
-from rlmux.runtime.processes import WorkerProcess, fork_server_pid, warm_up
+from rlmux.runtime.workers.processes import WorkerProcess, fork_server_pid, warm_up
 
 processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
 warm_up()

@@ -14,7 +14,7 @@ from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, 
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.worker_calls import TrainCallResult
+from rlmux.runtime.workers.worker_calls import TrainCallResult
 
 TOUCHING = {"build", "run_chunk", "run_stage", "publish", "checkpoint", "offload"}
 """Calls that need the device; the other calls of device workers read files or wait for one."""

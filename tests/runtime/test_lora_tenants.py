@@ -12,7 +12,7 @@ import pytest
 from rlmux.core.actions import RunStage
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import Stage
-from rlmux.engines.weights import read_tensors
+from rlmux.engines.model.weights import read_tensors
 from rlmux.policies import make_policy
 from rlmux.rl.config import AdapterConfig
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines

@@ -6,8 +6,8 @@ import pickle
 from dataclasses import replace
 
 from rlmux.rl.types import TurnReply
-from rlmux.runtime.worker_calls import RolloutChunk
-from rlmux.runtime.workers import EnvWorker, RolloutWorker
+from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker
+from rlmux.runtime.workers.worker_calls import RolloutChunk
 
 
 def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real, one_thread):

@@ -13,10 +13,10 @@ from rlmux.core.events import HoldReleased, ParkRequested, PipelineParked, Pipel
 from rlmux.core.model import PipelineId, PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
-from rlmux.policies.planning.fairness import FairShares
+from rlmux.policies.max_min_fairness import FairShares
+from rlmux.runtime.control.run_control import Requested
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.run_api import Requested
 
 LONG = PipelineId("long")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
-from rlmux.report.log import LogReader
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 
 STEPS = 6

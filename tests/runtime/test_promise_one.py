@@ -10,9 +10,9 @@ from rlmux.core.actions import MigrateShard
 from rlmux.core.events import StagePaused
 from rlmux.core.model import Cluster, Phase, Pool, Stage
 from rlmux.core.views import Choice, GroupView, PauseOrder
-from rlmux.policies.planning.dispatching import start_oldest_first
+from rlmux.policies.lookahead.dispatching import start_oldest_first
 from rlmux.policies.rollmux import RollMux
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 
 @pytest.fixture(scope="module")

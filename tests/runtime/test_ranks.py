@@ -13,10 +13,10 @@ from rlmux.core.actions import Admit, RunStage, Switch
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Placement, Stage
 from rlmux.policies import make_policy
-from rlmux.runtime.heartbeat import Activity
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.heartbeat import Activity
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 STEPS = 2
 TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
@@ -168,7 +168,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_ranks(real, al
 def test_ranks_on_several_ray_nodes_without_shared_memory_give_the_weights_of_one(
     real, alone, nodes, tmp_path, monkeypatch
 ) -> None:
-    from rlmux.runtime.ray_sync import Deliveries
+    from rlmux.runtime.ray.weight_delivery import Deliveries
 
     second = nodes.add(train=2)
     try:

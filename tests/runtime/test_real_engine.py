@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmux.rl.promise import Promise
+from rlmux.rl.determinism_class import Promise
 
 ENGINE = os.environ.get("RLMUX_ENGINE", "")
 PYTHON = os.environ.get("RLMUX_ENGINE_PYTHON", "")

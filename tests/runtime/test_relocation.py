@@ -10,10 +10,10 @@ import pytest
 from rlmux.core.actions import Release, Relocate
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
-from rlmux.core.placement_choice import PlacementChoice, Relocation
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import PlacementChoice, Relocation
+from rlmux.core.placement.view import PlacementView
 from rlmux.core.views import GroupView, RunWork
-from rlmux.policies.planning.dispatching import start_oldest_first
+from rlmux.policies.lookahead.dispatching import start_oldest_first
 
 ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)
 

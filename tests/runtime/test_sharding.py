@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import Stage
-from rlmux.engines.lora import ADAPTER_FILE
-from rlmux.engines.weights import read_tensors, weights_sha256
+from rlmux.engines.adapters.lora import ADAPTER_FILE
+from rlmux.engines.model.weights import read_tensors, weights_sha256
 from rlmux.policies import make_policy
 from rlmux.rl.config import AdapterConfig
-from rlmux.rl.model_shape import shape_of
+from rlmux.rl.memory.model_shape import shape_of
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
 

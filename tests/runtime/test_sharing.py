@@ -8,7 +8,7 @@ from rlmux.core.actions import RunStage, SetDeviceFraction
 from rlmux.core.events import StageFinished, StagePaused
 from rlmux.core.model import DeviceId, OrderId
 from rlmux.policies import make_policy
-from rlmux.runtime.memory import with_footprint
+from rlmux.runtime.memory.memory_budget import with_footprint
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
 
 ESTIMATED = sharing_table(estimated_table(fraction_grid("core", num_units=4)))

@@ -11,8 +11,8 @@ import pytest
 
 from rlmux.policies import make_policy
 from rlmux.runtime.local import SharedMemoryFolder
-from rlmux.runtime.processes import fork_server_pid
 from rlmux.runtime.run import RunOptions, run_pipelines
+from rlmux.runtime.workers.processes import fork_server_pid
 
 NUM_PIPELINES = 14
 NUM_STEPS = 3

@@ -25,7 +25,7 @@ from rlmux.core.model import (
 )
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.worker_calls import TrainCallResult
+from rlmux.runtime.workers.worker_calls import TrainCallResult
 
 DEVICE = DeviceId("train", 0, 0)
 PLACE = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train_nodes=(NodeId("train", 0),))

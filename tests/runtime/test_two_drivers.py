@@ -13,9 +13,9 @@ from rlmux.core.actions import Action, ExpectSteps
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import MarkPlanned, RunWork
+from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import POLICIES, make_policy
-from rlmux.report.api import write_report
-from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.report.reports import write_report
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller

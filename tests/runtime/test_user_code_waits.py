@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Admit, RunStage, Switch
-from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import ReplyArrived, RewardOverdue, StageFinished, StagePaused
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.rl.packed_turns import PackedTurns
-from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TurnReply
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.worker_calls import RolloutChunkResult
+from rlmux.runtime.workers.worker_calls import RolloutChunkResult
 
 DEVICE = DeviceId("rollout", 0, 0)
 REWARDS = """

@@ -31,10 +31,10 @@ from rlmux.core.model import (
 )
 from rlmux.rl.config import TailBatchingConfig
 from rlmux.rl.packed_turns import PackedTurns
-from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.worker_calls import RolloutChunk, RolloutChunkResult
+from rlmux.runtime.workers.worker_calls import RolloutChunk, RolloutChunkResult
 
 LEFT, RIGHT = DeviceId("rollout", 0, 0), DeviceId("rollout", 1, 0)
 

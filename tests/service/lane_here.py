@@ -12,17 +12,17 @@ from rlmux.config import Spec
 from rlmux.config.load import parse_spec
 from rlmux.config.shares import parse_shares
 from rlmux.core.events import Event
-from rlmux.core.offers import QueueOrder
+from rlmux.core.queue.queue_order import QueueOrder
 from rlmux.core.scheduler import Scheduler
+from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
-from rlmux.report.log import RunLog, run_header
 from rlmux.runtime.backend import Note
-from rlmux.runtime.control_socket import ControlServer
+from rlmux.runtime.control.control_socket import ControlServer
+from rlmux.runtime.control.run_control import RunApi
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.launch import parser
-from rlmux.runtime.run_api import RunApi
-from rlmux.runtime.usage_notes import UsageNotes
+from rlmux.runtime.records.usage_notes import UsageNotes
 
 LANE = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 from tests import waiting
 
-from rlmux.service.dashboard.access import Limits
-from rlmux.service.dashboard.app import Dashboard
-from rlmux.service.listening import Listening
-from rlmux.service.server import Server
+from rlmux.service.addresses import Listening
+from rlmux.service.dashboard.auth.access import Limits
+from rlmux.service.dashboard.dashboard import Dashboard
+from rlmux.service.http_server import Server
 
 MANY = Limits(requests_per_s=1e6, burst=1e6, logins_per_minute=1e6)
 

@@ -12,13 +12,13 @@ from tests.log_script import TRAIN, AlternatingRun, LogScript, append, order
 
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Stage
-from rlmux.report.api import read_timeline
-from rlmux.report.intervals import Interval, Kind
-from rlmux.report.log import LOG_NAME, LogReader, RunLog
-from rlmux.report.segments import last_seq_of
-from rlmux.report.step_rows import read_step_rows
+from rlmux.log.run_log import LOG_NAME, LogReader, RunLog
+from rlmux.log.segments import last_seq_of
+from rlmux.report.reports import read_timeline
 from rlmux.report.summary import step_times, summarize
-from rlmux.report.timeline import Timeline, exposed
+from rlmux.report.timeline.build import Timeline, exposed
+from rlmux.report.timeline.intervals import Interval, Kind
+from rlmux.report.timeline.step_rows import read_step_rows
 from rlmux.service.index import indexer
 from rlmux.service.index.columns import CAUSES, KINDS, STAGES
 from rlmux.service.index.indexer import LaneIndexer, is_up_to_date

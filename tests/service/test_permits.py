@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from tests.broker.room import HERE, SHARE_FOLDER
 from tests.service.conftest import FILE
-from tests.service.test_serve import program
+from tests.service.test_app import program
 from tests.waiting import until
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.actions import RunStage
 from rlmux.core.events import StageFinished
-from rlmux.report.log import LogReader
+from rlmux.log.run_log import LogReader
 
 SHARED = (
     FILE.replace(

@@ -13,9 +13,9 @@ from tests.log_script import AlternatingRun, LogScript
 from tests.service.dashboard.test_prometheus import of, scraped
 from tests.service.pages_server import Pages
 
-from rlmux.report.api import write_report
-from rlmux.report.log import LogReader
-from rlmux.runtime.run_status import StatusReader
+from rlmux.log.run_log import LogReader
+from rlmux.report.reports import write_report
+from rlmux.runtime.control.run_status import StatusReader
 
 TOLD = ("step_slowdown", "slo_slowdown", "keeps_slo", "reward_first", "reward_last", "promise")
 

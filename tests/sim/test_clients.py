@@ -22,8 +22,8 @@ from rlmux.core.model import (
     Pool,
     Stage,
 )
+from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import POLICIES, make_policy
-from rlmux.report.log import RunLog, run_header
 from rlmux.sim.clients import ClientBatch
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload

@@ -14,7 +14,7 @@ from tests.examples import examples
 from rlmux.core.actions import Pause, RunStage
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage, Urgency
 from rlmux.policies import make_policy
-from rlmux.sim.results import SimResult
+from rlmux.sim.results.result import SimResult
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import TrueSeconds

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.model import Cluster
-from rlmux.sim.sweep import SimRun, run_simulation
+from rlmux.sim.results.sweep import SimRun, run_simulation
 from rlmux.sim.workloads import catalog
 from rlmux.sim.world import STEADY
 

@@ -7,7 +7,7 @@ import pytest
 from rlmux.core.model import Cluster, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.policies import make_policy
 from rlmux.sim.node_changes import NodeFailure
-from rlmux.sim.results import SimResult
+from rlmux.sim.results.result import SimResult
 from rlmux.sim.simulator import simulate
 from rlmux.sim.spot_trace import PriceChange, Reclaim, SpotTrace
 from rlmux.sim.workloads.arrivals import Arrival, Workload

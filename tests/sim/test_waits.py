@@ -19,10 +19,9 @@ from tests.examples import examples
 
 from rlmux.core.actions import Admit, Release
 from rlmux.core.model import QUEUED, Account, Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Urgency
-from rlmux.core.offers import AccountShare, Share, ShareSettings
-from rlmux.policies import make_policy
-from rlmux.policies.planning import fairness
-from rlmux.policies.planning.fairness import AGED_S
+from rlmux.core.queue.queue_order import AccountShare, Share, ShareSettings
+from rlmux.policies import make_policy, max_min_fairness
+from rlmux.policies.max_min_fairness import AGED_S
 from rlmux.sim.simulator import Simulation
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import TrueSeconds
@@ -132,7 +131,7 @@ def test_one_behind_a_flood_of_urgent_ones_starts_when_it_has_aged_and_not_befor
 
 def test_without_ageing_it_would_wait_for_the_end_of_the_flood(monkeypatch):
     """The bound is ageing's: the same flood without it breaks the bound that the tests above hold."""
-    monkeypatch.setattr(fairness, "AGED_S", float("inf"))
+    monkeypatch.setattr(max_min_fairness, "AGED_S", float("inf"))
     made = flood()
     begun, over = times_of(made, 1, "solo")
     assert begun["last"] == max(begun.values())

@@ -9,8 +9,8 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
-from rlmux.report.log import RunLog, run_header
 from rlmux.sim.simulator import simulate
 from rlmux.sim.what_if import Change, what_if
 from rlmux.sim.workloads.arrivals import Arrival, Workload

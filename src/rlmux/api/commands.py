@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlmux import plugins
 from rlmux.api.files import File, Say, load_file, load_workload, policy_and_switches, warn
-from rlmux.api.runs import Display, Run, followed
+from rlmux.api.run_handle import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
 from rlmux.policies import check_policy
@@ -109,7 +109,7 @@ def run(
     `say`: told what of the file or the profile is old or of no use; by default a warning of the logger `rlmux`.
     Raises UserError before anything starts. A pipeline's own failure is in `Run.summary`, not raised.
     """
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
     from rlmux.runtime.run import RunOptions
 
     spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, say=say)
@@ -142,7 +142,8 @@ def compare(
     `profile`, `display`, `say`: as for `run`, under each policy anew.
     The keys are those of `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
     """
-    from rlmux.runtime import comparison, folders
+    from rlmux.runtime.checks import run_comparison
+    from rlmux.runtime.records import folders
     from rlmux.runtime.run import RunOptions
 
     for name in policies:
@@ -155,7 +156,7 @@ def compare(
             return _train(one, into, options, address=address, profile=profile, say=say)
 
     with folders.chosen(out, f"{_stem(file)}-compare") as folder:
-        return comparison.run_each(spec, tuple(policies), folder, start, is_overwriting=overwrite)
+        return run_comparison.run_each(spec, tuple(policies), folder, start, is_overwriting=overwrite)
 
 
 def _stem(file: File) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.api.files import IN_CODE, File, load_file
-from rlmux.api.runs import Run
+from rlmux.api.run_handle import Run
 from rlmux.client.target import Target, is_url, target_of
 from rlmux.config import Purpose
 from rlmux.core.errors import UserError

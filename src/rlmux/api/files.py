@@ -109,7 +109,7 @@ def policy_and_switches(spec: Spec, profile: str | Path | None, say: Say = warn)
     look_for_plugin(spec.policy, spec.code_folder)
     if profile is None:
         return make_policy(spec.policy), estimate_nothing
-    from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
+    from rlmux.profiling.interference_probe import fractions_here  # brings torch along, to look at the devices
     from rlmux.profiling.profile_file import load_sharing, load_switch_costs, sub_stages_of
 
     here = fractions_here()
@@ -142,7 +142,7 @@ def _load(file: File, **how: Any) -> Spec:
 def _check_training(purpose: Purpose) -> CheckTraining | None:
     if purpose is not Purpose.RUN:
         return None
-    from rlmux.runtime.preflight import complaints_about
+    from rlmux.runtime.checks.preflight import complaints_about
 
     return complaints_about
 

@@ -22,18 +22,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.broker.desk import Desk
-from rlmux.broker.programs import NO_MORE
-from rlmux.broker.recall import recall
+from rlmux.broker.permit_manager import Desk
+from rlmux.broker.program_roster import NO_MORE
+from rlmux.broker.recovery import recall
 from rlmux.broker.server import Connection, Server
 from rlmux.broker.wire import WireError, read_message, write_message
 from rlmux.core.actions import Refuse, Release, RunStage
 from rlmux.core.events import PipelineCancelled, PipelineFailed, PipelineSubmitted
 from rlmux.core.model import Cluster, DeviceId, Phase, Pipeline, PipelineId, Resident
 from rlmux.runtime.backend import Note
-from rlmux.runtime.external_programs import Report
-from rlmux.runtime.inbox import Command, Inbox
-from rlmux.runtime.supervised import SupervisedThread
+from rlmux.runtime.control.inbox import Command, Inbox
+from rlmux.runtime.control.supervised_thread import SupervisedThread
+from rlmux.runtime.orders.external_programs import Report
 from rlmux.share import prove
 
 _LOOK_EVERY_S = 0.1

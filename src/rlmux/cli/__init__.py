@@ -1,4 +1,8 @@
-"""The command line: words in, pictures out. One function per command, no scheduling logic of its own."""
+"""The command line: words in, pictures out. One function per command, no scheduling logic of its own.
+
+Reading order: main, inputs, output, tables, live, progress, remote, lookups, exit_codes, chaos, doctor,
+doctor_engine, verification, what_if, memory_rows, profile_tables.
+"""
 
 from rlmux.cli.main import main
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli import tables
-from rlmux.runtime.chaos import ChaosResult, Commands
+from rlmux.runtime.checks.chaos_kills import ChaosResult, Commands
 
 _RLMUX = (sys.executable, "-m", "rlmux")
 

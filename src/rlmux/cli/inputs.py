@@ -16,7 +16,7 @@ from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlmux.config.broker_file import BrokerSpec
-    from rlmux.sim.models.neighbours import Neighbours
+    from rlmux.sim.models.neighbour_slowdown import Neighbours
     from rlmux.sim.workloads.arrivals import Workload
 
 BACKENDS = ("local", "ray")
@@ -112,7 +112,7 @@ def workload_or_run(
         return load_workload(text, sets or (), say)
     if sets:
         raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and a run is as it was")
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
     from rlmux.sim.workloads.recorded import recorded_workload
 
     folders.check_run(run)
@@ -125,7 +125,7 @@ def recorded_for_split(run: Path | None, split: int | None) -> Workload | None:
         return None
     if split is None:
         raise UserError(f"--from-run {run}: goes with --split only")
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
     from rlmux.sim.workloads.recorded import recorded_workload
 
     folders.check_run(run)
@@ -134,8 +134,8 @@ def recorded_for_split(run: Path | None, split: int | None) -> Workload | None:
 
 def _neighbours(profile: Path) -> Neighbours | None:
     """Slowdowns by busy neighbours, as far as the profile has them."""
-    from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
-    from rlmux.sim.models.neighbours import load_neighbours
+    from rlmux.profiling.interference_probe import fractions_here  # brings torch along, to look at the devices
+    from rlmux.sim.models.neighbour_slowdown import load_neighbours
 
     neighbours, warnings = load_neighbours(profile, fractions_here().device)
     for warning in warnings:
@@ -145,7 +145,7 @@ def _neighbours(profile: Path) -> Neighbours | None:
 
 def measured(run: Path) -> dict[str, object]:
     """What the run itself took, beside what is predicted."""
-    from rlmux.report.api import read_timeline
+    from rlmux.report.reports import read_timeline
 
     timeline = read_timeline(run)
     return {"policy": timeline.header.get("policy"), "makespan_s": timeline.makespan_s}
@@ -153,7 +153,7 @@ def measured(run: Path) -> dict[str, object]:
 
 def bases_in(spec: Spec) -> list[dict[str, object]]:
     """The frozen bases that the file's adapters stand on, each once, with its bytes in shared memory."""
-    from rlmux.rl.adapter_base import bases_of
+    from rlmux.rl.memory.adapter_base import bases_of
 
     found = bases_of(one.training for one in spec.pipelines if one.training is not None)
     return [{"base": name, "gb": num_bytes / 1e9, "pipelines": names} for name, (num_bytes, names) in found.items()]

@@ -33,7 +33,7 @@ from rlmux.core.events import (
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Stage
 from rlmux.report.slos import probability_words
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.promise import Promise
+from rlmux.rl.determinism_class import Promise
 from rlmux.runtime.backend import Note
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What `plan` shows of memory: what each worker of a pipeline holds at its fullest moment, part by part.
 
-Figures are those that `run` adds up before it places a pipeline (rl/memory_parts.py), for the workers of one pipeline;
-what the file's `footprint` says instead is not known by part.
+The figures are the ones that `run` adds up before it places a pipeline (rl/memory/memory_parts.py), for the workers of
+one pipeline. A `footprint` in the file is not known by part.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from rlmux.config import Spec
 from rlmux.core.model import Phase
-from rlmux.rl.footprint import device_parts, host_parts
-from rlmux.rl.memory_parts import Parts, total
-from rlmux.rl.model_shape import shape_of
+from rlmux.rl.memory.footprint import device_parts, host_parts
+from rlmux.rl.memory.memory_parts import Parts, total
+from rlmux.rl.memory.model_shape import shape_of
 
 MemoryOfPipeline = dict[str, Any]
 """What `memory_of` says of one pipeline."""
@@ -42,7 +42,7 @@ def check_fits(spec: Spec) -> None:
     """What `run` checks before it starts. Raises RefusedError, with the parts, for the first pipeline that does not fit
     a device of its pools; of one without a task nothing is known."""
     from rlmux.runtime.backend import Submission
-    from rlmux.runtime.memory import check_each_fits, with_footprint
+    from rlmux.runtime.memory.memory_budget import check_each_fits, with_footprint
 
     known = [Submission(pipeline=one.pipeline, config=one.training) for one in spec.pipelines if one.training]
     check_each_fits(spec.cluster, [with_footprint(one, spec.cluster) for one in known])

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlmux.cli import tables
 from rlmux.core.model import SubStage
-from rlmux.core.sharing import MIN_GAIN
+from rlmux.core.steps.colocation import MIN_GAIN
 from rlmux.profiling.profile_file import Profile
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable

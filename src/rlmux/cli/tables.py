@@ -218,7 +218,7 @@ def _show_spot(result: Row) -> None:
 
 def _show_parts(result: Row) -> None:
     """What the dollars of each policy were paid for, where anything was."""
-    from rlmux.sim.pictures import PARTS
+    from rlmux.sim.results.pictures import PARTS
 
     paid = {policy: figures for policy, figures in result["policies"].items() if figures["cost_usd"]}
     if paid:

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlmux.cli import tables
-from rlmux.runtime.folders import is_of_server
-from rlmux.runtime.verification import Verdict, verify
+from rlmux.runtime.checks.replay_verification import Verdict, verify
+from rlmux.runtime.records.folders import is_of_server
 
 
 def chosen(folder: Path) -> Callable[..., list[Verdict]]:
     """What verifies a folder: that of a run, or that of a server."""
     if is_of_server(folder):
-        from rlmux.service.verification import verify_served
+        from rlmux.service.served_verification import verify_served
 
         return verify_served
     return verify

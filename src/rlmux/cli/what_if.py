@@ -22,7 +22,8 @@ def answer(
     sets: Sequence[str],
 ) -> dict[str, Any]:
     """What is left of the run, now and with the change. Raises UserError."""
-    from rlmux.runtime import folders, launch
+    from rlmux.runtime import launch
+    from rlmux.runtime.records import folders
     from rlmux.sim.what_if import Change, what_if
     from rlmux.sim.workloads.ongoing import ongoing
     from rlmux.sim.workloads.spec_file import workload_of

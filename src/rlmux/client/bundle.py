@@ -20,7 +20,7 @@ import yaml
 
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
-from rlmux.runtime.inputs import input_files
+from rlmux.runtime.records.input_files import input_files
 
 MAX_BYTES = 64 << 20
 _LEFT_OUT = ("__pycache__",)

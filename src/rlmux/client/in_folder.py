@@ -13,15 +13,15 @@ from typing import Any
 
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
-from rlmux.report.acknowledged import acknowledge
-from rlmux.report.folder_lock import FolderInUseError, FolderLock, living_owner
-from rlmux.report.log import LogReader
+from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
+from rlmux.log.run_log import LogReader
+from rlmux.report.acknowledgements import acknowledge
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
-from rlmux.report.step_rows import read_step_rows
-from rlmux.runtime import folders
-from rlmux.runtime.control_requests import ControlRequest, ListQueue, SetShares, Submit, Usage, record_of
-from rlmux.runtime.control_socket import NotRunningError, ask
-from rlmux.runtime.run_status import StatusReader
+from rlmux.report.timeline.step_rows import read_step_rows
+from rlmux.runtime.control.control_requests import ControlRequest, ListQueue, SetShares, Submit, Usage, record_of
+from rlmux.runtime.control.control_socket import NotRunningError, ask
+from rlmux.runtime.control.run_status import StatusReader
+from rlmux.runtime.records import folders
 
 _LOOK_EVERY_S = 0.1
 _SERVE = "rlmux serve FILE --out {}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlmux.core.errors import RlmuxError, UserError
-from rlmux.runtime.metrics import tag_of
+from rlmux.runtime.records.metrics_writer import tag_of
 
 TRACKERS = ("wandb", "mlflow", "trackio")
 PROJECT = "rlmux"

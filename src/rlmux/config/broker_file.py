@@ -16,10 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlmux.config.checks import check_policy
 from rlmux.config.derive import make_cluster
-from rlmux.config.explain import explain, spec_error
+from rlmux.config.error_messages import explain, spec_error
 from rlmux.config.load import read_text
-from rlmux.config.located import parse_yaml
 from rlmux.config.merge import merge
+from rlmux.config.source_map import parse_yaml
 from rlmux.config.tree import ClusterConfig
 from rlmux.core.model import Cluster
 from rlmux.rl.config import FromFile, PositiveFloat

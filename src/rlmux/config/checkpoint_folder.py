@@ -60,9 +60,9 @@ class _Tensor(NamedTuple):
 def check_checkpoint(folder: Path, *, is_served: bool = False) -> CheckpointFolder:
     """Read a checkpoint's config.json and the headers of its weights.
 
-    `is_served`: a server of others samples, so that any model is accepted that transformers might train; whether the
-    server has it is rl/engine_check.py's to find. Raises UserError, with the file and what is accepted, where this is
-    no checkpoint that can be trained.
+    `is_served`: another engine's server samples, so any model is accepted that transformers might train;
+    rl/user_code/engine_check.py finds whether the server has it. Raises UserError, with the file and what is accepted,
+    for a checkpoint that cannot be trained.
     """
     accepted = "accepted: a Hugging Face checkpoint folder with config.json and *.safetensors"
     if not os.path.isdir(folder):  # one that is too long to exist is no folder either

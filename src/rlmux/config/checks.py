@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlmux import plugins
-from rlmux.config import references
+from rlmux.config import import_checks
 from rlmux.config.checkpoint_folder import check_checkpoint
-from rlmux.config.explain import nearest_hint, shown_value, spec_error
-from rlmux.config.located import Node, PathPart
+from rlmux.config.error_messages import nearest_hint, shown_value, spec_error
+from rlmux.config.source_map import Node, PathPart
 from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
@@ -247,14 +247,14 @@ class Checks:
             raise self._error(path, "is a mapping: 'path' is missing; accepted: a .jsonl or .parquet file")
         if task.path is not None:
             with self._placed((*path, "path")):
-                references.check_rows_file(Path(task.path))
+                import_checks.check_rows_file(Path(task.path))
         if task.environment is not None and task.reward is None:
             text = "needs a reward, since a response has several turns; accepted: 'reward' beside it, or none of them"
             raise self._error((*path, "environment"), text)
         for key, reference in (("reward", task.reward), ("environment", task.environment)):
             if reference is not None:
                 with self._placed((*path, key)):
-                    references.check_function(reference, self._code_folder)
+                    import_checks.check_function(reference, self._code_folder)
 
     def _check_training(self, check: CheckTraining) -> None:
         """What is found by making tasks, reading rows and calling rewards; last, since it takes longest."""

@@ -1,7 +1,7 @@
 """From the user's file to frozen values.
 
     text ─ parse ─▶ nodes ─ merge ─▶ nodes ─ read_tree ─▶ RunConfig ─ checks ─▶ Spec
-    (located.py)        (merge.py)        (tree.py)            (checks.py)   Cluster, Pipeline: derive.py
+    (source_map.py)        (merge.py)        (tree.py)            (checks.py)   Cluster, Pipeline: derive.py
                                                                              TrainingConfig: the tree's own
 
 Everything that can be known to be wrong without starting anything is found here, as a SpecError of one line.
@@ -21,14 +21,14 @@ from pydantic import ValidationError
 
 from rlmux.config.checks import Checks, CheckTraining, Purpose
 from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
-from rlmux.config.explain import explain
-from rlmux.config.located import Node, parse_yaml
+from rlmux.config.error_messages import explain
 from rlmux.config.merge import merge
 from rlmux.config.shares import check_prices, make_shares
+from rlmux.config.source_map import Node, parse_yaml
 from rlmux.config.tree import AlertConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
-from rlmux.core.offers import ShareSettings
+from rlmux.core.queue.queue_order import ShareSettings
 from rlmux.rl.config import TrainingConfig
 
 
@@ -43,7 +43,7 @@ class PipelineSpec:
     submit_at_s: float
     """Seconds from the start of the run to the submission."""
     promise: str | None = None
-    """Class of promise that its engines must keep at least (rl/promise.py); None: whatever they keep."""
+    """Class of promise that its engines must keep at least (rl/determinism_class.py); None: whatever they keep."""
     cold_switch: SwitchEstimate | None = None
     """Seconds of the first load of each of its states, to simulate; None: nothing is known of its switches."""
     call_limit_s: float

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rlmux.config.explain import shown_value, spec_error
-from rlmux.config.located import Node
+from rlmux.config.error_messages import shown_value, spec_error
 from rlmux.config.old_keys import rename_keys, rename_override
 from rlmux.config.overrides import Override, apply_override, parse_override
+from rlmux.config.source_map import Node
 from rlmux.core.errors import SpecError
 
 _SHORT_FORMS = (("task",), ("algorithm",), ("rollout", "engine"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlmux.config.located import Node
+from rlmux.config.source_map import Node
 from rlmux.core.errors import SpecError
 
 NEW_BY_OLD: Mapping[str, str] = {"warm_start": "sft_warmup"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from rlmux.config.located import Node, PathPart, parse_yaml
+from rlmux.config.source_map import Node, PathPart, parse_yaml
 from rlmux.core.errors import SpecError
 
 _AFTER_THE_FILE = 10**9

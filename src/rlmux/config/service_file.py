@@ -16,10 +16,10 @@ from typing import Annotated
 from annotated_types import MinLen
 from pydantic import TypeAdapter, ValidationError
 
-from rlmux.config.explain import explain, spec_error
+from rlmux.config.error_messages import explain, spec_error
 from rlmux.config.load import Spec, read_text, spec_of_tree
-from rlmux.config.located import parse_yaml
 from rlmux.config.shares import SharesConfig
+from rlmux.config.source_map import parse_yaml
 from rlmux.config.tree import ClusterConfig
 from rlmux.rl.config import FromFile, Name
 

@@ -15,11 +15,11 @@ from typing import Annotated
 from annotated_types import Ge, Le, Predicate
 from pydantic import TypeAdapter, ValidationError
 
-from rlmux.config.explain import explain
-from rlmux.config.located import parse_yaml
+from rlmux.config.error_messages import explain
+from rlmux.config.source_map import parse_yaml
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Account, Cluster
-from rlmux.core.offers import AccountShare, Quota, Share, ShareSettings
+from rlmux.core.queue.queue_order import AccountShare, Quota, Share, ShareSettings
 from rlmux.rl.config import Count, FromFile, Name, PositiveFloat, Takes
 
 _SECONDS_BY_UNIT = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}

@@ -8,8 +8,8 @@
 
 The training part is made of the very classes that engines read. The rest is here: what only the scheduler and the
 simulator need. In the file a count drops its `num_` (`steps` is `num_steps` in Python). Every key, default value, bound
-and description is stated once, at its field; `read_tree` checks types and bounds, `explain.py` words the mistakes, and
-`docs/reference/file.md` has the same tables.
+and description is stated once, at its field; `read_tree` checks types and bounds, `error_messages.py` words the
+mistakes, and `docs/reference/file.md` has the same tables.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""The brain: events in, orders out. Standard library only; no clock, no I/O."""
+"""The brain: events in, orders out. Standard library only; no clock, no I/O.
+
+Reading order: model, events, actions, errors, policy, views, scheduler, state, pipeline_run, work, parts, query,
+journal, invariants.
+"""

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from rlmux.core.model import ARRIVING_KINDS, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
-from rlmux.core.offers import AccountSpent, AccountUsage, PipelineWait, ShareSettings
+from rlmux.core.queue.queue_order import AccountSpent, AccountUsage, PipelineWait, ShareSettings
 
 UNDATED = math.nan
 """`time_s` of an event that has not entered a tick: seconds since the run began are not known for it."""
@@ -119,7 +119,7 @@ class PipelineFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkArrived:
-    """Work of one kind was announced for an on-demand pipeline; see `core/on_demand.py`."""
+    """Work of one kind was announced for an on-demand pipeline; see `core/steps/on_demand_work.py`."""
 
     time_s: float = UNDATED
     pipeline: PipelineId

@@ -14,18 +14,18 @@
 8. The first pipeline in the queue for admission waits because its policy does not place it, and a start is reserved for
    it if others are to make room for it.
 9. A filler computes alone on its device, and leaves it where a group wants it.
-10. No device is free beside ready work, but where and for how long the policy says so (`core/idling.py`).
+10. No device is free beside ready work, but where and for how long the policy says so (`core/steps/idle_check.py`).
 """
 
 from __future__ import annotations
 
-from rlmux.core.idling import Idling, MayIdle, check_idling
+from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.placement_choice import Refusal
+from rlmux.core.placement.choice import Refusal
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import DeviceState, SchedulerState
-from rlmux.core.tails import is_tail
+from rlmux.core.steps.idle_check import Idling, MayIdle, check_idling
 from rlmux.core.work import ReadyWork, Work, WorkState
 
 _TOLERANCE = 1e-9

@@ -308,7 +308,7 @@ class Urgency(StrEnum):
     NORMAL = "normal"
     BACKGROUND = "background"
     FILLER = "filler"
-    """It takes only what no other pipeline wants, in no queue: `core/fillers.py`."""
+    """It takes only what no other pipeline wants, in no queue: `core/queue/filler_placement.py`."""
 
 
 QUEUED = (Urgency.URGENT, Urgency.NORMAL, Urgency.BACKGROUND)
@@ -357,8 +357,8 @@ class Pipeline:
     slo_slowdown: float = math.inf
     """Largest step slowdown that it accepts, 1.0 or more."""
     slo_probability: float | None = None
-    """Probability with which a meta-iteration of its group is to take no longer than planned (`core/step_bounds.py`);
-    None: it is planned with what its steps take in the middle."""
+    """Probability that a meta-iteration of its group takes no longer than planned (`core/estimation/step_bounds.py`).
+    None: planned with the median of its steps."""
     limit: PhaseSeconds | None = None
     """Solo seconds of a step whose answers all reach the token limit; None: not known."""
     bounded: BoundedSteps | None = None

@@ -16,23 +16,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlmux.core.admission_queue import AdmissionQueue
-from rlmux.core.expectations import Expectations
-from rlmux.core.groups import Groups
+from rlmux.core.estimation.expected_steps import Expectations
 from rlmux.core.journal import Journal
-from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, PipelineId
-from rlmux.core.offers import QueueOrder
-from rlmux.core.on_demand import RequestBatches
-from rlmux.core.orders import Orders
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.groups import Groups
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.placement.view import PlacementView
 from rlmux.core.policy import Policy
-from rlmux.core.shares import Shares
+from rlmux.core.queue.admission import AdmissionQueue
+from rlmux.core.queue.fair_share import Shares
+from rlmux.core.queue.queue_order import QueueOrder
+from rlmux.core.queue.time_slicing import Turns
 from rlmux.core.state import SchedulerState
-from rlmux.core.step_machine import StepMachine
-from rlmux.core.turns import Turns
+from rlmux.core.steps.leases import Leases
+from rlmux.core.steps.on_demand_work import RequestBatches
+from rlmux.core.steps.orders import Orders
+from rlmux.core.steps.step_machine import StepMachine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

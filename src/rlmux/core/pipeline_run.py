@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rlmux.core.estimates import StepHistory
-from rlmux.core.measured_steps import MeasuredSteps
+from rlmux.core.estimation.estimates import StepHistory
+from rlmux.core.estimation.measured_steps import MeasuredSteps
+from rlmux.core.estimation.on_demand_seconds import RequestBatchSeconds
+from rlmux.core.estimation.step_bounds import StepBounds
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
-from rlmux.core.on_demand_seconds import RequestBatchSeconds
-from rlmux.core.step_bounds import StepBounds
 from rlmux.core.work import Order, RequestBatch, RolloutShard, TrainingStage, WorkState
 
 

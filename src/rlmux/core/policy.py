@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from rlmux.core.model import Pipeline
-from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
-from rlmux.core.placement_view import PlacementView
-from rlmux.core.sharing import SharingTable
+from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.view import PlacementView
+from rlmux.core.steps.colocation import SharingTable
 from rlmux.core.views import Choice, GroupView
 
 

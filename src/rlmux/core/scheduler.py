@@ -27,19 +27,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlmux.core import admin_events, events, fillers, lifecycle_events, node_events, placing, step_events
-from rlmux.core.accounts import AccountRow, Bill, account_rows, bill_of
+from rlmux.core import events
 from rlmux.core.actions import Action
-from rlmux.core.dispatch import dispatch
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster, PipelineId
-from rlmux.core.offers import AccountSpent, AccountUsage, QueueOrder
 from rlmux.core.parts import Parts
-from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement import node_events, placer
+from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
+from rlmux.core.queue import admin_events, filler_placement, lifecycle_events
+from rlmux.core.queue.accounts import AccountRow, Bill, account_rows, bill_of
+from rlmux.core.queue.queue_order import AccountSpent, AccountUsage, QueueOrder
+from rlmux.core.queue.wait_reasons import Wait, wait_of, waits
 from rlmux.core.state import SchedulerState
-from rlmux.core.why import Wait, wait_of, waits
+from rlmux.core.steps import step_events
+from rlmux.core.steps.dispatch import dispatch
 
 _APPLY: dict[type, Callable[[Parts, Any], list[Action]]] = {
     events.PipelineSubmitted: lifecycle_events.on_submitted,
@@ -106,22 +109,22 @@ class Scheduler:
         actions: list[Action] = []
         while True:
             if over:
-                actions += placing.release(parts, over.pop(next(iter(over))))
+                actions += placer.release(parts, over.pop(next(iter(over))))
             elif boundaries:
-                actions += placing.pass_boundary(parts, boundaries.pop(next(iter(boundaries))))
+                actions += placer.pass_boundary(parts, boundaries.pop(next(iter(boundaries))))
             elif dirty.queue or dirty.newcomer is not None:
-                actions += placing.place_waiting(parts)
+                actions += placer.place_waiting(parts)
             elif dirty.balance:
-                placing.rebalance(parts)
+                placer.rebalance(parts)
             elif dirty.expectations:
                 dirty.expectations = False
                 actions += parts.expectations.tell()
             elif groups:
                 actions += dispatch(parts, groups.pop(next(iter(groups))))
             elif dirty.fillers:
-                actions += fillers.place(parts)
+                actions += filler_placement.place(parts)
             elif parts.state.fillers.ready:
-                return actions + fillers.start(parts)
+                return actions + filler_placement.start(parts)
             else:
                 return actions
 

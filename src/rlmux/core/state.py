@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlmux.core.group_look import NO_MEMBERS, GroupLook, MemberFacts
 from rlmux.core.model import (
     Account,
     DeviceId,
@@ -29,9 +28,10 @@ from rlmux.core.model import (
     PipelineId,
     WorkLeft,
 )
-from rlmux.core.offers import AccountSpent, PipelineWait, Quota, Share, ShareSettings
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.usage import DecayedUsage
+from rlmux.core.placement.group_snapshot import NO_MEMBERS, GroupLook, MemberFacts
+from rlmux.core.queue.decayed_usage import DecayedUsage
+from rlmux.core.queue.queue_order import AccountSpent, PipelineWait, Quota, Share, ShareSettings
 from rlmux.core.work import Order, ReadyWork, WorkState
 
 FILLERS = GroupId(1_000_000_000)

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from rlmux.core.cycle_slots import CycleSlot, has_phase_to_begin
-from rlmux.core.estimates import StepEstimates
-from rlmux.core.group_load import sync_s
-from rlmux.core.group_look import GroupLook
+from rlmux.core.estimation.estimates import StepEstimates
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.pipeline_run import PipelineRun
+from rlmux.core.placement.group_load import sync_s
+from rlmux.core.placement.group_snapshot import GroupLook
 from rlmux.core.state import GroupState, SchedulerState
-from rlmux.core.switches import num_fitting
+from rlmux.core.steps.cycle_slots import CycleSlot, has_phase_to_begin
+from rlmux.core.steps.switches import num_fitting
 from rlmux.core.work import Order, ReadyWork, RolloutShard, WorkState
 
 

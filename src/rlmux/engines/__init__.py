@@ -1,4 +1,7 @@
-"""Engines: what samples and what trains. Passive; every call is bounded."""
+"""Engines: what samples and what trains. Passive; every call is bounded.
+
+Reading order: residency, device_fraction, durable_files, determinism_probe, logprob_gap, user_engine.
+"""
 
 import logging
 

@@ -2,6 +2,8 @@
 
 reproduce("rollmux")    OSDI'26 "Weave": placement, cycles, switches       papers/rollmux.py
 reproduce("jigsawrl")   sub-stages, sharing, tail migration                papers/jigsawrl.py
+
+Reading order: rollmux, rollmux_rows, jigsawrl, tail_migration, micro_cycles, offline_optimum, paper_rows.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.sim.sweep import Progress
+from rlmux.sim.results.sweep import Progress
 
 PAPERS = {"rollmux": "rlmux.papers.rollmux", "jigsawrl": "rlmux.papers.jigsawrl"}
 """Module of each paper, by the name that a user types."""

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmux.papers.rows import Cause, Range, Row, mean, row_over, within
+from rlmux.papers.paper_rows import Cause, Range, Row, mean, row_over, within
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.lengths import length_distribution
 from rlmux.sim.models.substages import SubStageWorld
-from rlmux.sim.results import SimResult
-from rlmux.sim.sweep import Progress, SimRun, sweep
+from rlmux.sim.results.result import SimResult
+from rlmux.sim.results.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads.substage_pairs import (
     AIME_4B,
     GSM8K_06B,

@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
-from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
 from rlmux.core.model import Phase, PhaseSeconds, Pipeline
-from rlmux.policies.planning.partition import (
+from rlmux.core.placement.group_load import MAX_PIPELINES_PER_GROUP
+from rlmux.policies.search.partition import (
     NodePrices,
     PipelineDemand,
     candidate_groups,
     demand_of,
 )
-from rlmux.policies.planning.set_partition import cheapest_partition
+from rlmux.policies.search.set_partition import cheapest_partition
 from rlmux.sim.bounds import steady_slo_slack_usd, steady_solo_speed_usd
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import Steady

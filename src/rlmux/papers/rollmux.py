@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.papers.offline_optimum import OfflineCost, offline_cost, steady_usd_per_hour
+from rlmux.papers.paper_rows import mean
 from rlmux.papers.rollmux_rows import BASELINES, CHOICES, DRIFTS, MIXES, PRINTED, PUBLISHED_STAY_H, charged, rows_of
-from rlmux.papers.rows import mean
 from rlmux.policies import POLICIES, make_policy
 from rlmux.sim.bounds import kept_slos_usd
-from rlmux.sim.pictures import write_pictures
-from rlmux.sim.results import SimResult
-from rlmux.sim.sweep import Progress, SimRun, run_simulation, spread
+from rlmux.sim.results.pictures import write_pictures
+from rlmux.sim.results.result import SimResult
+from rlmux.sim.results.sweep import Progress, SimRun, run_simulation, spread
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Workload
 

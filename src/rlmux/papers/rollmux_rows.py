@@ -19,8 +19,8 @@ from typing import Any
 from rlmux.papers import micro_cycles as micro
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import OfflineCost
-from rlmux.papers.rows import Cause, Row, mean, row_over, within, within_points
-from rlmux.sim.results import SimResult
+from rlmux.papers.paper_rows import Cause, Row, mean, row_over, within, within_points
+from rlmux.sim.results.result import SimResult
 
 Results = Mapping[tuple[Any, ...], Any]
 

@@ -1,7 +1,11 @@
 """The policies, by the name a user types: one file a policy, the one-rule baselines together.
 
-`planning/` holds the algorithms they share. To add a policy, write its file and its line here; `core/policy.py` says
-what it is asked. A policy outside rlmux is a plug-in (`of_users.py`), named `module:Class` or by an entry point.
+`search/` and `lookahead/` hold the algorithms they share. To add a policy, write its file and its line here;
+`core/policy.py` has the interface. A policy outside rlmux is a plug-in (`user_policy.py`), named `module:Class` or by
+an entry point.
+
+Reading order: baselines, rollmux, jigsaw, rlmux, optimal, static_sharing, gavel, max_min_fairness, time_slice_clock,
+time_slice_shares, user_policy.
 """
 
 from __future__ import annotations
@@ -13,15 +17,15 @@ from typing import Any
 from rlmux import plugins
 from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
-from rlmux.core.sharing import SharingTable
+from rlmux.core.steps.colocation import SharingTable
 from rlmux.policies.baselines import Colocated, Fifo, GapRatio, GavelSteps, MostIdle, RandomGroups, Solo, Split
 from rlmux.policies.gavel import gavel
 from rlmux.policies.jigsaw import Jigsaw
-from rlmux.policies.of_users import Checked, user_policy
 from rlmux.policies.optimal import Optimal
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.rollmux import RollMux
 from rlmux.policies.static_sharing import mux_all, mux_rollouts, mux_training, serial
+from rlmux.policies.user_policy import Checked, user_policy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "solo": Solo,

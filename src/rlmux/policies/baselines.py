@@ -18,22 +18,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
-from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.group_load import GroupLoad, budget_of, colocated_step_s, solo_s
+from rlmux.core.placement.view import PlacementView
 from rlmux.core.views import GroupView, RunWork
 from rlmux.core.work import ReadyWork
-from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
-from rlmux.policies.planning.dispatching import (
+from rlmux.policies.lookahead.dispatching import (
     age,
     devices_kept_for_batches,
     may_take,
     start_oldest_first,
     start_where_free,
 )
-from rlmux.policies.planning.mending import mend_slos
-from rlmux.policies.planning.shared_placement import nodes_for_both, place_on_shared_nodes
+from rlmux.policies.search.candidates import any_room, founding, impossible, queue, sharing_everything
+from rlmux.policies.search.shared_placement import nodes_for_both, place_on_shared_nodes
+from rlmux.policies.search.slo_repair import mend_slos
 
 
 class OneRule:

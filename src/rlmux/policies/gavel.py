@@ -21,17 +21,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlmux.core.group_load import budget_of, colocated_step_s
 from rlmux.core.model import AdmissionKind, Phase, Pipeline, PipelineId, Placement
-from rlmux.core.placement_choice import PlacementChoice, Refusal
-from rlmux.core.placement_view import PlacementView
-from rlmux.core.turns import Turn as GivenTurn
+from rlmux.core.placement.choice import PlacementChoice, Refusal
+from rlmux.core.placement.group_load import budget_of, colocated_step_s
+from rlmux.core.placement.view import PlacementView
+from rlmux.core.queue.time_slicing import Turn as GivenTurn
 from rlmux.policies.baselines import OneRule
-from rlmux.policies.planning.candidates import impossible, queue
-from rlmux.policies.planning.linear_program import Solver, require_solver, solve_with_glop
-from rlmux.policies.planning.shared_placement import nodes_for_both
-from rlmux.policies.planning.time_shares import Column, Demand, max_min_shares
-from rlmux.policies.planning.turn_clock import Claim, Configuration, Seconds, Turn, TurnClock
+from rlmux.policies.search.candidates import impossible, queue
+from rlmux.policies.search.linear_program import Solver, require_solver, solve_with_glop
+from rlmux.policies.search.shared_placement import nodes_for_both
+from rlmux.policies.time_slice_clock import Claim, Configuration, Seconds, Turn, TurnClock
+from rlmux.policies.time_slice_shares import Column, Demand, max_min_shares
 
 TURNS_BEHIND = 2.0
 """Turns by which a pipeline is behind its target on a configuration before nodes are kept for it."""

@@ -21,19 +21,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlmux.core.idling import Idling
 from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
-from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.placement_view import PlacementView
-from rlmux.core.sharing import NO_SHARING, SharingTable
+from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.view import PlacementView
+from rlmux.core.steps.colocation import NO_SHARING, SharingTable
+from rlmux.core.steps.idle_check import Idling
 from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView
 from rlmux.core.work import ReadyWork
-from rlmux.policies.planning.cycle_priorities import in_cycle_order
-from rlmux.policies.planning.dispatching import start_in_cycle_order, start_oldest_first, start_where_free
-from rlmux.policies.planning.forecast import Forecast, forecast_group, is_idle, solo_step_s
-from rlmux.policies.planning.greedy import greedy
-from rlmux.policies.planning.lookahead import BUDGET, plan, play_out
-from rlmux.policies.planning.migration import (
+from rlmux.policies.lookahead.cycle_priorities import in_cycle_order
+from rlmux.policies.lookahead.dispatching import start_in_cycle_order, start_oldest_first, start_where_free
+from rlmux.policies.lookahead.forecast import Forecast, forecast_group, is_idle, solo_step_s
+from rlmux.policies.lookahead.measured_tails import begin_tail_migrations
+from rlmux.policies.lookahead.migration import (
     begin_migrations,
     continue_migrations,
     idle_migrations_of,
@@ -41,11 +40,12 @@ from rlmux.policies.planning.migration import (
     possible_sibling_migrations,
     shards_for_idle_devices,
 )
-from rlmux.policies.planning.problem import Problem, Schedule, SiblingMigration
-from rlmux.policies.planning.shared_placement import MAX_MEMBERS, place_on_shared_nodes
-from rlmux.policies.planning.side_by_side import fit_together, start_side_by_side
-from rlmux.policies.planning.tails import begin_tail_migrations
-from rlmux.policies.planning.tool_waits import yield_devices
+from rlmux.policies.lookahead.problem import Problem, Schedule, SiblingMigration
+from rlmux.policies.lookahead.search import BUDGET, plan, play_out
+from rlmux.policies.lookahead.side_by_side import fit_together, start_side_by_side
+from rlmux.policies.lookahead.tool_waits import yield_devices
+from rlmux.policies.search.greedy import greedy
+from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_nodes
 
 PATIENCE_STEPS = 2
 """Steps of the longest member that work waits, ready, before devices are kept for it."""

@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass
 
 from rlmux.core.model import PipelineId
-from rlmux.core.placement_choice import Relocation
-from rlmux.core.placement_view import PlacementView
-from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
-from rlmux.policies.planning.set_partition import Partition
+from rlmux.core.placement.choice import Relocation
+from rlmux.core.placement.view import PlacementView
 from rlmux.policies.rlmux import RlMux
+from rlmux.policies.search.regrouping import partition_of, relocations_to, targets_of
+from rlmux.policies.search.set_partition import Partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ Inside a group one of three rules decides what starts:
 
 Where steps are given and nodes are paid as they are used, it counts dollars for the work instead of dollars per hour:
 slowness has a price, budgets follow from the steps and the time that are left, and members train on as many nodes as
-they ask for (`planning/economy.py`). The rest of this page is about dollars per hour.
+they ask for (`search/economy.py`). The rest of this page is about dollars per hour.
 
 Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
 allows.
@@ -33,27 +33,27 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
-from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
-from rlmux.core.idling import Idling
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
-from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
-from rlmux.core.placement_view import PlacementView
-from rlmux.core.sharing import NO_SHARING, SharingTable
+from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
+from rlmux.core.placement.view import PlacementView
+from rlmux.core.steps.colocation import NO_SHARING, SharingTable
+from rlmux.core.steps.idle_check import Idling
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw
-from rlmux.policies.planning.candidates import founding, impossible, joining, may_join, queue
-from rlmux.policies.planning.cycle_steps import CycleStepFinder
-from rlmux.policies.planning.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
-from rlmux.policies.planning.economic_placement import cheapest_place
-from rlmux.policies.planning.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
-from rlmux.policies.planning.economy import Economy
-from rlmux.policies.planning.mending import mend_slos
-from rlmux.policies.planning.node_tails import share_nodes_with_tails
-from rlmux.policies.planning.ranking import GroupRanking
-from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
-from rlmux.policies.planning.shared_placement import place_on_shared_nodes
-from rlmux.policies.planning.side_by_side import fit_together
-from rlmux.policies.planning.tails import migrate_tails
+from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
+from rlmux.policies.lookahead.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
+from rlmux.policies.lookahead.measured_tails import migrate_tails
+from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
+from rlmux.policies.lookahead.side_by_side import fit_together
+from rlmux.policies.search.candidates import founding, impossible, joining, may_join, queue
+from rlmux.policies.search.economic_placement import cheapest_place
+from rlmux.policies.search.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
+from rlmux.policies.search.economy import Economy
+from rlmux.policies.search.ranking import GroupRanking
+from rlmux.policies.search.regrouping import partition_of, relocations_to, targets_of
+from rlmux.policies.search.shared_placement import place_on_shared_nodes
+from rlmux.policies.search.slo_repair import mend_slos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

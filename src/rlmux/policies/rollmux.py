@@ -9,7 +9,7 @@ group will run. On a finite cluster without nodes for a new group, saturated gro
 pipeline queues. On one pool that serves both phases a group's members share all its nodes, one phase after another.
 
 Inside a group the strict meta-iteration decides what begins, and the tail of a rollout leaves devices that the next
-pipeline waits for (`planning/tails.py`).
+pipeline waits for (`lookahead/measured_tails.py`).
 
 The paper knows durations before it places. Where they are measured only then, and a group turns out to break an SLO, a
 member is placed again, or those with an SLO make several steps in a cycle.
@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from rlmux.core.group_load import GroupLoad
-from rlmux.core.idling import Idling
 from rlmux.core.model import Pipeline
-from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.group_load import GroupLoad
+from rlmux.core.placement.view import PlacementView
+from rlmux.core.steps.idle_check import Idling
 from rlmux.core.views import Choice, GroupView
-from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
-from rlmux.policies.planning.dispatching import start_in_cycle_order
-from rlmux.policies.planning.mending import mend_slos
-from rlmux.policies.planning.node_tails import share_nodes_with_tails
-from rlmux.policies.planning.shared_placement import place_on_shared_nodes
-from rlmux.policies.planning.tails import migrate_tails
+from rlmux.policies.lookahead.dispatching import start_in_cycle_order
+from rlmux.policies.lookahead.measured_tails import migrate_tails
+from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
+from rlmux.policies.search.candidates import direct, founding, impossible, may_join, queue, scaled
+from rlmux.policies.search.shared_placement import place_on_shared_nodes
+from rlmux.policies.search.slo_repair import mend_slos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from rlmux.engines.of_users import make_user_engine
-from rlmux.engines.promise_probe import probe_rollout
-from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.determinism_probe import probe_rollout
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
+from rlmux.engines.user_engine import make_user_engine
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.engine_check import check_engine
-from rlmux.rl.promise import promise_of
+from rlmux.rl.determinism_class import promise_of
+from rlmux.rl.user_code.engine_check import check_engine
 from rlmux.rl.vocabulary import load_vocabulary
 
 

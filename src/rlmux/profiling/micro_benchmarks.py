@@ -28,14 +28,14 @@ from torch import nn
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.model import SubStage
-from rlmux.engines.adamw import AdamW, AdamWNumbers
 from rlmux.engines.device_fraction import fraction_setter
-from rlmux.engines.flat_parameters import FlatParameters
-from rlmux.engines.micro_batches import TrainingSequence, cut
-from rlmux.engines.model_io import build_model
-from rlmux.engines.packed_attention import pack_attention
-from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.training_forward import score_tokens
+from rlmux.engines.model.model_io import build_model
+from rlmux.engines.model.packed_attention import pack_attention
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
+from rlmux.engines.train.adamw import AdamW, AdamWNumbers
+from rlmux.engines.train.micro_batches import TrainingSequence, cut
+from rlmux.engines.train.state.flat_parameters import FlatParameters
+from rlmux.engines.train.training_forward import score_tokens
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 

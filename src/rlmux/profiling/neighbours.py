@@ -19,7 +19,7 @@ from statistics import median
 from rlmux.core.model import SubStage
 from rlmux.engines.device_fraction import num_gpus, probe
 from rlmux.profiling.micro_benchmarks import BenchmarkSizes, alternating_rates, benchmark_processes, usual_sizes
-from rlmux.sim.models.neighbours import MEASURED_SUB_STAGES, Neighbours
+from rlmux.sim.models.neighbour_slowdown import MEASURED_SUB_STAGES, Neighbours
 
 Ratios = dict[tuple[SubStage, SubStage], list[float]]
 """Rate alone over rate beside the neighbour, a list of ratios by (sub-stage, sub-stage beside it)."""

@@ -20,14 +20,14 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, Pipeline, Stage, SubStage
-from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
+from rlmux.core.steps.colocation import MIN_GAIN, SharingEntry, SharingTable
 from rlmux.engines.device_fraction import DeviceFractions
-from rlmux.profiling.interference import fraction_grid_of
+from rlmux.profiling.interference_probe import fraction_grid_of
 from rlmux.profiling.micro_benchmarks import BENCHMARK_SUB_STAGES
 from rlmux.profiling.switch_costs import SwitchCosts
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, load_interference
-from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.models.neighbour_slowdown import Neighbours
 
 _SWITCHES = "switches"
 _SECONDS = tuple(one.name for one in fields(SwitchTimes) if one.name.endswith("_s"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlmux.core.model import Cluster, Phase, SwitchEstimate
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.footprint import footprint_of
+from rlmux.rl.memory.footprint import footprint_of
 
 
 @dataclass(frozen=True, slots=True)

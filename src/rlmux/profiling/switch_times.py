@@ -20,11 +20,11 @@ from time import perf_counter
 import torch
 
 from rlmux.core.model import Phase
-from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.train import TorchTrainEngine
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
+from rlmux.engines.train.train_engine import TorchTrainEngine
 from rlmux.profiling.micro_benchmarks import usual_sizes
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TrainingConfig
-from rlmux.rl.footprint import footprint_of
+from rlmux.rl.memory.footprint import footprint_of
 from rlmux.rl.vocabulary import load_vocabulary
 
 

@@ -21,10 +21,10 @@ from statistics import median
 from typing import Any
 
 from rlmux.core.model import PipelineId, PipelineStatus
-from rlmux.report.history import History
-from rlmux.report.records import PipelineRecord
 from rlmux.report.slos import StepTime
 from rlmux.report.summary import StepTimes
+from rlmux.report.timeline.history import History
+from rlmux.report.timeline.records import PipelineRecord
 
 _SMOOTHING = 2.0 / (10 + 1)
 """Weight of the newest step in a mean with the span of 10 steps."""

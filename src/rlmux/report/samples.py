@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import LogError
-from rlmux.report.segments import query_only
+from rlmux.log.segments import query_only
 
 SAMPLES_NAME = "samples.db"
 MAX_BYTES = 512 * 2**20

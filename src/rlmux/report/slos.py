@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmux.core.model import PhaseSeconds, PipelineStatus
-from rlmux.report.records import PipelineRecord
+from rlmux.report.timeline.records import PipelineRecord
 
 SLO_TOLERANCE = 1e-3
 """Relative, for rounding: a slowdown this far above the SLO still keeps it."""

@@ -14,11 +14,11 @@ import math
 from typing import Any
 
 from rlmux.core.model import PipelineId, Placement
-from rlmux.report.history import History
-from rlmux.report.records import STOPPED, OrderRecord, PipelineRecord
 from rlmux.report.slos import slo_fields
 from rlmux.report.summary import StepTimes, step_times
-from rlmux.report.timeline import build_timeline, end_of
+from rlmux.report.timeline.build import build_timeline, end_of
+from rlmux.report.timeline.history import History
+from rlmux.report.timeline.records import STOPPED, OrderRecord, PipelineRecord
 
 _UNDER_WAY = ("running", "waiting")
 

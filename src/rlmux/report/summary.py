@@ -27,11 +27,11 @@ from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import DeviceId, PipelineId, Stage
-from rlmux.report.intervals import Cause, Kind
-from rlmux.report.records import OrderRecord, PipelineRecord
 from rlmux.report.slos import StepTime, mean_step_s, slo_attainment, slo_fields
-from rlmux.report.step_work import StepWork
-from rlmux.report.timeline import Timeline
+from rlmux.report.timeline.build import Timeline
+from rlmux.report.timeline.intervals import Cause, Kind
+from rlmux.report.timeline.records import OrderRecord, PipelineRecord
+from rlmux.report.timeline.step_work import StepWork
 
 _NONE, _GENERATE = Switch.NONE, Stage.GENERATE
 _BUSY, _TOOL_WAIT = Kind.BUSY, Cause.TOOL_WAIT

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rlmux.rl.backlog import num_trajectories_of
+from rlmux.rl.prompts.backlog import num_trajectories_of
 from rlmux.rl.types import RoundRecord, TrainingBatch
 
 

@@ -20,7 +20,7 @@ from rlmux.core.errors import PipelineError
 from rlmux.rl.episode import Episode
 from rlmux.rl.tasks import Environment, Task
 from rlmux.rl.types import FinishedTurn, TrajectoryId
-from rlmux.rl.user_code import PendingCalls, call_and_await, call_each
+from rlmux.rl.user_code.loading import PendingCalls, call_and_await, call_each
 from rlmux.rl.vocabulary import Vocabulary, reply_tokens_of
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlmux.core.model import SubStage
+from rlmux.rl.fast_pickle import quickly_pickled
 from rlmux.rl.origin import Origin
-from rlmux.rl.quick_pickle import quickly_pickled
 
 
 class TrajectoryId(NamedTuple):

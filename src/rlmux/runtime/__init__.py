@@ -1,1 +1,4 @@
-"""The loop in real time: the controller, and the backends that carry out its orders."""
+"""The loop in real time: the controller, and the backends that carry out its orders.
+
+Reading order: controller, backend, worker_backend, local, run, launch, fake_backend.
+"""

@@ -19,9 +19,9 @@ from rlmux.core.actions import Action
 from rlmux.core.events import Event
 from rlmux.core.model import Pipeline, PipelineId
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.determinism_class import Promise
 from rlmux.rl.origin import Origin
-from rlmux.rl.promise import Promise
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from rlmux.core.actions import Action, MigrateShard, Remind, RunStage
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, PipelineSubmitted, TimeReached
 from rlmux.core.scheduler import Scheduler
-from rlmux.report.log import RunLog
+from rlmux.log.run_log import RunLog
 from rlmux.runtime.backend import Backend, Note, Submission
-from rlmux.runtime.run_api import RunApi
+from rlmux.runtime.control.run_control import RunApi
 
 _POLL_S = 0.25
 

@@ -23,14 +23,14 @@ from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, SwitchEstimate
 from rlmux.core.policy import Policy
-from rlmux.report.log import LogReader
+from rlmux.log.run_log import LogReader
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.promise import Promise
+from rlmux.rl.determinism_class import Promise
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.inputs import input_files
+from rlmux.runtime.control.run_control import ParseSubmission, submitted_to
 from rlmux.runtime.local import local_backend
+from rlmux.runtime.records.input_files import input_files
 from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_pipelines, run_pipelines
-from rlmux.runtime.run_api import ParseSubmission, submitted_to
 
 EstimateSwitch = Callable[[TrainingConfig, Cluster], SwitchEstimate | None]
 """What is believed of a pipeline's switches before any was seen; None: nothing."""
@@ -114,7 +114,7 @@ def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBa
             raise UserError(f"--address {address}: only --backend ray takes one")
         return local_backend
     try:
-        from rlmux.runtime.ray_backend import join_cluster, ray_backend
+        from rlmux.runtime.ray.ray_backend import join_cluster, ray_backend
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

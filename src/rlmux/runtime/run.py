@@ -26,34 +26,34 @@ from rlmux.core.actions import Action, Queue, Refuse, Release
 from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, RlmuxError, StorageError, ThreadDiedError
 from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
 from rlmux.core.model import BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
-from rlmux.core.offers import PipelineWait, ShareSettings
 from rlmux.core.policy import Policy
+from rlmux.core.queue.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies.planning.fairness import FairShares
-from rlmux.report import codec
-from rlmux.report.api import write_report
-from rlmux.report.folder_lock import FolderLock
-from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
-from rlmux.report.run_state import RunState
-from rlmux.runtime.answers import answered_steps
+from rlmux.log import value_codec
+from rlmux.log.folder_lock import FolderLock
+from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
+from rlmux.log.run_state import RunState
+from rlmux.policies.max_min_fairness import FairShares
+from rlmux.report.reports import write_report
 from rlmux.runtime.backend import Backend, Note, Submission
-from rlmux.runtime.checkpoints import checkpoint_folder
-from rlmux.runtime.control_socket import ControlServer
+from rlmux.runtime.checks.determinism_check import check_promises
+from rlmux.runtime.control.control_socket import ControlServer
+from rlmux.runtime.control.inbox import Inbox
+from rlmux.runtime.control.run_control import ParseSubmission, RunApi
 from rlmux.runtime.controller import Controller, Listener
-from rlmux.runtime.inbox import Inbox
-from rlmux.runtime.inputs import changed_input_notes, input_notes, retried
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.machine import describe_machine
-from rlmux.runtime.memory import MachineMemory, check_each_fits, with_footprint, with_machine_memory
-from rlmux.runtime.metrics import MetricsWriter
-from rlmux.runtime.origins import plan_notes, with_origin
-from rlmux.runtime.promises import check_promises
-from rlmux.runtime.run_api import ParseSubmission, RunApi
-from rlmux.runtime.run_folder import FolderWatch, prepare_folder
-from rlmux.runtime.salvage import keep_end, keep_ends, keep_header
-from rlmux.runtime.usage_notes import UsageNotes, shares_events
+from rlmux.runtime.memory.machine_probe import describe_machine
+from rlmux.runtime.memory.memory_budget import MachineMemory, check_each_fits, with_footprint, with_machine_memory
+from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
+from rlmux.runtime.records.filler_outputs import answered_steps
+from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
+from rlmux.runtime.records.metrics_writer import MetricsWriter
+from rlmux.runtime.records.run_folder import FolderWatch, prepare_folder
+from rlmux.runtime.records.usage_notes import UsageNotes, shares_events
+from rlmux.runtime.weights.checkpoints import checkpoint_folder
+from rlmux.runtime.weights.origins import plan_notes, with_origin
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 LOCAL = "local"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -264,7 +264,7 @@ def _as_it_stood(submission: Submission, state: RunState) -> Submission:
         pipeline = replace(pipeline, estimate=estimate, held=held)
     bounded = state.bounded.get(pipeline.id)
     if bounded is not None:
-        pipeline = replace(pipeline, bounded=codec.reader(BoundedSteps)(bounded, "bounded"))
+        pipeline = replace(pipeline, bounded=value_codec.reader(BoundedSteps)(bounded, "bounded"))
     return replace(submission, pipeline=pipeline)
 
 

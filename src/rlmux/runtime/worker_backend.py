@@ -39,26 +39,26 @@ from rlmux.core.actions import (
     RunStage,
     SetDeviceFraction,
 )
-from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, RewardOverdue
 from rlmux.core.model import Cluster, DeviceId, NodeId, PipelineId, Stage
+from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.runtime.backend import Note, Submission
-from rlmux.runtime.call_loop import CallLoop, Work
-from rlmux.runtime.external_programs import ExternalPrograms
-from rlmux.runtime.inbox import Inbox
-from rlmux.runtime.memory import HostMemory
-from rlmux.runtime.on_demand import OnDemandPipelines
-from rlmux.runtime.orders import OrderWork, RunningOrder, RunningOrders
-from rlmux.runtime.outbox import Outbox
-from rlmux.runtime.pipeline_workers import PipelineWorkers
-from rlmux.runtime.promises import Promises
-from rlmux.runtime.request_batches import BatchOptions, Surroundings
-from rlmux.runtime.resident_states import ResidentStates
-from rlmux.runtime.rollout_driver import RolloutDriver
-from rlmux.runtime.train_driver import TrainDriver
-from rlmux.runtime.worker_supervisor import WorkerSupervisor
-from rlmux.runtime.workplace import Neighbour, Worker, WorkerOptions, Workplace
+from rlmux.runtime.checks.determinism_check import Promises
+from rlmux.runtime.control.inbox import Inbox
+from rlmux.runtime.memory.memory_budget import HostMemory
+from rlmux.runtime.orders.call_loop import CallLoop, Work
+from rlmux.runtime.orders.external_programs import ExternalPrograms
+from rlmux.runtime.orders.on_demand import OnDemandPipelines
+from rlmux.runtime.orders.outbox import Outbox
+from rlmux.runtime.orders.request_batches import BatchOptions, Surroundings
+from rlmux.runtime.orders.resident_states import ResidentStates
+from rlmux.runtime.orders.rollout_driver import RolloutDriver
+from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder, RunningOrders
+from rlmux.runtime.orders.train_driver import TrainDriver
+from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
+from rlmux.runtime.workers.supervisor import WorkerSupervisor
+from rlmux.runtime.workers.worker_pool import Neighbour, Worker, WorkerOptions, Workplace
 
 _TOUCHING_CALLS = frozenset({"build", "probe", "join_ranks", "run_chunk", "run_stage", "offload"})
 """Calls of device workers that compute, or that move a state to or from the device. The others touch none: they read

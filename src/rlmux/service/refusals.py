@@ -18,8 +18,8 @@ import json
 from pydantic import ValidationError
 
 from rlmux.core.errors import UserError
-from rlmux.service.tinker.budgets import BudgetError
 from rlmux.service.tinker.keys import UnknownKeyError
+from rlmux.service.tinker.project_budgets import BudgetError
 from rlmux.service.tinker.registry import GoneError, UnknownIdError
 from rlmux.service.tinker.requests import ConflictError, FloodError
 

@@ -16,19 +16,19 @@ from typing import Any
 from rlmux.core.actions import Admit, ExpectSteps, Queue, Refuse
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
-from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import AdmissionKind, Phase, Pipeline
-from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_choice import PlacementChoice
-from rlmux.core.placement_view import PlacementView
+from rlmux.core.placement.choice import PlacementChoice
+from rlmux.core.placement.group_load import GroupLoad
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.placement.view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
-from rlmux.policies.planning.fairness import FairShares
+from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.slos import phase_fields
-from rlmux.sim.metrics import predicted_slowdown
-from rlmux.sim.pictures import write_pictures
-from rlmux.sim.results import SimResult
-from rlmux.sim.sweep import Progress, SimRun, sweep
+from rlmux.sim.results.metrics import predicted_slowdown
+from rlmux.sim.results.pictures import write_pictures
+from rlmux.sim.results.result import SimResult
+from rlmux.sim.results.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads import spot as spot_trace
 from rlmux.sim.workloads.arrivals import Workload, check_ends

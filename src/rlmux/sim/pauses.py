@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rlmux.core.events import StagePaused
 from rlmux.core.model import DeviceId, OrderId, PipelineId
 from rlmux.sim.kernel import WORK_ENDS, Kernel
-from rlmux.sim.running_orders import RunningOrders
+from rlmux.sim.sim_orders import RunningOrders
 from rlmux.sim.sim_state import PausedWork, RunningOrder, SimPipeline
 
 

@@ -5,7 +5,7 @@
       └──────────── the next progress report or end of each order ◀────────┘
 
     kernel.py           virtual time and the order of simultaneous things
-    running_orders.py   how far each order is, and at what rate it runs
+    sim_orders.py   how far each order is, and at what rate it runs
     sim_state.py        what is kept of a pipeline: its placement, its paused work, its truth
     metrics.py          cost, slowdowns, utilization
 
@@ -40,7 +40,6 @@ from rlmux.core.actions import (
     SetDeviceFraction,
     Switch,
 )
-from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import (
     ClientFinished,
     Event,
@@ -61,20 +60,21 @@ from rlmux.core.events import (
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.work import WorkState
 from rlmux.policies import with_sharing
-from rlmux.policies.planning.fairness import FairShares
+from rlmux.policies.max_min_fairness import FairShares
 from rlmux.sim.clients import ClientBatch, SimClient
-from rlmux.sim.decision_cost import DecisionCost
 from rlmux.sim.kernel import ARRIVAL, DEPARTURE, NODE_CHANGE, WORK_ENDS, Kernel
-from rlmux.sim.metrics import Collector
 from rlmux.sim.models.interference import InterferenceTable, estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.rates import FractionRates, InterferenceRates, NeighbourRates, Rates
 from rlmux.sim.models.work import DONE_S
 from rlmux.sim.node_changes import ExpectedLoss, NodeChanges, NodeFailure, SpotFigures
 from rlmux.sim.pauses import Pauses, SafePoint
-from rlmux.sim.results import SimResult
-from rlmux.sim.running_orders import RunningOrders
+from rlmux.sim.results.decision_cost import DecisionCost
+from rlmux.sim.results.metrics import Collector
+from rlmux.sim.results.result import SimResult
+from rlmux.sim.sim_orders import RunningOrders
 from rlmux.sim.sim_state import Migration, PausedWork, RunningOrder, SimPipeline
 from rlmux.sim.spot_trace import PriceChange
 from rlmux.sim.workloads.arrivals import Arrival, Workload

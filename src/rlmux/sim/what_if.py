@@ -13,8 +13,8 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster
-from rlmux.sim.results import SimResult
-from rlmux.sim.sweep import SimRun, sweep
+from rlmux.sim.results.result import SimResult
+from rlmux.sim.results.sweep import SimRun, sweep
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.ongoing import Ongoing
 

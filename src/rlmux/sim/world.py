@@ -20,7 +20,7 @@ from statistics import NormalDist
 from typing import Any, Protocol
 
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, RolloutTail, Stage, SubStage, SwitchEstimate
-from rlmux.sim import tables
+from rlmux.sim import data_tables
 from rlmux.sim.models.work import SoloSeconds, TailedSeconds, TrajectorySeconds, Work
 
 _NORMAL = NormalDist()
@@ -82,7 +82,7 @@ def uniform(seed: int, index: int) -> float:
 
 def drift_curve(model: str) -> tuple[float, ...]:
     """The measured ratios of `7B` or `14B`: step time over the first step's, 88 steps."""
-    return tuple(float(row["ratio"]) for row in tables.rows("step_time_drift") if row["model"] == model)
+    return tuple(float(row["ratio"]) for row in data_tables.rows("step_time_drift") if row["model"] == model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,10 @@ from tests.service.pages_server import Pages
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.events import SharesSet
-from rlmux.report.log import LogReader
-from rlmux.service.dashboard import audit, tokens
-from rlmux.service.dashboard.door import PREFIX
+from rlmux.log.run_log import LogReader
+from rlmux.service.dashboard import audit
+from rlmux.service.dashboard.auth import tokens
+from rlmux.service.dashboard.router import PREFIX
 
 CALLER = {"user": "ann", "by": "session", "token": "", "address": "127.0.0.1", "method": "POST", "path": "/x"}
 

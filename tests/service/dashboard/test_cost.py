@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from tests.log_script import AlternatingRun
 
-from rlmux.report.api import read_timeline
-from rlmux.report.intervals import Kind
-from rlmux.report.log import LogReader
-from rlmux.report.timeline import exposed
+from rlmux.log.run_log import LogReader
+from rlmux.report.reports import read_timeline
+from rlmux.report.timeline.build import exposed
+from rlmux.report.timeline.intervals import Kind
 
 USD = 3.0
 
@@ -61,7 +61,7 @@ def test_without_prices_devices_are_counted(finished_run, dashboard):
 
 def test_a_runs_header_has_its_prices(tmp_path):
     from rlmux.core.model import Cluster, Phase, Pool
-    from rlmux.report.log import RunLog, run_header
+    from rlmux.log.run_log import RunLog, run_header
 
     pool = Pool(name="train", phase=Phase.TRAIN, num_nodes=1, gpus_per_node=8, usd_per_gpu_hour=USD)
     cluster = Cluster(pools={"train": pool, "rollout": dataclasses.replace(pool, name="rollout", phase=Phase.ROLLOUT)})

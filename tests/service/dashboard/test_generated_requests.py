@@ -21,10 +21,10 @@ from tests.service.lane_here import Endless, Lane
 from tests.service.lanes.test_bundles import tar
 from tests.service.pages_server import Pages
 
-from rlmux.service.dashboard import questions
+from rlmux.service.dashboard import what_if_jobs
 from rlmux.service.lanes.bundles import Bundles
-from rlmux.service.lanes.ledger import Ledger
-from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.data_dir import open_root
+from rlmux.service.lanes.submission_ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
 
 THERE = {"lane": "cpu", "name": "first"}
@@ -163,7 +163,7 @@ def test_a_full_disk_is_said_and_keeps_nothing_half_written(served, monkeypatch,
     with monkeypatch.context() as patched:
         patched.setattr(tarfile, "copyfileobj", full)
         patched.setattr(Ledger, "add", full)
-        patched.setattr(questions.tempfile, "TemporaryDirectory", full)
+        patched.setattr(what_if_jobs.tempfile, "TemporaryDirectory", full)
         answer = post()
     assert (answer.status_code, answer.json()["detail"]) == (507, "the disk is full, and nothing was kept")
     assert (sorted(path.name for path in (root / "bundles").iterdir()), submissions_of(served)) == before

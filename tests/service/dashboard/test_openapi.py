@@ -10,15 +10,15 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import pytest
-from tests.service.dashboard.test_sight import owned_run
+from tests.service.dashboard.auth.test_visibility import owned_run
 from tests.service.lane_here import Endless, Lane
 from tests.service.pages_server import Pages
 
-from rlmux.service.dashboard import shapes
-from rlmux.service.dashboard.door import PREFIX
+from rlmux.service.dashboard.router import PREFIX
+from rlmux.service.dashboard.schemas import run_schemas
 from rlmux.service.lanes.bundles import Bundles
-from rlmux.service.lanes.ledger import Ledger
-from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.data_dir import open_root
+from rlmux.service.lanes.submission_ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
 
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -215,7 +215,7 @@ def test_a_parameter_beyond_what_the_document_says_is_refused(service):
 
 
 def test_the_check_itself_tells_right_from_wrong():
-    root = {"components": {"schemas": {"Row": shapes.AlertsSeen.model_json_schema(ref_template="#/{model}")}}}
+    root = {"components": {"schemas": {"Row": run_schemas.AlertsSeen.model_json_schema(ref_template="#/{model}")}}}
     schema = {
         "type": "object",
         "properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},

@@ -11,7 +11,7 @@ from tests.log_script import AlternatingRun, LogScript, append
 
 from rlmux.core.actions import Release
 from rlmux.core.events import PipelineFailed
-from rlmux.report.log import RunLog
+from rlmux.log.run_log import RunLog
 
 COUNTERS = ("rlmux_device_seconds", "rlmux_switches", "rlmux_migrations")
 

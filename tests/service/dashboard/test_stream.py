@@ -12,7 +12,7 @@ import pytest
 from tests.log_script import AlternatingRun, LogScript, append
 from tests.service.pages_server import Pages, events
 
-from rlmux.report.log import RunLog
+from rlmux.log.run_log import RunLog
 from rlmux.service.dashboard.stream import MAX_OWN_STREAMS, parse_id
 
 TOPICS = "lanes,timeline:run,pipelines:run,pipelines:run/sort"

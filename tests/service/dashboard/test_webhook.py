@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.log_script import LogScript, append
 
-from rlmux.report.log import RunLog
-from rlmux.service.dashboard.reads import Reads
+from rlmux.log.run_log import RunLog
+from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.webhook import Webhook, body_of
 from rlmux.service.index.indexer import LaneIndexer
 from rlmux.service.index.lanes import Root

@@ -13,18 +13,19 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from tests.service.dashboard.test_sight import ALL, client_of, submit, with_people
+from tests.service.dashboard.auth.test_visibility import ALL, client_of, submit, with_people
 from tests.service.lane_here import Endless, Lane
 from tests.service.pages_server import Pages
 
-from rlmux.policies.planning.fairness import FairShares
+from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.samples import Sample, SampleWriter
-from rlmux.service.dashboard import audit, people, tokens
-from rlmux.service.dashboard.access import Access
-from rlmux.service.dashboard.door import PREFIX
+from rlmux.service.dashboard import audit
+from rlmux.service.dashboard.auth import tokens, users
+from rlmux.service.dashboard.auth.access import Access
+from rlmux.service.dashboard.router import PREFIX
 from rlmux.service.lanes.bundles import Bundles
-from rlmux.service.lanes.ledger import Ledger
-from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.data_dir import open_root
+from rlmux.service.lanes.submission_ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
 from rlmux.service.tinker.keys import Keys, UnknownKeyError
 
@@ -129,8 +130,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         pages = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *bundles.addresses()))
         undo.callback(pages.close)
         with_people(root)
-        people.set_user(root, "cat", role="member")
-        people.set_project(root, "audio", add=["cat"])
+        users.set_user(root, "cat", role="member")
+        users.set_project(root, "audio", add=["cat"])
         with client_of(pages, "bob") as bob, client_of(pages, "ann") as ann:
             told = submit(bob, name="tools", user="bob", project="audio")
             assert told.status_code == 201
@@ -234,7 +235,7 @@ def test_a_key_of_a_submission_is_its_users_own(service):
     "question", [{"policy": "os:system"}, {"set": ["pipelines.0.task.reward=os:system"]}, {"file": "pipelines: []"}]
 )
 def test_a_question_that_names_code_is_refused_from_one_who_may_run_none(service, question):
-    people.set_user(service.folder, "op", role="operator", may_run_code=False)
+    users.set_user(service.folder, "op", role="operator", may_run_code=False)
     with client_of(service.pages, "op") as operator:
         answer = operator.post("/lanes/cpu/whatif", json=question)
         assert (answer.status_code, "code" in answer.text) == (403, True), answer.text

@@ -18,9 +18,9 @@ from tests import waiting
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
-from rlmux.report.folder_lock import living_owner
-from rlmux.runtime.control_requests import Status
-from rlmux.runtime.control_socket import ask
+from rlmux.log.folder_lock import living_owner
+from rlmux.runtime.control.control_requests import Status
+from rlmux.runtime.control.control_socket import ask
 
 ROOT = Path(__file__).parents[3]
 FILE = """

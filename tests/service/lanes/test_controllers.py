@@ -11,12 +11,12 @@ from tests.service.lane_here import LANE, Lane
 from tests.waiting import until
 
 from rlmux.config.load import parse_spec
-from rlmux.report.folder_lock import FolderLock
-from rlmux.service.dashboard.access import SERVER
+from rlmux.log.folder_lock import FolderLock
+from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.control import Control
+from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Asked
 from rlmux.service.dashboard.problems import ProblemError
-from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.indexer import LaneIndexer
 from rlmux.service.index.lanes import Root
 from rlmux.service.lanes import controllers

@@ -10,7 +10,7 @@ import pytest
 
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
-from rlmux.report.folder_lock import FolderLock
+from rlmux.log.folder_lock import FolderLock
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.devices import NOT_HELD, Part, check_devices, parts_of
 

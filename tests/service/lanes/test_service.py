@@ -21,10 +21,11 @@ from rlmux.client.target import target_of
 from rlmux.config.service_file import load_service_file
 from rlmux.core.errors import UserError
 from rlmux.policies import POLICIES
-from rlmux.runtime.run_api import submitted_to
-from rlmux.service.dashboard import audit, tokens
+from rlmux.runtime.control.run_control import submitted_to
+from rlmux.service.dashboard import audit
+from rlmux.service.dashboard.auth import tokens
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.data_dir import open_root
 
 pytestmark = pytest.mark.xdist_group("service")  # one service for all
 CLUSTER = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"

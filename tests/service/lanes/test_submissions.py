@@ -14,15 +14,15 @@ from tests.service.lane_here import LANE, Endless, Lane
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
-from rlmux.policies.planning.fairness import FairShares
-from rlmux.runtime.control_socket import ask
-from rlmux.runtime.run_api import submitted_to
+from rlmux.policies.max_min_fairness import FairShares
+from rlmux.runtime.control.control_socket import ask
+from rlmux.runtime.control.run_control import submitted_to
 from rlmux.service.dashboard.problems import ProblemError
-from rlmux.service.dashboard.shapes_of_time import Submission
+from rlmux.service.dashboard.schemas.timeline_schemas import Submission
 from rlmux.service.lanes import submissions
 from rlmux.service.lanes.bundles import Bundles
-from rlmux.service.lanes.ledger import Ledger
-from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.data_dir import open_root
+from rlmux.service.lanes.submission_ledger import Ledger
 
 BODY = {"lane": "cpu", "source": "a.yaml", "text": "pipelines: [{name: a, task: sort, steps: 1}]"}
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.service.pages_server import Pages
 
-from rlmux.service.dashboard import people, tokens
+from rlmux.service.dashboard.auth import tokens, users
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("browser")
 def served(finished_run: Path, tmp_path: Path) -> Iterator[Pages]:
     folder = tmp_path / "demo"
     shutil.copytree(finished_run, folder, ignore=shutil.ignore_patterns("audit*", "*.json", "*.token"))
-    people.set_user(folder, "eve", role="viewer")
+    users.set_user(folder, "eve", role="viewer")
     pages = Pages(folder)
     yield pages
     pages.close()

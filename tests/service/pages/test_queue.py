@@ -10,8 +10,8 @@ from tests.service.lane_here import Endless, Lane
 from tests.service.pages_server import Pages
 
 from rlmux.service.lanes.bundles import Bundles
-from rlmux.service.lanes.ledger import Ledger
-from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.data_dir import open_root
+from rlmux.service.lanes.submission_ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
 
 pytestmark = pytest.mark.xdist_group("browser")

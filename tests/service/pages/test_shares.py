@@ -13,12 +13,12 @@ from tests.service.pages_server import Pages
 
 from rlmux.client.in_folder import InFolder
 from rlmux.core.events import Event
-from rlmux.policies.planning.fairness import FairShares
+from rlmux.policies.max_min_fairness import FairShares
 from rlmux.runtime.backend import Note
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.service.lanes.bundles import Bundles
-from rlmux.service.lanes.ledger import Ledger
-from rlmux.service.lanes.root import open_root
+from rlmux.service.lanes.data_dir import open_root
+from rlmux.service.lanes.submission_ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
 
 pytestmark = pytest.mark.xdist_group("browser")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from rlmux.core.errors import UserError
-from rlmux.rl.requests import ForwardBackwardDone, SampleDone, SampledSequence
+from rlmux.rl.client_requests import ForwardBackwardDone, SampleDone, SampledSequence
 from rlmux.service.tinker import wire_pb2 as wire
 from rlmux.service.tinker.codec import (
     read_forward_backward,

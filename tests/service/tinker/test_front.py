@@ -18,12 +18,12 @@ from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
 from rlmux.runtime.backend import Note
-from rlmux.runtime.request_workers import RequestResult
-from rlmux.service.serving import ClientEvents
+from rlmux.runtime.workers.request_workers import RequestResult
+from rlmux.service.model_serving import ClientEvents
 from rlmux.service.tinker import routes
-from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import SERVER_ERROR, Ledger, Result, Taken
+from rlmux.service.tinker.project_budgets import Budgets, Charges
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from tests.service.clients import training_body
 from tests.service.tinker.test_front import sample
 from tests.service.tinker.test_random_requests import Place, Working, as_json
 
+from rlmux.service.served_verification import _record, _verify_one
 from rlmux.service.tinker.codec import read_head, write_head
 from rlmux.service.tinker.ledger import EMPTIED, Ledger, Taken
-from rlmux.service.verification import _record, _verify_one
 
 KB = 1000
 LATER_S = 1000.0

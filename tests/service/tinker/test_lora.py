@@ -13,15 +13,15 @@ from tests.service.conftest import FILE
 from tests.service.tinker.test_random_requests import SERVED, Place, as_json
 from tests.service.tinker.test_sdk import PROGRAMS, check_two_clients_and_a_killed_server
 
-from rlmux.config.serve import ServeSpec, parse_serve_file
+from rlmux.config.serve_file import ServeSpec, parse_serve_file
 from rlmux.core.errors import UserError
-from rlmux.report.log import LogReader
-from rlmux.rl.adapter_base import base_bytes
-from rlmux.runtime.memory import with_machine_memory
-from rlmux.service import serving
-from rlmux.service.serving import Serving, with_bases
+from rlmux.log.run_log import LogReader
+from rlmux.rl.memory.adapter_base import base_bytes
+from rlmux.runtime.memory.memory_budget import with_machine_memory
+from rlmux.service import model_serving
+from rlmux.service.model_serving import Serving, with_bases
+from rlmux.service.served_verification import verify_served
 from rlmux.service.tinker.bodies import LoraConfig
-from rlmux.service.verification import verify_served
 
 LORA = f"{FILE}  parameters: lora\n  max_lora_rank: 16\n"
 
@@ -115,7 +115,7 @@ def test_a_model_that_adapters_do_not_go_with_is_refused_with_its_line(tmp_path)
 
 
 def test_the_base_that_all_share_is_taken_from_the_machines_memory_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "visible_gpus", list)
+    monkeypatch.setattr(model_serving, "visible_gpus", list)
     spec = parsed(LORA, tmp_path)
     there_is, left = (with_bases(each).pools["train"].host_memory_bytes for each in (parsed(FILE, tmp_path), spec))
     assert there_is == math.inf, "run_pipelines deals it out"
@@ -125,7 +125,7 @@ def test_the_base_that_all_share_is_taken_from_the_machines_memory_once(tmp_path
 
 
 def test_a_server_of_adapters_without_peft_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_serving, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="parameters: lora needs peft; accepted: pip install"):
         Serving(parsed(LORA, tmp_path), tmp_path)
 

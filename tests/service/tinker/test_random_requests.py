@@ -16,14 +16,14 @@ import pytest
 from tests.service.clients import training_body
 
 from rlmux.core.errors import UserError
+from rlmux.rl.client_requests import LoadState, OptimizerStep, OptimizerStepDone, SaveState, SaveWeights
 from rlmux.rl.config import ModelConfig
-from rlmux.rl.requests import LoadState, OptimizerStep, OptimizerStepDone, SaveState, SaveWeights
-from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import Ledger
+from rlmux.service.tinker.model_catalog import ServedModel
+from rlmux.service.tinker.project_budgets import Budgets
 from rlmux.service.tinker.routes import routes
-from rlmux.service.tinker.served import ServedModel
 
 REQUESTS = 34
 LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]

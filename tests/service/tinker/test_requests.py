@@ -10,8 +10,8 @@ from tests.service.tinker.test_front import sample
 from tests.service.tinker.test_random_requests import SERVED, Place, as_json, training_body
 
 from rlmux.service.tinker import requests, routes
+from rlmux.service.tinker.futures import Waiting
 from rlmux.service.tinker.keys import Keys
-from rlmux.service.tinker.promises import Waiting
 
 
 @pytest.fixture

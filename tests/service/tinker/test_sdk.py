@@ -14,7 +14,7 @@ from tests.waiting import until
 from rlmux.cli.main import run_command_line
 from rlmux.core.actions import Release, RunStage
 from rlmux.core.events import StageFinished, StagePaused
-from rlmux.report.log import LogReader
+from rlmux.log.run_log import LogReader
 
 PROGRAMS = Path(__file__).parents[2] / "tinker"
 STEPS = 3

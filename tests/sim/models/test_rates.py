@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from rlmux.core.model import DeviceId
-from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.models.neighbour_slowdown import Neighbours
 from rlmux.sim.models.rates import FractionRates, NeighbourRates
 
 HERE, THERE, ELSEWHERE = DeviceId("rollout", 0, 0), DeviceId("rollout", 0, 1), DeviceId("train", 0, 0)

@@ -10,7 +10,7 @@ from tests.examples import examples
 from rlmux.core.errors import UserError
 from rlmux.core.events import NodeJoined, NodeLost
 from rlmux.core.model import DeviceId, NodeId, Phase, PipelineStatus
-from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished
@@ -19,8 +19,8 @@ from rlmux.sim.models.multi_turn import ToolUse
 from rlmux.sim.models.rates import InterferenceRates
 from rlmux.sim.models.substages import SubStageWorld
 from rlmux.sim.node_changes import NodeFailure
+from rlmux.sim.results.sweep import SimRun, run_simulation
 from rlmux.sim.simulator import Simulation, simulate
-from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, GSM8K_4B, GSM8K_8B, HOMOGENEOUS, MATH_06B, crowd
 
 TABLE = estimated_table(fraction_grid("H100"))

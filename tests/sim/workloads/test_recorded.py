@@ -11,12 +11,12 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.engines.device_fraction import DeviceFractions
+from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
-from rlmux.profiling.interference import fraction_grid_of
+from rlmux.profiling.interference_probe import fraction_grid_of
 from rlmux.profiling.profile_file import Profile
-from rlmux.report.log import RunLog, run_header
 from rlmux.sim.models.interference import InterferenceTable
-from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.models.neighbour_slowdown import Neighbours
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.recorded import recorded_workload
@@ -119,7 +119,7 @@ def test_the_command_puts_the_prediction_beside_what_was_measured(tmp_path, caps
 def test_the_command_counts_what_its_profile_says_of_neighbours(tmp_path, capsys, monkeypatch):
     record(pair(), "rollmux", tmp_path / "run")
     here = DeviceFractions(device="a cpu", how="nice", num_units=20)
-    monkeypatch.setattr("rlmux.profiling.interference.fractions_here", lambda: here)
+    monkeypatch.setattr("rlmux.profiling.interference_probe.fractions_here", lambda: here)
     table = InterferenceTable(device="a cpu", grid=fraction_grid_of(here))
     costs = {("dense", "update"): 1.25, ("update", "dense"): 1.25}
     Profile(table=table, neighbours=Neighbours(device="a cpu", measured=costs)).save(tmp_path / "profile.json")

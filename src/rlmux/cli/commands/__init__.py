@@ -7,6 +7,8 @@ machine       doctor, profile, version
 sharing       broker, serve, budget
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
+
+Reading order: training, prediction, runs, lookups, serving, sharing, people, machine, options.
 """
 
 from __future__ import annotations

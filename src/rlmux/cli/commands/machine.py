@@ -70,19 +70,19 @@ def profile(
     Example: rlmux profile examples/01_two_pipelines.yaml --out profile.json
     """
     from rlmux.cli import inputs, profile_tables, progress
-    from rlmux.profiling import interference, neighbours
+    from rlmux.profiling import interference_probe, neighbours
     from rlmux.profiling.profile_file import Profile
     from rlmux.profiling.switch_times import measure_switches, usual_config
 
-    interference.check_device(device)
+    interference_probe.check_device(device)
     folder = out.absolute().parent
     if out.is_dir() or not folder.is_dir():
         raise UserError(f"--out {out}: accepted: a file in a folder that exists")
     configs = [one.config for one in inputs.load(file).pipelines] if file else []
     configs = configs or [usual_config(device)]
-    effort = interference.QUICK if quick else {}
+    effort = interference_probe.QUICK if quick else {}
     with progress.bar("pairs", is_quiet=json) as report_progress:
-        table = interference.measure_interference(device, progress=report_progress, **effort)
+        table = interference_probe.measure_interference(device, progress=report_progress, **effort)
     with progress.bar("neighbours", is_quiet=json) as report_progress:
         ratios = neighbours.measure_neighbours(device, progress=report_progress, **effort)
     with progress.bar("switches", is_quiet=json) as report_progress:

@@ -13,7 +13,7 @@ from rlmux.cli.commands.options import Json
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlmux.service.dashboard.people import People
+    from rlmux.service.dashboard.auth.users import People
 
 ServiceFolder = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of the service, or of the run or runs that are shown.")
@@ -44,7 +44,7 @@ def user(
     \b
     Example: rlmux user set runs/service-lanes ann --role member
     """
-    from rlmux.service.dashboard import people
+    from rlmux.service.dashboard.auth import users
 
     found = _people(folder)
     if action == "list":
@@ -62,13 +62,13 @@ def user(
     elif name is None:
         raise UserError(f"rlmux user {action}: accepted: rlmux user {action} DIR USER")
     elif action == "set":
-        person = people.set_user(
+        person = users.set_user(
             folder, name, role=role, may_run_code=None if code is None else code == "yes", login=login
         )
         may = "" if person.may_run_code else ", without code of its own"
         typer.echo(f"{name}: is {person.role}{may}")
     else:
-        people.remove_user(folder, name)
+        users.remove_user(folder, name)
         typer.echo(f"{name}: may do nothing from now on")
 
 
@@ -89,7 +89,7 @@ def project(
     \b
     Example: rlmux project set runs/service-lanes vision --add ann --add bob
     """
-    from rlmux.service.dashboard import people
+    from rlmux.service.dashboard.auth import users
 
     found = _people(folder)
     if action == "list":
@@ -98,10 +98,10 @@ def project(
     elif name is None:
         raise UserError(f"rlmux project {action}: accepted: rlmux project {action} DIR PROJECT")
     elif action == "set":
-        members = people.set_project(folder, name, add=add or (), drop=drop or ())
+        members = users.set_project(folder, name, add=add or (), drop=drop or ())
         typer.echo(f"{name}: has {', '.join(members) or 'no members'}")
     else:
-        people.remove_project(folder, name)
+        users.remove_project(folder, name)
         typer.echo(f"{name}: has no members from now on")
 
 
@@ -148,11 +148,11 @@ def _asked(place: str, limit: int, user: str | None) -> list[dict[str, Any]]:
 
 def _people(folder: Path) -> People:
     """Who is in the folder's file. Raises UserError where there is no such folder."""
-    from rlmux.service.dashboard import people
+    from rlmux.service.dashboard.auth import users
 
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; accepted: that of a server")
-    return people.read(folder) or people.People(users={}, projects={})
+    return users.read(folder) or users.People(users={}, projects={})
 
 
 def _show(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any], *, as_json: bool) -> None:

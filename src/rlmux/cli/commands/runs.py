@@ -27,17 +27,17 @@ def report(
     Example: rlmux report runs/demo
     """
     from rlmux.cli import tables
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
 
     folders.check_run(folder)
     with folders.telling_of_salvage(folder):
         if graph is not None:
-            from rlmux.report.graph_svg import write_graph
+            from rlmux.report.figures.graph_svg import write_graph
 
             typer.echo(write_graph(folder, graph))
             return
 
-        from rlmux.report.api import write_report
+        from rlmux.report.reports import write_report
 
         tables.show_run(write_report(folder), folder, as_json=json)
 
@@ -221,7 +221,7 @@ def status(
     Example: rlmux status runs/demo
     """
     from rlmux.cli import remote
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
 
     with folders.telling_of_salvage(Path(place)):
         remote.show_status(place, as_json=json, is_once=once)
@@ -256,7 +256,7 @@ def verify(
     \b
     Example: rlmux verify runs/demo sort
     """
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
 
     folders.check_run(folder)
     from rlmux.cli import inputs, verification

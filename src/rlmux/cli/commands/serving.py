@@ -15,9 +15,9 @@ from rlmux.cli.commands.options import Folder, Json, PolicyName
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlmux.service.dashboard.app import Dashboard
-    from rlmux.service.listening import Listening
-    from rlmux.service.serve import Doors
+    from rlmux.service.addresses import Listening
+    from rlmux.service.app import Doors
+    from rlmux.service.dashboard.dashboard import Dashboard
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
 _PAGES_NEED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
@@ -130,7 +130,7 @@ class _Way:
         """Raises UserError for what is not installed, and for options that make no sense."""
         host, port = _address(self.listen or default)
         _check_installed(*_PAGES_NEED)
-        from rlmux.service.listening import listening_of
+        from rlmux.service.addresses import listening_of
 
         return listening_of(
             host,
@@ -160,16 +160,16 @@ def _serve_lanes(
     listening = way.listening()
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
-    from rlmux.service.lanes import root
+    from rlmux.service.lanes import data_dir
     from rlmux.service.lanes.devices import check_devices
     from rlmux.service.lanes.service import serve_lanes
 
     folder = Path(out or Path("runs") / f"service-{file.stem}").absolute()
-    code = folder / root.BUNDLES / root.NO_CODE
+    code = folder / data_dir.BUNDLES / data_dir.NO_CODE
     check_devices(
         load_service_file(file, folder=file.absolute().parent, policies=list(POLICIES))
     )  # nothing is made yet
-    lock = root.open_root(folder)
+    lock = data_dir.open_root(folder)
     specs = load_service_file(file, folder=code, policies=list(POLICIES))
 
     def say(url: str, pages: Dashboard) -> None:
@@ -191,7 +191,7 @@ def _show(
 ) -> None:
     _refuse(others, "a folder is shown, not run; accepted: --listen, --open, --allow-host")
     listening = way.listening()
-    from rlmux.service.open_folder import open_folder
+    from rlmux.service.folder_address import open_folder
 
     open_folder(folder, listening=listening, allowed_hosts=allow_host, on_ready=ready)
 
@@ -222,9 +222,9 @@ def _serve_models(
 ) -> None:
     from rlmux.api.files import look_for_plugin
     from rlmux.cli import inputs
-    from rlmux.config.serve import load_serve_file
+    from rlmux.config.serve_file import load_serve_file
     from rlmux.policies import POLICIES, make_policy
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
 
     if (file is None) == (resume is None):
         raise UserError("accepted: a run's DIR, a FILE with cluster and serve, or --resume DIR")
@@ -235,7 +235,7 @@ def _serve_models(
         return
     listening = way.listening()
     assert file is not None
-    from rlmux.service import serve as server
+    from rlmux.service import app as server
 
     spec = load_serve_file(Path(file), policies=list(POLICIES))
     if policy is not None:
@@ -260,7 +260,7 @@ def go_on(folder: Path, way: _Way | None = None, *, opens: bool = False, allow_h
     from rlmux.policies import POLICIES, make_policy
 
     _check_installed(*_SERVING_NEEDS)
-    from rlmux.service import serve as server
+    from rlmux.service import app as server
 
     spec = server.spec_of(folder, list(POLICIES))
     listening = (way or _Way()).listening(server.last_address(folder) or DEFAULT_LISTEN)
@@ -291,14 +291,14 @@ def budget(
     Example: rlmux budget runs/served vision 40
     """
     from rlmux.cli.tables import show_budgets
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
 
     if (project is None) != (hours is None):
         raise UserError("budget: accepted: DIR, or DIR PROJECT HOURS")
     folders.check_run(folder)
     _check_installed(*_SERVING_NEEDS)
     from rlmux.policies import POLICIES
-    from rlmux.service import serve as server
+    from rlmux.service import app as server
 
     with server.open_budgets(folder, list(POLICIES)) as (budgets, projects):
         if project is not None:

@@ -33,12 +33,12 @@ def broker(
     \b
     Example: rlmux broker examples/09_permits.yaml --policy fifo
     """
-    from rlmux.broker import run
+    from rlmux.broker import broker_run
     from rlmux.cli import inputs
     from rlmux.policies import make_policy
 
     spec = inputs.load_for_broker(file, sets, policy)
-    folder = out or run.default_folder(file)
+    folder = out or broker_run.default_folder(file)
 
     def say(address: str) -> None:
         typer.echo(
@@ -47,12 +47,12 @@ def broker(
         )
         typer.echo(f"export RLMUX_BROKER={address}")
 
-    run.run_broker(
+    broker_run.run_broker(
         spec,
         folder,
         policy=make_policy(spec.policy),
         address=listen,
-        token=run.environment_token(),
+        token=broker_run.environment_token(),
         say=say,
     )
     typer.echo(f"rlmux: ended; what happened: rlmux report {folder}", err=True)
@@ -75,7 +75,7 @@ def token(
     Example: rlmux token add runs/service-lanes ann --scope read --scope submit --scope control
     """
     from rlmux.core.errors import UserError
-    from rlmux.service.dashboard import tokens
+    from rlmux.service.dashboard.auth import tokens
 
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; accepted: that of a server")

@@ -29,7 +29,7 @@ from rlmux.cli.commands.options import (
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlmux.api.runs import Run
+    from rlmux.api.run_handle import Run
     from rlmux.config import Spec
 
 
@@ -133,7 +133,7 @@ def resume(
     \b
     Example: rlmux resume runs/demo
     """
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
 
     folders.check_run(folder, may_be_damaged=salvage)
     if salvage:
@@ -143,7 +143,7 @@ def resume(
         _serve_again(folder, [f"--{word}" for word, value in words.items() if value])
         return
 
-    from rlmux.api.runs import open_run
+    from rlmux.api.run_handle import open_run
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
 
@@ -170,12 +170,13 @@ def _serve_again(folder: Path, given: Sequence[str]) -> None:
 
 def _salvage(folder: Path) -> None:
     """Rebuild the log, and say what is missing."""
-    from rlmux.runtime import launch, salvage
+    from rlmux.runtime import launch
+    from rlmux.runtime.records import end_records
 
-    salvaged = salvage.salvage(folder)
+    salvaged = end_records.salvage(folder)
     lines = ["its log is whole: nothing to salvage"] if salvaged is None else salvaged.lines()
     known = [given.name for given in launch.spec_of(folder).pipelines]
-    for line in [*lines, *salvage.unknown_pipelines(folder, known)]:
+    for line in [*lines, *end_records.unknown_pipelines(folder, known)]:
         typer.echo(f"rlmux: {folder}: {line}", err=True)
 
 
@@ -196,11 +197,11 @@ def chaos(
     Example: rlmux chaos examples/01_two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
     """
     from rlmux.cli import inputs
-    from rlmux.runtime import folders
+    from rlmux.runtime.records import folders
 
     spec = inputs.load(file, sets, policy)
     from rlmux.cli import chaos as chaos_display
-    from rlmux.runtime.chaos import run_chaos
+    from rlmux.runtime.checks.chaos_kills import run_chaos
 
     commands = chaos_display.commands_of(file, policy=spec.policy, sets=sets or ())
     say = chaos_display.speaker(is_quiet=json)

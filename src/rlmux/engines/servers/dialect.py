@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.engines.servers.connection import ServerConnection
+from rlmux.engines.servers.http_connection import ServerConnection
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 
 

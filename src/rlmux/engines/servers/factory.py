@@ -16,18 +16,18 @@ from functools import partial
 import torch
 
 from rlmux.core.errors import PipelineError, RlmuxError, UserError
-from rlmux.engines.model_io import build_model
+from rlmux.engines.model.model_io import build_model
 from rlmux.engines.servers import measuring
 from rlmux.engines.servers.dialect import Dialect
-from rlmux.engines.servers.engine import ServerRolloutEngine
 from rlmux.engines.servers.process import new_folder
+from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.engines.servers.settings import ServerSettings
 from rlmux.engines.servers.sglang import Sglang
 from rlmux.engines.servers.vllm import Vllm
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.engine_check import check_version
-from rlmux.rl.footprint import server_bytes
-from rlmux.rl.model_shape import shape_of
+from rlmux.rl.memory.footprint import server_bytes
+from rlmux.rl.memory.model_shape import shape_of
+from rlmux.rl.user_code.engine_check import check_version
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
 

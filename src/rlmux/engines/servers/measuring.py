@@ -25,12 +25,12 @@ import torch
 from transformers import PreTrainedModel
 
 from rlmux.core.errors import RlmuxError, UserError
+from rlmux.engines.model.weights import MODEL_FILE, own_copies, write_copies
 from rlmux.engines.servers.capabilities import Capabilities
-from rlmux.engines.servers.connection import ServerAnswerError
-from rlmux.engines.servers.engine import ServerRolloutEngine
-from rlmux.engines.servers.requests import Ended
+from rlmux.engines.servers.generation_requests import Ended
+from rlmux.engines.servers.http_connection import ServerAnswerError
+from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.engines.servers.settings import Sampling
-from rlmux.engines.weights import MODEL_FILE, own_copies, write_copies
 
 _NUM_TOKENS = 16
 _RELOAD_GAP = {"float32": 0.05, "bfloat16": 0.5}

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from rlmux.core.errors import PipelineError, RlmuxError
-from rlmux.engines.servers.connection import ServerAnswerError, ServerConnection, ServerGoneError
 from rlmux.engines.servers.dialect import Dialect
+from rlmux.engines.servers.generation_requests import Requests
+from rlmux.engines.servers.http_connection import ServerAnswerError, ServerConnection, ServerGoneError
 from rlmux.engines.servers.process import ServerProcess
-from rlmux.engines.servers.requests import Requests
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 from rlmux.rl.config import EngineConfig
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from rlmux.engines.servers.connection import ServerConnection, ServerGoneError
 from rlmux.engines.servers.dialect import Dialect
+from rlmux.engines.servers.http_connection import ServerConnection, ServerGoneError
 from rlmux.engines.servers.settings import ServerSettings
 from rlmux.reaper import server_command
 

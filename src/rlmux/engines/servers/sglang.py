@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.engines.servers.connection import ServerAnswerError, ServerConnection
+from rlmux.engines.servers.http_connection import ServerAnswerError, ServerConnection
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 
 _RELOAD_LIMIT_S = 600.0

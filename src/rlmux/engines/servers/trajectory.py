@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlmux.engines.recorded import RecordedTrajectory
+from rlmux.engines.rollout.recorded_trajectory import RecordedTrajectory
 from rlmux.engines.servers.settings import NOISE_BITS
 from rlmux.rl.types import PartialTrajectory
 

@@ -1,4 +1,7 @@
-"""Tasks by name. A new built-in is a class and a line in `TASKS`; a task of a user's own is a plug-in."""
+"""Tasks by name. A new built-in is a class and a line in `TASKS`; a task of a user's own is a plug-in.
+
+Reading order: base, ordering, arithmetic, guess, calculator, file_rows, reasoning_gym, options.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from rlmux.core.errors import UserError
 from rlmux.rl.tasks.base import Environment, SingleTurnTask
 from rlmux.rl.types import Prompt
-from rlmux.rl.user_code import load_callable
+from rlmux.rl.user_code.loading import load_callable
 
 RenderChat = Callable[[Sequence[Mapping[str, Any]]], str]
 

@@ -15,16 +15,16 @@ from typing import Any
 
 from rlmux.config.load import without_pipelines
 from rlmux.core.errors import RlmuxError, UserError
-from rlmux.report.log import LogReader
-from rlmux.runtime.control_requests import record_of
-from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
-from rlmux.runtime.run_status import StatusReader
-from rlmux.service.dashboard.door import Address, LongWork, get, post
+from rlmux.log.run_log import LogReader
+from rlmux.runtime.control.control_requests import record_of
+from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, ask
+from rlmux.runtime.control.run_status import StatusReader
+from rlmux.service.dashboard.handlers import SHOWN_ONLY, Reads
 from rlmux.service.dashboard.parameters import Asked, Caller
 from rlmux.service.dashboard.problems import ProblemError
-from rlmux.service.dashboard.reads import SHOWN_ONLY, Reads
-from rlmux.service.dashboard.shapes import File, Nothing, Outcome, Queue, Rank, Shares, Status, Why
-from rlmux.service.dashboard.shapes_of_use import Usage
+from rlmux.service.dashboard.router import Address, LongWork, get, post
+from rlmux.service.dashboard.schemas.run_schemas import File, Nothing, Outcome, Queue, Rank, Shares, Status, Why
+from rlmux.service.dashboard.schemas.usage_schemas import Usage
 
 _LIMIT_S = 20.0
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"

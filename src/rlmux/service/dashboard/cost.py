@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlmux.service.dashboard.access import SERVER
-from rlmux.service.dashboard.door import Address, get
-from rlmux.service.dashboard.reads import Reads
-from rlmux.service.dashboard.shapes import Cost, Sums
+from rlmux.service.dashboard.auth.access import SERVER
+from rlmux.service.dashboard.handlers import Reads
+from rlmux.service.dashboard.router import Address, get
+from rlmux.service.dashboard.schemas.run_schemas import Cost, Sums
 from rlmux.service.index.columns import Array
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import LEVELS

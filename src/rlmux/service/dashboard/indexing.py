@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rlmux.runtime.supervised import SupervisedThread
+from rlmux.runtime.control.supervised_thread import SupervisedThread
 
 _LONGEST_WAIT_S = 60.0
 

@@ -13,8 +13,8 @@ from fastapi import APIRouter
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
-from rlmux.service.dashboard.door import JSON, PREFIX, get
-from rlmux.service.dashboard.shapes import Problem
+from rlmux.service.dashboard.router import JSON, PREFIX, get
+from rlmux.service.dashboard.schemas.run_schemas import Problem
 
 
 def document(router: APIRouter) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from rlmux.service.dashboard.access import Who
+from rlmux.service.dashboard.auth.access import Who
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from rlmux.report.intervals import Kind
-from rlmux.service.dashboard.access import SERVER
-from rlmux.service.dashboard.door import JSON
+from rlmux.report.timeline.intervals import Kind
+from rlmux.service.dashboard.auth.access import SERVER
+from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller
-from rlmux.service.dashboard.reads import Reads
+from rlmux.service.dashboard.router import JSON
 from rlmux.service.index.store import IndexReader
 
 REQUEST_BUCKETS_S = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)

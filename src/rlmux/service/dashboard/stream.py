@@ -22,10 +22,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
 from rlmux.core.errors import LogError
-from rlmux.service.dashboard.access import SERVER, Access, Who
+from rlmux.service.dashboard.auth.access import SERVER, Access, Who
+from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller, Words, words_of
 from rlmux.service.dashboard.problems import ProblemError
-from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.store import dumps
 
 LOOK_EVERY_S = 0.33

@@ -25,10 +25,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlmux.core.errors import LogError
-from rlmux.service.dashboard.access import SERVER
+from rlmux.service.addresses import LOOPBACK
+from rlmux.service.dashboard.auth.access import SERVER
+from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.problems import ProblemError
-from rlmux.service.dashboard.reads import Reads
-from rlmux.service.listening import LOOPBACK
 
 LOOK_EVERY_S = 2.0
 _ANSWER_LIMIT_S = 5.0

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlmux.core.model import DeviceId, PipelineId, Stage
-from rlmux.report.follow import Placed
-from rlmux.report.intervals import Cause, Interval, Kind
+from rlmux.report.timeline.intervals import Cause, Interval, Kind
+from rlmux.report.timeline.live_timeline import Placed
 
 Array = np.ndarray[Any, Any]
 

@@ -24,15 +24,15 @@ import numpy as np
 
 from rlmux.core.errors import LogError
 from rlmux.core.model import PipelineId
+from rlmux.log.folder_lock import living_owner
+from rlmux.log.run_log import LOG_NAME, Entry, LogReader
+from rlmux.log.segments import last_seq_of
 from rlmux.report.alerts import Alerts, disk_alert
-from rlmux.report.folder_lock import living_owner
-from rlmux.report.follow import Follower, Look
-from rlmux.report.history import without_collector
-from rlmux.report.log import LOG_NAME, Entry, LogReader
-from rlmux.report.segments import last_seq_of
-from rlmux.report.step_rows import BARE, step_row
+from rlmux.report.timeline.history import without_collector
+from rlmux.report.timeline.live_timeline import Follower, Look
+from rlmux.report.timeline.step_rows import BARE, step_row
 from rlmux.report.weight_sums import StepSums
-from rlmux.service.index import rows
+from rlmux.service.index import interval_rows
 from rlmux.service.index.columns import Places
 from rlmux.service.index.lanes import Root, log_signature
 from rlmux.service.index.store import IndexReader, IndexWriter, dumps
@@ -152,7 +152,7 @@ class LaneIndexer:
             changed_from_s=min(look.changed_from_s, settled_s),
             devices=self._places.devices,
             pipelines=self._places.pipelines,
-            settled=rows.settled_rows(self._follower),
+            settled=interval_rows.settled_rows(self._follower),
             alerts=self._alerts_of(look),
             accounts=self._accounts,
             spec=(self._log.header.get("spec") or {}).get("resolved"),
@@ -169,9 +169,10 @@ class LaneIndexer:
 
     def _write_rows(self, look: Look) -> None:
         follower, index, seq = self._follower, self._index, self._seq
-        pipelines = rows.pipeline_rows(follower, self._plans, is_going_on=self._is_going_on)
-        devices = rows.device_rows(follower, look)
-        index.set_facts(lane=rows.lane_row(follower, look, {name: row for name, (row, _) in pipelines.items()}))
+        pipelines = interval_rows.pipeline_rows(follower, self._plans, is_going_on=self._is_going_on)
+        devices = interval_rows.device_rows(follower, look)
+        row_by_name = {name: row for name, (row, _) in pipelines.items()}
+        index.set_facts(lane=interval_rows.lane_row(follower, look, row_by_name))
         index.set_rows(
             "INSERT OR REPLACE INTO device VALUES (?, ?, ?, ?)",
             [
@@ -197,7 +198,7 @@ class LaneIndexer:
         self._write_pins()
         index.set_rows(
             "INSERT OR IGNORE INTO instant VALUES (?, ?)",
-            [(number, dumps(rows.instant_row(one))) for number, one in enumerate(follower.history.instants)],
+            [(number, dumps(interval_rows.instant_row(one))) for number, one in enumerate(follower.history.instants)],
         )
 
     def _write_pins(self) -> None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from rlmux.report.log import LOG_NAME
+from rlmux.log.run_log import LOG_NAME
 
 INDEX_NAME = "index.db"
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from rlmux.core.errors import LogError
-from rlmux.report.segments import query_only
+from rlmux.log.segments import query_only
 from rlmux.service.index.columns import INTERVAL, Array, Places
 from rlmux.service.index.tiles import LEVELS, Planes, planes, without_overlaps
 

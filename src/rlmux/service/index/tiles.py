@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from rlmux.report.intervals import Cause, Interval, Kind
-from rlmux.report.timeline import exposed
+from rlmux.report.timeline.build import exposed
+from rlmux.report.timeline.intervals import Cause, Interval, Kind
 from rlmux.service.index.columns import KINDS, NO_PIPELINE, Array
 
 LEVELS = tuple(0.25 * 4**level for level in range(13))

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from rlmux.config.load import Spec
 from rlmux.core.errors import LogError, RlmuxError, UserError
-from rlmux.report.folder_lock import FolderInUseError, FolderLock, living_owner
-from rlmux.runtime.control_requests import Status
-from rlmux.runtime.control_socket import SOCKET_NAME, NoAnswerError, ask
-from rlmux.runtime.folders import RUN_HEADER
+from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
+from rlmux.runtime.control.control_requests import Status
+from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, ask
 from rlmux.runtime.launch import spec_of
-from rlmux.runtime.run_folder import empty_folder
+from rlmux.runtime.records.folders import RUN_HEADER
+from rlmux.runtime.records.run_folder import empty_folder
 from rlmux.service.lanes.devices import NOT_HELD, Part
 
 _LONGEST_WAIT_S = 60.0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlmux.config.load import Spec
 from rlmux.core.errors import UserError
-from rlmux.report.folder_lock import living_owner
+from rlmux.log.folder_lock import living_owner
 from rlmux.runtime.local import visible_gpus
 
 _KEPT = "devices.json"

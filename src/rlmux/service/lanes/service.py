@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rlmux.config.load import Spec
-from rlmux.report.folder_lock import FolderLock
-from rlmux.service.dashboard.app import Dashboard
+from rlmux.log.folder_lock import FolderLock
+from rlmux.service.addresses import Listening
+from rlmux.service.dashboard.dashboard import Dashboard
+from rlmux.service.folder_address import wait_for_signal
+from rlmux.service.http_server import Server
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.devices import parts_of
-from rlmux.service.lanes.ledger import Ledger
+from rlmux.service.lanes.submission_ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
-from rlmux.service.listening import Listening
-from rlmux.service.open_folder import wait_for_signal
-from rlmux.service.server import Server
 
 _TEND_EVERY_S = 0.5
 

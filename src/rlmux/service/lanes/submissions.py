@@ -21,17 +21,17 @@ from fastapi import Response
 
 from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import OverQuotaError, RlmuxError, SpecError, UserError
-from rlmux.runtime.control_requests import Check, Submit
-from rlmux.runtime.control_socket import NotRunningError, ask
-from rlmux.service.dashboard import shapes_of_time as shapes
-from rlmux.service.dashboard.access import Who
-from rlmux.service.dashboard.door import Address, LongWork, get, post
+from rlmux.runtime.control.control_requests import Check, Submit
+from rlmux.runtime.control.control_socket import NotRunningError, ask
+from rlmux.service.dashboard.auth.access import Who
 from rlmux.service.dashboard.parameters import Caller, Limit
 from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.router import Address, LongWork, get, post
+from rlmux.service.dashboard.schemas import timeline_schemas as shapes
+from rlmux.service.lanes.authorization import check_rights
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.ledger import ACCEPTED, OVER_QUOTA, REFUSED, Ledger, Submitted
-from rlmux.service.lanes.rights import check_rights
+from rlmux.service.lanes.submission_ledger import ACCEPTED, OVER_QUOTA, REFUSED, Ledger, Submitted
 
 MAX_TEXT_BYTES = 256 << 10
 _MAX_KEY_CHARS = 100

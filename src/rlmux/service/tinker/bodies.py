@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlmux.rl.requests import OptimizerStep
+from rlmux.rl.client_requests import OptimizerStep
 
 _RESERVED = re.compile(r"s[0-9]+|.*-sampling", re.DOTALL)
 """Display names that could make two pipelines of one name: `s7` is the seventh session's without one, and model 0 of a

@@ -1,4 +1,4 @@
-"""Between the bytes on the wire and the values of rl/requests.py.
+"""Between the bytes on the wire and the values of rl/client_requests.py.
 
     in the front            ForwardBackwardRequest ──▶ LossHead
     in a model's worker     ForwardBackwardRequest ──▶ ForwardBackward
@@ -16,8 +16,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from rlmux.core.errors import UserError
+from rlmux.rl.client_requests import Datum, ForwardBackward, ForwardBackwardDone, SampleDone
 from rlmux.rl.datum_losses import TARGETS
-from rlmux.rl.requests import Datum, ForwardBackward, ForwardBackwardDone, SampleDone
 from rlmux.service.tinker import wire_pb2 as wire
 
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}

@@ -22,18 +22,19 @@ from typing import Any, Protocol
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
+from rlmux.rl.client_requests import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest
+from rlmux.rl.client_requests import SaveWeights as SaveWeightsFile
 from rlmux.rl.config import AdapterConfig, TrainingConfig
-from rlmux.rl.requests import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest
-from rlmux.rl.requests import SaveWeights as SaveWeightsFile
 from rlmux.service.tinker import bodies
-from rlmux.service.tinker.budgets import Budgets
+from rlmux.service.tinker.checkpoint_files import Files
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
-from rlmux.service.tinker.files import Files
-from rlmux.service.tinker.in_order import InOrder
+from rlmux.service.tinker.futures import Promised, Promises
 from rlmux.service.tinker.ledger import ERROR, PROTOBUF, Ledger, Result, Taken
+from rlmux.service.tinker.model_catalog import ServedModel, find_served
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
-from rlmux.service.tinker.promises import Promised, Promises
+from rlmux.service.tinker.project_budgets import Budgets
 from rlmux.service.tinker.registry import Model, Registry, Sampler, Session
+from rlmux.service.tinker.reorder_buffer import InOrder
 from rlmux.service.tinker.requests import (
     ConflictError,
     RequestChecks,
@@ -43,9 +44,8 @@ from rlmux.service.tinker.requests import (
     read,
     request_id_of,
 )
-from rlmux.service.tinker.sampling import prompt_tokens, sample_request
-from rlmux.service.tinker.served import ServedModel, find_served
-from rlmux.service.tinker.tags import Hints, read_tags
+from rlmux.service.tinker.sample_requests import prompt_tokens, sample_request
+from rlmux.service.tinker.session_tags import Hints, read_tags
 
 _LOG = logging.getLogger("rlmux.tinker")
 _Save = bodies.SaveWeights | bodies.SaveWeightsForSampler

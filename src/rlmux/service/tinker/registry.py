@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
 from rlmux.rl.config import AdapterConfig
-from rlmux.service.tinker.draws import Draws
-from rlmux.service.tinker.in_order import InOrder
+from rlmux.service.tinker.model_catalog import ServedModel
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, TinkerPath, sampler_id
-from rlmux.service.tinker.served import ServedModel
-from rlmux.service.tinker.tags import Hints
+from rlmux.service.tinker.reorder_buffer import InOrder
+from rlmux.service.tinker.rng_keys import Draws
+from rlmux.service.tinker.session_tags import Hints
 
 
 class UnknownIdError(UserError):
@@ -128,7 +128,7 @@ class Sampler:
     """File of the weights; None: the model's first."""
     seed: int
     origin: str
-    """See draws.py."""
+    """See rng_keys.py."""
     num_kept: int = 0
     """Snapshots of its model that were kept when it was no more among them; 0: it is."""
     _order_by_range: dict[int, InOrder[Any]] = field(default_factory=dict)

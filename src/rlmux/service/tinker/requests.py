@@ -17,15 +17,15 @@ from typing import Any
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.rl.config import AdapterConfig
 from rlmux.service.tinker import bodies
-from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import read_head
+from rlmux.service.tinker.futures import Promises, Waiting
 from rlmux.service.tinker.ledger import Taken
+from rlmux.service.tinker.model_catalog import ServedModel, find_served
 from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
-from rlmux.service.tinker.promises import Promises, Waiting
+from rlmux.service.tinker.project_budgets import Budgets
 from rlmux.service.tinker.registry import Registry
-from rlmux.service.tinker.sampling import check_sample
-from rlmux.service.tinker.served import ServedModel, find_served
-from rlmux.service.tinker.tags import read_tags
+from rlmux.service.tinker.sample_requests import check_sample
+from rlmux.service.tinker.session_tags import read_tags
 
 _CHARGED = ("forward_backward", "asample")
 """Requests that begin work; what ends it (an update, a save) is always taken."""

@@ -18,7 +18,7 @@ from functools import cache
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
-from rlmux.sim import tables
+from rlmux.sim import data_tables
 from rlmux.sim.models.curves import DecodeCurve, HostCosts, PrefillCurve, StageCost
 from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape, model_shapes
 from rlmux.sim.models.roofline import estimate_curves
@@ -107,7 +107,7 @@ def rollout_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, tp: int = ME
 
 def host_costs(model: str) -> HostCosts:
     """The host's share for a measured model, or the typical one."""
-    rows = {row["model"]: row for row in tables.rows("host_costs")}
+    rows = {row["model"]: row for row in data_tables.rows("host_costs")}
     row = rows.get(model, rows["typical"])
     return HostCosts(**{key: float(value) for key, value in row.items() if key != "model"})
 
@@ -155,7 +155,7 @@ def measured_train_costs() -> dict[tuple[str, Stage], StageCost]:
     """Measured costs by (model, stage)."""
     return {
         (row["model"], Stage(row["stage"])): StageCost(fixed_s=float(row["fixed_s"]), mtoken_s=float(row["mtoken_s"]))
-        for row in tables.rows("train_costs")
+        for row in data_tables.rows("train_costs")
     }
 
 
@@ -187,7 +187,7 @@ def _measured_curves() -> dict[tuple[str, str, int], RolloutCosts]:
             is_measured=True,
             source=row["source"],
         )
-        for row in tables.rows("decode_curves")
+        for row in data_tables.rows("decode_curves")
     }
 
 

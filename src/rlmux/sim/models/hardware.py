@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlmux.core.errors import UserError
-from rlmux.sim import tables
+from rlmux.sim import data_tables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ def model_shapes() -> dict[str, ModelShape]:
             num_experts=int(row["experts"] or 1),
             num_picked=int(row["picked"] or 1),
         )
-        for row in tables.rows("models")
+        for row in data_tables.rows("models")
     }
 
 
@@ -153,7 +153,7 @@ def gpu_specs() -> dict[str, GpuSpec]:
             nvlink_gbps=float(row["nvlink_gbps"]),
             num_sms=int(row["num_sms"]),
         )
-        for row in tables.rows("gpus")
+        for row in data_tables.rows("gpus")
     }
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
-from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.sim.models.hardware import gpu_spec
 
 NO_SPLIT = 1.0

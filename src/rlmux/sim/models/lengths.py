@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlmux.core.errors import UserError
-from rlmux.sim import tables
+from rlmux.sim import data_tables
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -138,9 +138,9 @@ def group_correlation(lengths: FloatArray, group_size: int) -> float:
 @cache
 def finish_curve(model: str) -> tuple[float, ...]:
     """When each of the 128 requests of a real rollout ended, as a fraction of the rollout, rising to 1.0."""
-    rows = [float(row["finish_s"]) for row in tables.rows("rollout_finish_times") if row["model"] == model]
+    rows = [float(row["finish_s"]) for row in data_tables.rows("rollout_finish_times") if row["model"] == model]
     if not rows:
-        known = sorted({row["model"] for row in tables.rows("rollout_finish_times")})
+        known = sorted({row["model"] for row in data_tables.rows("rollout_finish_times")})
         raise UserError(f"no finish times for {model!r}; known: {', '.join(known)}")
     return tuple(sorted(seconds / max(rows) for seconds in rows))
 
@@ -156,7 +156,7 @@ def _embedded() -> dict[str, LengthDistribution]:
             group_size=int(row["group_size"]),
             mean_extra_turns=float(row["mean_extra_turns"]),
         )
-        for row in tables.rows("length_quantiles")
+        for row in data_tables.rows("length_quantiles")
     }
 
 

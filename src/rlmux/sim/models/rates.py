@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rlmux.core.model import DeviceId, SubStage
 from rlmux.sim.models.interference import InterferenceTable
-from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.models.neighbour_slowdown import Neighbours
 
 
 class Computing(Protocol):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlmux.core.errors import UserError
-from rlmux.sim import tables
+from rlmux.sim import data_tables
 from rlmux.sim.models.curves import DecodeCurve, PrefillCurve
 from rlmux.sim.models.hardware import GpuSpec, ModelShape, gpu_spec, model_shape
 
@@ -49,7 +49,7 @@ class RooflineConstants:
 
 @cache
 def roofline_constants() -> RooflineConstants:
-    return RooflineConstants(**{row["constant"]: float(row["value"]) for row in tables.rows("roofline")})
+    return RooflineConstants(**{row["constant"]: float(row["value"]) for row in data_tables.rows("roofline")})
 
 
 def estimate_curves(

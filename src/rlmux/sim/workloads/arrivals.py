@@ -24,10 +24,10 @@ from rlmux.core.model import (
     RolloutTail,
     Stage,
 )
-from rlmux.core.offers import ShareSettings
-from rlmux.sim import tables
+from rlmux.core.queue.queue_order import ShareSettings
+from rlmux.sim import data_tables
 from rlmux.sim.clients import ClientBatch
-from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.models.neighbour_slowdown import Neighbours
 from rlmux.sim.spot_trace import SpotTrace
 from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Variation
 
@@ -166,7 +166,7 @@ def profiles() -> Mapping[str, Profile]:
                 rollout_s=float(row["colocated_rollout_s"]), train_s=float(row["colocated_train_s"])
             ),
         )
-        for row in tables.rows("weave_profiles")
+        for row in data_tables.rows("weave_profiles")
     }
 
 
@@ -270,4 +270,4 @@ def h20_h800_cluster(
 
 def _switch_row(model: str) -> Mapping[str, str]:
     nearest = {"4B": "3B", "8B": "7B"}.get(model, model)
-    return next(row for row in tables.rows("switch_costs") if row["model"] == nearest)
+    return next(row for row in data_tables.rows("switch_costs") if row["model"] == nearest)

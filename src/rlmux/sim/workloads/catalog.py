@@ -28,7 +28,7 @@ from typing import Any
 from rlmux import plugins
 from rlmux.core.errors import UserError
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId, Stage
-from rlmux.sim import tables
+from rlmux.sim import data_tables
 from rlmux.sim.workloads import substage_pairs, trace_csv
 from rlmux.sim.workloads.arrivals import (
     SYNCED,
@@ -164,7 +164,7 @@ def weave(
     drift_generator = random.Random(f"{seed}/drift")
     by_name = profiles()
     arrivals = []
-    for row in tables.rows("weave_jobs"):
+    for row in data_tables.rows("weave_jobs"):
         profile = by_name[row["profile"]]
         submit_s, duration_s = float(row["submit_s"]), float(row["duration_s"])
         arrivals.append(
@@ -235,7 +235,7 @@ def synthetic(
     low, high = _slo_range(slo)
     _require_choice("departure", departure, _DEPARTURES)
     _require_choice("costs", costs, (True, False))
-    table = tables.rows("philly_arrivals")
+    table = data_tables.rows("philly_arrivals")
     if not 1 <= num_pipelines <= len(table):
         raise UserError(f"workload {name!r}: num_pipelines is {num_pipelines}; accepted: 1 to {len(table)}")
     generator = random.Random(seed)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, PipelineId, Stage
-from rlmux.report.api import read_timeline
-from rlmux.report.records import Ending, OrderRecord, PipelineRecord
-from rlmux.report.timeline import Timeline
+from rlmux.report.reports import read_timeline
+from rlmux.report.timeline.build import Timeline
+from rlmux.report.timeline.records import Ending, OrderRecord, PipelineRecord
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.recorded import RecordedSeconds, recorded_arrival
 from rlmux.sim.world import SwitchSeconds, TrueSeconds

@@ -33,11 +33,11 @@ from rlmux.core.model import (
     Stage,
     SubStage,
 )
-from rlmux.report.api import read_timeline
-from rlmux.report.records import Ending, OrderRecord, PipelineRecord
-from rlmux.report.timeline import Timeline
+from rlmux.report.reports import read_timeline
+from rlmux.report.timeline.build import Timeline
+from rlmux.report.timeline.records import Ending, OrderRecord, PipelineRecord
 from rlmux.sim.clients import ClientBatch
-from rlmux.sim.models.neighbours import Busy, Neighbours, seconds_lost
+from rlmux.sim.models.neighbour_slowdown import Busy, Neighbours, seconds_lost
 from rlmux.sim.models.work import Work
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.recorded_rollout import Iterations, RecordedRollout

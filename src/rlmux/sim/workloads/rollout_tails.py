@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlmux.core.model import RolloutTail, TailPoint
-from rlmux.sim import tables
+from rlmux.sim import data_tables
 from rlmux.sim.models.costs import RolloutCosts, rollout_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished, copy_s, recompute_s
 
@@ -61,7 +61,7 @@ class MeasuredPace:
 
 def measured_pace(model: str, limit_tokens: int, *, responses_for_each: int = 1) -> MeasuredPace:
     """The measured rollout of `7B` or `14B`, its responses cut at a limit."""
-    rows = [row for row in tables.rows("rollout_finish_times") if row["model"] == model]
+    rows = [row for row in data_tables.rows("rollout_finish_times") if row["model"] == model]
     tokens_per_s = max(float(row["response_tokens"]) for row in rows) / max(float(row["finish_s"]) for row in rows)
     ends_s = [float(row["finish_s"]) * min(1.0, limit_tokens / float(row["response_tokens"])) for row in rows]
     return MeasuredPace(

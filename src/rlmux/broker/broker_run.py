@@ -1,0 +1,127 @@
+"""A broker from start to end: the folder, the log, the socket, and the loop that every run has.
+
+    BrokerSpec ──▶ run_broker ──▶ EmbeddedBroker, a backend without workers ──▶ drive: scheduler, controller, log
+
+A folder that holds the log of a broker is gone on with: what it knew of programs that still live is taken up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlmux.broker.embedded import EmbeddedBroker, token_check
+from rlmux.broker.server import Server
+from rlmux.config.broker_file import BrokerSpec
+from rlmux.core.errors import UserError
+from rlmux.core.policy import Policy
+from rlmux.log.folder_lock import FolderLock
+from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
+from rlmux.runtime.backend import Submission
+from rlmux.runtime.control.inbox import Inbox
+from rlmux.runtime.controller import Listener
+from rlmux.runtime.local import LocalProcesses
+from rlmux.runtime.records.run_folder import prepare_folder
+from rlmux.runtime.run import Prepared, RunOptions, RunResult, drive
+from rlmux.runtime.worker_backend import WorkerBackend
+
+BACKEND = "permits"
+"""What the header of a broker's log names as its backend."""
+SOCKET_NAME = "broker.sock"
+
+
+def run_broker(
+    spec: BrokerSpec,
+    folder: Path,
+    *,
+    policy: Policy,
+    address: str | None = None,
+    token: str = "",
+    listeners: Sequence[Listener] = (),
+    say: Callable[[str], None] = lambda address: None,
+) -> RunResult:
+    """Hand out permits until the process is told to stop.
+
+    `address`: "unix:PATH" or "tcp://HOST:PORT"; None for a socket in the folder. `say` gets it once the broker listens.
+    Raises UserError, before anything is made, for a folder or an address that cannot be had.
+    """
+    address = address or f"unix:{folder / SOCKET_NAME}"
+    if address.startswith("tcp:") and not token:
+        raise UserError(f"--listen {address}: needs a token, or any program could join; accepted: RLMUX_TOKEN=... set")
+    is_there = (folder / LOG_NAME).exists()
+    log, server = _take_up(folder, address) if is_there else _begin(folder, address, spec, policy)
+    inbox = Inbox()
+    permits = EmbeddedBroker(
+        spec.cluster,
+        inbox,
+        server,
+        policy=policy.name,
+        is_allowed=token_check(token),
+        leave_limit_s=spec.leave_limit_s,
+        max_hold_s=spec.max_hold_s,
+        lease_s=spec.lease_s,
+        first_fence=log.last_seq + 1,
+    )
+    if is_there:
+        log.note("resumed", log.last_time_s, pipelines=[], retried=[])
+        permits.take_up(folder)
+    permits.start()
+    say(server.address)
+    with log, contextlib.closing(permits):
+        start_s = log.last_time_s if is_there else 0.0
+        backend = WorkerBackend(spec.cluster, folder, LocalProcesses({}, None), folder / "weights", start_s=start_s)
+        prepared = Prepared(
+            cluster=spec.cluster, submissions=[], policy=policy, folder=folder, log=log, backend=backend
+        )  # fmt: skip
+        options = RunOptions(listeners=[*listeners, permits], parse=_take_no_file, is_kept_open=True, inbox=inbox)
+        return drive(prepared, options)
+
+
+def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tuple[RunLog, Server]:
+    """A new log, and the socket. Where that cannot be had, a folder that was made for it is gone again."""
+    was_there = folder.exists()
+    lock = prepare_folder(folder, is_overwriting=False)
+    try:
+        server = Server(address)
+    except UserError:
+        lock.release()
+        if not was_there:
+            shutil.rmtree(folder)
+        raise
+    header = run_header(policy=policy.name, backend=BACKEND, cluster=spec.cluster, spec={"source": spec.source})
+    return RunLog.create(folder, header, lock=lock), server
+
+
+def _take_up(folder: Path, address: str) -> tuple[RunLog, Server]:
+    """The log of a broker that ended, and its socket again."""
+    with LogReader(folder) as log:
+        backend = log.header.get("backend")
+    if backend != BACKEND:
+        raise UserError(f"--out {folder}: it holds a run, not a broker's log; accepted: another folder")
+    lock = FolderLock.take(folder)
+    try:
+        server = Server(address)
+    except UserError:
+        lock.release()
+        raise
+    return RunLog.open(folder, lock=lock), server
+
+
+def _take_no_file(text: str, source: str) -> Sequence[Submission]:
+    raise UserError(
+        f"{source}: a broker takes no pipelines; accepted: start the program with {'RLMUX_BROKER'} set "
+        "(docs/how-to/trl.md)"
+    )
+
+
+def default_folder(file: str) -> Path:
+    """The folder of a broker without --out: one for each file, so that a broker that was killed goes on in it."""
+    return Path("runs") / f"broker-{Path(file).stem}"
+
+
+def environment_token() -> str:
+    """The token of this process's environment; empty where there is none."""
+    return os.environ.get("RLMUX_TOKEN", "")

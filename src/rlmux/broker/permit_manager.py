@@ -1,0 +1,489 @@
+"""The broker between programs and the scheduler: what programs say becomes events, what is ordered becomes permits.
+
+    program ── ask ──▶ WorkArrived ──▶ scheduler ── RunStage ──▶ begin ──▶ others leave ──▶ granted ──▶ program
+            ── done ─▶ StageFinished ─▶ scheduler ── RunStage for another? ──▶ settle ──▶ after: leave or stay
+            ── left ─▶ the order that waited for its room begins
+            gone ────▶ PipelineFailed | ClientFinished
+
+The scheduler decides which is next, under the policy of the file, and which have to leave for it (`evict`). Nothing is
+said to a program before the log has what it rests on: messages wait for `settle`, which comes after the commit. A
+program asks, is granted and leaves with all its ranks: it has left when all have.
+
+What this module does not do: it owns no socket, waits for nothing, and ends no program, but for one that holds a permit
+for longer than the file's `max_hold_s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlmux.broker.permit_ledger import Permit, Place, Residency
+from rlmux.broker.program_roster import Ask, Program, Rank, Roster, rank_of
+from rlmux.broker.registration import ask_of, check_hello, pipeline_of, program_of, roles_of
+from rlmux.broker.server import Connection
+from rlmux.broker.wire import WIRE_VERSION, WireError, write_message
+from rlmux.core.actions import RunStage
+from rlmux.core.errors import UserError
+from rlmux.core.events import (
+    ChunkFinished,
+    ClientFinished,
+    PipelineFailed,
+    PipelineSubmitted,
+    StageFinished,
+    WorkArrived,
+    WorkWithdrawn,
+)
+from rlmux.core.model import Cluster, PipelineId
+from rlmux.runtime.backend import Note
+from rlmux.runtime.orders.external_programs import Report
+
+_ANOTHER = PipelineId("another pipeline")
+"""What a program is told that it makes room for: the order that waits may be of any."""
+
+
+class Desk:
+    """Takes messages and orders; see the module. `events`, `notes` and `outgoing` are what came of them."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        reserve: Callable[[PipelineId], None],
+        *,
+        policy: str,
+        now_s: Callable[[], float],
+        is_allowed: Callable[[Connection, str | None], bool],
+        leave_limit_s: float,
+        lease_s: float,
+        max_hold_s: float | None = None,
+        first_fence: int = 1,
+    ) -> None:
+        """`reserve`: takes the name of a program before it joins; raises UserError where a pipeline has it.
+        `is_allowed`: whether a connection may say hello, with what it gave as proof."""
+        self._reserve = reserve
+        self._cluster = cluster
+        self._policy = policy
+        self._now_s = now_s
+        self._is_allowed = is_allowed
+        self._leave_limit_s = leave_limit_s
+        self._max_hold_s = math.inf if max_hold_s is None else max_hold_s
+        self._roles = roles_of(cluster)
+        self.ledger = Residency(cluster.pools, next_fence=first_fence)
+        self._once_left: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
+        """Calls that wait for a program to leave a pool."""
+        self.roster = Roster(lease_s=lease_s)
+        self._rank_by_connection: dict[Connection, tuple[Program, Rank]] = {}
+        self.events: list[PipelineSubmitted | Report] = []
+        self.notes: list[Note] = []
+        self.outgoing: list[tuple[Connection, bytes]] = []
+        """Messages that may go out, oldest first."""
+        self._held_back: list[tuple[Rank, bytes]] = []
+        """Messages that wait for the log."""
+
+    # ------------------------------------------------------------------ from the programs
+
+    def take_message(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Act on a message of `read_message`. Raises WireError for one that does not fit; nothing has changed then."""
+        kind = message["t"]
+        if kind == "hello":
+            self._on_hello(connection, message)
+            return
+        if connection not in self._rank_by_connection:
+            raise WireError("no_hello", f"{kind} before hello; accepted: hello first")
+        program, rank = self._rank_by_connection[connection]
+        if kind == "ping":
+            self.outgoing.append((connection, write_message("ping")))
+            return
+        if kind == "bye":
+            rank.has_said_bye = True
+            return
+        handlers: Mapping[str, Callable[[Program, Rank, dict[str, Any]], None]] = {
+            "ask": self._on_ask,
+            "withdraw": self._on_withdraw,
+            "progress": self._on_progress,
+            "done": self._on_done,
+            "left": self._on_left,
+            "failed_to_leave": self._on_failed_to_leave,
+        }
+        handlers[kind](program, rank, message)
+
+    def lose_connection(self, connection: Connection) -> None:
+        """The connection has ended: what the program asked for goes; what it holds, when its processes are gone."""
+        found = self._rank_by_connection.pop(connection, None)
+        if found is not None and found[1].connection is connection:
+            found[1].connection, found[1].lost_s = None, self._now_s()
+
+    def look_around(self) -> None:
+        """Find programs that are gone, that are slow to leave, or that hold their permit for very long."""
+        now_s = self._now_s()
+        for program, rank in self.roster.gone_ranks(now_s):
+            if not program.is_over:
+                self._lose_rank(program, rank)
+        for program in list(self.roster.programs.values()):
+            for pool, until_s in list(program.leave_until_s.items()):
+                if now_s > until_s and pool in program.leaving:
+                    del program.leave_until_s[pool]
+                    reason = f"it was told to leave {pool} {self._leave_limit_s:g} s ago and has not"
+                    self._get_stuck(program, pool, reason)
+            held_s = 0.0 if program.fence is None else now_s - program.granted_s
+            if held_s > self._max_hold_s and not program.end_reason:
+                pools = ", ".join(self.ledger.permits[program.fence or 0].pools)
+                reason = f"it held {pools} for longer than max_hold_s, {self._max_hold_s:g} s, and was ended"
+                self._mark(program, "max_hold_s", reason)
+                program.end_processes(reason)
+            if program.is_overdue(now_s) and "overdue" not in program.marks:
+                self._mark(program, "overdue", f"it holds its permit for {held_s:.1f} s, ten times its median")
+
+    def _on_hello(self, connection: Connection, hello: dict[str, Any]) -> None:
+        if connection in self._rank_by_connection:
+            raise WireError("again", "hello, a second time on one connection")
+        try:
+            program, rank = self._join(connection, hello)
+        except UserError as error:
+            self.outgoing.append((connection, write_message("refused", reason=str(error))))
+            return
+        self._rank_by_connection[connection] = (program, rank)
+        rank.connection, rank.lost_s, rank.has_said_bye = connection, None, False
+        line = write_message("welcome", v=WIRE_VERSION, policy=self._policy, pools=self._roles, id=program.id)
+        self.outgoing.append((connection, line))
+        self._take_over(program, rank, hello)
+
+    def _join(self, connection: Connection, hello: dict[str, Any]) -> tuple[Program, Rank]:
+        """The program and its rank, new or known. Raises UserError where it is not taken."""
+        if not self._is_allowed(connection, hello.get("proof")):
+            raise UserError("the token is not this broker's; accepted: RLMUX_TOKEN as the broker has it")
+        known = self.roster.of_session(hello["session"])
+        if known is not None:
+            return known
+        check_hello(hello, self._cluster, list(self.roster.programs.values()))
+        rank = rank_of(hello, connection)
+        program = self.roster.gang_of(hello["job"], hello["world"], hello["rank"])
+        if program is None:
+            program = self._add_program(hello)
+        program.ranks[rank.number] = rank
+        self._note(program, "joined", rank=rank.number, session=rank.session, process=rank.process)
+        return program, rank
+
+    def _add_program(self, hello: dict[str, Any]) -> Program:
+        program = program_of(hello, self.roster.free_name(hello["job"]), self._roles)
+        self.submit(program)
+        self._note(program, "program", **program.described())
+        return program
+
+    def submit(self, program: Program) -> None:
+        """Make a program known to the scheduler. Raises UserError for a name that a pipeline has: that program alone is
+        refused."""
+        self._reserve(program.id)
+        self.roster.add(program)
+        self.events.append(PipelineSubmitted(pipeline=pipeline_of(program)))
+
+    def _take_over(self, program: Program, rank: Rank, hello: dict[str, Any]) -> None:
+        """What a process holds that connected before: this broker may be another one than then."""
+        fence, held = hello.get("fence"), [pool for pool in hello.get("holds", []) if pool in self._cluster.pools]
+        for pool in hello.get("resident", []):
+            if pool not in held:
+                self.ledger.lodge(program.id, pool)
+        if fence is not None and held and fence not in self.ledger.permits and program.last_fence != fence:
+            self._adopt(program, fence, held)
+        elif fence is None and program.fence is not None and hello.get("asking") != _number(program.ask):
+            self._end_permit_of(program, rank, {"used_s": 0.0})
+        if fence is None:  # where it is not, the answer to `done` says what to leave
+            self._held_back += [(rank, _evict(pool)) for pool, ranks in program.leaving.items() if rank.number in ranks]
+
+    def _adopt(self, program: Program, fence: int, held: list[str]) -> None:
+        """A permit that this broker does not know. Where the log of the broker before it says that it is over, only the
+        answer to `done` was lost."""
+        if any(self.ledger.holder(pool) not in (None, program.id) for pool in held):
+            program.last_fence = fence
+            return
+        self.ledger.adopt(program.id, held, fence)
+        program.fence, program.granted_s = fence, self._now_s()
+        self._note(program, "adopted", fence=fence, pools=held)
+
+    def _on_ask(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        ask, rank.has_said_bye = program.ask, False
+        if program.refusal and program.fence is None:
+            self._refuse(rank, message, program.refusal)
+            return
+        if ask is not None and ask.number == message["id"] and set(ask.pools) == set(message["pools"]):
+            self._repeat(program, rank, ask)
+            return
+        if ask is not None or program.fence is not None:
+            held = f"permit {program.fence}" if program.fence is not None else f"ask {_number(ask)}"
+            self._refuse(rank, message, f"ask {message['id']} beside {held}; accepted: one phase at a time")
+            return
+        try:
+            program.ask = ask_of(message, self._cluster)
+        except UserError as error:
+            self._refuse(rank, message, str(error))
+            return
+        self._repeat(program, rank, program.ask)
+
+    def _repeat(self, program: Program, rank: Rank, ask: Ask) -> None:
+        """A rank asks, for the first time or again after its connection broke."""
+        if rank.number in ask.ranks and program.fence is not None:
+            self._say_granted(program, rank)
+        ask.ranks.add(rank.number)
+        if len(ask.ranks) == program.world and not ask.is_open:
+            ask.is_open = True
+            self.events.append(WorkArrived(pipeline=program.id, phases=ask.kind, units=ask.units))
+
+    def _on_withdraw(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        ask = program.ask
+        if ask is None or ask.number != message["id"]:
+            return
+        if program.fence is not None:
+            self._end_permit_of(program, rank, {"used_s": 0.0})
+            return
+        self._withdraw(program)
+
+    def _withdraw(self, program: Program) -> None:
+        """Take back what it asks for; an order that there is for it already ends at once."""
+        ask, program.ask = program.ask, None
+        if program.order is not None:
+            self._finish_order(program, 0.0, 0.0)
+        elif ask is not None and ask.is_open:
+            self.events.append(WorkWithdrawn(pipeline=program.id, phases=ask.kind))
+
+    def _on_progress(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        if program.fence != message["fence"] or program.order is None or rank.number != min(program.ranks):
+            return
+        left, held_s = max(0, message["total"] - message["done"]), self._now_s() - program.granted_s
+        order = program.order.order
+        self.events.append(ChunkFinished(order=order, num_active=left, num_waiting=0, seconds=held_s))
+
+    def _on_done(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        fence = message["fence"]
+        if program.fence == fence:
+            self._end_permit_of(program, rank, message)
+        elif program.last_fence != fence:
+            raise WireError("old_fence", f"done with fence {fence}; accepted: {program.fence or 'ask first'}")
+        elif program.unanswered is None:  # it did not hear the answer: its connection broke
+            leaving = [pool for pool, ranks in program.leaving.items() if rank.number in ranks]
+            line = write_message("after", fence=fence, leave=bool(leaving), pools=leaving)
+            self._held_back.append((rank, line))
+
+    def _end_permit_of(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        """One rank is done with the permit; with the last one it is over."""
+        program.done[rank.number] = message
+        fence = program.fence
+        if len(program.done) < program.world or fence is None:
+            return
+        told = list(program.done.values())
+        sizes: dict[str, float] = {}
+        for one in told:
+            for pool, size in one.get("resident_bytes", {}).items():
+                sizes[pool] = sizes.get(pool, 0.0) + size
+        permit = self.ledger.end(fence, sizes)
+        used_s, restore_s = (max(one.get(key, 0.0) for one in told) for key in ("used_s", "restore_s"))
+        program.add_hold(self._now_s() - program.granted_s)
+        program.marks.pop("overdue", None)
+        program.fence, program.ask, program.told = None, None, []
+        program.unanswered = program.last_fence = fence
+        program.done = {}
+        self._note(program, "ended", fence=fence, pools=list(permit.pools), used_s=used_s, restore_s=restore_s)
+        if program.order is not None:
+            self._finish_order(program, used_s, max(0.0, program.granted_s - program.begun_s) + restore_s)
+        self._try_to_grant()
+        for name, pool in [each for each in self._once_left if each[0] == program.id]:
+            self._have_left(name, pool)
+
+    def _finish_order(self, program: Program, seconds: float, switch_s: float) -> None:
+        order, program.order = program.order, None
+        assert order is not None
+        self.events.append(StageFinished(order=order.order, seconds=seconds, switch_s=switch_s))
+
+    def _on_left(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        pool = message["pool"]
+        if rank.number not in program.leaving.get(pool, ()):
+            raise WireError("not_asked", f"left {pool!r}, which it was not told to leave")
+        lodger = self.ledger.lodgers[pool][program.id]
+        if message.get("freed_bytes") == 0 and lodger.num_bytes > 0:
+            self._get_stuck(program, pool, f"it left {pool} and freed nothing of {lodger.num_bytes / 1e9:g} GB there")
+            return
+        program.leaving[pool].discard(rank.number)
+        if not program.leaving[pool]:
+            program.forget_leaving(pool)
+            self.ledger.left(program.id, pool)
+            self._mark(program, pool, "")
+            self._note(program, "left", pool=pool, freed_bytes=message.get("freed_bytes"))
+            self._call_waiting(program.id, pool)
+            self._try_to_grant()
+
+    def _on_failed_to_leave(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        pool = message["pool"]
+        if rank.number not in program.leaving.get(pool, ()):
+            raise WireError("not_asked", f"failed to leave {pool!r}, which it was not told to leave")
+        self._get_stuck(program, pool, f"it cannot leave {pool}: {message['error']}")
+
+    # ------------------------------------------------------------------ from the scheduler
+
+    def begin(self, order: RunStage) -> None:
+        """The program is next on these devices, which others have left: grant it its ask once none holds them."""
+        program = self.roster.programs.get(order.pipeline)
+        if program is None:
+            return
+        program.order, program.begun_s = order, self._now_s()
+        if program.ask is None or not program.ask.is_open:  # it was taken back meanwhile
+            self._finish_order(program, 0.0, 0.0)
+            return
+        self._try_to_grant()
+
+    def evict(self, name: PipelineId, pool: str, then: Callable[[], None]) -> None:
+        """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone.
+
+        Where nothing of it lies there, or the file says nothing of the pool's memory, it has to end its permit only.
+        """
+        if name not in self.roster.programs or name not in self.ledger.lodgers[pool]:
+            then()
+            return
+        self._once_left[name, pool].append(then)
+        self._have_left(name, pool)
+
+    def release(self, pipeline: PipelineId, reason: str) -> None:
+        """The scheduler has done with the program: cancelled, or refused. It gets no permit any more."""
+        program = self.roster.programs.get(pipeline)
+        if program is None:
+            return
+        program.order, program.refusal = None, reason
+        ask = program.ask
+        if ask is not None and program.fence is None:
+            program.ask = None
+            for rank in program.connected:
+                if rank.number in ask.ranks:
+                    self._held_back.append((rank, _refusal(ask.number, reason)))
+
+    def settle(self) -> None:
+        """Everything up to now is in the log, and its orders have begun: say what was held back."""
+        for program in self.roster.programs.values():
+            if program.unanswered is not None:
+                fence, program.unanswered = program.unanswered, None
+                line = write_message("after", fence=fence, leave=bool(program.told), pools=program.told)
+                self._held_back += [(rank, line) for rank in program.connected]
+                program.told = []
+        for rank, line in self._held_back:
+            if rank.connection is not None:
+                self.outgoing.append((rank.connection, line))
+        self._held_back.clear()
+
+    def take_news(self) -> tuple[list[PipelineSubmitted | Report], list[Note]]:
+        """What has happened since the last call."""
+        events, notes = self.events, self.notes
+        self.events, self.notes = [], []
+        return events, notes
+
+    # ------------------------------------------------------------------ who leaves, who is granted
+
+    def _try_to_grant(self) -> None:
+        """Grant every order that waits and whose pools no other holds, the oldest first."""
+        waiting = [one for one in self.roster.programs.values() if one.order is not None and one.fence is None]
+        for program in sorted(waiting, key=lambda one: (one.begun_s, one.order.order if one.order else 0)):
+            ask = program.ask
+            if ask is None or any(pool in program.leaving for pool in ask.pools):
+                continue
+            if self.ledger.is_free(program.id, ask.pools):
+                self._grant(program, ask)
+
+    def _grant(self, program: Program, ask: Ask) -> None:
+        permit = self.ledger.grant(program.id, {pool: program.need(pool) for pool in ask.pools})
+        program.fence, program.granted_s, program.done = permit.fence, self._now_s(), {}
+        self._note(program, "granted", fence=permit.fence, pools=list(ask.pools), phase=ask.phase, ask=ask.number,
+                   waited_s=self._now_s() - program.begun_s)  # fmt: skip
+        for rank in program.ranks.values():
+            self._say_granted(program, rank)
+
+    def _say_granted(self, program: Program, rank: Rank) -> None:
+        ask = program.ask
+        assert ask is not None
+        line = write_message("granted", id=ask.number, fence=program.fence, pools=list(ask.pools))
+        self._held_back.append((rank, line))
+
+    def _have_left(self, name: PipelineId, pool: str) -> None:
+        """Tell a program to leave a pool that others wait for; one that holds it is told at its phase's end."""
+        lodger = self.ledger.lodgers[pool].get(name)
+        if lodger is None or (lodger.place is Place.STAYS and self._has_room(pool)):
+            self._call_waiting(name, pool)
+        elif lodger.place in (Place.STAYS, Place.STUCK):
+            self._tell_to_leave(self.roster.programs[name], pool)
+
+    def _call_waiting(self, name: PipelineId, pool: str) -> None:
+        for then in self._once_left.pop((name, pool), []):
+            then()
+
+    def _has_room(self, pool: str) -> bool:
+        return math.isinf(self._cluster.pools[pool].device_memory_bytes)
+
+    def _tell_to_leave(self, program: Program, pool: str) -> None:
+        self.ledger.tell_to_leave(program.id, pool)
+        program.leaving[pool] = set(program.ranks)
+        program.leave_until_s[pool] = self._now_s() + self._leave_limit_s
+        self._note(program, "told_to_leave", pool=pool, waiting=_ANOTHER)
+        if program.unanswered is not None:
+            program.told.append(pool)
+        else:
+            self._held_back += [(rank, _evict(pool, _ANOTHER)) for rank in program.ranks.values()]
+
+    def _get_stuck(self, program: Program, pool: str, reason: str) -> None:
+        """It is on the pool and does not leave: no other is granted the pool until it leaves, or is gone."""
+        self.ledger.fail_to_leave(program.id, pool, reason)
+        if program.leave_until_s.get(pool, math.inf) > self._now_s():
+            program.forget_leaving(pool)
+        self._mark(program, pool, reason)
+
+    # ------------------------------------------------------------------ ends
+
+    def _lose_rank(self, program: Program, rank: Rank) -> None:
+        del program.ranks[rank.number]
+        if program.ranks:
+            self._mark(
+                program, "rank", f"rank {rank.number} is gone, {len(program.ranks)} of {program.world} are there"
+            )
+            return
+        held = self.ledger.permits.get(program.fence or 0)
+        self.ledger.remove(program.id)
+        self.roster.end(program)
+        self._note(program, "gone", said_bye=rank.has_said_bye)
+        if program.refusal:
+            pass  # its pipeline is over already
+        elif rank.has_said_bye and held is None:
+            if program.order is not None:
+                self._finish_order(program, 0.0, 0.0)
+            self.events.append(ClientFinished(pipeline=program.id))
+        else:
+            reason = program.end_reason or _how_it_ended(rank, held)
+            self.events.append(PipelineFailed(pipeline=program.id, reason=reason))
+        for name, pool in [each for each in self._once_left if each[0] == program.id]:
+            self._call_waiting(name, pool)
+        self._try_to_grant()
+
+    # ------------------------------------------------------------------ small things
+
+    def _refuse(self, rank: Rank, message: dict[str, Any], text: str) -> None:
+        if rank.connection is not None:
+            self.outgoing.append((rank.connection, _refusal(message["id"], text)))
+
+    def _mark(self, program: Program, what: str, reason: str) -> None:
+        if program.mark(what, reason):  # what is wrong with it, or that it is not any more
+            self._note(program, "marked", reason="; ".join(program.marks.values()))
+
+    def _note(self, program: Program, what: str, **fields: Any) -> None:
+        self.notes.append(Note(type="permit", fields={"pipeline": program.id, "what": what, **fields}))
+
+
+def _how_it_ended(rank: Rank, held: Permit | None) -> str:
+    name = f"process {rank.process.pid}" if rank.process else "its connection"
+    return f"{name} ended " + (f"while it held {', '.join(held.pools)}" if held else "without a word")
+
+
+def _refusal(ask: int, text: str) -> bytes:
+    return write_message("error", code="not_possible", id=ask, text=text)
+
+
+def _evict(pool: str, waiting: PipelineId | None = None) -> bytes:
+    return write_message("evict", pool=pool, **({"for": waiting} if waiting else {}))
+
+
+def _number(ask: Ask | None) -> int | None:
+    return None if ask is None else ask.number

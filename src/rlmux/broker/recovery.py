@@ -1,0 +1,104 @@
+"""What the log of a broker that ended says of the programs that may still be there.
+
+    log ── notes `permit` ──▶ recall ──▶ Desk: programs with their processes, permits, and where their states lie
+
+A program whose process has ended since is taken up all the same: the desk finds it gone, and the log gets its end. One
+that was cancelled or refused stays so: it is no pipeline any more, and what it holds is its until its process is gone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlmux.broker.permit_manager import Desk
+from rlmux.broker.program_processes import Process
+from rlmux.broker.program_roster import NO_MORE, Ask, Program, Rank
+from rlmux.core.actions import Refuse
+from rlmux.core.events import PipelineCancelled
+from rlmux.core.model import PipelineId
+from rlmux.log.run_log import LogReader
+
+
+def recall(folder: Path, desk: Desk, now_s: float) -> None:
+    """Take up what the folder's log knows, before any message is taken."""
+    programs: dict[str, Program] = {}
+    lodged: dict[str, dict[str, None]] = {}
+    refusals: dict[str, str] = {}
+    with LogReader(folder) as log:
+        entries = list(log.entries())
+    notes = [entry.value for entry in entries if entry.kind == "note" and entry.type == "permit"]
+    for entry in entries:
+        match entry.value:
+            case PipelineCancelled() as cancelled:
+                refusals[cancelled.pipeline] = NO_MORE
+            case Refuse() as refused:
+                refusals[refused.pipeline] = refused.reason
+    for fields in notes:
+        assert isinstance(fields, dict)
+        name = fields["pipeline"]
+        desk.roster.use_name(name)
+        match fields["what"]:
+            case "program":
+                programs[name], lodged[name] = _program(fields), {}
+            case "joined":
+                programs[name].ranks[fields["rank"]] = _rank(fields, now_s)
+            case "granted" | "adopted":
+                desk.ledger.next_fence = max(desk.ledger.next_fence, fields["fence"] + 1)
+                programs[name].fence = fields["fence"]
+                programs[name].ask = _ask(fields, programs[name])
+                lodged[name] |= dict.fromkeys(fields["pools"])
+            case "ended":
+                programs[name].fence, programs[name].ask = None, None
+                programs[name].last_fence = fields["fence"]
+            case "left":
+                lodged[name].pop(fields["pool"], None)
+            case "gone":
+                del programs[name], lodged[name]
+    for name, program in programs.items():
+        if name in refusals:
+            program.refusal = refusals[name]
+            desk.roster.add(program)
+        else:
+            desk.submit(program)
+        held = program.ask.pools if program.ask else ()
+        for pool in lodged[name]:
+            if pool not in held:
+                desk.ledger.lodge(name, pool)
+        if program.fence is not None:
+            desk.ledger.adopt(name, held, program.fence)
+            program.granted_s = now_s
+
+
+def _program(fields: dict[str, Any]) -> Program:
+    return Program(
+        id=PipelineId(fields["pipeline"]),
+        world=fields["world"],
+        pools=fields["pools"],
+        need_bytes=fields["need_bytes"],
+        host_bytes=fields["host_bytes"],
+        slo=fields["slo"],
+        weight=fields.get("weight", 1.0),
+    )
+
+
+def _rank(fields: dict[str, Any], now_s: float) -> Rank:
+    process = fields["process"]
+    return Rank(
+        number=fields["rank"],
+        session=fields["session"],
+        process=None if process is None else Process(*process),
+        lost_s=now_s,
+    )
+
+
+def _ask(fields: dict[str, Any], program: Program) -> Ask:
+    """The ask that was granted: its program may not have heard, and ask again."""
+    return Ask(
+        number=fields.get("ask", 0),
+        pools=tuple(fields["pools"]),
+        phase=fields.get("phase", ""),
+        kind=(),
+        ranks=set(range(program.world)),
+        is_open=True,
+    )

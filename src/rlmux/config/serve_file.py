@@ -1,0 +1,222 @@
+"""The file of `rlmux serve`: the devices there are, and the models that clients may name.
+
+    ServeFile ── cluster, policy
+              ── serve ── models ── ServedModelConfig ── model
+                       ── keys   ── KeyConfig
+                       ── projects ── ProjectConfig
+
+Read as the file of a run is: strict types, unknown keys are errors, a mistake is one line with its place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from annotated_types import Ge, Le, Lt, MinLen, Predicate
+from pydantic import TypeAdapter, ValidationError
+
+from rlmux.config.checkpoint_folder import check_checkpoint
+from rlmux.config.checks import check_policy
+from rlmux.config.derive import make_cluster
+from rlmux.config.error_messages import explain, nearest_hint, spec_error
+from rlmux.config.load import absolute_path, read_text
+from rlmux.config.source_map import parse_yaml
+from rlmux.config.tree import ClusterConfig
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster
+from rlmux.rl.config import (
+    ADAPTER_ARCHITECTURES,
+    MAX_POSITIONS,
+    Count,
+    FromFile,
+    ModelConfig,
+    Name,
+    PositiveFloat,
+    Takes,
+)
+
+
+def is_model_name(text: str) -> bool:
+    """Whether clients can name a model so: a client takes what is behind a colon, or a second slash, for its own."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None
+
+
+ModelName = Annotated[str, Predicate(is_model_name), Takes("ORG/NAME, such as Qwen/Qwen3-0.6B")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModelConfig(FromFile):
+    """A model that clients may train and sample. Each client that does gets a pipeline of its own."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """A checkpoint, or a tiny new model."""
+    max_prompt_tokens: Count = 256
+    """Tokens of the longest prompt."""
+    max_new_tokens: Count = 256
+    """Tokens of the longest answer; a client's `max_tokens` may not be more."""
+    num_slots: Annotated[int, Ge(1), Le(4096)] = 64
+    """Sequences decoded at once. Results change with it in the last bits."""
+    micro_batch_size: Count = 32
+    """Sequences of one forward and backward pass. Results change with it in the last bits."""
+    seed: Annotated[int, Ge(0), Lt(2**31)] = 0
+    """Seed of a new model's first weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyConfig(FromFile):
+    """A client's API key."""
+
+    project: Name
+    """Project that the key's work belongs to; it sees no other's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectConfig(FromFile):
+    """What a project of `keys` may use."""
+
+    device_hours_a_day: PositiveFloat
+    """Hours of one device that its work may take in a day of UTC. Its clients then wait for the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermitsConfig(FromFile):
+    """Turns for training programs of your own beside the clients, on the same devices (docs/how-to/trl.md)."""
+
+    listen: str | None = None
+    """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Without: a socket in the server's folder."""
+    leave_limit_s: PositiveFloat = 120.0
+    """Seconds after which a program that has not left a pool as it was told is marked in `status`."""
+    max_hold_s: PositiveFloat | None = None
+    """Seconds for which a program may hold one permit; then it is ended. Without it none is."""
+    lease_s: PositiveFloat = 30.0
+    """Seconds for which a program behind TCP keeps its permit after its connection has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(FromFile):
+    """What clients may ask for, and who they are."""
+
+    models: Annotated[Mapping[ModelName, ServedModelConfig], MinLen(1)]
+    """Models by the name that clients write, which they load the tokenizer of on their own machine."""
+    parameters: Literal["full", "lora", "refuse-lora"] = "full"
+    """What a client's `create_lora_training_client(rank=N)` trains: all parameters, whatever N is (`full`), a LoRA
+    adapter of rank N beside the frozen model, which all clients share (`lora`), or all parameters, and only for rank 0
+    (`refuse-lora`)."""
+    max_lora_rank: Annotated[int, Ge(1), Le(1024)] = 128
+    """Largest rank of a client's adapter, with `parameters: lora`."""
+    keys: Mapping[str, KeyConfig] = field(default_factory=dict)
+    """Projects by API key (`tml-...`). Without: every key is accepted, and is a project of its own."""
+    projects: Mapping[Name, ProjectConfig] = field(default_factory=dict)
+    """Budgets by project; one that is not named has no limit."""
+    session_timeout_s: PositiveFloat = 600.0
+    """Seconds without a sign of life after which a client's session is over. Its checkpoints are kept."""
+    keep_snapshots: Annotated[int, Ge(0)] = 8
+    """Newest weights of a model that a client can sample with without having named them
+    (`save_weights_and_get_sampling_client`); older ones are removed. 0: all are kept while the session lasts."""
+    ledger_gb: Annotated[float, Ge(0)] = 8.0
+    """Gigabytes of `tinker.db`. Beyond, the oldest bodies of losses that a checkpoint has, and results that clients
+    have, are emptied to 80 % of it; `rlmux verify` needs them, and says what is missing. 0: all are kept."""
+    permits: PermitsConfig | None = None
+    """Permits for programs that keep their own trainer; `{}` for all default values. Without: none are given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFile(FromFile):
+    """The whole file of `rlmux serve`."""
+
+    cluster: ClusterConfig
+    """The devices there are."""
+    serve: ServeConfig
+    """What is served."""
+    policy: str = "rollmux"
+    """Policy that decides, unless the command line names another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSpec:
+    """A file of `rlmux serve`, checked."""
+
+    source: str
+    """The file, as the user named it."""
+    cluster: Cluster
+    """Every pool."""
+    policy: str
+    """Name of the policy that decides."""
+    serve: ServeConfig
+    """What is served, paths made absolute."""
+    resolved: str
+    """YAML with every key written out: it loads to the same anywhere."""
+
+
+def load_serve_file(path: Path, *, policies: Sequence[str]) -> ServeSpec:
+    """Read and check a file. `policies`: the names that are accepted."""
+    return parse_serve_file(read_text(path), source=str(path), folder=path.absolute().parent, policies=policies)
+
+
+def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence[str]) -> ServeSpec:
+    """`load_serve_file` for a text that is at hand."""
+    root = parse_yaml(text, source)
+    adapter = TypeAdapter(ServeFile)
+    try:
+        file = adapter.validate_json(json.dumps(root.plain()))
+    except ValidationError as error:
+        raise explain(error, root, ServeFile) from None
+    check_policy(root, file.policy, policies)
+    known = {key.project for key in file.serve.keys.values()}
+    for name in file.serve.projects:
+        if name not in known:
+            raise spec_error(
+                root, ["serve", "projects", name], f"is the project of no key; {nearest_hint(name, sorted(known))}"
+            )
+    cluster = make_cluster(file.cluster)
+    for name, pool in cluster.pools.items() if file.serve.permits else ():
+        if (pool.num_nodes or 1) * pool.gpus_per_node != 1:
+            where = ["cluster", "pools", name]
+            raise spec_error(root, where, "has several devices; accepted with serve.permits: pools of one device")
+    models = {name: _absolute(served, folder) for name, served in file.serve.models.items()}
+    for name, served in models.items():
+        try:
+            _check_model(served, has_adapters=file.serve.parameters == "lora")
+        except UserError as error:
+            raise spec_error(root, ["serve", "models", name], f"cannot be served: {error}") from None
+    file = replace(file, serve=replace(file.serve, models=models))
+    plain: dict[str, Any] = adapter.dump_python(file, mode="json", by_alias=True, exclude_none=True)
+    for served_plain in plain["serve"]["models"].values():
+        if "path" in served_plain["model"]:
+            served_plain["model"] = {"path": served_plain["model"]["path"]}
+    return ServeSpec(
+        source=source,
+        cluster=cluster,
+        policy=file.policy,
+        serve=file.serve,
+        resolved=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True),
+    )
+
+
+def _check_model(served: ServedModelConfig, *, has_adapters: bool) -> None:
+    """Raises UserError for a checkpoint that cannot be trained, for a context beyond a model's positions, and for an
+    architecture that adapters are not served for where they are what is trained."""
+    longest = served.max_prompt_tokens + served.max_new_tokens
+    most: int | None = MAX_POSITIONS
+    architecture: str = served.model.architecture
+    if served.model.path is not None:
+        found = check_checkpoint(Path(served.model.path))
+        most, architecture = found.max_positions, found.model_type
+    if has_adapters and architecture not in ADAPTER_ARCHITECTURES:
+        raise UserError(
+            f"parameters: lora does not go with a {architecture!r} model; accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
+        )
+    if most is not None and longest > most:
+        raise UserError(f"max_prompt_tokens + max_new_tokens is {longest}; accepted: {most} or less")
+
+
+def _absolute(served: ServedModelConfig, folder: Path) -> ServedModelConfig:
+    if served.model.path is None:
+        return served
+    return replace(served, model=replace(served.model, path=absolute_path(served.model.path, folder)))

@@ -1,0 +1,4 @@
+"""Estimates of durations, learned online: a step, its tail, its upper bound.
+
+Reading order: estimates, measured_steps, expected_steps, step_bounds, on_demand_seconds, tail_gain.
+"""

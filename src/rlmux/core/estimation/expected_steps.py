@@ -1,0 +1,250 @@
+"""Pipelines are planned with what their own steps took, and told whether their SLO can hold.
+
+    a step is trained ─▶ learn ─▶ Pipeline.estimate in run and ledger ─▶ the policy's rebalance ─▶ tell ─▶ ExpectSteps
+
+With the estimate come a budget (SLO times solo step), a load in its group's meta-iteration and due times, as if the
+user had given it. It can change when and where things run, never what is trained. An estimate that the user gave stands
+as long as the steps are near it; where a phase has drifted from it, both of its estimates, apart and colocated, drift
+along, in steps of a tenth: pipelines that were alike so stay alike for a search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from rlmux.core.actions import Action, ExpectSteps
+from rlmux.core.estimation.measured_steps import has_drifted
+from rlmux.core.estimation.step_bounds import StepBounds
+from rlmux.core.journal import Journal
+from rlmux.core.model import MeasuredSeconds, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
+from rlmux.core.pipeline_run import PipelineRun
+from rlmux.core.placement.group_load import GroupLoad, budget_of
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.state import SchedulerState
+
+_ROUNDING = 1e-9
+_DRIFT_STEP = 1.1
+"""Factor by which estimates that the user gave drift at once."""
+_NOTICEABLE = 0.1
+"""Part by which an expected slowdown changes before it is said again."""
+
+
+class Expectations:
+    """Keeps what the scheduler believes of steps up to date; see the module."""
+
+    def __init__(self, state: SchedulerState, ledger: PlacementLedger, journal: Journal) -> None:
+        self._state = state
+        self._ledger = ledger
+        self._journal = journal
+        self._learned: dict[PipelineId, None] = {}
+        """Pipelines with seconds that were learned in this event and not told of yet."""
+        self._placed: dict[PipelineId, None] = {}
+        """Pipelines that came in this event to a group where a probability was asked for."""
+
+    def learn(self, run: PipelineRun, step: int) -> bool:
+        """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
+        run.estimates.measured.end_step(step)
+        if run.estimates.bounds is not None:
+            return self._plan_with_bounds(run, run.estimates.bounds, step)
+        return self._plan_with(run, run.estimates.measured.seconds)
+
+    def learn_batches(self, run: PipelineRun) -> bool:
+        """A batch of arrived work has ended. Returns whether the pipeline is planned with other seconds from now on."""
+        return self._plan_with(run, run.estimates.batch_seconds.seconds)
+
+    def _plan_with(self, run: PipelineRun, measured_seconds: Callable[[], MeasuredSeconds | None]) -> bool:
+        if run.status is not PipelineStatus.RUNNING:
+            return False
+        planned = self._given_seconds(run) if run.estimates.has_given_estimate else run.pipeline.estimate
+        if run.estimates.has_given_estimate and (planned is None or not run.estimates.measured.is_last_beyond(planned)):
+            return False  # before the distribution is computed, which takes longer than the rest of a step's end
+        measured = measured_seconds()
+        if measured is None or not has_drifted(planned, measured.median):
+            return False
+        if run.estimates.has_given_estimate:
+            run.estimates.has_left_estimate = True
+            run.pipeline = drifted(run.pipeline, planned, measured.median)
+        else:
+            run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
+        if not run.pipeline.work_arrives:
+            run.estimates.history.plan_with(run.pipeline)
+        self._ledger.revise(run.pipeline)
+        self._learned[run.pipeline.id] = None
+        return True
+
+    def _plan_with_bounds(self, run: PipelineRun, bounds: StepBounds, step: int) -> bool:
+        """Tighten or widen the bounds by the step, and plan with them."""
+        if run.status is not PipelineStatus.RUNNING or run.nodes.placement is None:
+            return False
+        last, given, placement = run.estimates.measured.last, bounds.given, run.nodes.placement
+        seconds: PhaseSeconds | None = None
+        if bounds.has_base:
+            is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
+            seconds = (given.colocated_estimate if is_colocated else None) or given.estimate
+        bounds.forget(len(placement.rollout_nodes))
+        if last is None:
+            return False
+        bounds.add(step, last, seconds, sync_s=given.estimate.sync_s if given.estimate else 0.0)
+        planned = bounds.plan(run.pipeline)
+        if planned is None:
+            return False
+        run.estimates.has_left_estimate |= planned.estimate != given.estimate
+        run.pipeline = planned
+        run.estimates.history.plan_with(planned)
+        self._ledger.revise(planned)
+        self._learned[planned.id] = None
+        return True
+
+    def note_placed(self, run: PipelineRun) -> None:
+        """It has a place in the ledger: the next `tell` states the probabilities that were asked for in its group."""
+        members = self._ledger.group_of(run.pipeline.id).members
+        if any(member.pipeline.slo_probability is not None for member in members):
+            self._placed[run.pipeline.id] = None
+
+    def _given_seconds(self, run: PipelineRun) -> PhaseSeconds | None:
+        """What the steps of a pipeline with a given estimate should take where it is; None where that says nothing: on
+        other numbers of nodes, or where sub-stages of several members share them."""
+        pipeline, placement = run.pipeline, run.nodes.placement
+        if placement is None or len(placement.train_nodes) != pipeline.num_train_nodes:
+            return None
+        if set(placement.train_nodes) <= set(placement.rollout_nodes):
+            return pipeline.colocated_estimate if self._ledger.group_of(pipeline.id).num_members == 1 else None
+        return pipeline.estimate if len(placement.rollout_nodes) == pipeline.num_rollout_nodes else None
+
+    def tell(self) -> list[Action]:
+        """Say what is expected of pipelines whose seconds are new, and of their neighbours with an SLO where that is
+        other than was said."""
+        beyond_slo = self._state.beyond_slo
+        if not self._learned and not beyond_slo and not self._placed:
+            return []
+        actions: list[Action] = []
+        learned, self._learned = self._learned, {}
+        placed, self._placed = self._placed, {}
+        asked = {**learned, **placed, **beyond_slo}
+        for pipeline in {**learned, **placed}:
+            if pipeline not in self._ledger:
+                continue
+            asked |= {member.pipeline.id: None for member in self._ledger.group_of(pipeline).members}
+        for pipeline in asked:
+            run = self._state.runs[pipeline]
+            if pipeline not in self._ledger:
+                beyond_slo.pop(pipeline, None)
+                continue
+            step_slowdown, reason = self._expected(run)
+            probability = self._probability(run)
+            is_stated_anew = run.estimates.bounds is not None and (
+                probability != run.estimates.told_probability or pipeline in placed
+            )
+            if (
+                pipeline in learned
+                or is_stated_anew
+                or bool(reason) != (pipeline in beyond_slo)
+                or _is_news(run, step_slowdown)
+            ):
+                run.estimates.told_slowdown, run.estimates.told_probability = step_slowdown, probability
+                seen = run.estimates.batch_seconds if run.pipeline.work_arrives else run.estimates.measured
+                is_given = run.estimates.has_given_estimate and not run.estimates.has_left_estimate
+                measured = None if is_given else seen.seconds()
+                actions.append(
+                    ExpectSteps(
+                        pipeline=pipeline,
+                        measured=measured,
+                        step_slowdown=step_slowdown,
+                        reason=reason,
+                        probability=probability,
+                        bounded=run.estimates.bounds.known(run.pipeline) if run.estimates.bounds is not None else None,
+                    )
+                )
+            if reason:
+                beyond_slo[pipeline] = None
+            else:
+                beyond_slo.pop(pipeline, None)
+        return actions
+
+    def _probability(self, run: PipelineRun) -> float | None:
+        """Probability with which a meta-iteration of its group takes no longer than it is planned with, where all its
+        steps keep its SLO at that pace; None where they do not, or a member has no bounds that hold with as much."""
+        pipeline = run.pipeline
+        if run.estimates.bounds is None or pipeline.slo_slowdown == math.inf or pipeline.estimate is None:
+            return None
+        group = self._ledger.group_of(pipeline.id)
+        if not self._keeps_slo_at_pace(run, group):
+            return None
+        if group.num_members == 1:
+            return 1.0
+        asked = [member.pipeline.slo_probability or 0.0 for member in group.members]
+        bounds = [self._state.runs[member.pipeline.id].estimates.bounds for member in group.members]
+        return min(asked) if all(one and one.is_known for one in bounds) else None
+
+    def _keeps_slo_at_pace(self, run: PipelineRun, group: GroupLoad) -> bool:
+        """Whether its SLO is kept if all steps that are left take what they are planned with: by each of them, or by
+        the mean of all, those that are done included."""
+        pipeline = run.pipeline
+        budget_s = budget_of(pipeline)
+        step_s = group.period_s / self._ledger.member(pipeline.id).steps_per_cycle
+        if step_s <= budget_s * (1.0 + _ROUNDING):
+            return True
+        left = self._state.work_left(pipeline.id)
+        if left is None or left.done_solo_s is None:
+            return False
+        due_s = left.submitted_s + left.num_left * budget_s + pipeline.slo_slowdown * left.done_solo_s
+        return left.now_s + left.num_left * step_s <= due_s
+
+    def step_s(self, run: PipelineRun) -> float | None:
+        """Expected seconds of a step in the meta-iteration of its group; None where nothing is known of it."""
+        estimate = run.pipeline.estimate
+        if estimate is None:
+            return None
+        return max(1.0, self._ledger.group_of(run.pipeline.id).slowdown_of(run.pipeline.id)) * estimate.solo_s
+
+    def _expected(self, run: PipelineRun) -> tuple[float, str]:
+        """Its expected step slowdown, and why its SLO cannot be promised."""
+        pipeline = run.pipeline
+        group = self._ledger.group_of(pipeline.id)
+        slowdown, slo = max(1.0, group.slowdown_of(pipeline.id)), pipeline.slo_slowdown
+        if pipeline.estimate is None or slo == math.inf or slowdown <= slo * (1.0 + _ROUNDING):
+            return slowdown, ""
+        solo_s = pipeline.estimate.solo_s
+        return slowdown, (
+            f"slo_slowdown {slo:g} cannot be promised here: a step of {solo_s:.3g} s alone is expected to take "
+            f"{slowdown * solo_s:.3g} s, {slowdown:.2f} times as long, in a group of {group.num_members} pipelines, "
+            f"and policy {self._journal.policy_name} finds no better place"
+        )
+
+
+def drifted(pipeline: Pipeline, planned: PhaseSeconds | None, measured: PhaseSeconds) -> Pipeline:
+    """The pipeline with all its estimates stretched as the measured seconds are against those planned with."""
+    if planned is None:
+        return pipeline
+    rollout, train = (
+        _stretch(now_s, before_s)
+        for before_s, now_s in ((planned.rollout_s, measured.rollout_s), (planned.train_s, measured.train_s))
+    )
+
+    def stretched(seconds: PhaseSeconds | None) -> PhaseSeconds | None:
+        if seconds is None:
+            return None
+        return replace(seconds, rollout_s=rollout * seconds.rollout_s, train_s=train * seconds.train_s)
+
+    return replace(
+        pipeline,
+        estimate=stretched(pipeline.estimate),
+        held=stretched(pipeline.held),
+        colocated_estimate=stretched(pipeline.colocated_estimate),
+    )
+
+
+def _stretch(now_s: float, before_s: float) -> float:
+    """The seconds of now over those of before, as a power of `_DRIFT_STEP`; 1 where one of them is nothing."""
+    if now_s <= 0.0 or before_s <= 0.0:
+        return 1.0
+    return _DRIFT_STEP ** round(math.log(now_s / before_s, _DRIFT_STEP))
+
+
+def _is_news(run: PipelineRun, step_slowdown: float) -> bool:
+    """Whether the expected slowdown of a pipeline with an SLO differs noticeably from what was said of it."""
+    if run.estimates.told_slowdown is None or run.pipeline.slo_slowdown == math.inf:
+        return False
+    return abs(step_slowdown - run.estimates.told_slowdown) > _NOTICEABLE * run.estimates.told_slowdown

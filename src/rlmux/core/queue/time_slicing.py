@@ -1,0 +1,121 @@
+"""Pipelines that hold nodes of their own by turns, where the policy gives them so.
+
+    waiting pipelines ── policy.give_turns ─▶ who holds which nodes next, and why the others wait
+    a pipeline at a step boundary, `turn_s` after it was placed ── policy.give_turns ─▶ it stays, or it is parked
+
+What the policy counts for it is a value made by `new_clock`, which the scheduler stores and hands back. Under a
+policy without turns nothing here is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from rlmux.core.model import Pipeline, PipelineId, PipelineStatus, Placement
+from rlmux.core.pipeline_run import PipelineRun
+from rlmux.core.placement.choice import PlacementChoice, Refusal
+from rlmux.core.placement.placement_ledger import PlacementLedger
+from rlmux.core.placement.view import PlacementView
+from rlmux.core.policy import Policy
+from rlmux.core.queue.fair_share import Shares
+from rlmux.core.state import SchedulerState
+
+
+class Turn(NamedTuple):
+    """The nodes that a pipeline holds next."""
+
+    choice: PlacementChoice
+    is_as_before: bool
+    """Whether they are of the kind that it holds now."""
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A policy whose pipelines hold nodes by turns."""
+
+    turn_s: float
+    """Seconds after which a turn ends at the next step boundary."""
+
+    def new_clock(self) -> Any:
+        """The clock of a run that begins."""
+        ...
+
+    def begin_turn(self, clock: Any, pipeline: PipelineId, placement: Placement, now_s: float) -> None: ...
+
+    def end_turn(self, clock: Any, pipeline: PipelineId, now_s: float) -> None: ...
+
+    def give_turns(
+        self,
+        clock: Any,
+        claimants: tuple[tuple[Pipeline, Placement | None], ...],
+        pipelines: tuple[Pipeline, ...],
+        now_s: float,
+        view: PlacementView,
+    ) -> Mapping[PipelineId, Turn | Refusal]:
+        """Who of the claimants, with the nodes that each holds now, gets which of the free nodes; why the others wait.
+
+        `pipelines`: all that are not over or held, running ones included.
+        """
+        ...
+
+
+class Turns:
+    """Asks the policy who is next; see the module."""
+
+    def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares) -> None:
+        self._state = state
+        self._ledger = ledger
+        self._view = PlacementView(ledger)
+        self._policy = policy if isinstance(policy, TakesTurns) else None
+        self._shares = shares
+        if self._policy is not None:
+            state.clock = self._policy.new_clock()
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the policy gives nodes by turns."""
+        return self._policy is not None
+
+    def next(self) -> list[tuple[PipelineRun, Turn | Refusal]]:
+        """What each waiting pipeline gets of the free nodes now, in the order of submission."""
+        waiting = self._shares.in_order()
+        if self._policy is None or not waiting:
+            return []
+        answers = self._ask(self._policy, waiting)
+        return [(run, answers[run.pipeline.id]) for run in waiting]
+
+    def is_over(self, run: PipelineRun) -> bool:
+        """Whether a pipeline at a step boundary leaves its nodes to others; it stays where the policy has it stay."""
+        policy, state = self._policy, self._state
+        if policy is None or run.nodes.placement is None or not state.waiting:
+            return False
+        if state.now_s - run.admission.admitted_s < policy.turn_s or run.pipeline.work_arrives or run.is_filler:
+            return False
+        if not (waiting := self._shares.in_order()):
+            return False
+        with self._ledger.trial():
+            self._ledger.depart(run.pipeline.id)
+            answer = self._ask(policy, [*waiting, run])[run.pipeline.id]
+        return isinstance(answer, Refusal) or not answer.is_as_before
+
+    def begin(self, run: PipelineRun) -> None:
+        """The pipeline holds nodes from now on."""
+        if self._policy is not None and run.nodes.placement is not None:
+            self._policy.begin_turn(self._state.clock, run.pipeline.id, run.nodes.placement, self._state.now_s)
+
+    def end(self, run: PipelineRun) -> None:
+        """The pipeline leaves its nodes."""
+        if self._policy is not None:
+            self._policy.end_turn(self._state.clock, run.pipeline.id, self._state.now_s)
+
+    def _ask(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, Turn | Refusal]:
+        claimants = tuple((run.pipeline, run.nodes.placement) for run in sorted(runs, key=lambda run: run.sequence))
+        pipelines = tuple(run.pipeline for run in self._state.runs.values() if _claims_time(run))
+        return policy.give_turns(self._state.clock, claimants, pipelines, self._state.now_s, self._view)
+
+
+def _claims_time(run: PipelineRun) -> bool:
+    """Whether the pipeline is not over, and its user does not hold it."""
+    is_over = run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING)
+    return not (is_over or run.admission.is_held or run.is_filler)

@@ -1,0 +1,128 @@
+"""The frozen base of adapters, once in a machine's memory: a file in shared memory that every tenant's worker maps.
+
+    first worker     build_model ─▶ NAME.safetensors        as training reads it     ─┐
+                     fuse        ─▶ NAME-fused.safetensors  as rollouts read it      ─┤ written once, under a lock
+    every worker     a model without memory (`meta`) ─▶ its parameters are views of the mapped file
+
+NAME is a hash of what decides the base: the keys of `model` with its seed, or the folder's files with sizes and times.
+A page of the file is in memory once, however many processes map it. The mapping is private: a write would stay in its
+own process.
+
+Invariant: a base read from a file has the bits of `build_model`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlmux.engines.adapters.lora import inject_adapter
+from rlmux.engines.model.decoder_shape import DecoderShape
+from rlmux.engines.model.model_io import build_model, new_model_config
+from rlmux.engines.model.transformer import DecoderWeights
+from rlmux.engines.model.weights import read_tensors, write_tensors
+from rlmux.engines.residency import give_back
+from rlmux.rl.config import ModelConfig, TrainingConfig
+from rlmux.rl.memory.adapter_base import base_name
+
+
+def build_trained_model(
+    config: TrainingConfig, vocab_size: int, *, device: str, bases: Path | None
+) -> tuple[PreTrainedModel, bool]:
+    """The float32 model in host memory that a pipeline trains, its adapter in place; and whether its base is shared.
+
+    A base is shared where each rank has all of it, computes in float32 on a core, and has a folder for it.
+    """
+    is_whole = config.train.dtype == "float32" and not config.train.is_sharded
+    is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_whole
+    if is_shared and bases is not None:
+        base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
+        model = base.build()
+    else:
+        model = build_model(config.model, vocab_size, config.model_seed)
+    if config.adapter is not None:
+        inject_adapter(model, config.adapter, config.seed)
+    return model, is_shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBase:
+    """One base, and the folder in shared memory where its two files are or will be."""
+
+    folder: Path | None
+    """Folder in shared memory that the run's workers of one machine have in common; None: nothing is shared."""
+    model: ModelConfig
+    """The base as the file gives it."""
+    vocab_size: int
+    """Tokens of the vocabulary."""
+    seed: int
+    """Seed of a new model's weights."""
+
+    @property
+    def name(self) -> str:
+        """Hash of all that decides the base."""
+        return base_name(self.model, self.seed)
+
+    def build(self) -> PreTrainedModel:
+        """The model, whose parameters are views of the mapped file."""
+        tensors = self._map(f"{self.name}.safetensors", self._parameters)
+        model = self.skeleton()
+        for name, parameter in model.named_parameters():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            setattr(owner, name.rpartition(".")[2], nn.Parameter(tensors[name], requires_grad=parameter.requires_grad))
+        model.tie_weights()
+        return model
+
+    def fused(self) -> tuple[PreTrainedModel, DecoderWeights]:
+        """A model without weights, and the fused weights as views of the mapped file."""
+        model = self.skeleton()
+        shape = DecoderShape.of(model)
+        flat = self._map(f"{self.name}-fused.safetensors", self._fused)["flat"]
+        return model, DecoderWeights(shape, torch.device("cpu"), flat)
+
+    def fused_alone(self, device: torch.device) -> tuple[PreTrainedModel, DecoderWeights]:
+        """The model, and fused weights of this worker's own on its device."""
+        model = build_model(self.model, self.vocab_size, self.seed)
+        weights = DecoderWeights(DecoderShape.of(model), device)
+        weights.refresh(model.state_dict())
+        return model, weights
+
+    def skeleton(self) -> PreTrainedModel:
+        """The model with parameters that take no memory and have no values; its rotary positions are real."""
+        if self.model.path is None:
+            model_class, config = new_model_config(self.model, self.vocab_size)
+            with torch.device("meta"):
+                model = model_class(config)
+        else:
+            config = AutoConfig.from_pretrained(self.model.path, local_files_only=True)
+            with torch.device("meta"):
+                made: Any = AutoModelForCausalLM
+                model = made.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        nn.Module.eval(model)
+        return model
+
+    def _parameters(self) -> Mapping[str, Tensor]:
+        return dict(build_model(self.model, self.vocab_size, self.seed).named_parameters())
+
+    def _fused(self) -> Mapping[str, Tensor]:
+        return {"flat": self.fused_alone(torch.device("cpu"))[1].flat}
+
+    def _map(self, file: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of a file, which the first caller makes."""
+        assert self.folder is not None
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.folder / file
+        with (self.folder / f"{file}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                write_tensors(path, make(), {})
+                give_back(torch.device("cpu"))
+        return read_tensors(path)[0]

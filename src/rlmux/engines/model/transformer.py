@@ -1,0 +1,401 @@
+"""The forward pass of a Qwen, Llama or Mistral decoder over fixed cache slots, in plain torch.
+
+    Hugging Face weights ──fuse──▶ DecoderWeights ──▶ prefill(tokens)  keys and values of whole contexts
+                                                 └──▶ DecodePlan.step(tokens, positions)  logits of one token
+
+For kv group i the fused projection yields [q_0 .. q_(G-1), k, v], so one strided view serves queries, keys
+and values. Three things are folded into the weights when they are fused: the gain of every RMS norm that
+precedes a matrix product, the transposition of the matrices, and an interleaving of the query and key
+channels that turns the rotation by position into one complex product (a dot product does not mind the order).
+The rotation and the gain of the per-head norms are the only per-token factors left.
+
+Invariant: a row's numbers depend on that row alone. Every op here works on rows, and which widths and windows
+keep even the rounding is measured by `batch_probe`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import PreTrainedModel
+
+from rlmux.engines.adapters.adapter_rows import RowAdapters, rotation_pairs
+from rlmux.engines.model.decoder_shape import DecoderShape
+from rlmux.engines.model.experts import ExpertWeights
+from rlmux.engines.model.weight_layout import attention_sizes, checked_weights, views_of, weight_sizes
+from rlmux.engines.rollout.decode_graphs import DecodeGraphs
+from rlmux.engines.rollout.row_product import row_product
+
+_MAX_MASK_TABLE = 1024
+"""Positions up to which the masks are kept as a table of their square."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Matrices are [in, out]."""
+
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    """[experts, in, out] where there are experts; so is `down`."""
+    down: Tensor
+    head_gain: Tensor
+    """[group_size + 1, head_dim]: gains of the query and key norms; ones where the model has none."""
+    qkv_bias: Tensor | None = None
+    """[qkv_size]"""
+    experts: ExpertWeights | None = None
+    """The experts that `gate_up` and `down` are of; None in a dense model."""
+
+
+class DecoderWeights:
+    """All fused weights as views of one flat buffer, so that moving them is one copy.
+
+    `refresh` fills the buffer in place from Hugging Face names; nothing is allocated per weight update but
+    what reading the file takes.
+    """
+
+    def __init__(self, shape: DecoderShape, device: torch.device, flat: Tensor | None = None) -> None:
+        """`flat`: the buffer, where it is there already; else one of zeros is made."""
+        self.shape = shape
+        size = sum(math.prod(size) for size in weight_sizes(shape))
+        self.flat = torch.zeros(size, device=device) if flat is None else flat
+        views = views_of(self.flat, shape)
+        self.embedding = next(views)
+        self.head = next(views)
+        self.layers = [_layer_weights(views, shape) for _ in range(shape.num_layers)]
+        self.gains = next(views)
+        """[2 * layers + 1, hidden]: gains of the two norms of each block, and of the last one, which an adapter's own
+        matrices need."""
+
+    def first_layers(self, num_layers: int) -> DecoderWeights:
+        """The same tensors, seen as a model of fewer layers."""
+        fewer = copy.copy(self)
+        fewer.layers = self.layers[:num_layers]
+        fewer.shape = replace(self.shape, num_layers=len(fewer.layers))
+        return fewer
+
+    def on_host(self) -> DecoderWeights:
+        """Weights of the same shape in host memory, all zero."""
+        return DecoderWeights(self.shape, torch.device("cpu"))
+
+    def refresh(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take weights under their Hugging Face names; all are checked before any changes."""
+        checked = checked_weights(tensors, self.shape)
+        get = checked.__getitem__
+        self.embedding.copy_(get("model.embed_tokens.weight"))
+        head = get("model.embed_tokens.weight" if self.shape.has_tied_embeddings else "lm_head.weight")
+        self.head.copy_((head * get("model.norm.weight")).T)
+        self.gains[-1] = get("model.norm.weight")
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            self._refresh_attention(layer, {k: get(prefix + k) for k in attention_sizes(self.shape)})
+            gain = get(prefix + "post_attention_layernorm.weight")
+            self.gains[2 * index : 2 * index + 2] = torch.stack([get(prefix + "input_layernorm.weight"), gain])
+            if layer.experts is not None:
+                layer.experts.router.copy_((get(prefix + "mlp.gate.weight") * gain).T)
+                layer.gate_up.copy_((get(prefix + "mlp.experts.gate_up_proj") * gain).transpose(1, 2))
+                layer.down.copy_(get(prefix + "mlp.experts.down_proj").transpose(1, 2))
+                continue
+            gate, up = get(prefix + "mlp.gate_proj.weight"), get(prefix + "mlp.up_proj.weight")
+            layer.gate_up.copy_(torch.cat([gate, up]).mul_(gain).T)
+            layer.down.copy_(get(prefix + "mlp.down_proj.weight").T)
+
+    def _refresh_attention(self, layer: LayerWeights, own: Mapping[str, Tensor]) -> None:
+        shape = self.shape
+        order = rotation_pairs(shape.head_dim)
+        groups, hidden = shape.num_kv_heads, shape.hidden_size
+        query = own["self_attn.q_proj.weight"].view(groups, shape.group_size, shape.head_dim, hidden)
+        key = own["self_attn.k_proj.weight"].view(groups, 1, shape.head_dim, hidden)
+        value = own["self_attn.v_proj.weight"].view(groups, 1, shape.head_dim, hidden)
+        fused = torch.cat([query[:, :, order], key[:, :, order], value], dim=1)
+        layer.qkv.copy_((fused * own["input_layernorm.weight"]).reshape(shape.qkv_size, hidden).T)
+        layer.output.copy_(own["self_attn.o_proj.weight"].T)
+        if layer.qkv_bias is not None:
+            biases = [own[f"self_attn.{name}_proj.bias"].view(groups, -1, shape.head_dim) for name in "qkv"]
+            layer.qkv_bias.copy_(torch.cat([*(each[:, :, order] for each in biases[:2]), biases[2]], dim=1).flatten())
+        layer.head_gain.fill_(1.0)
+        if shape.has_head_norms:
+            layer.head_gain[:-1] = own["self_attn.q_norm.weight"][order]
+            layer.head_gain[-1] = own["self_attn.k_norm.weight"][order]
+
+
+class KvCache:
+    """Keys and values of every slot, allocated once. Keys are stored transposed, as the scores read them.
+
+    A slot's entries at and beyond its position are stale or zero, never read, and always finite.
+    """
+
+    def __init__(self, shape: DecoderShape, num_slots: int, max_len: int, device: torch.device) -> None:
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self.keys = torch.zeros(shape.num_layers, num_slots, heads, dim, max_len, device=device)
+        self.values = torch.zeros(shape.num_layers, num_slots, heads, max_len, dim, device=device)
+
+    def read(self, slot: int, num_tokens: int) -> Tensor:
+        """A copy of a slot's context: [layers, 2, kv_heads, num_tokens, head_dim]."""
+        keys = self.keys[:, slot, :, :, :num_tokens].transpose(-1, -2)
+        return torch.stack([keys, self.values[:, slot, :, :num_tokens]], dim=1)
+
+    def write(self, slot: int, kv: Tensor) -> None:
+        """The reverse of `read`."""
+        num_tokens = kv.shape[3]
+        self.keys[:, slot, :, :, :num_tokens] = kv[:, 0].transpose(-1, -2)
+        self.values[:, slot, :, :num_tokens] = kv[:, 1]
+
+    def exchange(self, slots: Tensor, sources: Tensor) -> None:
+        """Put the contents of `sources` into `slots` at once; the two name the same slots."""
+        self.keys[:, slots] = self.keys[:, sources]
+        self.values[:, slots] = self.values[:, sources]
+
+
+class PositionTables:
+    """What depends on a token's position alone: its rotation and which keys it may see."""
+
+    def __init__(self, model: PreTrainedModel, max_len: int, device: torch.device) -> None:
+        rotary = model.model.rotary_emb
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None, :]
+        scale = torch.full_like(angles, float(rotary.attention_scaling))
+        self.rotations = torch.polar(scale, angles).to(device)
+        """[max_len, head_dim / 2], complex."""
+        steps = torch.zeros(2 * max_len, device=device)
+        steps[max_len:] = -math.inf
+        self.masks = steps.unfold(0, max_len, 1)[:-1].flip(0).contiguous() if max_len <= _MAX_MASK_TABLE else None
+        """[max_len, max_len]: row p is 0 up to column p and -inf beyond; computed per step where big."""
+        self.columns = torch.arange(max_len, device=device)
+
+    def mask(self, positions: Tensor, window: int) -> Tensor:
+        """[rows, 1, window], to be added to the scores."""
+        if self.masks is not None:
+            return self.masks[:, :window].index_select(0, positions).unsqueeze(1)
+        hidden = self.columns[:window] > positions[:, None, None]
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+    def tensors(self) -> list[Tensor]:
+        """All tables, for an offload."""
+        return [self.rotations, self.columns] + ([] if self.masks is None else [self.masks])
+
+
+class DecodePlan:
+    """One decode step of the first `width` slots over the first `window` cache positions.
+
+    Holds the views of the cache and scratch tensors that all layers share, so that a step only computes.
+    Build one per (width, window) and keep it.
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, cache: KvCache, tables: PositionTables, width: int, window: int
+    ) -> None:
+        shape, device = weights.shape, cache.keys.device
+        rows, dim = width * shape.num_kv_heads, shape.head_dim
+        self.width = width
+        self.window = window
+        self.adapters: RowAdapters | None = None
+        """Who adds what to each row of the next steps; None: the base alone computes."""
+        self.graphs: DecodeGraphs | None = None
+        """Recorded steps of this plan; None: each step is launched kernel by kernel."""
+        self._weights = weights
+        self._tables = tables
+        self._epsilon = torch.tensor(shape.norm_epsilon, device=device)
+        self._score_scale = dim**-0.5
+        self._row_numbers = torch.arange(rows, device=device)
+        self._slot_of_row = self._row_numbers // shape.num_kv_heads
+        self._entry_of_row = self._row_numbers * cache.max_len
+        self._layers = [
+            _LayerViews(
+                weights=layer,
+                keys=cache.keys[index].view(-1, dim, cache.max_len)[:rows],
+                seen_keys=cache.keys[index].view(-1, dim, cache.max_len)[:rows, :, :window],
+                seen_values=cache.values[index].view(-1, cache.max_len, dim)[:rows, :window],
+                value_entries=cache.values[index].view(-1, dim),
+            )
+            for index, layer in enumerate(weights.layers)
+        ]
+        self._hidden = torch.empty(width, shape.hidden_size, device=device)
+        self._projected = torch.empty(width, shape.qkv_size, device=device)
+        heads = self._projected.view(rows, shape.heads_per_group, dim)
+        self._queries, self._new_keys, self._new_values = heads[:, :-2], heads[:, -2], heads[:, -1]
+        self._rotating = _Rotating(heads[:, :-1], shape.has_head_norms)
+        self._scores = torch.empty(rows, shape.group_size, window, device=device)
+        self._mixed = torch.empty(rows, shape.group_size, dim, device=device)
+        self._mixed_by_slot = self._mixed.view(width, -1)
+        self._gate_up = torch.empty(width, 2 * shape.intermediate_size, device=device)
+        self._gate, self._up = self._gate_up.chunk(2, dim=1)
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Feed one token per slot at its position; the logits [width, vocab] of the next."""
+        adapters = self.adapters or RowAdapters([])
+        weights, epsilon, hidden = self._weights, self._epsilon, self._hidden
+        row_positions = positions.index_select(0, self._slot_of_row)
+        entries = self._entry_of_row + row_positions
+        rotations = self._tables.rotations.index_select(0, row_positions).unsqueeze(1)
+        mask = self._tables.mask(row_positions, self.window)
+        torch.index_select(weights.embedding, 0, tokens, out=hidden)
+        for index, layer in enumerate(self._layers):
+            own = layer.weights
+            normed = _normed(hidden, epsilon)
+            torch.mm(normed, own.qkv, out=self._projected)
+            if own.qkv_bias is not None:
+                self._projected.add_(own.qkv_bias)
+            adapters.add(index, "qkv", normed, self._projected)
+            self._rotating.apply(own.head_gain, rotations, epsilon)
+            layer.keys[self._row_numbers, :, row_positions] = self._new_keys
+            layer.value_entries.index_copy_(0, entries, self._new_values)
+            torch.baddbmm(mask, self._queries, layer.seen_keys, alpha=self._score_scale, out=self._scores)
+            torch.softmax(self._scores, dim=-1, out=self._scores)
+            torch.bmm(self._scores, layer.seen_values, out=self._mixed)
+            hidden.addmm_(self._mixed_by_slot, own.output)
+            adapters.add(index, "output", self._mixed_by_slot, hidden)
+            normed = _normed(hidden, epsilon)
+            if own.experts is not None:
+                hidden.add_(own.experts.mix(normed))
+                continue
+            torch.mm(normed, own.gate_up, out=self._gate_up)
+            adapters.add(index, "gate_up", normed, self._gate_up)
+            gated = silu(self._gate).mul_(self._up)
+            hidden.addmm_(gated, own.down)
+            adapters.add(index, "down", gated, hidden)
+        return _logits(_normed(hidden, epsilon), weights, adapters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerViews:
+    """What a plan sees of one layer. Rows are (slot, kv head)."""
+
+    weights: LayerWeights
+    keys: Tensor
+    """[rows, head_dim, max_len]"""
+    seen_keys: Tensor
+    """[rows, head_dim, window]"""
+    seen_values: Tensor
+    """[rows, window, head_dim]"""
+    value_entries: Tensor
+    """[all rows * max_len, head_dim]"""
+
+
+def prefill(
+    weights: DecoderWeights, tables: PositionTables, tokens: Tensor, adapters: RowAdapters | None = None
+) -> Tensor:
+    """Keys and values [rows, layers, 2, kv_heads, length, head_dim] of `tokens` [rows, length].
+
+    Rows may be padded on the right with anything: causality keeps padding out of what precedes it. `adapters`: of the
+    rows of all tokens, one sequence after another; None for the base alone.
+    """
+    kv, _ = _run_layers(weights, tables, tokens, adapters or RowAdapters([]), is_output_needed=False)
+    return torch.stack(kv, dim=1)
+
+
+def score(
+    weights: DecoderWeights,
+    tables: PositionTables,
+    tokens: Tensor,
+    num_scored: int,
+    adapters: RowAdapters | None = None,
+) -> list[float]:
+    """Log-probs [num_scored] of the last tokens of one sequence [length], each given all before it; float32.
+
+    `adapters`: the one of all rows; None for the base alone.
+    """
+    adapters = adapters or RowAdapters([])
+    _, hidden = _run_layers(weights, tables, tokens[None, :-1], adapters, is_output_needed=True)
+    epsilon = torch.tensor(weights.shape.norm_epsilon, device=tokens.device)
+    logits = _logits(_normed(hidden[-num_scored:], epsilon), weights, adapters)
+    scores: list[float] = torch.log_softmax(logits, dim=-1).gather(1, tokens[-num_scored:, None]).squeeze(1).tolist()
+    return scores
+
+
+def _run_layers(
+    weights: DecoderWeights, tables: PositionTables, tokens: Tensor, adapters: RowAdapters, *, is_output_needed: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Keys and values of each layer, and the last layer's output [rows * length, hidden] where it is needed."""
+    shape = weights.shape
+    num_rows, length = tokens.shape
+    rotations = tables.rotations[:length].repeat_interleave(shape.num_kv_heads, dim=0)
+    rotations = rotations.repeat(num_rows, 1).unsqueeze(1)
+    epsilon = torch.tensor(shape.norm_epsilon, device=tokens.device)
+    hidden = weights.embedding.index_select(0, tokens.reshape(-1))
+    kv = []
+    for index, layer in enumerate(weights.layers):
+        normed = _normed(hidden, epsilon)
+        projected = torch.mm(normed, layer.qkv)
+        if layer.qkv_bias is not None:
+            projected.add_(layer.qkv_bias)
+        adapters.add(index, "qkv", normed, projected)
+        heads = projected.view(-1, shape.heads_per_group, shape.head_dim)
+        _Rotating(heads[:, :-1], shape.has_head_norms).apply(layer.head_gain, rotations, epsilon)
+        by_head = heads.view(num_rows, length, shape.num_kv_heads, shape.heads_per_group, shape.head_dim)
+        queries, keys, values = torch.split(by_head.permute(0, 2, 3, 1, 4), [shape.group_size, 1, 1], dim=2)
+        kv.append(torch.cat([keys, values], dim=2).transpose(1, 2))
+        if is_output_needed or index + 1 < len(weights.layers):
+            mixed = scaled_dot_product_attention(
+                queries.flatten(1, 2), keys[:, :, 0], values[:, :, 0], is_causal=True, enable_gqa=True
+            )
+            mixed = mixed.transpose(1, 2).reshape(num_rows * length, -1)
+            hidden.addmm_(mixed, layer.output)
+            adapters.add(index, "output", mixed, hidden)
+            normed = _normed(hidden, epsilon)
+            if layer.experts is not None:
+                hidden.add_(layer.experts.mix(normed))
+                continue
+            gate_up = torch.mm(normed, layer.gate_up)
+            adapters.add(index, "gate_up", normed, gate_up)
+            gate, up = gate_up.chunk(2, dim=1)
+            gated = silu(gate).mul_(up)
+            hidden.addmm_(gated, layer.down)
+            adapters.add(index, "down", gated, hidden)
+    return kv, hidden
+
+
+def _logits(normed: Tensor, weights: DecoderWeights, adapters: RowAdapters) -> Tensor:
+    """[rows, vocab] of the last norm's output [rows, hidden]."""
+    logits = row_product(normed, weights.head)
+    adapters.add_to_logits(normed, logits)
+    return logits
+
+
+def _normed(hidden: Tensor, epsilon: Tensor) -> Tensor:
+    """RMS norm over the last axis, without a gain."""
+    return hidden * _inverse_rms(hidden, epsilon)
+
+
+def _inverse_rms(hidden: Tensor, epsilon: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    return torch.addcmul(epsilon, length, length, value=1.0 / hidden.shape[-1]).rsqrt_()
+
+
+class _Rotating:
+    """Per-head norm and rotation by position of queries and keys [rows, heads, head_dim], in place."""
+
+    def __init__(self, heads: Tensor, is_normed: bool) -> None:
+        self._heads = heads
+        self._pairs = torch.view_as_complex(torch.unflatten(heads, -1, (-1, 2)))
+        self._is_normed = is_normed
+
+    def apply(self, gain: Tensor, rotations: Tensor, epsilon: Tensor) -> None:
+        if self._is_normed:
+            self._heads.mul_(_inverse_rms(self._heads, epsilon)).mul_(gain)
+        self._pairs.mul_(rotations)
+
+
+def _layer_weights(views: Iterator[Tensor], shape: DecoderShape) -> LayerWeights:
+    """The next layer of the flat buffer, in the order of `_weight_sizes`."""
+    qkv, output, gate_up, down, head_gain = (next(views) for _ in range(5))
+    bias = next(views) if shape.has_qkv_bias else None
+    experts = None
+    if shape.num_experts:
+        experts = ExpertWeights(
+            router=next(views),
+            gate_up=gate_up,
+            down=down,
+            num_picked=shape.num_picked,
+            is_normalized=shape.has_normed_picks,
+        )
+    return LayerWeights(
+        qkv=qkv, output=output, gate_up=gate_up, down=down, head_gain=head_gain, qkv_bias=bias, experts=experts
+    )

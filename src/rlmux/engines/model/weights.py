@@ -1,0 +1,110 @@
+"""Weights as files, with what proves that they are what was written.
+
+    train engine ──write_tensors──▶ NAME.tmp-PID ──rename──▶ NAME ──read_weights──▶ rollout engine
+                                    a checksum in every one; SHA-256 in those of checkpoints
+
+Invariant: a file that can be seen under its own name is whole. Tied parameters are written once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlmux.core.errors import PipelineError
+from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
+from rlmux.engines.residency import host_copy
+from rlmux.rl.origin import Origin
+
+MODEL_FILE = "model.safetensors"
+"""Name of the weights in a checkpoint."""
+SHA256 = "weights_sha256"
+"""Key of the weights' hash in a file's metadata, checkpoints and logs."""
+
+
+def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of names, shapes and bytes in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        # A copy: lending the storage itself to numpy would make it impossible to offload ever after.
+        tensor = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+_SUMS = {CHECKSUM: weights_checksum, SHA256: weights_sha256}
+"""What a file may name of its tensors, and how it is computed."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file aside, then rename it into place."""
+    write_copies(path, own_copies(tensors), metadata)
+
+
+def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory, which later changes of the originals do not reach."""
+    return {name: host_copy(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """`write_tensors` for what `own_copies` made."""
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    save_file(dict(copies), aside, metadata={"format": "pt", **metadata})
+    _sort_metadata(aside)
+    aside.replace(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """The library writes metadata in an order of chance: sorted, files of one content are equal to the byte."""
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(written) <= length, "another order takes no more room"
+        file.seek(8)
+        file.write(written.ljust(length))
+
+
+def check_weights(path: Path, version: int, origin: Origin) -> None:
+    """Raises PipelineError for a file of another run or plan, or of another version. Reads its header only."""
+    with safe_open(path, framework="pt") as file:
+        written = dict(file.metadata() or {})
+    complaint = origin.complaint_about(written)
+    if complaint is None and written.get("version") != str(version):
+        complaint = f"of version {written.get('version', 'unnamed')}"
+    if complaint is None and not _SUMS.keys() & written.keys():
+        complaint = "without a checksum"
+    if complaint is not None:
+        raise PipelineError(f"weights of version {version} in {path} are {complaint}")
+
+
+def read_weights(path: Path, version: int) -> dict[str, Tensor]:
+    """The tensors of a file of weights, once they are found to be those that were written: by every sum that it names.
+
+    Raises PipelineError, with both sums, where one is another. A file that names none is taken as it is.
+    """
+    tensors, written = read_tensors(path)
+    for key, compute in _SUMS.items():
+        if key in written and (found := compute(tensors)) != written[key]:
+            raise PipelineError(
+                f"weights of version {version} in {path} are damaged: their {key.removeprefix('weights_')} is {found}, "
+                f"and {written[key]} was written"
+            )
+    return tensors
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by name, and the file's metadata."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118

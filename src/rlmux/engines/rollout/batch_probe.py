@@ -1,0 +1,192 @@
+"""Which batch shapes give the very same bits as the full one, measured on this machine.
+
+    full shape: num_slots rows, max_len positions        always right, the reference
+    smaller:    width rows, window positions             used only if a probe found its rows bit-equal
+
+A matrix product may sum in another order at another size, so a smaller batch is no mere saving: it can change
+a token. Whether it does depends on the library, the processor and the shape, not on the data; random numbers
+show it. A probe runs two layers, the output head and the sampler at both shapes and compares bits. That a row
+may stand anywhere in the full shape is probed the same way, with the rows in reverse order. Results are
+remembered for the process. Of what a probe computed only a hash of each row stays; its cache of two layers is freed.
+
+Invariant: a shape is handed out only if it is the reference or its probe passed. Where no probe passes, every
+step runs at the full shape: slower, the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rlmux.engines.adapters.adapter_rows import RowAdapters
+from rlmux.engines.adapters.adapter_weights import AdapterWeights
+from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables, prefill
+from rlmux.engines.residency import give_back
+from rlmux.engines.rollout.sampling import sample
+from rlmux.rl.config import AdapterConfig
+
+PREFILL_BUCKET = 16
+"""Prompts are padded to a multiple of this; a prompt's own length alone decides how far."""
+
+# Batch shapes worth probing: each probe takes time, and a shape somewhat too large costs little.
+_WIDTHS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_PREFILL_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_REFERENCE_PREFILL_ROWS = 4
+"""Rows of the prefill batch that others are compared with, and that is always right."""
+_MAX_WINDOWS = 8
+"""Windows that are probed at most, evenly spread over the cache's positions."""
+_PROBED_LAYERS = 2
+"""Layers of a probe: the second reads what the first has rounded."""
+
+is_exact_by_shape: dict[tuple[object, ...], bool] = {}
+"""What this process has measured, by model, machine and batch shape."""
+
+
+class BatchProbe:
+    """Picks batch shapes for one engine's weights."""
+
+    def __init__(self, weights: DecoderWeights, tables: PositionTables, num_slots: int, max_len: int) -> None:
+        self._weights = weights.first_layers(_PROBED_LAYERS)
+        self._tables = tables
+        self._num_slots = num_slots
+        self._max_len = max_len
+        self._widths = [width for width in _WIDTHS if width < num_slots] + [num_slots]
+        stride = -(-max_len // _MAX_WINDOWS // PREFILL_BUCKET) * PREFILL_BUCKET
+        self._references: dict[int, Sequence[bytes]] = {}
+        """Hashes of each row of the full shape's outputs, by the window that limits the probe's positions."""
+        self._decode_shapes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._windows = [*range(stride, max_len, stride), max_len]
+        self._adapters: Sequence[AdapterConfig] = ()
+
+    def set_adapters(self, adapters: Sequence[AdapterConfig]) -> None:
+        """Probe with adapters of these ranks and targets from now on, all of them on every row."""
+        self._adapters = adapters
+        self._references.clear()
+        self._decode_shapes.clear()
+
+    @property
+    def is_slot_exact(self) -> bool:
+        """A sequence gives the same bits in every slot and beside any others, at the full shape."""
+        return self._remember(("slots",), lambda: self.is_decode_exact(self._num_slots, self._max_len))
+
+    def decode_shape(self, num_rows: int, num_positions: int) -> tuple[int, int]:
+        """The smallest (width, window) that holds this many rows and positions and is exact."""
+        wanted = num_rows, num_positions
+        if wanted not in self._decode_shapes:
+            self._decode_shapes[wanted] = next(
+                (width, window)
+                for width in self._widths
+                for window in self._windows
+                if width >= num_rows and window >= num_positions and self._can_decode(width, window)
+            )
+        return self._decode_shapes[wanted]
+
+    def prefill_rows(self, num_rows: int, length: int) -> int:
+        """How many rows to prefill at once to serve `num_rows`: no fewer if so many are exact."""
+        enough = (rows for rows in _PREFILL_ROWS if rows >= num_rows)
+        return next((rows for rows in enough if self._can_prefill(rows, length)), _REFERENCE_PREFILL_ROWS)
+
+    def _can_decode(self, width: int, window: int) -> bool:
+        if (width, window) == (self._num_slots, self._max_len):
+            return True
+        return self._remember(("decode", width, window), lambda: self.is_decode_exact(width, window))
+
+    def _can_prefill(self, rows: int, length: int) -> bool:
+        if rows == _REFERENCE_PREFILL_ROWS:
+            return True
+        return self._remember(("prefill", rows, length), lambda: self.is_prefill_exact(rows, length))
+
+    def _remember(self, shape: tuple[object, ...], measure: Callable[[], bool]) -> bool:
+        key = (
+            self._weights.shape,
+            self._num_slots,
+            self._max_len,
+            str(self._weights.flat.device),
+            torch.get_num_threads(),
+            tuple((one.rank, one.targets) for one in self._adapters),
+            *shape,
+        )
+        if key not in is_exact_by_shape:
+            is_exact_by_shape[key] = measure()
+            give_back(self._weights.flat.device)
+        return is_exact_by_shape[key]
+
+    def is_decode_exact(self, width: int, window: int) -> bool:
+        """Measure a shape against the full one; the full one against its rows in reverse order."""
+        in_order = torch.arange(self._num_slots)
+        full = self._num_slots, self._max_len
+        if window not in self._references:
+            self._references[window] = self._decode(full, window, in_order)
+        reference = self._references[window]
+        if (width, window) == full:
+            return self._decode(full, window, in_order.flip(0))[::-1] == reference
+        return self._decode((width, window), window, in_order[:width]) == reference[:width]
+
+    def _decode(self, plan_shape: tuple[int, int], max_positions: int, sequences: Tensor) -> Sequence[bytes]:
+        """Hashes of each slot's logits and log-probability after one step, with random sequence `sequences[i]` in
+        slot i."""
+        shape, device = self._weights.shape, self._weights.flat.device
+        generator = torch.Generator().manual_seed(max_positions)
+        positions = torch.randint(max_positions, (self._num_slots,), generator=generator)
+        tokens = torch.randint(shape.vocab_size, (self._num_slots,), generator=generator)
+        uniforms = torch.rand((self._num_slots, 1), generator=generator, dtype=torch.float64)
+        plan = DecodePlan(self._weights, self._random_cache(sequences), self._tables, *plan_shape)
+        plan.adapters = self._random_adapters()
+        logits = plan.step(tokens[sequences].to(device), positions[sequences].to(device))
+        _, logprobs = sample(logits, uniforms[sequences].to(device), None)
+        return _row_hashes(torch.cat([logits, logprobs], dim=1).cpu())
+
+    def _random_cache(self, sequences: Tensor) -> KvCache:
+        """The cache of random sequences. They are windows of one random series, one number apart: each is another, and
+        no more than the cache itself takes memory."""
+        shape = self._weights.shape
+        cache = KvCache(shape, len(sequences), self._max_len, self._weights.flat.device)
+        size = 2 * shape.num_kv_heads * self._max_len * shape.head_dim
+        series = torch.randn(shape.num_layers * size + self._num_slots, generator=torch.Generator().manual_seed(0))
+        for layer in range(shape.num_layers):
+            for slot, sequence in enumerate(sequences.tolist()):
+                kv = series[layer * size + sequence :][:size].view(2, shape.num_kv_heads, self._max_len, shape.head_dim)
+                cache.keys[layer, slot] = kv[0].transpose(-1, -2)
+                cache.values[layer, slot] = kv[1]
+        return cache
+
+    def _random_adapters(self) -> RowAdapters:
+        """Adapters whose matrices are all lively: those of version 0 would show nothing."""
+        generator = torch.Generator().manual_seed(1)
+        parts = []
+        for adapter in self._adapters:
+            weights = AdapterWeights(self._weights.shape, adapter, self._weights.flat.device, self._weights.gains)
+            weights.flat.copy_(torch.randn(weights.flat.shape, generator=generator) * 0.05)
+            parts.append((weights.layers, None))
+        return RowAdapters(parts)
+
+    def is_prefill_exact(self, rows: int, length: int) -> bool:
+        """Measure `rows` rows of `length` tokens against the reference rows, and against their reverse order."""
+        generator = torch.Generator().manual_seed(rows * 65_537 + length)
+        tokens = torch.randint(self._weights.shape.vocab_size, (rows, length), generator=generator)
+        tokens = tokens.to(self._weights.flat.device)
+        adapters = self._random_adapters()
+        together = prefill(self._weights, self._tables, tokens, adapters)
+        backwards = prefill(self._weights, self._tables, tokens.flip(0), adapters).flip(0)
+        some = min(rows, _REFERENCE_PREFILL_ROWS)
+        few = pad_rows(tokens[-some:], _REFERENCE_PREFILL_ROWS)
+        reference = prefill(self._weights, self._tables, few, adapters)
+        return _is_bit_equal(together, backwards) and _is_bit_equal(together[-some:], reference[:some])
+
+
+def pad_rows(tokens: Tensor, num_rows: int) -> Tensor:
+    """Fill up a batch with rows of zeros."""
+    padded = tokens.new_zeros(num_rows, tokens.shape[1])
+    padded[: tokens.shape[0]] = tokens
+    return padded
+
+
+def _is_bit_equal(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.int32), right.contiguous().view(torch.int32))
+
+
+def _row_hashes(rows: Tensor) -> list[bytes]:
+    return [hashlib.sha256(row.numpy().tobytes()).digest() for row in rows]

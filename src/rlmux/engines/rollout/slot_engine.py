@@ -1,0 +1,488 @@
+"""The rollout engine: continuous batching over fixed slots, bit for bit the same under any schedule.
+
+    submit / continue_from ──▶ waiting ──seat──▶ slot ──▶ FinishedTurn (and freed, or parked until `reply`)
+                                  ▲                │
+                                  └── offload, take_partials, parked while others wait for a slot:
+                                      tokens, log-probs and KV leave the slot
+
+    one chunk:   refill ─▶ compact ─▶ decode until something ends ─▶ collect ─▶ refill ...
+
+    LiveTrajectory  a trajectory's record              SlotTable      the slots' tensors, and which trajectory is where
+    AdapterTable    whose adapter samples what         AdapterWeights computed beside the base, never merged into it
+    PrefillAhead    computes KV of waiting contexts    BatchProbe     which batch shapes are exact
+    ChunkTally      what the present chunk has done    RequestLimits  what is accepted
+    WaitingQueue    which waiting trajectory is next
+
+A freed slot is refilled before the next decode step. Prompts are prefilled ahead, as many waiting ones at
+once as there are slots and each distinct prompt once, so that refilling costs a copy. When nothing waits,
+active sequences move to the lowest slots and a smaller batch is decoded, if `batch_probe` found it bit-equal.
+
+Invariant: a trajectory's tokens and log-probs are a function of its request and the weights. Not of its slot,
+its companions (those of other adapters among them), the order of admission, where chunks end, pauses, offloads,
+or a migration that carries its KV. A migration without KV recomputes it in one prefill, which rounds differently
+(a few 1e-6 in a log-prob).
+Log-probs are those of the distribution sampled from, at the configured temperature.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Container, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.engines.adapters.adapter_table import AdapterTable
+from rlmux.engines.adapters.adapter_weights import AdapterWeights
+from rlmux.engines.adapters.shared_base import SharedBase
+from rlmux.engines.model.decoder_shape import check_window
+from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, PositionTables, score
+from rlmux.engines.model.weights import read_weights
+from rlmux.engines.residency import Offloaded, give_back, storage_bytes
+from rlmux.engines.rollout.batch_probe import PREFILL_BUCKET, BatchProbe
+from rlmux.engines.rollout.chunk_tally import ChunkTally
+from rlmux.engines.rollout.decode_graphs import DecodeGraphs
+from rlmux.engines.rollout.live_trajectory import LiveTrajectory
+from rlmux.engines.rollout.prefill_ahead import PrefillAhead
+from rlmux.engines.rollout.request_limits import RequestLimits
+from rlmux.engines.rollout.request_queue import WaitingQueue
+from rlmux.engines.rollout.slot_table import SlotTable, slot_of
+from rlmux.rl.config import AdapterConfig, ModelConfig, RolloutConfig
+from rlmux.rl.types import (
+    ChunkReport,
+    FinishedTurn,
+    PartialTrajectory,
+    TrajectoryId,
+    TrajectoryRequest,
+    TurnReply,
+)
+from rlmux.rl.vocabulary import Vocabulary
+
+_STEPS_AT_ONCE = {"cpu": 1, "cuda": 8}
+"""Decode steps between two looks at what was sampled: a look waits for a GPU, and a step past a turn's end is lost."""
+
+
+class SlotRolloutEngine:
+    """Samples trajectories with one model on one device. See the module docstring.
+
+    Trajectories   submit, continue_from, reply, take_partials
+    Time           run_chunk: nothing is computed outside it
+    Weights        load_weights, version, add_adapter, remove_adapter
+    Residency      offload, load, leave_cache, resident_bytes
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        rollout: RolloutConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        staleness: int = 0,
+        is_single_turn: bool = True,
+        device: str = "cpu",
+        adapter: AdapterConfig | None = None,
+        bases: Path | None = None,
+        vocabulary: Vocabulary | None = None,
+        steps_at_once: int | None = None,
+        uses_graphs: bool = True,
+    ) -> None:
+        """Weights are those of `build_model` until `load_weights`. Raises UserError for sizes out of range.
+
+        With an `adapter` the model is its frozen base. `bases`: folder in shared memory where that lies once, on a CPU.
+        `vocabulary`: decodes responses for stop texts. `steps_at_once`: decode steps between two looks at what the
+        device has sampled; None: 1 on a CPU and 8 on a GPU. `uses_graphs`: a GPU records each decode step once.
+        """
+        self._staleness, self._is_single_turn = staleness, is_single_turn
+        self._device = torch.device(device)
+        self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
+        longest, max_len = _lengths(rollout)
+        self._steps_at_once = steps_at_once or _STEPS_AT_ONCE.get(self._device.type, 1)
+        self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
+        base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
+        model, self._weights = base.fused() if self._is_base_shared else base.fused_alone(self._device)
+        check_window(model, longest)
+        self._tables = PositionTables(model, max_len, self._device)
+        del model
+        give_back(self._device)  # the slots need its memory
+        self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts
+        self._slots = SlotTable(self._weights.shape, rollout, max_len, self._device, vocabulary)
+        self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
+        self._adapters = AdapterTable(self._weights, self._device, self._probe.set_adapters)
+        self._prefill = PrefillAhead(self._weights, self._tables, self._probe, self._adapters)
+        self._plans: dict[tuple[int, int], DecodePlan] = {}
+        """Decode plans by (width, window); empty while offloaded."""
+        self._live: dict[TrajectoryId, LiveTrajectory] = {}
+        """All unfinished trajectories."""
+        self._waiting: WaitingQueue[LiveTrajectory] = WaitingQueue(rollout.order)
+        self._overdue: list[FinishedTurn] = []
+        """Turns that ended without a decode step, for the next report."""
+        self._offloaded: Offloaded | None = None
+        """Weights and tables while offloaded; None while loaded."""
+        self._spilled: list[LiveTrajectory] = []
+        """Trajectories whose KV was spilled behind the weights and tables, in that order."""
+        self.add_adapter("", adapter)
+
+    @property
+    def is_schedule_exact(self) -> bool:
+        """This machine computes a sequence to the same bits in any slot, which the invariant rests on."""
+        return self._probe.is_slot_exact
+
+    @property
+    def version(self) -> int:
+        """Weight version of the engine's own pipeline."""
+        return self._adapters.version("")
+
+    @property
+    def limits(self) -> RequestLimits:
+        return self._limits
+
+    @property
+    def is_unused(self) -> bool:
+        """It is loaded and has no trajectory."""
+        return not self._live and self._offloaded is None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Trajectories that are here and not over."""
+        return len(self._live)
+
+    # --- trajectories ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def submit(self, requests: Sequence[TrajectoryRequest]) -> None:
+        """Queue new trajectories. Raises UserError for a request that cannot run, before any is taken."""
+        for request in requests:
+            self._limits.check_request(request)
+            self._adapters.weights(request.id.adapter)
+        for request in requests:
+            self._enqueue(LiveTrajectory(request=request))
+
+    @torch.inference_mode()
+    def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
+        """Queue trajectories that another engine began; one that waits for its environment waits here."""
+        for partial in partials:
+            self._limits.check_partial(partial)
+            self._adapters.weights(partial.request.id.adapter)
+        for partial in partials:
+            self._enqueue(LiveTrajectory.from_partial(partial))
+
+    @torch.inference_mode()
+    def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
+        """Continue trajectories with what their environment said, and forget those that are over.
+
+        Releasing a trajectory that holds no slot any more (its budget ran out) does nothing.
+        """
+        for answer in replies:
+            live = self._live.get(answer.id)
+            if live is None or not live.is_waiting_for_env:
+                raise IllegalTransitionError(f"{answer.id} got a reply but is not waiting for one")
+            self._limits.check_tokens(answer.tokens, f"reply to {answer.id}")
+            self._resume(live, answer.tokens)
+        for live in (self._live[each] for each in released if each in self._live):
+            if not live.is_waiting_for_env:
+                raise IllegalTransitionError(f"{live.request.id} was released in the middle of a turn")
+            self._forget(live)
+
+    @torch.inference_mode()
+    def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:
+        """Remove unfinished trajectories (None: all), in id order; also while offloaded."""
+        self._recall()
+        if missing := [each for each in ids or () if each not in self._live]:
+            raise IllegalTransitionError(f"{missing[0]} was to be taken but is not here")
+        taken = sorted(self._live if ids is None else ids)
+        partials = [self._take(self._live[trajectory_id], with_kv=with_kv) for trajectory_id in taken]
+        self._waiting.discard(set(taken))
+        return partials
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], num_scored: int, adapter: str = "") -> list[float]:
+        """Log-probs at temperature 1 of the last `num_scored` of a prompt's tokens, with the adapter of a name."""
+        self._limits.check_prompt(tokens, "scored prompt")
+        on_device, rows = torch.tensor(tokens, device=self._device), self._adapters.rows([adapter])
+        return score(self._weights, self._tables, on_device, num_scored, rows)
+
+    # --- the chunk ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run_chunk(self, *, max_decode_steps: int, max_seconds: float) -> ChunkReport:
+        """Decode until nothing is left to decode or a limit is reached.
+
+        At least one step is made where one can be, however small `max_seconds` is. Raises PipelineError for a
+        log-probability that is not finite.
+        """
+        if self._offloaded is not None:
+            raise IllegalTransitionError("an offloaded rollout engine was asked to run")
+        deadline = (start := time.perf_counter()) + max_seconds
+        tally = ChunkTally(finished=self._overdue)
+        self._overdue = []
+        while True:
+            self._refill(tally)
+            active = self._slots.active
+            is_out_of_time = tally.decode_steps > 0 and time.perf_counter() >= deadline
+            if not active or tally.decode_steps >= max_decode_steps or is_out_of_time:
+                break
+            self._decode(active, max_decode_steps - tally.decode_steps, deadline, tally)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else its time would be the next caller's
+        return ChunkReport(
+            finished=tally.finished,
+            num_active=len(active),
+            num_waiting=len(self._waiting),
+            num_waiting_for_env=sum(live.is_waiting_for_env for live in self._live.values()),
+            sampled_tokens=tally.sampled_tokens,
+            prefill_tokens=tally.prefill_tokens,
+            decode_steps=tally.decode_steps,
+            seconds=time.perf_counter() - start,
+            iterations=tally.iterations(),
+            progress={id: live.num_made for id, live in self._live.items() if live.has_begun},
+        )
+
+    def _refill(self, tally: ChunkTally) -> None:
+        """Seat waiting trajectories, lowest slot first: in free slots, and in those of trajectories that wait for their
+        environment, whose KV goes to host memory until the reply."""
+        if not self._waiting:
+            return
+        self._slots.yield_slots(len(self._waiting), self._adapters.version_of)
+        for slot in self._slots.free_slots[: len(self._waiting)]:
+            live = self._waiting.pop()
+            if live.needs_prefill:
+                self._prefill.compute_ahead(live, self._waiting, self._slots.num_slots, tally)
+            self._slots.seat(live, slot)
+
+    def _decode(self, active: list[LiveTrajectory], max_steps: int, deadline: float, tally: ChunkTally) -> None:
+        """Decode until a sequence ends, its window is full, or a limit is reached."""
+        plan = self._plan(active)
+        last_seen = max(live.position for live in active)
+        num_steps = min(max_steps, plan.window - last_seen, min(live.tokens_left for live in active))
+        has_forced = any(live.num_forced for live in active)
+        plan.adapters = self._adapters.rows(self._slots.adapter_names(plan.width))
+        at_once = 1 if self._slots.watches_texts else self._steps_at_once
+        stopped: dict[TrajectoryId, int] = {}
+        steps = 0
+        start = now = time.perf_counter()
+        while steps < num_steps and not stopped and (not steps or now < deadline):
+            count = min(at_once, num_steps - steps)
+            stopped = self._slots.advance(plan, active, count, has_forced=has_forced)
+            steps += count
+            now = time.perf_counter()
+        num_made, num_sampled = _move_on(active, steps, stopped)
+        tally.add_decode(
+            plan.width, steps, len(active), num_made=num_made, num_sampled=num_sampled, seconds=now - start
+        )
+        tally.finished += self._collect(active, stopped)
+
+    def _plan(self, active: list[LiveTrajectory]) -> DecodePlan:
+        """The cheapest exact shape, after moving sequences to the lowest slots where that helps."""
+        num_positions = max(live.position for live in active) + 1
+        reach = max(slot_of(live) for live in active) + 1
+        shape = self._probe.decode_shape(reach, num_positions)
+        if len(active) < reach:
+            compact = self._probe.decode_shape(len(active), num_positions)
+            if compact[0] < shape[0]:
+                self._slots.compact(active, compact[0])
+                shape = compact
+        if shape not in self._plans:
+            self._plans[shape] = DecodePlan(self._weights, self._slots.cache, self._tables, *shape)
+            self._plans[shape].graphs = DecodeGraphs(self._device) if self._uses_graphs else None
+        return self._plans[shape]
+
+    def _collect(self, active: list[LiveTrajectory], stopped: Container[TrajectoryId]) -> list[FinishedTurn]:
+        """End the turns that sampled a stop token or have used up their budget."""
+        finished = []
+        for live in active:
+            if live.request.id in stopped:
+                finished.append(self._finish(live, "stop"))
+            elif live.position == live.last_position:
+                finished.append(self._finish(live, "length"))
+        return finished
+
+    def _finish(self, live: LiveTrajectory, stop_reason: str) -> FinishedTurn:
+        """Report a turn; the trajectory is parked if a reply may come and forgotten otherwise."""
+        self._slots.record(live, self._adapters.version_of(live))
+        if not all(map(math.isfinite, live.logprobs)):
+            raise PipelineError(f"{live.request.id}: a sampled token's log-probability is not finite")
+        if live.is_sampled[-1]:
+            live.num_turns += 1
+        self._waiting.note_end(live.request.id, len(live.tokens))
+        if stop_reason == "length" or self._is_single_turn:
+            self._forget(live)
+        else:
+            live.is_waiting_for_env = True
+            self._slots.park(live)
+        return live.finished_turn(stop_reason)
+
+    # --- a trajectory's way through the engine ----------------------------------------------------------------
+
+    def _enqueue(self, live: LiveTrajectory) -> None:
+        if live.request.id in self._live:
+            raise IllegalTransitionError(f"{live.request.id} is already here")
+        self._live[live.request.id] = live
+        if not live.is_waiting_for_env:
+            self._waiting.append(live)
+
+    def _resume(self, live: LiveTrajectory, tokens: Sequence[int]) -> None:
+        """Continue a trajectory after its environment's reply, or end it where its budget is used up."""
+        if live.tokens_left == 0:
+            self._overdue.append(live.finished_turn("length"))
+            self._forget(live)
+            return
+        forced = live.accept_reply(tokens)
+        if live.slot is None:
+            live.pending = forced
+            self._waiting.continue_with(live)
+        else:
+            self._slots.resume(live, forced)
+
+    def _forget(self, live: LiveTrajectory) -> None:
+        del self._live[live.request.id]
+        self._slots.free(live)
+
+    def _take(self, live: LiveTrajectory, *, with_kv: bool) -> PartialTrajectory:
+        if live.slot is not None:
+            self._slots.evict(live, self._adapters.version_of(live), with_kv=with_kv)
+        elif live.is_prefilled_here or not with_kv:
+            live.kv = None
+        del self._live[live.request.id]
+        return live.to_partial()
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def add_adapter(self, name: str, adapter: AdapterConfig | None) -> None:
+        """Serve one more pipeline of this base, which its trajectories name in their ids; None: the base itself."""
+        if self._offloaded is not None:
+            raise IllegalTransitionError(f"adapter {name!r} was added to an offloaded rollout engine")
+        self._adapters.add(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Serve a pipeline no more. Raises IllegalTransitionError while a trajectory of it is here, or offloaded."""
+        if self._offloaded is not None or any(live.request.id.adapter == name for live in self._live.values()):
+            raise IllegalTransitionError(f"adapter {name!r} was removed while it, or the engine's state, is elsewhere")
+        self._adapters.remove(name)
+
+    @torch.inference_mode()
+    def load_weights(self, path: Path, version: int, adapter: str = "") -> None:
+        """Take over a safetensors file of a model, or of an adapter by its name; also while offloaded.
+
+        KV of trajectories under way is kept; that of waiting ones is computed anew. Raises IllegalTransitionError
+        where a trajectory is under way and the pipeline's staleness is 0, PipelineError for weights whose hash is not
+        the one that they were written with.
+        """
+        theirs = [live for live in self._live.values() if live.request.id.adapter == adapter]
+        begun = [live for live in theirs if live.has_begun]
+        if begun and self._staleness == 0:
+            raise IllegalTransitionError(
+                f"version {version} came while {begun[0].request.id} of a sync pipeline is unfinished"
+            )
+        tensors = read_weights(path, version)
+        for live in begun:
+            if live.slot is not None:
+                self._slots.record(live, self._adapters.version_of(live))
+        chosen: DecoderWeights | AdapterWeights = self._adapters.weights_to_load(adapter) or self._weights
+        if self._offloaded is None:
+            chosen.refresh(tensors)
+        else:
+            fresh = chosen.on_host()
+            fresh.refresh(tensors)
+            self._recall()
+            self._offloaded.copy_of(chosen.flat, self._kept_tensors()).copy_(fresh.flat)
+        self._adapters.set_version(adapter, version)
+        for live in theirs:
+            live.drop_prefilled_kv()
+
+    # --- residency ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def offload(self, *, spill_to: Path | None = None) -> None:
+        """Device to host, or to disk under this name; unfinished trajectories go along. Does nothing when offloaded."""
+        if self._offloaded is not None:
+            return
+        seated = self._slots.seated
+        for live in self._waiting:
+            live.drop_prefilled_kv()
+        for live in seated:
+            self._slots.evict(live, self._adapters.version_of(live), with_kv=True)
+        self._waiting.put_back([live for live in seated if not live.is_waiting_for_env])
+        self._spilled = [live for live in self._live.values() if live.kv is not None] if spill_to else []
+        kv = [live.kv for live in self._spilled if live.kv is not None]
+        self._offloaded = Offloaded([*self._kept_tensors(), *kv], spill_to=spill_to)
+        for live in self._spilled:
+            live.kv = None
+        self._plans.clear()
+        for tensor in self._device_tensors():
+            tensor.untyped_storage().resize_(0)
+        give_back(self._device)
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Back to the device. Does nothing when already there."""
+        if self._offloaded is None:
+            return
+        for tensor in self._device_tensors():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            tensor.zero_()
+        kept = self._kept_tensors()
+        self._offloaded.copy_to(kept)
+        if self._spilled:
+            for live, copy in zip(self._spilled, islice(self._offloaded, len(kept), None), strict=True):
+                live.kv = copy
+        self._offloaded, self._spilled = None, []
+        self._slots.reset()
+
+    def leave_cache(self) -> None:
+        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
+        if self._offloaded is not None:
+            self._offloaded.leave_cache()
+
+    def resident_bytes(self) -> int:
+        """Device bytes of weights, tables, slots and prefilled KV."""
+        return storage_bytes([*self._device_tensors(), *(live.kv for live in self._waiting if live.is_prefilled_here)])
+
+    def _recall(self) -> None:
+        """Bring spilled KV and weights from disk to host memory, where they can be read and changed."""
+        if self._offloaded is None or not self._offloaded.is_on_disk:
+            return
+        self._offloaded.recall()
+        kv = list(self._offloaded)[len(self._kept_tensors()) :]
+        for live, copy in zip(self._spilled, kv, strict=True):
+            live.kv = copy
+        self._spilled = []
+
+    def _kept_tensors(self) -> list[Tensor]:
+        """Tensors whose content survives an offload; the slots' content leaves with the trajectories."""
+        own = [*self._tables.tensors(), *self._adapters.flats]
+        return own if self._is_base_shared else [self._weights.flat, *own]
+
+    def _device_tensors(self) -> list[Tensor]:
+        return [*self._kept_tensors(), *self._slots.tensors()]
+
+
+def _lengths(rollout: RolloutConfig) -> tuple[int, int]:
+    """(positions of the longest sequence, those that its slot is made for). Raises UserError for sizes out of range."""
+    _check_rollout(rollout)
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens + 1
+    return longest, -(-longest // PREFILL_BUCKET) * PREFILL_BUCKET
+
+
+def _check_rollout(rollout: RolloutConfig) -> None:
+    if not rollout.temperature > 0:
+        raise UserError(f"rollout.temperature: {rollout.temperature} is not above 0")
+    if rollout.num_slots < 1:
+        raise UserError(f"rollout.num_slots: {rollout.num_slots} is below 1")
+
+
+def _move_on(active: Sequence[LiveTrajectory], steps: int, stopped: Mapping[TrajectoryId, int]) -> tuple[int, int]:
+    """Count `steps` tokens for each trajectory, fewer for one that stopped at a position; (tokens, sampled ones)."""
+    num_made = num_sampled = 0
+    for live in active:
+        made = stopped.get(live.request.id, live.position + steps) - live.position
+        num_made += made
+        num_sampled += made - live.num_forced_within(made)
+        live.position += made
+    return num_made, num_sampled

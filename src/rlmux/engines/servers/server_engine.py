@@ -1,0 +1,455 @@
+"""A rollout engine behind a server of others: tokens in, tokens out.
+
+    submit / continue_from ──▶ waiting ──one request each──▶ server ──events──▶ FinishedTurn ──▶ reply, or released
+                                  ▲                            │
+                                  └── aborted, or lost: the next request is prompt + tokens so far, KV computed anew
+
+    a chunk ends      the server is held between two steps (`keeps_held`), or its requests are aborted
+    offload, load     requests aborted; sleep and wake where that frees memory; a canary prompt after every wake
+    load_weights      requests aborted; the server loads a file (`reloads`), or is started anew from it; its version,
+                      and its checksums of what it stores as the file does, are compared with the file's
+
+Invariant: a trajectory's requests carry a seed that is a function of (seed, step, prompt, sample) and, where the
+server's noise is not one of the position, of the position. What else of promise 1 holds is the server's: it is probed.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlmux.core.errors import IllegalTransitionError, PipelineError
+from rlmux.core.model import decode_sub_stage
+from rlmux.engines.model.weights import MODEL_FILE, read_weights
+from rlmux.engines.rollout.chunk_tally import ChunkTally
+from rlmux.engines.rollout.request_limits import RequestLimits
+from rlmux.engines.rollout.request_queue import WaitingQueue
+from rlmux.engines.servers.capabilities import CANNOT, Capabilities
+from rlmux.engines.servers.dialect import Dialect
+from rlmux.engines.servers.generation_requests import Ended
+from rlmux.engines.servers.http_connection import BusyError, ServerGoneError
+from rlmux.engines.servers.one_server import MAX_LOST, WAKE_LIMIT_S, OneServer
+from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
+from rlmux.engines.servers.trajectory import ServedTrajectory
+from rlmux.engines.servers.weight_checks import check_checksums
+from rlmux.rl.config import EngineConfig, RolloutConfig
+from rlmux.rl.types import (
+    ChunkReport,
+    FinishedTurn,
+    PartialTrajectory,
+    TrajectoryId,
+    TrajectoryRequest,
+    TurnReply,
+)
+
+_POLL_S = 0.05
+_CANARY_GAP = 1e-2
+"""Largest gap in nats between a canary's log-probs before sleep and after."""
+
+
+def _nothing() -> None:
+    """What is called while waiting, by default."""
+
+
+class ServerRolloutEngine(OneServer):
+    """Samples trajectories with one server. See the module docstring; the protocol is in protocol.py."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        settings: ServerSettings,
+        rollout: RolloutConfig,
+        engine: EngineConfig,
+        *,
+        vocab_size: int,
+        staleness: int = 0,
+        is_single_turn: bool = True,
+        on_wait: Callable[[], None] = _nothing,
+        free_bytes: Callable[[], float] | None = None,
+    ) -> None:
+        """Starts the server, or finds the one at `engine.url`. It can nothing until `capabilities` are set.
+
+        `on_wait`: called now and then while the server is waited for. `free_bytes`: free memory of a GPU. Raises
+        ServerGoneError, and UserError for a server of another kind.
+        """
+        super().__init__(dialect, settings, engine, on_wait=on_wait, free_bytes=free_bytes)
+        self.version = 0
+        self.capabilities: Capabilities = CANNOT
+        """What the server can do, as measured (measuring.py)."""
+        self._temperature = rollout.temperature
+        self._staleness = staleness
+        self._is_single_turn = is_single_turn
+        self._limits = RequestLimits(
+            vocab_size=vocab_size,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_new_tokens=rollout.max_new_tokens,
+        )
+        self._live: dict[TrajectoryId, ServedTrajectory] = {}
+        """All unfinished trajectories."""
+        self._waiting: WaitingQueue[ServedTrajectory] = WaitingQueue(rollout.order)
+        self._by_request: dict[str, ServedTrajectory] = {}
+        """Trajectories under way, by request."""
+        self._overdue: list[FinishedTurn] = []
+        """Turns that ended without a request, for the next report."""
+        self._is_held = False
+        self._is_offloaded = False
+        self._is_asleep = False
+        self._weights_to_load: tuple[Path, int] | None = None
+        """File and version that came while offloaded."""
+        self._canary: Piece | None = None
+        """What the canary prompt gave under the present weights; None: not asked yet."""
+
+    @property
+    def limits(self) -> RequestLimits:
+        return self._limits
+
+    @property
+    def is_unused(self) -> bool:
+        """It is loaded and has no trajectory."""
+        return not self._live and not self._is_offloaded
+
+    @property
+    def num_unfinished(self) -> int:
+        """Trajectories that are here and not over."""
+        return len(self._live)
+
+    # --- trajectories ---------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[TrajectoryRequest]) -> None:
+        """Queue new trajectories. Raises UserError for a request that cannot run, before any is taken."""
+        for request in requests:
+            self._limits.check_request(request)
+        for request in requests:
+            self._enqueue(ServedTrajectory(request=request))
+
+    def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
+        """Queue trajectories that another engine began; one that waits for its environment waits here."""
+        for partial in partials:
+            self._limits.check_partial(partial)
+        for partial in partials:
+            self._enqueue(ServedTrajectory.from_partial(partial))
+
+    def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
+        """Continue trajectories with what their environment said, and forget those that are over."""
+        for answer in replies:
+            live = self._live.get(answer.id)
+            if live is None or not live.is_waiting_for_env:
+                raise IllegalTransitionError(f"{answer.id} got a reply but is not waiting for one")
+            self._limits.check_tokens(answer.tokens, f"reply to {answer.id}")
+            live.is_waiting_for_env = False
+            live.add(
+                answer.tokens[: live.tokens_left],
+                [0.0] * len(answer.tokens[: live.tokens_left]),
+                self.version,
+                is_sampled=False,
+            )
+            if live.tokens_left:
+                self._waiting.append(live)
+            else:
+                self._overdue.append(live.finished_turn("length"))
+                del self._live[answer.id]
+        for trajectory_id in released:
+            gone = self._live.get(trajectory_id)
+            if gone is not None and not gone.is_waiting_for_env:
+                raise IllegalTransitionError(f"{trajectory_id} was released in the middle of a turn")
+            self._live.pop(trajectory_id, None)
+
+    def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:
+        """Remove unfinished trajectories (None: all), in id order; also while offloaded. Their KV never comes along."""
+        for trajectory_id in ids or ():
+            if trajectory_id not in self._live:
+                raise IllegalTransitionError(f"{trajectory_id} was to be taken but is not here")
+        taken = sorted(self._live if ids is None else ids)
+        self._drain()
+        taken = [trajectory_id for trajectory_id in taken if trajectory_id in self._live]  # a turn may just have ended
+        self._abort([self._live[trajectory_id] for trajectory_id in taken])
+        partials = [self._live.pop(trajectory_id).to_partial() for trajectory_id in taken]
+        self._waiting.discard(set(taken))
+        return partials
+
+    def _enqueue(self, live: ServedTrajectory) -> None:
+        if live.request.id in self._live:
+            raise IllegalTransitionError(f"{live.request.id} is already here")
+        self._live[live.request.id] = live
+        if not live.is_waiting_for_env:
+            self._waiting.append(live)
+
+    # --- the chunk ------------------------------------------------------------------------------------------
+
+    def run_chunk(self, *, max_decode_steps: int, max_seconds: float) -> ChunkReport:
+        """Decode until nothing is left to decode or a limit is reached.
+
+        A server is not told how many steps to make: the chunk ends once some trajectory has made that many. Raises
+        ServerGoneError for a server that is gone, PipelineError for answers that cannot be right.
+        """
+        if self._is_offloaded:
+            raise IllegalTransitionError("an offloaded rollout engine was asked to run")
+        start = time.perf_counter()
+        tally = ChunkTally(finished=self._overdue)
+        self._overdue = []
+        self._release()
+        made: dict[TrajectoryId, int] = {}
+        most = 0
+        while self._waiting or self._by_request:
+            self._seat()
+            most = max(most, len(self._by_request))
+            left_s = start + max_seconds - time.perf_counter()
+            if made and (left_s <= 0 or max(made.values()) >= max_decode_steps):
+                break
+            self._take_event(tally, made, _POLL_S if not made else min(_POLL_S, left_s))
+        self._hold()
+        seconds = time.perf_counter() - start
+        steps = max(made.values(), default=0)
+        if steps:
+            sampled = sum(made.values())
+            tally.decode_steps, tally.sampled_tokens = steps, sampled
+            tally.add_iterations(decode_sub_stage(most), most, iterations=steps, tokens=sampled, seconds=seconds)
+        tally.finished.sort(key=lambda turn: turn.id)
+        return ChunkReport(
+            finished=tally.finished,
+            num_active=len(self._by_request),
+            num_waiting=len(self._waiting),
+            num_waiting_for_env=sum(live.is_waiting_for_env for live in self._live.values()),
+            sampled_tokens=tally.sampled_tokens,
+            prefill_tokens=0,
+            decode_steps=tally.decode_steps,
+            seconds=seconds,
+            iterations=tally.iterations(),
+        )
+
+    def _seat(self) -> None:
+        """Begin requests for waiting trajectories, as many as the server decodes at once."""
+        while self._waiting and len(self._by_request) < self._settings.num_slots:
+            live = self._waiting.pop()
+            live.request_id = self.next_request_id()
+            self._by_request[live.request_id] = live
+            seed = live.noise_seed(is_positional=self.capabilities.has_positional_noise)
+            self.requests.begin(
+                Sampling(
+                    request_id=live.request_id,
+                    tokens=live.context,
+                    seed=seed,
+                    temperature=self._temperature,
+                    max_tokens=live.tokens_left,
+                    stop_tokens=live.request.stop_tokens,
+                )
+            )
+
+    def _take_event(self, tally: ChunkTally, made: dict[TrajectoryId, int], wait_s: float) -> bool:
+        """Take one event; False where none came."""
+        event = self.requests.next(wait_s)
+        if event is None:
+            if self._process is not None and not self._process.is_alive:
+                raise ServerGoneError(f"the server is gone: {self._process.last_words()}")
+            return False
+        request_id, found = event
+        live = self._by_request.get(request_id)
+        if live is None:
+            return True
+        if isinstance(found, Ended):
+            self._lose(live, found)
+        else:
+            self._add(live, found, tally, made)
+        return True
+
+    def _add(self, live: ServedTrajectory, piece: Piece, tally: ChunkTally, made: dict[TrajectoryId, int]) -> None:
+        self._check(live, piece)
+        live.add(piece.tokens, piece.logprobs, self.version, is_sampled=True)
+        if piece.tokens:
+            live.num_lost = 0
+            made[live.request.id] = made.get(live.request.id, 0) + len(piece.tokens)
+        if piece.finish == "abort":
+            self._lose(live, Ended(None))
+        elif piece.finish is not None:
+            tally.finished.append(self._finish(live, piece.finish))
+
+    def _check(self, live: ServedTrajectory, piece: Piece) -> None:
+        """Raises PipelineError for an answer that cannot be right."""
+        name = f"{self.dialect.name}: {live.request.id}"
+        if len(piece.tokens) != len(piece.logprobs):
+            raise PipelineError(f"{name} came with {len(piece.logprobs)} log-probs for {len(piece.tokens)} tokens")
+        if len(piece.tokens) > live.tokens_left:
+            raise PipelineError(f"{name} got {len(piece.tokens)} tokens; {live.tokens_left} were left of its budget")
+        if not all(map(math.isfinite, piece.logprobs)):
+            raise PipelineError(f"{name}: a sampled token's log-probability is not finite")
+        if not all(0 <= token < self._limits.vocab_size for token in piece.tokens):
+            raise PipelineError(f"{name} got a token that is not in the vocabulary of {self._limits.vocab_size}")
+        wrong = [version for version in piece.versions if version != str(self.version)]
+        if wrong and self.capabilities.names_versions:
+            raise PipelineError(f"{name} was sampled with version {wrong[0]!r}; it is to be {self.version}")
+
+    def _finish(self, live: ServedTrajectory, reason: str) -> FinishedTurn:
+        """Report a turn; the trajectory waits if a reply may come and is forgotten otherwise."""
+        self._by_request.pop(str(live.request_id))
+        live.request_id = None
+        live.num_turns += 1
+        self._waiting.note_end(live.request.id, len(live.tokens))
+        has_stopped = bool(live.tokens) and live.tokens[-1] in live.request.stop_tokens
+        if not has_stopped and live.tokens_left:
+            raise PipelineError(
+                f"{self.dialect.name}: {live.request.id} ended ({reason}) without a stop token, with "
+                f"{live.tokens_left} tokens left"
+            )
+        if has_stopped and not self._is_single_turn:
+            live.is_waiting_for_env = True
+        else:
+            del self._live[live.request.id]
+        return live.finished_turn("stop" if has_stopped else "length")
+
+    def _lose(self, live: ServedTrajectory, ended: Ended) -> None:
+        """Its request ended before its turn: it goes on with what it has, unless that happened too often."""
+        self._by_request.pop(str(live.request_id))
+        live.request_id = None
+        if ended.error is not None and not isinstance(ended.error, ServerGoneError):
+            raise ended.error
+        if isinstance(ended.error, BusyError):
+            time.sleep(_POLL_S)
+        else:
+            live.num_lost += 1
+        if live.num_lost > MAX_LOST:
+            why = ended.error or "its answer ended without a reason"
+            raise ServerGoneError(f"{self.dialect.name} lost {live.request.id} {live.num_lost} times: {why}")
+        self._waiting.put_back([live])
+
+    def _drain(self) -> None:
+        """Take in what has come already. Turns that end here are told with the next report."""
+        tally = ChunkTally(finished=[])
+        while self._by_request and self._take_event(tally, {}, 0.0):
+            pass
+        self._overdue += tally.finished
+
+    def _abort(self, lives: Sequence[ServedTrajectory]) -> None:
+        """End their requests; they wait for others, in their order, before all that are new."""
+        under_way = [live for live in lives if live.request_id is not None]
+        self.requests.end([str(live.request_id) for live in under_way])
+        for live in reversed(under_way):
+            self._by_request.pop(str(live.request_id))
+            live.request_id = None
+            self._waiting.put_back([live])
+
+    def abort_all(self) -> None:
+        """End all requests; what they brought is kept, and they go on with the next chunk."""
+        self._drain()
+        self._abort(list(self._by_request.values()))
+
+    # --- safe points ----------------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Nothing is computed until `_release`."""
+        if self._by_request and self.capabilities.keeps_held:
+            self.dialect.hold(self.server)
+            self._is_held = True
+        else:
+            self.abort_all()
+
+    def _release(self) -> None:
+        if self._is_held:
+            self.dialect.release(self.server)
+            self._is_held = False
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def load_weights(self, path: Path, version: int) -> None:
+        """Take over a safetensors file; also while offloaded.
+
+        Trajectories under way go on with prompt and tokens so far. Raises IllegalTransitionError where one has tokens
+        and the pipeline's staleness is 0, PipelineError for weights that are damaged, or that the server does not have.
+        """
+        self._drain()
+        begun = [live for live in self._live.values() if live.tokens]
+        if begun and self._staleness == 0:
+            raise IllegalTransitionError(
+                f"version {version} came while {begun[0].request.id} of a sync pipeline is unfinished"
+            )
+        self.abort_all()
+        if self._is_asleep:
+            self._weights_to_load = path, version
+        else:
+            self._load_weights(path, version)
+        self.version = version
+
+    def _load_weights(self, path: Path, version: int) -> None:
+        tensors = read_weights(path, version)
+        aside = self._settings.folder / f"{MODEL_FILE}.aside"
+        shutil.copyfile(path, aside)
+        aside.replace(self._settings.folder / MODEL_FILE)
+        self._release()
+        if self.capabilities.reloads:
+            self.dialect.load_weights(self.server, self._settings.folder, version)
+        else:
+            self.start_anew()
+        if self.capabilities.names_versions:
+            found = self.dialect.weight_version(self.server)
+            if self.capabilities.reloads and found != str(version):
+                raise PipelineError(
+                    f"{self.dialect.name} says its weights are version {found!r}; it is to be {version}"
+                )
+        if self.capabilities.has_checksums:
+            check_checksums(self.dialect.name, self.dialect.checksums(self.server), tensors, self.dtype)
+        self._canary = None
+
+    def start_anew(self) -> None:
+        """Start the server again, from the folder's weights: for one that cannot take new ones."""
+        if self._process is None:
+            raise PipelineError(
+                f"{self.dialect.name} at {self._engine.url} does not take new weights, as its probe found; accepted: "
+                "rollout.engine.python, so that it can be started anew for each version"
+            )
+        folder = self._settings.folder
+        kept = folder.with_name(f"{folder.name}-kept")
+        shutil.copytree(folder, kept, dirs_exist_ok=True)
+        self._process.end()
+        shutil.rmtree(folder, ignore_errors=True)
+        kept.rename(folder)
+        self._connect()
+        self._is_held = self._is_asleep = False
+
+    # --- residency ------------------------------------------------------------------------------------------
+
+    def offload(self, *, spill_to: Path | None = None) -> None:
+        """Leave the device as far as the server can; trajectories keep their tokens. Does nothing when offloaded.
+
+        Raises PipelineError for a server that keeps its memory though it sleeps, where its probe saw it go.
+        """
+        if self._is_offloaded:
+            return
+        self.abort_all()
+        self._release()  # nothing is under way; a server that is held samples no canary
+        if self.capabilities.frees_memory:
+            if self._canary is None:
+                self._canary = self._sample_canary(self._limits.vocab_size)
+            before = self.memory_bytes()
+            self.dialect.sleep(self.server)
+            self._is_asleep = True
+            self._wait_for_memory(before - self.capabilities.freed_bytes / 2)
+        self._is_offloaded = True
+
+    def load(self) -> None:
+        """Back to the device. Does nothing when already there. Raises PipelineError for weights that changed asleep."""
+        if not self._is_offloaded:
+            return
+        if self._is_asleep:
+            self.dialect.wake(self.server)
+            until_s = time.monotonic() + WAKE_LIMIT_S
+            while not self.dialect.is_awake(self.server):
+                if time.monotonic() >= until_s:
+                    raise ServerGoneError(f"{self.dialect.name} did not wake within {WAKE_LIMIT_S:.0f} s")
+                self._on_wait()
+                time.sleep(_POLL_S)
+            self._is_asleep = False
+            self._check_canary()
+        self._is_offloaded = False
+        if self._weights_to_load is not None:
+            (path, version), self._weights_to_load = self._weights_to_load, None
+            self._load_weights(path, version)
+
+    def _check_canary(self) -> None:
+        before, now = self._canary, self._sample_canary(self._limits.vocab_size)
+        if before is None or self._weights_to_load is not None:
+            return
+        gap = max((abs(a - b) for a, b in zip(before.logprobs, now.logprobs, strict=True)), default=0.0)
+        if list(before.tokens[:1]) != list(now.tokens[:1]) or (gap > _CANARY_GAP and before.tokens == now.tokens):
+            raise PipelineError(f"{self.dialect.name} woke with other weights: its canary is {gap:.3g} nats off")

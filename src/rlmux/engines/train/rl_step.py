@@ -1,0 +1,327 @@
+"""One RL step in training: its batch as micro-batches, and the stages that lead to the next weight version.
+
+    reference_logprobs ─▶ old_logprobs ─▶ update: epochs x mini-batches, an optimizer step after each mini-batch
+     (kl_coef > 0)     (several updates)     both are kept per micro-batch until `update` reads them
+
+A mini-batch is an equal part of the step's prompt groups, in their order. A step of one update needs no old
+log-probs of its own: the forward that its gradient comes from gives the same ones, to the last bit.
+
+Each of several ranks computes the micro-batches that are its leaves of the gradient tree, in all stages (ranks.py);
+figures are added up over the micro-batches of all ranks, in their order.
+
+Shapes: R is the number of sampled tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from rlmux.core.errors import IllegalTransitionError, PipelineError
+from rlmux.core.model import Stage
+from rlmux.engines.logprob_gap import LogprobGap
+from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.sft_warmup import risen_learning_rate
+from rlmux.engines.train.stage_work import StageWork
+from rlmux.engines.train.state.ranks import Ranks, in_leaf_order
+from rlmux.engines.train.train_tensors import TrainTensors
+from rlmux.engines.train.training_forward import TokenScores
+from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
+from rlmux.rl.batch_metrics import count_sampled
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.types import TrainingBatch, Trajectory
+
+_FIGURES = (
+    "loss",
+    "kl",
+    "clip_fraction",
+    "stale_token_share",
+    "num_clamped_ratios",
+    "behavior_ratio",
+    "num_dropped_tokens",
+)
+"""What is added up over the micro-batches of a step, in the order of `RlStep._add_gradient`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Losses:
+    """What a micro-batch says of its tokens."""
+
+    of_tokens: Tensor
+    """Loss [R], with its gradient."""
+    is_clipped: Tensor
+    """Which tokens the clip took out of the gradient, [R]."""
+    num_clamped: int
+    """Clamped log-ratios, to the old policy, the sampling one and the reference."""
+    kl: float = 0.0
+    """Summed KL to the reference; 0 without one."""
+    behavior_ratio: float = 0.0
+    """Sum over stale tokens of their weight in the decoupled objective; 0 in the other one."""
+    num_dropped: int = 0
+    """Stale tokens above that objective's cap."""
+
+
+class RlStep:
+    """The batch under way and what its stages found."""
+
+    def __init__(
+        self,
+        batch: TrainingBatch,
+        config: TrainingConfig,
+        state: TrainTensors,
+        *,
+        max_logprob_gap: float = math.inf,
+    ) -> None:
+        """Raises PipelineError for a token that breaks the staleness bound."""
+        self.number = batch.step
+        self.is_trained = False
+        """The optimizer step is made: the weights are those of version `number`."""
+        self._config = config
+        self._state = state
+        sequences = [
+            _training_sequence(trajectory, advantage, batch.step - 1, config)
+            for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True)
+        ]
+        algorithm = config.algorithm
+        size = len(sequences) // algorithm.num_minibatches
+        parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        max_tokens = config.train.tokens_per_micro_batch
+        self._minibatches = [in_leaf_order(cut(part, algorithm.micro_batch_size, max_tokens)) for part in parts]
+        self._dealt = [state.ranks.positions(leaves, first) for first, leaves in _numbered(self._minibatches)]
+        """What this rank computes of each mini-batch, one after another; None where only others have a micro-batch."""
+        self._reference_logprobs: dict[int, Tensor] = {}
+        """Log-probs [R] under the reference, by leaf."""
+        self._old_logprobs: dict[int, Tensor] = {}
+        """Log-probs [R] under the weights that the step begins with, by leaf; empty where one update needs none."""
+        self._first_look = _FirstLook(max_logprob_gap)
+        self._num_updates_done = 0
+        self._work_by_stage: dict[Stage, StageWork] = {}
+
+    def work(self, stage: Stage) -> StageWork:
+        """A stage of this step, begun with the first call. Raises IllegalTransitionError for any other stage."""
+        if stage not in self._work_by_stage:
+            run_by_stage: dict[Stage, Callable[[dict[str, float]], Iterator[int]]] = {
+                Stage.REFERENCE_LOGPROBS: self._compute_reference_logprobs,
+                Stage.OLD_LOGPROBS: self._compute_old_logprobs,
+                Stage.UPDATE: self._update,
+            }
+            if stage not in run_by_stage:
+                raise IllegalTransitionError(f"{self.place(stage)}: no stage of a step that is trained")
+            metrics: dict[str, float] = {}
+            self._work_by_stage[stage] = StageWork(
+                micro_batches=run_by_stage[stage](metrics),
+                ranks=self._state.ranks,
+                total=self._num_passes(stage) * sum(map(len, self._dealt)),
+                metrics=metrics,
+            )
+        return self._work_by_stage[stage]
+
+    @property
+    def is_half_trained(self) -> bool:
+        """Some of the step's updates are made and others are not: the weights are those of no version."""
+        return 0 < self._num_updates_done < self._config.algorithm.num_updates
+
+    def _num_passes(self, stage: Stage) -> int:
+        """How often a stage computes each micro-batch."""
+        if stage == Stage.REFERENCE_LOGPROBS:
+            return int(self._state.has_reference)
+        algorithm = self._config.algorithm
+        return int(algorithm.needs_old_logprobs) if stage == Stage.OLD_LOGPROBS else algorithm.num_epochs
+
+    def place(self, stage: Stage) -> str:
+        """How errors begin."""
+        return f"pipeline {self._config.name} step {self.number} stage {stage}"
+
+    def _compute_reference_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
+        if not self._state.has_reference:
+            return
+        for dealt in chain.from_iterable(self._dealt):
+            with torch.no_grad(), self._state.reference_weights():
+                if dealt is None:
+                    self._state.accompany()
+                else:
+                    leaf, batch = dealt
+                    self._reference_logprobs[leaf] = self._forward(batch.to(self._state.device)).logprobs.cpu()
+            yield _num_tokens(dealt)
+
+    def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
+        """Log-probs by the training forward, so that the first update's ratios are 1 to the last bit."""
+        if not self._config.algorithm.needs_old_logprobs:
+            return
+        for dealt in chain.from_iterable(self._dealt):
+            with torch.no_grad():
+                self._find_old_logprobs(*dealt) if dealt is not None else self._state.accompany()
+            yield _num_tokens(dealt)
+
+    def _find_old_logprobs(self, leaf: int, batch: MicroBatch) -> None:
+        on_device = batch.to(self._state.device)
+        scores = self._forward(on_device)
+        self._first_look.add(leaf, on_device, scores, self.place(Stage.OLD_LOGPROBS))
+        self._old_logprobs[leaf] = scores.logprobs.cpu()
+
+    def _update(self, metrics: dict[str, float]) -> Iterator[int]:
+        """Gradients of each mini-batch of each epoch, summed as a tree over its micro-batches, and an optimizer step.
+
+        A figure is the mean over the updates of the step; clamped log-ratios are counted over all of them.
+        """
+        self._require_logprobs()
+        algorithm, place = self._config.algorithm, self.place(Stage.UPDATE)
+        rate = risen_learning_rate(algorithm.learning_rate, self.number - 1, algorithm.lr_warmup_steps)
+        totals = dict.fromkeys((*_FIGURES, "grad_norm"), 0.0)
+        for leaves, positions in algorithm.num_epochs * list(zip(self._minibatches, self._dealt, strict=True)):
+            num_sampled = algorithm.num_updates * sum(len(each.targets) for each in leaves)
+            self._state.begin_update(len(leaves))
+            found: list[tuple[float, ...]] = []
+            for index, dealt in enumerate(positions):
+                if dealt is not None:
+                    found.append(self._add_gradient(*dealt, num_sampled))
+                else:
+                    self._state.accompany()
+                if index == len(positions) - 1:
+                    totals["grad_norm"] += self._state.update_weights(rate, place) / algorithm.num_updates
+                    self._add_up(found, totals)
+                    self._num_updates_done += 1
+                    self.is_trained = self._num_updates_done == algorithm.num_updates
+                yield _num_tokens(dealt)
+        totals["loss"] /= algorithm.num_updates
+        stale_token_share = totals["stale_token_share"] if algorithm.objective == "decoupled" else 0.0
+        totals["behavior_ratio"] = totals["behavior_ratio"] / stale_token_share if stale_token_share else math.nan
+        metrics.update(totals, learning_rate=rate, **self._first_look.metrics(self._state.ranks))
+
+    def _add_gradient(self, leaf: int, batch: MicroBatch, num_sampled: int) -> tuple[float, ...]:
+        """One micro-batch: its gradient goes to the tree. Returns its number and `_FIGURES`."""
+        on_device = batch.to(self._state.device)
+        found = self._losses(on_device, leaf)
+        loss = self._state.add_gradient((found.of_tokens * on_device.weights).sum(), self.place(Stage.UPDATE))
+        num_stale, num_clipped = float(on_device.is_stale.sum()), float(found.is_clipped.sum())
+        shares = (each / num_sampled for each in (found.kl, num_clipped, num_stale))
+        return leaf, loss, *shares, found.num_clamped, found.behavior_ratio / num_sampled, found.num_dropped
+
+    def _add_up(self, found: Sequence[Sequence[float]], totals: dict[str, float]) -> None:
+        """Add the figures of an update's micro-batches to the step's."""
+        for _, *figures in self._state.ranks.gather(found):
+            for name, figure in zip(_FIGURES, figures, strict=True):
+                totals[name] += figure
+
+    def _losses(self, batch: MicroBatch, leaf: int) -> _Losses:
+        algorithm = self._config.algorithm
+        scores = self._forward(batch)
+        logprobs = scores.logprobs
+        if algorithm.needs_old_logprobs:
+            begun_with = self._old_logprobs[leaf].to(self._state.device)
+        else:
+            begun_with = logprobs.detach()
+            self._first_look.add(leaf, batch, scores, self.place(Stage.UPDATE))
+        # The policy that the step begins with sampled the fresh tokens; its log-prob comes from the same kernels as the
+        # new one.
+        sampled_by = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
+        is_decoupled = algorithm.objective == "decoupled"
+        old_logprobs = begun_with if is_decoupled else sampled_by
+        losses, is_clipped = clipped_surrogate(
+            logprobs, old_logprobs, batch.advantages, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high
+        )
+        found = _Losses(of_tokens=losses, is_clipped=is_clipped, num_clamped=_num_clamped(logprobs, old_logprobs))
+        if is_decoupled:
+            ratio, is_dropped = behavior_ratio(begun_with, sampled_by, algorithm.max_behavior_ratio)
+            found.of_tokens = losses * ratio
+            found.behavior_ratio, found.num_dropped = float((ratio * batch.is_stale).sum()), int(is_dropped.sum())
+            found.num_clamped += _num_clamped(begun_with, sampled_by)
+        if self._state.has_reference:
+            reference = self._reference_logprobs[leaf].to(self._state.device)
+            kl = kl_k3(logprobs, reference)
+            found.of_tokens = found.of_tokens + algorithm.kl_coef * kl
+            found.kl, found.num_clamped = (
+                float(kl.detach().sum()),
+                found.num_clamped + _num_clamped(reference, logprobs),
+            )
+        return found
+
+    def _forward(self, batch: MicroBatch) -> TokenScores:
+        return self._state.score(batch, self._config.rollout.temperature)
+
+    def _require_logprobs(self) -> None:
+        for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS):
+            is_done = stage in self._work_by_stage and self._work_by_stage[stage].is_done
+            if self._num_passes(stage) and not is_done:
+                raise IllegalTransitionError(f"{self.place(Stage.UPDATE)}: {stage} is not done")
+
+
+def _num_clamped(logprobs: Tensor, others: Tensor) -> int:
+    return int(is_clamped(logprobs, others).sum())
+
+
+def _numbered(minibatches: Sequence[list[MicroBatch]]) -> Iterator[tuple[int, list[MicroBatch]]]:
+    """Each mini-batch with the number of its first leaf."""
+    first = 0
+    for leaves in minibatches:
+        yield first, leaves
+        first += len(leaves)
+
+
+def _num_tokens(dealt: tuple[int, MicroBatch] | None) -> int:
+    return 0 if dealt is None else dealt[1].num_tokens
+
+
+def _training_sequence(
+    trajectory: Trajectory, advantage: float, newest: int, config: TrainingConfig
+) -> TrainingSequence:
+    """What the trainer needs of one trajectory; `newest` is the version being trained."""
+    algorithm = config.algorithm
+    is_fresh = trajectory.versions.count(newest) == len(trajectory.versions)
+    if not is_fresh:
+        _check_versions(trajectory, newest, config)
+    return TrainingSequence(
+        prompt_tokens=trajectory.prompt_tokens,
+        tokens=trajectory.tokens,
+        is_sampled=trajectory.is_sampled,
+        weight=ALGORITHMS[algorithm.name].trajectory_weight(
+            algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches,
+            count_sampled(trajectory.is_sampled),
+            config.rollout.max_new_tokens,
+        ),
+        advantage=advantage,
+        logprobs=trajectory.logprobs,
+        is_stale=() if is_fresh else [version < newest for version in trajectory.versions],
+    )
+
+
+def _check_versions(trajectory: Trajectory, newest: int, config: TrainingConfig) -> None:
+    """Raises PipelineError for a token that breaks the staleness bound."""
+    algorithm = config.algorithm
+    oldest = newest - algorithm.staleness
+    for version, is_sampled in zip(trajectory.versions, trajectory.is_sampled, strict=True):
+        if is_sampled and not oldest <= version <= newest:
+            raise PipelineError(
+                f"pipeline {config.name}: {trajectory.id} has a token of weight version {version}; "
+                f"step {newest + 1} accepts {oldest} to {newest} (algorithm.staleness "
+                f"{algorithm.staleness})"
+            )
+
+
+class _FirstLook:
+    """What the weights that a step begins with make of its tokens, added up over the micro-batches."""
+
+    def __init__(self, max_logprob_gap: float) -> None:
+        self._gap = LogprobGap(max_logprob_gap)
+        self._rows: list[tuple[float, ...]] = []
+        """(leaf, summed entropy, sampled tokens, largest gap so far) of each micro-batch of this rank."""
+
+    @torch.no_grad()
+    def add(self, leaf: int, batch: MicroBatch, scores: TokenScores, place: str) -> None:
+        """One micro-batch, and what the model says of it.
+
+        Raises PipelineError, beginning with `place`, as `LogprobGap` does.
+        """
+        self._gap.compare(scores.logprobs, batch, place)
+        self._rows.append((leaf, float(scores.entropies.sum()), len(batch.targets), self._gap.largest))
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Mean entropy of a sampled token, and the largest gap to the log-prob that a fresh token was sampled with."""
+        _, entropy_sums, num_sampled, gaps = zip(*ranks.gather(self._rows), strict=True)
+        known = [gap for gap in gaps if not math.isnan(gap)]
+        return {"entropy": sum(entropy_sums) / sum(num_sampled), "logprob_gap": max(known, default=math.nan)}

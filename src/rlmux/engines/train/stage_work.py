@@ -1,0 +1,55 @@
+"""A training stage under way, as micro-batches that are done one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from rlmux.engines.train.state.ranks import Ranks
+from rlmux.rl.types import TrainReport
+
+
+@dataclass(slots=True, kw_only=True)
+class StageWork:
+    """How far a stage is. A stage is a generator that stops after each micro-batch, so it can be cut anywhere."""
+
+    micro_batches: Iterator[int]
+    """Does one micro-batch per item and yields its prompt and response tokens: 0 where only other ranks have one."""
+    ranks: Ranks
+    """The ranks that stop together."""
+    total: int
+    """Micro-batches of the whole stage, as the rank counts them that has most."""
+    done: int = 0
+    """Micro-batches done so far."""
+    is_done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the stage found, filled in as it runs; whole once `is_done`."""
+
+    def run(self, max_seconds: float) -> TrainReport:
+        """Do at least one micro-batch, until the stage is done or another like the last would end after `max_seconds`.
+
+        That is decided before each micro-batch: no rank that has done its own waits for the decision of the first.
+        """
+        started = perf_counter()
+        tokens, elapsed_s, last_s = 0, 0.0, 0.0
+        while not self.is_done:
+            is_over = elapsed_s + last_s >= max_seconds
+            is_last = self.done + 1 < self.total and self.ranks.agree(is_over=is_over)
+            done_tokens = next(self.micro_batches, None)
+            if done_tokens is None:
+                self.is_done = True
+                break
+            tokens += done_tokens
+            self.done += 1
+            last_s, elapsed_s = perf_counter() - started - elapsed_s, perf_counter() - started
+            if is_last:
+                break
+        return TrainReport(
+            is_done=self.is_done,
+            micro_batches_done=self.done,
+            micro_batches_total=self.total,
+            tokens=tokens,
+            seconds=perf_counter() - started,
+            metrics=dict(self.metrics) if self.is_done else {},
+        )

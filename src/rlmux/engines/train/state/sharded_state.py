@@ -1,0 +1,368 @@
+"""The tensors of one training pipeline whose model fits no one device: each rank has a part of them (FSDP2).
+
+    rank            0         1         2         3            `fully_shard` of torch cuts each parameter along its rows
+    parameter    [ rows ]  [ rows ]  [ rows ]  [ rows ]        gathered layer by layer, for its forward and backward
+    gradient     summed over the ranks, each has its rows      added up over the micro-batches, in their order
+    moments, reference                                         rows as those of the parameter
+    base of an adapter                                         cut and gathered likewise, without the rest
+
+Weights that are updated are float32; with `train.dtype: bfloat16` they are rounded as they are gathered. Ranks gather
+together: each makes as many forward and backward passes as the one with most micro-batches (`accompany`).
+
+Files hold whole tensors, as those of `TrainState` do, so any number of ranks reads them, and so does an unsharded
+trainer. All ranks take part in writing one; the first has its content.
+
+Invariant: weights are a function of the config, the batches and the number of ranks. Sums over ranks have an order of
+their own for each number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlmux.core.errors import CheckpointError, PipelineError
+from rlmux.engines.adapters.lora import ADAPTER_FILE, trained_parameters
+from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
+from rlmux.engines.model.weights import MODEL_FILE, weights_sha256, write_copies
+from rlmux.engines.residency import return_freed_memory
+from rlmux.engines.train.adamw import AdamW, AdamWNumbers
+from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.state.flat_parameters import offsets_of
+from rlmux.engines.train.state.ranks import Ranks, touching_others
+from rlmux.engines.train.train_tensors import (
+    OPTIMIZER_FILE,
+    REFERENCE_FILE,
+    TrainTensors,
+    deterministic_backward,
+    require_same_model,
+)
+from rlmux.engines.train.training_forward import TokenScores, score_tokens
+from rlmux.rl.config import TrainConfig, TrainingConfig
+
+
+class ShardedState(TrainTensors):
+    """Takes over the parameters of a float32 model on the CPU; each rank keeps its part of them on its device."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainingConfig, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(config.name, model, device)
+        self.ranks = ranks
+        if device.type == "cpu":
+            return_freed_memory()
+        self._scorer = _shard(model, config.train, ranks, device)
+        self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
+        self._parameters: dict[str, Any] = dict(trained_parameters(model))
+        """Each trained parameter as torch's DTensor: its shape is the whole one, its content this rank's rows."""
+        self._frozen: list[Any] = [each for each in model.parameters() if not each.requires_grad]
+        """The base of an adapter, as DTensors too."""
+        self._dtype: torch.dtype = getattr(torch, config.train.dtype)
+        self._grad_clip = config.algorithm.grad_clip
+        self._numbers = AdamWNumbers(betas=config.algorithm.adam_betas, weight_decay=config.algorithm.weight_decay)
+        self._optimizers = {
+            name: AdamW(_rows_of(each), config.train.optimizer_state) for name, each in self._parameters.items()
+        }
+        self._reference: dict[str, Tensor] | None = None
+        """This rank's rows of the weights that the KL penalty compares with; None without one."""
+        self._checksum: str | None = None
+        """Checksum of the present weights, once the whole of them was gathered for it."""
+        (nothing,) = cut([TrainingSequence(prompt_tokens=[0], tokens=[0], is_sampled=[True], weight=0.0)], 1)
+        self._nothing = replace(nothing, token_share=0.0).to(device)
+        """A micro-batch that adds nothing to a gradient."""
+
+    @property
+    def num_updates(self) -> int:
+        return next(iter(self._optimizers.values())).num_updates
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    # --- learning -------------------------------------------------------------------------------------------
+
+    def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
+        with touching_others():
+            logprobs, entropies = self._scorer(batch, temperature)
+        if not torch.is_grad_enabled():
+            self._scorer.reshard()  # after a forward alone torch keeps the embeddings whole
+        return TokenScores(logprobs=logprobs, entropies=entropies)
+
+    def accompany(self) -> None:
+        scores = self.score(self._nothing, 1.0)
+        if torch.is_grad_enabled():
+            self._backward((scores.logprobs * 0.0).sum())
+
+    def gradient_of(self, batch: MicroBatch, temperature: float) -> list[Tensor]:
+        kept = [(each, each.grad) for each in self._parameters.values()]
+        self.drop_gradients()
+        self._backward((self.score(batch, temperature).logprobs * batch.weights).sum())
+        found = [_rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+        return found
+
+    def begin_update(self, num_leaves: int) -> None:
+        self.drop_gradients()
+
+    def add_gradient(self, loss: Tensor, place: str) -> float:
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
+        self._backward(loss)
+        return value
+
+    def _backward(self, loss: Tensor) -> None:
+        with touching_others(), deterministic_backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def update_weights(
+        self,
+        learning_rate: float,
+        place: str,
+        *,
+        numbers: AdamWNumbers | None = None,
+        grad_clip: float | None = None,
+    ) -> float:
+        gradients = {name: self._gradient(each) for name, each in self._parameters.items()}
+        squares = math.fsum(float(torch.linalg.vector_norm(each)) ** 2 for each in gradients.values())
+        norm = math.sqrt(math.fsum(row[1] for row in self.ranks.gather([(self.ranks.rank, squares)])))
+        if not math.isfinite(norm):
+            raise PipelineError(f"{place}: the gradient norm is {norm}; the weights are left as they were")
+        most = self._grad_clip if grad_clip is None else grad_clip
+        for name, gradient in gradients.items():
+            if norm > most:
+                gradient.mul_(most / norm)
+            weights = _rows_of(self._parameters[name])
+            self._optimizers[name].update(weights, gradient, learning_rate, numbers or self._numbers)
+        self.drop_gradients()
+        self._checksum = None
+        return norm
+
+    @staticmethod
+    def _gradient(parameter: Any) -> Tensor:
+        """This rank's rows of a parameter's gradient; zeros where no token reached it."""
+        return torch.zeros_like(_rows_of(parameter)) if parameter.grad is None else _rows_of(parameter.grad)
+
+    def drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def reset_optimizer(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.reset()
+
+    def keep_reference(self) -> None:
+        self._reference = {name: _rows_of(each).clone() for name, each in self._parameters.items()}
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        self._swap_reference()
+        try:
+            yield
+        finally:
+            self._swap_reference()
+
+    def _swap_reference(self) -> None:
+        """What torch gathers from stays where it is: contents change places."""
+        assert self._reference is not None
+        for name, reference in self._reference.items():
+            weights = _rows_of(self._parameters[name])
+            aside = weights.clone()
+            weights.copy_(reference)
+            reference.copy_(aside)
+
+    # --- files ----------------------------------------------------------------------------------------------
+
+    def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
+        self.require_loaded()
+        masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0 or path is not None)
+        self._know_checksum(masters)
+        if path is None:
+            return
+        computed_with = {name: each.to(self._dtype) for name, each in masters.items()}
+        checksum = self.weights_checksum() if self._dtype == torch.float32 else weights_checksum(computed_with)
+        write_copies(path, computed_with, {CHECKSUM: checksum, **metadata})
+
+    def weights_checksum(self) -> str:
+        self.require_loaded()
+        if self._checksum is None:
+            self._know_checksum(self._whole(self._parameters.get, is_kept=self.ranks.rank == 0))
+        assert self._checksum is not None
+        return self._checksum
+
+    def _know_checksum(self, masters: Mapping[str, Tensor]) -> None:
+        """The first rank computes it of what it alone has."""
+        if self._checksum is None:
+            self._checksum = self.ranks.of_first(weights_checksum(masters) if self.ranks.rank == 0 else "")
+
+    def weights_sha256(self) -> str:
+        self.require_loaded()
+        masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0)
+        return self.ranks.of_first(weights_sha256(masters) if self.ranks.rank == 0 else "")
+
+    def copies(self) -> dict[str, dict[str, Tensor]]:
+        """What `TrainState.copies` returns, on the first rank; nothing on others, which have to call it too."""
+        self.require_loaded()
+        is_kept = self.ranks.rank == 0
+        tensors = {self._weights_file: self._whole(self._parameters.get, is_kept=is_kept)}
+        tensors[OPTIMIZER_FILE] = {
+            key: self._whole_flat(lambda name, key=key: self._moments(name)[key])  # type: ignore[misc]
+            for key in ("first_moment", "second_moment")
+        }
+        if self._reference is not None:
+            tensors[REFERENCE_FILE] = self._whole(self._reference.__getitem__, is_kept=is_kept)
+        return tensors if is_kept else {}
+
+    def _whole(self, rows_of: Callable[[str], Any], *, is_kept: bool) -> dict[str, Tensor]:
+        """Whole tensors in host memory by name; nothing on a rank that takes part and does not keep them."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            whole = self._gather(rows_of(name), parameter)
+            if is_kept:
+                found[name] = whole.cpu()
+        return found
+
+    def _whole_flat(self, rows_of: Callable[[str], Tensor]) -> Tensor:
+        """The same in one tensor, as `FlatParameters` lays it out."""
+        offset_by_name, size = offsets_of(self._parameters, self._dtype)
+        flat = torch.zeros(size if self.ranks.rank == 0 else 0)
+        for name, parameter in self._parameters.items():
+            whole = self._gather(rows_of(name), parameter)
+            if self.ranks.rank == 0:
+                start = offset_by_name[name]
+                flat[start : start + whole.numel()].copy_(whole.flatten())
+        return flat
+
+    def _gather(self, rows: Any, parameter: Any) -> Tensor:
+        """A whole tensor of a parameter's shape, from each rank's rows."""
+        local = _rows_of(rows).to(self.device)  # moments may lie in host memory
+        per_rank = _rows_per_rank(parameter.shape[0], self.ranks.count)
+        padded = local.new_zeros((per_rank, *parameter.shape[1:]))
+        padded[: len(local)] = local
+        whole = local.new_empty((per_rank * self.ranks.count, *parameter.shape[1:]))
+        with touching_others():
+            dist.all_gather_into_tensor(whole, padded)
+        return whole[: parameter.shape[0]]
+
+    def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
+        self.require_loaded()
+        if not (folder / self._weights_file).is_file():
+            raise CheckpointError(f"{folder} has no {self._weights_file}, which pipeline {self._pipeline} trains")
+        reference = folder / REFERENCE_FILE
+        if needs_reference and not reference.is_file():
+            raise CheckpointError(f"{reference} is absent, but algorithm.kl_coef needs the reference weights")
+        self._read(folder / self._weights_file, {name: _rows_of(each) for name, each in self._parameters.items()})
+        self._reference = None
+        if needs_reference:
+            self.keep_reference()
+            self._read(reference, self._reference or {})
+        self._read_moments(folder / OPTIMIZER_FILE)
+        for optimizer in self._optimizers.values():
+            optimizer.num_updates = num_updates
+        self._checksum = None
+        self.drop_gradients()
+
+    def _read(self, path: Path, into: Mapping[str, Tensor]) -> None:
+        """Read this rank's rows of every tensor of a file."""
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            mine = {name: each.shape for name, each in self._parameters.items()}
+            require_same_model(found, mine, f"{path.parent} holds another model than pipeline {self._pipeline} trains")
+            for name, rows in into.items():
+                begin, end = self._own_rows(self._parameters[name])
+                rows.copy_(file.get_slice(name)[begin:end])
+
+    def _read_moments(self, path: Path) -> None:
+        offset_by_name, _ = offsets_of(self._parameters, self._dtype)
+        with safe_open(path, framework="pt") as file:
+            for name, parameter in self._parameters.items():
+                begin, end = self._own_rows(parameter)
+                width = math.prod(parameter.shape[1:])
+                start, stop = (offset_by_name[name] + row * width for row in (begin, end))
+                for key, moment in self._moments(name).items():
+                    moment.copy_(file.get_slice(key)[start:stop].view(moment.shape))
+
+    def _own_rows(self, parameter: Any) -> tuple[int, int]:
+        num_rows = parameter.shape[0]
+        per_rank = _rows_per_rank(num_rows, self.ranks.count)
+        return min(self.ranks.rank * per_rank, num_rows), min((self.ranks.rank + 1) * per_rank, num_rows)
+
+    # --- residency ------------------------------------------------------------------------------------------
+
+    def _kept_tensors(self) -> list[Tensor]:
+        tensors = [_rows_of(each) for each in (*self._frozen, *self._parameters.values())]
+        tensors += [] if self._is_on_host else self._all_moments()
+        tensors += self._reference.values() if self._reference is not None else ()
+        return tensors + [_rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]
+
+    @property
+    def _is_on_host(self) -> bool:
+        return any(optimizer.moments.is_on_host for optimizer in self._optimizers.values())
+
+    def _moments(self, name: str) -> dict[str, Tensor]:
+        return self._optimizers[name].moments.named()
+
+    def _all_moments(self) -> list[Tensor]:
+        return [tensor for name in self._optimizers for tensor in self._moments(name).values()]
+
+    def _host_tensors(self) -> list[Tensor]:
+        return self._all_moments() if self._is_on_host else []
+
+    def _device_tensors(self) -> list[Tensor]:
+        return self._kept_tensors()
+
+
+class _Scorer(nn.Module):
+    """The model with its head, which torch's hooks are to see as one forward."""
+
+    def __init__(self, model: PreTrainedModel, train: TrainConfig) -> None:
+        super().__init__()
+        self.model = model
+        self._train = train
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, as tensors: the hooks look at what is returned."""
+        scores = score_tokens(self.model, batch, temperature, train=self._train)
+        return scores.logprobs, scores.entropies
+
+
+def _shard(model: PreTrainedModel, train: TrainConfig, ranks: Ranks, device: torch.device) -> Any:
+    """Cut the model's layers, and what is outside of them, into one part a rank; returns what scores with it."""
+    dtype: torch.dtype = getattr(torch, train.dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    with touching_others():
+        mesh = init_device_mesh(device.type, (ranks.count,))
+    scorer = _Scorer(model, train)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*layers, scorer):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            module.set_gradient_divide_factor(1.0)
+    return scorer
+
+
+def _rows_of(tensor: Any) -> Tensor:
+    """This rank's rows of a parameter or gradient; any other tensor as it is."""
+    rows: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return rows.detach()
+
+
+def _rows_per_rank(num_rows: int, count: int) -> int:
+    """Rows of the rank with most, as torch cuts them; the last ranks have fewer."""
+    return -(-num_rows // count)

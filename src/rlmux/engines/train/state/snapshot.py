@@ -1,0 +1,68 @@
+"""What a checkpoint holds, taken out of a train engine: it can be written while training continues.
+
+    TorchTrainEngine.snapshot() ─▶ TrainSnapshot ─▶ write(folder), perhaps in another thread
+
+Invariant: no tensor here shares memory with the engine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlmux.engines.adapters.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config_file
+from rlmux.engines.model.weight_checksum import CHECKSUM
+from rlmux.engines.model.weights import MODEL_FILE, SHA256, weights_sha256, write_copies
+from rlmux.engines.train.state.checkpoint import write_checkpoint
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSnapshot:
+    """A train engine's state between two optimizer steps."""
+
+    state: Mapping[str, Any]
+    """Numbers for state.json, the weights' checksum among them."""
+    files: Mapping[str, bytes]
+    """Small files by name: the model's config, the tokenizer's files."""
+    marks: Mapping[str, str]
+    """Fields of the origin, for state.json and for the metadata of every file of tensors."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """Tensors by file name and tensor name, in host memory."""
+
+    def write(self, folder: Path) -> str:
+        """Write a checkpoint folder; returns the SHA-256 of its weights when it would survive a power cut."""
+        (weights,) = self.tensors.keys() & {MODEL_FILE, ADAPTER_FILE}
+        sums: dict[str, str] = {CHECKSUM: self.state[CHECKSUM], SHA256: weights_sha256(self.tensors[weights])}
+
+        def write_files(aside: Path) -> None:
+            for name, content in self.files.items():
+                (aside / name).write_bytes(content)
+            for name, copies in self.tensors.items():
+                metadata = {"version": str(self.state["version"]), **self.marks}
+                write_copies(aside / name, copies, metadata | (sums if name == weights else {}))
+
+        write_checkpoint(folder, write_files, {**self.state, **sums, **self.marks})
+        return sums[SHA256]
+
+
+def model_files(config: Any, model: Any, vocabulary: Vocabulary, training: TrainingConfig) -> dict[str, bytes]:
+    """The small files of a checkpoint by name, as Hugging Face and peft read them: the config of the model or of its
+    adapter, and the tokenizer."""
+    config.architectures = [type(model).__name__]
+    config.eos_token_id = vocabulary.eos_token
+    config.pad_token_id = vocabulary.pad_token
+    with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:
+        if training.adapter is None:
+            config.save_pretrained(folder)
+        else:
+            content = adapter_config_file(training.adapter, training.model.path)
+            (Path(folder) / ADAPTER_CONFIG_FILE).write_bytes(content)
+        vocabulary.save_pretrained(Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

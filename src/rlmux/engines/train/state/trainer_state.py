@@ -1,0 +1,262 @@
+"""The tensors of one training pipeline where every rank has all of them, and where they lie.
+
+    weights, gradients      FlatParameters        survive an offload: weights, moments, reference, partial sums
+    moments                 AdamW                 scratch: the gradients of the micro-batch under way
+    partial gradient sums   TreeSum
+    reference               a copy of the weights, with a KL penalty only
+
+Invariant: ranks have equal weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rlmux.core.errors import CheckpointError, PipelineError
+from rlmux.engines.adapters.lora import ADAPTER_FILE
+from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
+from rlmux.engines.model.weights import MODEL_FILE, own_copies, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.train.adamw import AdamW, AdamWNumbers
+from rlmux.engines.train.micro_batches import MicroBatch
+from rlmux.engines.train.state.flat_parameters import FlatParameters
+from rlmux.engines.train.state.ranks import Ranks
+from rlmux.engines.train.state.tree_sum import TreeSum
+from rlmux.engines.train.train_tensors import (
+    OPTIMIZER_FILE,
+    REFERENCE_FILE,
+    TrainTensors,
+    deterministic_backward,
+    require_same_model,
+)
+from rlmux.engines.train.training_forward import TokenScores, score_tokens
+from rlmux.rl.config import TrainingConfig
+
+
+class TrainState(TrainTensors):
+    """Takes over the parameters of a float32 model that is on its device; it computes in `train.dtype` from then on."""
+
+    def __init__(self, model: nn.Module, config: TrainingConfig, *, is_base_shared: bool = False) -> None:
+        """`is_base_shared`: frozen parameters are views of a file that others map too, and stay there."""
+        super().__init__(config.name, model, next(model.parameters()).device)
+        algorithm = config.algorithm
+        self._train = config.train
+        self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
+        dtype: torch.dtype = getattr(torch, config.train.dtype)
+        self._flat = FlatParameters(model, dtype)
+        self._frozen: list[Tensor] = [] if is_base_shared else _own_frozen_parameters(model, dtype)
+        """Parameters of a base that is this worker's alone; they move with the rest."""
+        self._grad_clip = algorithm.grad_clip
+        self._numbers = AdamWNumbers(betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
+        self._optimizer = AdamW(self._flat.weights, config.train.optimizer_state)
+        self.ranks = Ranks()
+        self._num_leaves = 0
+        self._gradient_sum = TreeSum(0)
+        self._kept_gradients: Tensor | None = None
+        """Gradients of losses that were asked for one by one, and whose update is to come; None: there are none."""
+        self._reference: Tensor | None = None
+        """Flat weights [parameters] that the KL penalty compares with; None without one."""
+        self._checksum: str | None = None
+        """Checksum of the present weights, once it was asked for."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps since the optimizer was reset."""
+        return self._optimizer.num_updates
+
+    @property
+    def has_reference(self) -> bool:
+        """There are weights that the KL penalty compares with."""
+        return self._reference is not None
+
+    # --- learning -------------------------------------------------------------------------------------------
+
+    def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
+        return score_tokens(self.model, batch, temperature, train=self._train)
+
+    def accompany(self) -> None:
+        """Nothing: a rank computes its own micro-batches alone."""
+
+    def gradient_of(self, batch: MicroBatch, temperature: float) -> list[Tensor]:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        logprobs = self.score(batch, temperature).logprobs
+        with deterministic_backward():
+            found = torch.autograd.grad((logprobs * batch.weights).sum(), parameters, allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
+
+    def begin_update(self, num_leaves: int) -> None:
+        """An update of so many micro-batches begins, those of other ranks included."""
+        self._num_leaves = num_leaves
+        self._gradient_sum = TreeSum(len(self.ranks.own(num_leaves)))
+
+    def add_gradient(self, loss: Tensor, place: str) -> float:
+        """Backward of one micro-batch; its gradient becomes the next of this rank's leaves. Returns the loss.
+
+        Raises PipelineError, beginning with `place`, for a loss that is not finite.
+        """
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
+        self._flat.gradients.zero_()
+        with deterministic_backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._gradient_sum.add(self._flat.gradients.to(torch.float32, copy=True))
+        return value
+
+    def update_weights(
+        self,
+        learning_rate: float,
+        place: str,
+        *,
+        numbers: AdamWNumbers | None = None,
+        grad_clip: float | None = None,
+    ) -> float:
+        gradients, self._kept_gradients = self._kept_gradients, None
+        if gradients is None:
+            gradients = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)
+        norm = float(torch.linalg.vector_norm(gradients))
+        if not math.isfinite(norm):
+            raise PipelineError(f"{place}: the gradient norm is {norm}; the weights are left as they were")
+        most = self._grad_clip if grad_clip is None else grad_clip
+        if norm > most:
+            gradients.mul_(most / norm)
+        self._optimizer.update(self._flat.weights, gradients, learning_rate, numbers or self._numbers)
+        self._flat.round()
+        self._checksum = None
+        return norm
+
+    def keep_gradients(self) -> None:
+        """Add the gradient of the leaves so far to those kept for the next update; further losses may follow."""
+        total = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)
+        self._kept_gradients = total if self._kept_gradients is None else self._kept_gradients.add_(total)
+        self._gradient_sum = TreeSum(0)
+
+    @property
+    def has_kept_gradients(self) -> bool:
+        """Some gradient was kept since the last update."""
+        return self._kept_gradients is not None
+
+    def drop_gradients(self) -> None:
+        """Forget the partial sums of a step that will not be finished."""
+        self._gradient_sum = TreeSum(0)
+        self._kept_gradients = None
+
+    def reset_optimizer(self) -> None:
+        """Zero the moments and the count of updates."""
+        self._optimizer.reset()
+
+    def keep_reference(self) -> None:
+        """Make the present weights the reference."""
+        self._reference = self._flat.working.clone()
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """The model computes with the reference inside."""
+        assert self._reference is not None
+        with self._flat.using(self._reference):
+            yield
+
+    # --- files ----------------------------------------------------------------------------------------------
+
+    def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
+        """Write the weights that the model computes with, and their checksum, as one safetensors file, atomically."""
+        self.require_loaded()
+        if path is None:
+            return
+        working = self._flat.named(self._flat.working)
+        checksum = weights_checksum(working) if self._flat.is_rounded else self.weights_checksum()
+        write_tensors(path, working, {CHECKSUM: checksum, **metadata})
+
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters, float32, computed once for each version."""
+        self.require_loaded()
+        if self._checksum is None:
+            self._checksum = weights_checksum(self._flat.named())
+        return self._checksum
+
+    def weights_sha256(self) -> str:
+        """Hash of all parameters in name order, float32, computed anew."""
+        self.require_loaded()
+        return weights_sha256(self._flat.named())
+
+    def copies(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
+        self.require_loaded()
+        tensors: dict[str, Mapping[str, Tensor]] = {
+            self._weights_file: self._flat.named(),
+            OPTIMIZER_FILE: self._optimizer.moments.named(),
+        }
+        if self._reference is not None:
+            tensors[REFERENCE_FILE] = self._flat.named(self._reference)
+        return {name: own_copies(each) for name, each in tensors.items()}
+
+    def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
+        """Take over the tensors of a checkpoint and forget partial sums.
+
+        Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
+        """
+        self.require_loaded()
+        if not (folder / self._weights_file).is_file():
+            raise CheckpointError(f"{folder} has no {self._weights_file}, which pipeline {self._pipeline} trains")
+        weights, _ = read_tensors(folder / self._weights_file)
+        moments, _ = read_tensors(folder / OPTIMIZER_FILE)
+        require_same_model(
+            {name: tensor.shape for name, tensor in weights.items()},
+            {name: tensor.shape for name, tensor in self._flat.named().items()},
+            f"{folder} holds another model than pipeline {self._pipeline} trains",
+        )
+        reference = self._read_reference(folder / REFERENCE_FILE) if needs_reference else None
+        self._optimizer.moments.restore(moments)
+        self._flat.copy_from(weights)
+        self._flat.round()
+        self._checksum = None
+        self._optimizer.num_updates = num_updates
+        self._reference = reference
+        self.drop_gradients()
+
+    def _read_reference(self, path: Path) -> Tensor:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is absent, but algorithm.kl_coef needs the reference weights")
+        tensors, _ = read_tensors(path)
+        reference = torch.zeros_like(self._flat.working)
+        self._flat.copy_from(tensors, reference)
+        return reference
+
+    # --- residency ------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Back to the device. Does nothing when already there."""
+        if self._offloaded is not None:
+            super().load()
+            self._flat.round()
+
+    def _kept_tensors(self) -> list[Tensor]:
+        """Tensors whose content survives an offload."""
+        moments = self._optimizer.moments
+        tensors = [self._flat.weights, *(() if moments.is_on_host else moments.named().values())]
+        if self._reference is not None:
+            tensors.append(self._reference)
+        if self._kept_gradients is not None:
+            tensors.append(self._kept_gradients)
+        return [*tensors, *self._frozen, *self._gradient_sum.tensors]
+
+    def _host_tensors(self) -> list[Tensor]:
+        moments = self._optimizer.moments
+        return list(moments.named().values()) if moments.is_on_host else []
+
+    def _device_tensors(self) -> list[Tensor]:
+        working = [self._flat.working] if self._flat.is_rounded else []
+        return [*self._kept_tensors(), *working, self._flat.gradients]
+
+
+def _own_frozen_parameters(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """The parameters that training leaves as they are, each in memory of its own that can be given back."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.data = parameter.data.to(dtype, copy=True)
+    return [parameter.data for parameter in frozen]

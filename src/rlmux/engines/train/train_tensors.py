@@ -1,0 +1,231 @@
+"""What the tensors of a training pipeline can do, however they lie: whole on every rank, or a part on each.
+
+    TrainTensors ─┬─ TrainState      trainer_state.py       every rank has all of them
+                  └─ ShardedState    sharded_state.py     every rank has its part, and the rest for a moment
+
+    add_gradient (one micro-batch) ─▶ ... ─▶ update_weights ─▶ new weights, no partial sums
+
+Invariants: no optimizer step is made with a loss or gradient that is not finite. While offloaded, no tensor takes
+memory on the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
+from rlmux.engines.residency import Offloaded, give_back
+from rlmux.engines.train.adamw import AdamWNumbers
+from rlmux.engines.train.micro_batches import MicroBatch
+from rlmux.engines.train.state.ranks import Ranks
+from rlmux.engines.train.training_forward import TokenScores
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+REFERENCE_FILE = "reference.safetensors"
+
+
+@contextmanager
+def deterministic_backward() -> Iterator[None]:
+    """Gradients by deterministic kernels alone, in a process that asked torch for deterministic algorithms.
+
+    With `warn_only`, torch's memory-efficient attention still adds its gradients atomically: on an H200, the weights of
+    two runs differed after 20 updates. Raises PipelineError for an operation without a deterministic kernel.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    is_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" in str(error):
+            raise PipelineError(str(error).splitlines()[0][:160]) from error
+        raise
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=is_warn_only)
+
+
+class TrainTensors(ABC):
+    """See the module docstring. `ranks`: those that train together, as this one sees them."""
+
+    ranks: Ranks
+
+    def __init__(self, pipeline: str, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self._pipeline = pipeline
+        self._offloaded: Offloaded | None = None
+        self._storage_bytes: list[int] = []
+        """Bytes of the storage of each of `_resized_tensors` before an offload; padding and neighbours included."""
+        self._has_spilled_host = False
+        """The present offload is one to disk, which also takes what lies in host memory."""
+
+    # --- learning -------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_updates(self) -> int:
+        """Optimizer steps since the optimizer was reset."""
+
+    @property
+    @abstractmethod
+    def has_reference(self) -> bool:
+        """There are weights that the KL penalty compares with."""
+
+    @abstractmethod
+    def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
+        """What the model says of a micro-batch on its device, with a gradient where torch is to keep one."""
+
+    @abstractmethod
+    def accompany(self) -> None:
+        """Do this rank's part of a micro-batch that only other ranks have; with a gradient where torch is to keep
+        one."""
+
+    @abstractmethod
+    def gradient_of(self, batch: MicroBatch, temperature: float) -> Sequence[Tensor]:
+        """This rank's part of the gradient of the weighted log-probs of one micro-batch; partial sums are left as they
+        are."""
+
+    @abstractmethod
+    def begin_update(self, num_leaves: int) -> None:
+        """An update of so many micro-batches begins, those of other ranks included."""
+
+    @abstractmethod
+    def add_gradient(self, loss: Tensor, place: str) -> float:
+        """Backward of one micro-batch; its gradient becomes part of the update's. Returns the loss.
+
+        Raises PipelineError, beginning with `place`, for a loss that is not finite.
+        """
+
+    @abstractmethod
+    def update_weights(
+        self,
+        learning_rate: float,
+        place: str,
+        *,
+        numbers: AdamWNumbers | None = None,
+        grad_clip: float | None = None,
+    ) -> float:
+        """Clip the gradient summed over all ranks and make one optimizer step; returns the norm before clipping.
+
+        `numbers`, `grad_clip`: of this update alone; None: those of the config.
+        Raises PipelineError, beginning with `place`, for a norm that is not finite.
+        """
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget the partial sums of a step that will not be finished."""
+
+    @abstractmethod
+    def reset_optimizer(self) -> None:
+        """Zero the moments and the count of updates."""
+
+    @abstractmethod
+    def keep_reference(self) -> None:
+        """Make the present weights the reference."""
+
+    @abstractmethod
+    def reference_weights(self) -> AbstractContextManager[None]:
+        """The model computes with the reference inside."""
+
+    # --- files ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
+        """Write the weights that the model computes with, and their checksum, as one safetensors file, atomically.
+
+        None: this rank writes nothing, and gives its part.
+        """
+
+    @abstractmethod
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters, float32, computed once for each version."""
+
+    @abstractmethod
+    def weights_sha256(self) -> str:
+        """Hash of all parameters in name order, float32, computed anew."""
+
+    @abstractmethod
+    def copies(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
+
+    @abstractmethod
+    def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
+        """Take over the tensors of a checkpoint and forget partial sums.
+
+        Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
+        """
+
+    # --- residency ------------------------------------------------------------------------------------------
+
+    def offload(self, *, spill_to: Path | None = None) -> None:
+        """Device to host, or to disk under this name. Does nothing when offloaded."""
+        if self._offloaded is not None:
+            return
+        self._has_spilled_host = spill_to is not None
+        self._offloaded = Offloaded(self._offloaded_tensors(), spill_to=spill_to)
+        storages = [tensor.untyped_storage() for tensor in self._resized_tensors()]
+        self._storage_bytes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        give_back(self.device)
+
+    def load(self) -> None:
+        """Back to the device. Does nothing when already there."""
+        if self._offloaded is None:
+            return
+        for tensor, num_bytes in zip(self._resized_tensors(), self._storage_bytes, strict=True):
+            tensor.untyped_storage().resize_(num_bytes)
+        self._offloaded.copy_to(self._offloaded_tensors())
+        self._offloaded = None
+
+    def _offloaded_tensors(self) -> list[Tensor]:
+        return [*self._kept_tensors(), *(self._host_tensors() if self._has_spilled_host else ())]
+
+    def _resized_tensors(self) -> list[Tensor]:
+        return [*self._device_tensors(), *(self._host_tensors() if self._has_spilled_host else ())]
+
+    def leave_cache(self) -> None:
+        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
+        if self._offloaded is not None:
+            self._offloaded.leave_cache()
+
+    def resident_bytes(self) -> int:
+        """Device bytes of weights, gradients, moments, reference and partial sums."""
+        storages: dict[Any, int] = {}
+        for tensor in self._device_tensors():
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        return sum(storages.values())
+
+    def require_loaded(self) -> None:
+        """Raises IllegalTransitionError while offloaded."""
+        if self._offloaded is not None:
+            raise IllegalTransitionError(f"pipeline {self._pipeline}: the train engine is offloaded")
+
+    @abstractmethod
+    def _kept_tensors(self) -> list[Tensor]:
+        """Tensors whose content survives an offload."""
+
+    @abstractmethod
+    def _device_tensors(self) -> list[Tensor]:
+        """Those that are kept, and scratch."""
+
+    @abstractmethod
+    def _host_tensors(self) -> list[Tensor]:
+        """Tensors that lie in host memory whatever the device is; only a spill takes them."""
+
+
+def require_same_model(found: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]], place: str) -> None:
+    """Raises CheckpointError where shapes by name are not those of the model in training. `place`: folder and
+    pipeline."""
+    if {name: tuple(shape) for name, shape in found.items()} != {name: tuple(shape) for name, shape in mine.items()}:
+        raise CheckpointError(place)

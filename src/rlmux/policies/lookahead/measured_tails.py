@@ -1,0 +1,181 @@
+"""Tails of rollouts migrate to one device, and the pipeline that waits has the others (RollMux section 4.3).
+
+    device 0   [ A dense ][ B dense, and the eighth that found no device ][ A dense ]
+    ...        [ A dense ][ B dense  ]
+    device 7   [ A dense ][ A's tail   ]                                  [ A dense ]
+
+At most an eighth of a step's trajectories is left: they migrate to the device whose shard would end last. A shard of
+the next pipeline that finds this device held does not wait for it, but goes as a whole to a sibling. Both are made only
+where they are expected to pay:
+
+    tail          its devices are free earlier, in the mean over all of its rollout, than the rollout ends later; and
+                  its step, longer by that, is still shorter than the rollouts of all members one after another
+    whole shard   its sibling grows by less than the tail lasts
+
+Groups whose pools are kept apart by phase; where nodes serve both phases, the look-ahead decides (`migration.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
+from rlmux.core.work import ReadyWork
+from rlmux.policies.lookahead.migration import continue_migrations
+
+Members = Mapping[PipelineId, MemberView]
+Rollouts = dict[PipelineId, list[OrderView]]
+"""Running rollout orders, by pipeline."""
+TAIL_PART = 0.125
+"""Part of a step's trajectories at or below which its tail migrates."""
+TAIL_GROWTH = 0.05
+"""Part of its longest shard's seconds by which a rollout is expected to last longer for its tail's migration, until one
+was seen."""
+GROWTH = 0.25
+"""Part of its own seconds by which a shard is expected to grow with a whole sibling, until one was seen: an iteration
+of twice the sequences is bound by the same reads of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """A running shard near its end."""
+
+    order: OrderView
+    num_left: int
+    """Trajectories that had not ended at its last report."""
+    left_s: float
+    """Expected solo seconds until it ends."""
+
+    @property
+    def device(self) -> DeviceId:
+        return self.order.devices[0]
+
+
+def migrate_tails(view: GroupView) -> Iterator[Choice]:
+    """Migrate what was paused for it, pause the shards whose tails are to migrate now, and let no shard wait for
+    another pipeline's tail."""
+    if view.num_members < 2 or view.has_arriving_work or not view.has_wide_rollouts:
+        return
+    yield from continue_migrations(view)
+    yield from begin_tail_migrations(view)
+
+
+def begin_tail_migrations(view: GroupView) -> Iterator[Choice]:
+    """Pause the shards whose tails are to migrate now, and let no shard wait for another pipeline's tail."""
+    waiting = [work for work in view.ready if _begins_a_shard(work) and not view.is_free(work.devices)]
+    if not waiting:
+        return
+    rollouts: Rollouts = {}
+    for order in view.running:
+        if order.phase is Phase.ROLLOUT:
+            rollouts.setdefault(order.pipeline, []).append(order)
+    members = {member.id: member for member in view.members}
+    for pipeline, orders in rollouts.items():
+        if len(members[pipeline].rollout_devices) < 2:
+            continue
+        wanted = {work.devices[0] for work in waiting if work.pipeline != pipeline and view.is_next_in_cycle(work)}
+        if wanted:
+            yield from _pause_for_tail(view, members[pipeline], orders, wanted)
+    yield from _spread_over_siblings(view, members, rollouts, waiting)
+
+
+def _begins_a_shard(work: ReadyWork) -> bool:
+    return work.stage is Stage.GENERATE and not work.is_continuation and not work.is_waiting
+
+
+def _spare_s(view: GroupView, member: MemberView) -> float:
+    """Seconds that the member's own step may grow by until it takes as long as all rollouts on its devices one after
+    another, which others would wait for otherwise. Where rollouts run ahead of training, a step is the longer of both.
+    """
+    own = member.estimates
+    rollout_s, train_s = own.longest_s + own.rollout_switch_s, own.train_s + own.train_switch_s
+    devices = set(member.rollout_devices)
+    rollouts_s = sum(
+        other.estimates.longest_s + other.estimates.rollout_switch_s
+        for other in view.members
+        if not devices.isdisjoint(other.rollout_devices)
+    )
+    return rollouts_s - (max(rollout_s, train_s) if member.pipeline.staleness else rollout_s + train_s)
+
+
+def _late_s(member: MemberView) -> float:
+    """Seconds by which its rollout is expected to end later for the migration of its tail."""
+    growth = member.estimates.tail_growth
+    return (TAIL_GROWTH if growth is None else growth) * member.estimates.longest_s
+
+
+def _pause_for_tail(
+    view: GroupView, member: MemberView, orders: Sequence[OrderView], wanted: set[DeviceId]
+) -> Iterator[PauseOrder]:
+    """Pause all shards of the rollout but the one that would end last, if only its tail is left and that pays."""
+    shards = _shards_at_their_end(member, orders, view.now_s)
+    if len(shards) < 2:
+        return
+    last = max(shards, key=lambda shard: shard.left_s)
+    leaving = [shard for shard in shards if shard is not last and shard.device in wanted]
+    late_s = _late_s(member)
+    if sum(shard.left_s for shard in leaving) <= late_s * len(member.rollout_devices):
+        return
+    if late_s > _spare_s(view, member):
+        return
+    for shard in leaving:
+        yield PauseOrder(order=shard.order.id, migrate_to=last.device)
+
+
+def _shards_at_their_end(member: MemberView, orders: Sequence[OrderView], now_s: float) -> list[_Shard]:
+    """The unfinished shards of a rollout of which no more than its tail is left; else none, nor before a whole rollout
+    was seen."""
+    peak, estimates = member.estimates.peak, member.estimates
+    if peak is None or len(estimates.curves) < len(member.rollout_devices):
+        return []
+    if len(orders) != len(member.unfinished_rollout_devices) or any(one.is_pausing for one in orders):
+        return []
+    found = []
+    for order in orders:
+        num_left, before_s = member.live_shard(order.devices[0])
+        if num_left is None:
+            return []
+        left = estimates.remaining_time(num_left, before_s + order.solo_s(now_s))
+        found.append(_Shard(order=order, num_left=num_left, left_s=left.median_s))
+    num_left = sum(shard.num_left for shard in found)
+    return found if num_left <= TAIL_PART * peak * len(member.rollout_devices) else []
+
+
+def _spread_over_siblings(
+    view: GroupView,
+    members: Members,
+    rollouts: Rollouts,
+    waiting: Sequence[ReadyWork],
+) -> Iterator[MigrateWork]:
+    """Give whole shards whose device holds another pipeline's tail to a sibling that has just begun."""
+    migrating = {pipeline for pipeline, _ in view.migrating}
+    for work in waiting:
+        member, siblings = members[work.pipeline], rollouts.get(work.pipeline, [])
+        if not siblings or work.pipeline in migrating or not view.is_next_in_cycle(work):
+            continue
+        wait_s = _tail_s(view, members, rollouts, work.devices[0])
+        growth = member.estimates.whole_migration_growth
+        grows_s = (GROWTH if growth is None else growth) * member.estimates.shard_s
+        target = max(siblings, key=lambda order: order.started_s).devices[0]
+        if grows_s < wait_s and view.can_migrate(work.pipeline, work.devices[0], target):
+            migrating.add(work.pipeline)
+            yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=target)
+
+
+def _tail_s(
+    view: GroupView,
+    members: Members,
+    rollouts: Rollouts,
+    device: DeviceId,
+) -> float:
+    """Expected seconds until the device's tail ends; 0 where it holds none."""
+    for pipeline, orders in rollouts.items():
+        member = members[pipeline]
+        if len(member.rollout_devices) == 1:
+            continue  # its only shard, which nothing has left for
+        if len(orders) == 1 and orders[0].devices == (device,) and member.unfinished_rollout_devices == (device,):
+            run_s = member.live_shard(device)[1] + orders[0].solo_s(view.now_s)
+            return member.estimates.remaining_time(None, run_s).high_s  # a tail is the longest of its rollout
+    return 0.0

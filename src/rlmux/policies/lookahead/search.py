@@ -1,0 +1,184 @@
+"""What to start now, judged by how everything that is known of the future would then end.
+
+    Problem ──plan──▶ priorities ⇄ playout ──▶ Schedule: its first moment is the decision
+
+The search is list scheduling by the longest remaining path, then local improvement of the list: work items that stood
+in another's way trade places, hold back for it, share or not, shards migrate or not; the least score wins. It is
+bounded by the number of starts that are played out, not by a clock, so a decision is a function of the problem.
+
+`playout.py` turns a list into a schedule and scores it; `greedy.py` is the rule without foresight that this is
+compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rlmux.policies.lookahead.playout import Playout, Setting
+from rlmux.policies.lookahead.priorities import Priorities, compatible_migrations, longest_paths, rank_descending
+from rlmux.policies.lookahead.problem import EMPTY_SCHEDULE, Problem, Schedule, WorkItem
+
+BUDGET = 400
+"""Starts on one device that a decision may play out: about 3 ms of one core."""
+
+
+def plan(problem: Problem, *, budget: int = BUDGET, openings: Sequence[Priorities] = ()) -> Schedule:
+    """The best schedule found by playing out about `budget` starts, a work item counting once for each device.
+
+    `openings`: priorities that are tried before all others, so that the schedule is never worse than theirs.
+    """
+    work_items = problem.work_items
+    if not work_items:
+        return EMPTY_SCHEDULE
+    num_starts = sum(max(1, len(item.devices)) for item in work_items)
+    # On whole devices a start takes half the time: there are no rates to update.
+    num_playouts = (budget if problem.sharing.entries else 2 * budget) // num_starts
+    return _Search(problem, max(1, num_playouts), openings).best()
+
+
+def play_out(problem: Problem, priorities: Priorities) -> Schedule:
+    """The schedule that these priorities make."""
+    return Playout(Setting(problem), priorities).schedule()
+
+
+class _Search:
+    """Openings first, then improvement of the best of them, then of the next, while playouts are left."""
+
+    def __init__(self, problem: Problem, num_playouts: int, openings: Sequence[Priorities]) -> None:
+        self.problem = problem
+        self.openings = openings
+        self.setting = Setting(problem)
+        self.num_left = num_playouts
+        self.num_tried = 0
+
+    def best(self) -> Schedule:
+        tried = []
+        for priorities in (*self.openings, *_openings(self.problem)):
+            tried.append((priorities, self.try_out(priorities)))
+            if self.num_left <= 0:
+                break
+        tried.sort(key=lambda one: one[1].score)
+        best = tried[0][1]
+        for priorities, schedule in tried:
+            if self.num_left <= 0:
+                break
+            improved = self.improve(priorities, schedule)
+            if _is_less(improved.score, best.score):
+                best = improved
+        return replace(best, num_tried=self.num_tried)
+
+    def try_out(self, priorities: Priorities) -> Schedule:
+        self.num_left -= 1
+        self.num_tried += 1
+        return Playout(self.setting, priorities).schedule()
+
+    def improve(self, current: Priorities, schedule: Schedule) -> Schedule:
+        """The first small change that helps, again and again, until none does."""
+        is_better = True
+        while is_better and self.num_left > 0:
+            is_better = False
+            for candidate in _neighbours(self.problem, current, schedule):
+                found = self.try_out(candidate)
+                if _is_less(found.score, schedule.score):
+                    current, schedule, is_better = candidate, found, True
+                    break
+                if self.num_left <= 0:
+                    break
+        return schedule
+
+
+def _openings(problem: Problem) -> Iterator[Priorities]:
+    """Priorities worth a try whatever the problem: by path, migrations, pipelines first, long and short items first."""
+    work_items = problem.work_items
+    paths = longest_paths(work_items)
+    by_path = Priorities(rank_descending(paths))
+    yield by_path
+    later = tuple(number for number, one in enumerate(problem.sibling_migrations) if one.is_later)
+    if later:
+        by_path = by_path.changed(sibling_migrations=later)
+        yield by_path
+    subsets = [
+        compatible_migrations(problem, (number, *later))
+        for number, one in enumerate(problem.sibling_migrations)
+        if not one.is_later
+    ]
+    if len(subsets) > 1:
+        subsets.append(compatible_migrations(problem, tuple(range(len(problem.sibling_migrations)))))
+    firsts = list(_pipelines_first(work_items, paths, by_path))
+    if problem.idle_migrations:
+        yield by_path.changed(idle_migrations=frozenset(range(len(problem.idle_migrations))))
+    for subset in subsets:
+        yield by_path.changed(sibling_migrations=subset)
+    yield from firsts
+    if problem.sharing.entries:
+        yield by_path.changed(unshared=frozenset(range(len(work_items))))
+    yield by_path.changed(rank=rank_descending([item.seconds * len(item.devices) for item in work_items]))
+    yield by_path.changed(rank=rank_descending([-item.seconds for item in work_items]))
+    for first in firsts:
+        for subset in subsets:
+            yield first.changed(sibling_migrations=subset)
+
+
+def _pipelines_first(
+    work_items: Sequence[WorkItem], paths: Sequence[float], by_path: Priorities
+) -> Iterator[Priorities]:
+    """One candidate a pipeline: all its work items before all others', by path among themselves."""
+    pipelines = sorted({item.pipeline for item in work_items})
+    if len(pipelines) < 2:
+        return
+    total_s = max(paths, default=0.0) + 1.0
+    for first in pipelines:
+        values = [path + total_s * (item.pipeline == first) for item, path in zip(work_items, paths, strict=True)]
+        yield by_path.changed(rank=rank_descending(values))
+
+
+def _neighbours(problem: Problem, current: Priorities, schedule: Schedule) -> Iterator[Priorities]:
+    """Small changes, those at the first moments first: what is decided now matters most."""
+    for number in range(len(problem.idle_migrations)):
+        yield current.changed(idle_migrations=current.idle_migrations ^ {number})
+    for number in range(len(problem.sibling_migrations)):
+        made = current.sibling_migrations
+        if number in made:
+            yield current.changed(sibling_migrations=tuple(other for other in made if other != number))
+        else:
+            yield current.changed(sibling_migrations=compatible_migrations(problem, (number, *made)))
+    yield from _reordered(problem, current, schedule)
+
+
+def _reordered(problem: Problem, current: Priorities, schedule: Schedule) -> Iterator[Priorities]:
+    """One work item shares or not, is no longer held back, trades places with an earlier one, or goes before it."""
+    work_items = problem.work_items
+    order = sorted(range(len(work_items)), key=lambda index: (schedule.start_s[index], current.rank[index]))
+    masks = [sum(1 << device for device in item.devices) for item in work_items]
+    for position, later in enumerate(order):
+        if work_items[later].is_running:
+            continue
+        if later in current.after:
+            yield current.changed(after={k: v for k, v in current.after.items() if k != later})
+        if problem.sharing.entries:
+            yield current.changed(unshared=current.unshared ^ {later})
+        for earlier in reversed(order[:position]):
+            if (
+                not masks[earlier] & masks[later]
+                or work_items[earlier].is_running
+                or _leads_to(work_items, earlier, later)
+            ):
+                continue
+            rank = list(current.rank)
+            rank[earlier], rank[later] = rank[later], rank[earlier]
+            if current.rank[earlier] < current.rank[later]:
+                yield current.changed(rank=rank)
+            if later not in current.after:
+                yield current.changed(rank=rank, after={**current.after, earlier: later})
+
+
+def _leads_to(work_items: Sequence[WorkItem], first: int, last: int) -> bool:
+    """Whether `last` needs `first`, however indirectly."""
+    if first >= last:
+        return False
+    return any(need == first or _leads_to(work_items, first, need) for need in work_items[last].needs)
+
+
+def _is_less(score: tuple[float, float], than: tuple[float, float]) -> bool:
+    return score[0] < than[0] - 1e-6 or (score[0] <= than[0] + 1e-6 and score[1] < than[1] - 1e-6)

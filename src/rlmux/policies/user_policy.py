@@ -1,0 +1,126 @@
+"""A policy that a user wrote, held to what every policy promises.
+
+    make_policy("module:Class") ─▶ Checked ─▶ the user's object
+
+    promise                                  broken by                               found
+    a policy keeps nothing in mind           a class that is no frozen dataclass,    when it is made
+                                             or a field that can change
+    a choice follows from the view alone     another answer to the same question     when each is asked twice
+    a choice is a value of `core/views.py`   anything else                           at that choice
+    a choice is allowed                      work that is not ready, a held device   by the scheduler
+
+Each is one line that names the policy and the promise. The run stops and can be resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from rlmux import plugins
+from rlmux.core.errors import PolicyError, RlmuxError, UserError
+from rlmux.core.model import Pipeline
+from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.view import PlacementView
+from rlmux.core.policy import Policy
+from rlmux.core.steps.colocation import SharingTable
+from rlmux.core.views import ChangeFraction, Choice, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork
+
+_ASKED = ("name", "reacts_to_progress", "sharing", "place", "rebalance", "dispatch")
+_CHOICES = (RunWork, ChangeFraction, PauseOrder, MigrateWork, MarkPlanned)
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """The user's policy, each question asked twice and each answer checked."""
+
+    name: str
+    """Name or `module:Class` that the user typed: a run is resumed by it."""
+    asked: Policy
+    """The user's object."""
+
+    @property
+    def reacts_to_progress(self) -> bool:
+        return self.asked.reacts_to_progress
+
+    @property
+    def sharing(self) -> SharingTable | None:
+        return self.asked.sharing
+
+    def with_sharing(self, sharing: SharingTable) -> Checked:
+        """The same with this table."""
+        known: Any = self.asked
+        return replace(self, asked=replace(known, sharing=sharing))
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        found = self._twice("place", lambda: self.asked.place(pipeline, view))
+        if not isinstance(found, PlacementChoice | Refusal):
+            raise self._error("place", f"answered {found!r}; accepted: a PlacementChoice or a Refusal")
+        return found
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
+        found = self._twice("rebalance", lambda: tuple(self.asked.rebalance(view)))
+        for each in found:
+            if not isinstance(each, Relocation | FruitlessSearch):
+                raise self._error("rebalance", f"answered {each!r}; accepted: Relocation and FruitlessSearch")
+        return found
+
+    def dispatch(self, view: GroupView) -> tuple[Choice, ...]:
+        found = self._twice("dispatch", lambda: tuple(self.asked.dispatch(view)))
+        for each in found:
+            if not isinstance(each, _CHOICES):
+                accepted = ", ".join(kind.__name__ for kind in _CHOICES)
+                raise self._error("dispatch", f"chose {each!r}; accepted: {accepted}")
+        return found
+
+    def _twice(self, question: str, ask: Callable[[], A]) -> A:
+        try:
+            first, second = ask(), ask()
+        except RlmuxError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise self._error(question, f"raised {plugins.described(error)}") from error
+        if first != second:
+            raise self._error(
+                question,
+                f"answered {first!r}, and asked again with the same view {second!r}; accepted: an answer that follows "
+                "from the view alone",
+            )
+        return first
+
+    def _error(self, question: str, what: str) -> PolicyError:
+        return PolicyError(f"policy {self.name}: {question} {what}")
+
+
+def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
+    """The plug-in of that name. Raises UserError where there is none, or where it could keep something in mind."""
+    make = plugins.find("policy", text, built_in)
+    try:
+        made = make()
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(
+            f"policy {text!r}: making it without arguments raised {plugins.described(error)}; accepted: a frozen "
+            "dataclass whose fields have default values"
+        ) from error
+    absent = [name for name in _ASKED if not hasattr(made, name)]
+    if absent:
+        raise UserError(f"policy {text!r} has no {absent[0]!r}; accepted: a class with {', '.join(_ASKED)}")
+    _refuse_memory(text, made)
+    return Checked(name=text, asked=made)
+
+
+def _refuse_memory(text: str, made: Any) -> None:
+    parameters = getattr(type(made), "__dataclass_params__", None)
+    if not is_dataclass(made) or parameters is None or not parameters.frozen:
+        raise UserError(f"policy {text!r} could keep state between decisions; accepted: a @dataclass(frozen=True)")
+    for each in fields(made):
+        try:
+            hash(getattr(made, each.name))
+        except TypeError:
+            raise UserError(
+                f"policy {text!r} could keep state in its field {each.name!r}, which can change; accepted: values that "
+                "cannot, such as numbers, texts, tuples and frozen dataclasses"
+            ) from None

@@ -1,0 +1,208 @@
+"""The sub-stage graph of one step as a picture: a column for each worker, time downwards, arrows.
+
+    History ──step_graph──▶ SubStageGraph ──draw──▶ SVG text
+
+Boxes are coloured by sub-stage and as high as it lasted; the critical path's arrows are dark. The picture needs no
+script and reads on white and on black.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from rlmux.core.errors import UserError
+from rlmux.core.estimation.estimates import tail_count
+from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage, SubStage
+from rlmux.log.run_log import NOT_SHOWN, LogReader
+from rlmux.report.figures.step_graph import Node, ShardRecord, StageRecord, SubStageGraph, graph_of_step
+from rlmux.report.figures.svg import bar, number, seconds_text, tag
+from rlmux.report.timeline.history import History
+
+_COLUMN, _GAP, _TOP, _HEIGHT, _LEFT = 130.0, 34.0, 46.0, 460.0, 64.0
+_LEAST = 17.0
+"""Least height of a box, so that its name fits."""
+_FILL: dict[SubStage | None, str] = {
+    SubStage.PREFILL: "#d55e00",
+    SubStage.DENSE_DECODE: "#0072b2",
+    SubStage.TAIL_DECODE: "#56b4e9",
+    SubStage.TOOL_WAIT: "#e69f00",
+    SubStage.REFERENCE: "#8c6d46",
+    SubStage.OLD_LOGPROBS: "#cc79a7",
+    SubStage.UPDATE: "#009e73",
+    None: "#7f7f7f",
+}
+_NO_SUB_STAGE = "rewards, publishing"
+"""The column of stages that hold no device."""
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#222}.on{fill:#fff}.e{stroke:#999;fill:none}"
+    ".c{stroke:#222;fill:none;stroke-width:2}.m{fill:#222}"
+    "@media(prefers-color-scheme:dark){text{fill:#ddd}.on{fill:#fff}.c{stroke:#eee}.m{fill:#eee}}"
+)
+
+
+def step_graph(
+    history: History, pipeline: PipelineId, step: int, *, dense_above: int = DENSE_DECODE_MIN
+) -> SubStageGraph:
+    """A step of a run from its log; empty for a step that never began."""
+    shards: dict[DeviceId, ShardRecord] = {}
+    stages: dict[Stage, StageRecord] = {}
+    for order in history.orders:
+        if order.pipeline != pipeline or order.step != step or order.is_migration or not order.counts:
+            continue
+        end_s = min(order.end_s, history.last_s)
+        if order.stage is Stage.GENERATE:
+            before = shards.get(order.devices[0])
+            reports = tuple((chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks)
+            shards[order.devices[0]] = ShardRecord(
+                device=order.devices[0],
+                begin_s=before.begin_s if before else order.start_s,
+                end_s=end_s,
+                reports=(*(before.reports if before else ()), *reports),
+                num_tokens=order.tokens + (before.num_tokens if before else 0),
+            )
+        else:
+            known = stages.get(order.stage)
+            begin_s = known.begin_s if known else order.start_s
+            stages[order.stage] = StageRecord(stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s)
+    return graph_of_step(pipeline, step, list(shards.values()), list(stages.values()), dense_above=dense_above)
+
+
+def write_graph(folder: str | Path, wanted: str) -> Path:
+    """Draw the step `NAME:STEP` of a run into its folder; returns the file.
+
+    Raises UserError for a step that is not in the log.
+    """
+    with LogReader(folder) as reader:
+        history = History.of(reader.header, reader.parts(bare=NOT_SHOWN))
+    name, _, number_text = wanted.rpartition(":")
+    steps = {order.step for order in history.orders if order.pipeline == name and order.step > 0}
+    if not steps:
+        known = ", ".join(history.pipelines)
+        raise UserError(f"--graph {wanted}: no step of pipeline {name!r} is in the log; accepted: NAME:STEP of {known}")
+    if not number_text.isdigit() or int(number_text) not in steps:
+        accepted = f"{min(steps)} to {max(steps)}"
+        raise UserError(f"--graph {wanted}: step {number_text!r} is not in the log; accepted: {accepted}")
+    step = int(number_text)
+    path = Path(folder) / f"graph-{name}-{step}.svg"
+    graph = step_graph(history, PipelineId(name), step, dense_above=_dense_above(history, name))
+    path.write_text(draw(graph, title=f"{name}, step {step}"), encoding="utf-8")
+    return path
+
+
+def _dense_above(history: History, name: str) -> int:
+    """JigsawRL's 128 where workers decode as many; else where the tail of the largest shard begins."""
+    peak = max(
+        (chunk.num_active for order in history.orders if order.pipeline == name for chunk in order.chunks), default=0
+    )
+    return DENSE_DECODE_MIN if peak >= DENSE_DECODE_MIN else tail_count(peak) + 1
+
+
+def draw(graph: SubStageGraph, *, title: str = "") -> str:
+    """The graph as SVG text."""
+    begins = _begins(graph)
+    columns = _columns(graph)
+    total_s = max((begins[i] + node.seconds for i, node in enumerate(graph.nodes)), default=0.0)
+    scale = _HEIGHT / total_s if total_s > 0 else 0.0
+    boxes = _boxes(graph, begins, columns, scale)
+    width = _LEFT + max(1, len(columns)) * (_COLUMN + _GAP)
+    height = max([_TOP + _HEIGHT, *(y + h for _, y, _, h in boxes)]) + 20
+    critical = graph.critical_path()
+    on_path = set(pairwise(critical))
+    parts = [tag("style", _STYLE), _marker()]
+    if title:
+        parts.append(tag("text", _escaped(title), x=8, y=18, font_weight="bold"))
+    for name, column in columns.items():
+        x = _LEFT + column * (_COLUMN + _GAP)
+        parts.append(tag("text", _escaped(name), x=x, y=_TOP - 10))
+    parts += [_arrow(boxes, edge, edge in on_path) for edge in sorted(graph.edges, key=lambda edge: edge in on_path)]
+    for node, box in zip(graph.nodes, boxes, strict=True):
+        parts.append(_drawn(node, box))
+    for part in range(5):
+        at_s = total_s * part / 4
+        parts.append(tag("text", seconds_text(at_s), x=4, y=_TOP + at_s * scale + 4, opacity=0.7))
+    return tag(
+        "svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} {number(height)}",
+        width=width, height=height, role="img",
+    )  # fmt: skip
+
+
+def _begins(graph: SubStageGraph) -> list[float]:
+    """Recorded begins from the first on, or as early as the edges allow."""
+    if graph.nodes and all(node.begin_s is not None for node in graph.nodes):
+        first_s = min(node.begin_s or 0.0 for node in graph.nodes)
+        return [(node.begin_s or 0.0) - first_s for node in graph.nodes]
+    begins = [0.0] * len(graph.nodes)
+    for earlier, later in sorted(graph.edges, key=lambda edge: edge[1]):
+        begins[later] = max(begins[later], begins[earlier] + graph.nodes[earlier].seconds)
+    return begins
+
+
+def _columns(graph: SubStageGraph) -> dict[str, int]:
+    """Index of each column by its name: workers in the order of their devices, training, stages without a device."""
+    workers = sorted({node.key.worker for node in graph.nodes if node.key.worker is not None})
+    names = [f"worker {worker}" for worker in workers]
+    names += [name for name in ("training", _NO_SUB_STAGE) if any(_column_name(n) == name for n in graph.nodes)]
+    return {name: index for index, name in enumerate(names)}
+
+
+def _column_name(node: Node) -> str:
+    if node.key.worker is not None:
+        return f"worker {node.key.worker}"
+    return _NO_SUB_STAGE if node.key.sub_stage is None else "training"
+
+
+def _boxes(
+    graph: SubStageGraph, begins: list[float], columns: dict[str, int], scale: float
+) -> list[tuple[float, float, float, float]]:
+    """Where each node goes; a box that is too low for its name pushes the next ones of its column down."""
+    bottoms: dict[str, float] = {}
+    boxes = []
+    for node, begin_s in zip(graph.nodes, begins, strict=True):
+        name = _column_name(node)
+        y = max(_TOP + begin_s * scale, bottoms.get(name, 0.0))
+        height = max(_LEAST, node.seconds * scale - 2)
+        bottoms[name] = y + height + 2
+        boxes.append((_LEFT + columns[name] * (_COLUMN + _GAP), y, _COLUMN, height))
+    return boxes
+
+
+def _drawn(node: Node, box: tuple[float, float, float, float]) -> str:
+    x, y, width, height = box
+    name = str(node.key.stage if node.key.worker is None or node.key.sub_stage is None else node.key.sub_stage)
+    label = f"{name.replace('_', ' ')} {seconds_text(node.seconds)}"
+    return tag(
+        "g",
+        tag("title", _escaped(f"step {node.key.step} {label}")),
+        tag("path", d=bar(x, y, width, height), fill=_FILL[node.key.sub_stage]),
+        tag("text", _escaped(label), x=x + 5, y=y + min(height / 2 + 4, 16), class_="on"),
+    )
+
+
+def _arrow(boxes: list[tuple[float, float, float, float]], edge: tuple[int, int], is_critical: bool) -> str:
+    x0, y0, w0, h0 = boxes[edge[0]]
+    x1, y1, w1, _ = boxes[edge[1]]
+    start, end = (x0 + w0 / 2, y0 + h0), (x1 + w1 / 2, y1)
+    if x0 != x1:
+        start, end = (x0 + w0, y0 + h0 - 3), (x1, y1 + 6)
+        if x1 < x0:
+            start, end = (x0, y0 + h0 - 3), (x1 + w1, y1 + 6)
+    middle = (start[0] + end[0]) / 2
+    path = (
+        f"M{number(start[0])} {number(start[1])}C{number(middle)} {number(start[1])} "
+        f"{number(middle)} {number(end[1])} {number(end[0])} {number(end[1])}"
+    )
+    return tag("path", d=path, class_="c" if is_critical else "e", marker_end="url(#tip)")
+
+
+def _marker() -> str:
+    tip = tag("path", d="M0 0L7 3.5L0 7z", class_="m")
+    return tag(
+        "defs",
+        tag("marker", tip, id="tip", markerWidth=7, markerHeight=7, refX=6, refY=3.5, orient="auto",
+            markerUnits="userSpaceOnUse"),
+    )  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

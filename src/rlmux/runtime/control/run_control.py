@@ -1,0 +1,430 @@
+"""Serves what a running controller is asked from outside (`control_requests.py`), and answers.
+
+    request ─▶ checked ─▶ events and notes of this tick ─▶ log ─▶ the answer, once what it says is there
+
+A submission that is refused for its text leaves no trace. One that is taken is in the log before anything of it is
+started, so that a resumed run knows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlmux.core.actions import Action, Admit, Queue, Refuse
+from rlmux.core.errors import OverQuotaError, UserError
+from rlmux.core.events import (
+    Event,
+    HoldReleased,
+    ParkRequested,
+    PipelineCancelled,
+    PipelineHeld,
+    PipelineRanked,
+    SharesSet,
+)
+from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
+from rlmux.core.queue.queue_order import ShareSettings
+from rlmux.core.queue.wait_reasons import Wait
+from rlmux.core.scheduler import Scheduler
+from rlmux.log.run_log import LogReader
+from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.control.control_requests import (
+    AccountOf,
+    Cancel,
+    Check,
+    Hold,
+    ListQueue,
+    NodeBack,
+    Notice,
+    ParkPipeline,
+    Rank,
+    ReleaseHold,
+    SetShares,
+    Status,
+    Submit,
+    Unpark,
+    Usage,
+    Why,
+    record_of,
+)
+from rlmux.runtime.control.control_socket import ControlServer, Request
+from rlmux.runtime.control.notices import notice_of, return_of
+from rlmux.runtime.records.input_files import input_notes
+from rlmux.runtime.records.usage_notes import usage_fields
+from rlmux.runtime.weights.origins import plan_notes
+
+ParseSubmission = Callable[[str, str], Sequence[Submission]]
+"""(text of a file, its name) to its pipelines, `submit_at_s` counted from now. Raises UserError."""
+
+ParseShares = Callable[[str, str], ShareSettings]
+"""(text of a file, its name) to its section `shares`. Raises UserError."""
+
+
+def refuse_shares(text: str, source: str) -> ShareSettings:
+    """Where shares cannot be set."""
+    raise UserError(f"{source}: this run takes no shares")
+
+
+Standing = PipelineHeld | HoldReleased | PipelineRanked | ParkRequested
+"""What a user says of a pipeline that waits, or is to wait."""
+
+_MAX_QUEUE = 500
+"""Waiting pipelines that are told of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requested:
+    """What the requests of one tick amount to, for the controller to carry out."""
+
+    submissions: Sequence[Submission] = ()
+    """Pipelines to take in, `submit_at_s` counted from the start of the run."""
+    withdrawn: Sequence[PipelineId] = ()
+    """Pipelines that were still to come and no longer are."""
+    events: Sequence[Event] = ()
+    """Facts for the scheduler."""
+    notes: Sequence[Note] = ()
+    """Notes for the log."""
+
+
+@dataclass(slots=True)
+class _Tick:
+    """`Requested` in the making."""
+
+    now_s: float
+    upcoming: Sequence[Submission]
+    """Submissions that are not due yet."""
+    submissions: list[Submission] = field(default_factory=list)
+    withdrawn: list[PipelineId] = field(default_factory=list)
+    cancelled: list[PipelineId] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+class _Answer(NamedTuple):
+    """The answer to a submission, as far as it is known."""
+
+    request: Request
+    outcome_by_pipeline: dict[PipelineId, dict[str, Any] | None]
+
+
+class RunApi:
+    """Takes the requests of remote clients, and listens to the run to answer them."""
+
+    def __init__(
+        self,
+        server: ControlServer,
+        scheduler: Scheduler,
+        parse: ParseSubmission,
+        *,
+        over: Mapping[PipelineId, Any],
+        is_kept_open: bool,
+        taken: Mapping[str, Sequence[str]] | None = None,
+        parse_shares: ParseShares = refuse_shares,
+    ) -> None:
+        """`over`: pipelines that ended in earlier parts of the run, whose names are taken too. `taken`: names of the
+        pipelines of each submission with an id."""
+        self._server = server
+        self._scheduler = scheduler
+        self._parse = parse
+        self._over = set(over)
+        self._parse_shares = parse_shares
+        self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
+        self._answers: list[_Answer] = []
+        self._done: list[tuple[Request, dict[str, Any]]] = []
+        """Requests of this tick and their answers, which are given once what they changed is in the log."""
+        self.is_kept_open = is_kept_open
+        """The run waits for more when all its pipelines are over."""
+
+    def take_requests(self, now_s: float, upcoming: Sequence[Submission]) -> Requested:
+        """Serve every request that has come since the last tick; never waits."""
+        tick = _Tick(now_s, upcoming)
+        for request in self._server.requests():
+            try:
+                self._serve(request, tick)
+            except UserError as error:
+                request.refuse(error)
+        return Requested(
+            submissions=tick.submissions,
+            withdrawn=tick.withdrawn,
+            events=[
+                *(PipelineCancelled(pipeline=pipeline) for pipeline in tick.cancelled),
+                *tick.events,
+            ],
+            notes=tick.notes,
+        )
+
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
+        """Answer what is in the log now: submissions whose pipelines have been decided on, and everything else."""
+        for action in actions if self._answers else ():
+            decided = _outcome(action)
+            if decided is not None:
+                pipeline, outcome = decided
+                for answer in self._answers:
+                    if answer.outcome_by_pipeline.get(pipeline, outcome) is None:
+                        answer.outcome_by_pipeline[pipeline] = outcome
+        self._give_answers()
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _serve(self, request: Request, tick: _Tick) -> None:
+        """Raises UserError for a request that is refused."""
+        record = record_of(request.words)
+        match record:
+            case Submit():
+                self._submit(request, record, tick)
+            case Check():
+                self._check(self._parse(record.text, record.source), record.source, tick)
+                request.answer()
+            case Cancel():
+                self._cancel(request, PipelineId(record.name), tick)
+            case Hold():
+                event: Standing = PipelineHeld(pipeline=self._waiting(record.name))
+                self._stand(request, event, "held until it is released", tick, is_held=True)
+            case ReleaseHold():
+                event = HoldReleased(pipeline=self._waiting(record.name))
+                self._stand(request, event, "may start", tick, is_held=False)
+            case Rank():
+                event = PipelineRanked(pipeline=self._waiting(record.name), rank=record.rank)
+                self._stand(request, event, f"has rank {record.rank} among its user's own", tick, rank=record.rank)
+            case ParkPipeline():
+                self._park(request, self._known(record.name), tick)
+            case Unpark():
+                self._unpark(request, self._known(record.name), tick)
+            case Notice():
+                notice, outcome = notice_of(self._scheduler, record.name, record.seconds, tick.now_s)
+                self._apply(request, notice, outcome, tick)
+            case NodeBack():
+                joined, outcome = return_of(self._scheduler, record.name)
+                self._apply(request, joined, outcome, tick)
+            case SetShares():
+                shares = self._parse_shares(record.text, record.source)
+                self._apply(request, SharesSet(shares=shares), "holds from now on", tick)
+            case _:
+                request.answer(**self._found(record, tick))
+
+    def _found(self, record: AccountOf | Usage | Why | ListQueue | Status, tick: _Tick) -> dict[str, Any]:
+        """The answer to a request that changes nothing."""
+        match record:
+            case AccountOf():
+                return _account_fields(self._pipeline(record.name, tick))
+            case Usage():
+                return usage_fields(self._scheduler)
+            case Why():
+                name = self._known(record.name)
+                return wait_fields(name, self._scheduler.query.status(name), self._scheduler.wait_of(name))
+        to_come = [_upcoming_fields(one) for one in tick.upcoming]
+        if isinstance(record, Status):
+            return {"pid": os.getpid(), "now_s": tick.now_s, "is_kept_open": self.is_kept_open, "upcoming": to_come}
+        waiting = self._scheduler.waits(_MAX_QUEUE)
+        items = [wait_fields(name, PipelineStatus.WAITING, wait) for name, wait in waiting]
+        for one in items:
+            del one["would_start_now_if"]
+        return {"now_s": tick.now_s, "items": items, "upcoming": to_come}
+
+    def _apply(self, request: Request, event: Event, outcome: str, tick: _Tick) -> None:
+        tick.events.append(event)
+        self._done.append((request, {"outcome": outcome}))
+
+    def _unpark(self, request: Request, name: PipelineId, tick: _Tick) -> None:
+        if not self._scheduler.query.is_held(name):
+            raise UserError(f"pipeline {str(name)!r} is not parked; accepted: one that `park` or `hold` keeps")
+        self._stand(request, HoldReleased(pipeline=name), "goes on as soon as there is room", tick, is_held=False)
+
+    def _park(self, request: Request, name: PipelineId, tick: _Tick) -> None:
+        query = self._scheduler.query
+        status = query.status(name)
+        if status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING):
+            raise UserError(f"pipeline {str(name)!r} is {status.value}; accepted: one that waits or runs")
+        if query.pipeline(name).pipeline.work_arrives:
+            raise UserError(f"pipeline {str(name)!r} is another program's; accepted: one whose steps rlmux trains")
+        is_running = status is PipelineStatus.RUNNING
+        outcome = "gives its devices back at its next step boundary" if is_running else "held until it is unparked"
+        self._stand(request, ParkRequested(pipeline=name), outcome, tick, is_held=True)
+
+    def _submit(self, request: Request, record: Submit, tick: _Tick) -> None:
+        if record.id is not None and record.id in self._taken:
+            self._repeat(request, self._taken[record.id], tick)
+            return
+        parsed = self._parse(record.text, record.source)
+        self._check(parsed, record.source, tick)
+        outcomes: dict[PipelineId, dict[str, Any] | None] = {}
+        for one in parsed:
+            at_s = tick.now_s + one.submit_at_s
+            tick.submissions.append(replace(one, submit_at_s=at_s))
+            is_later = one.submit_at_s > 0.0
+            outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
+        names = [one.pipeline.id for one in parsed]
+        fields = {"pipelines": names, "at_s": tick.now_s, "source": record.source, "resolved": record.text}
+        if record.id is not None:
+            fields["id"] = record.id
+            self._taken[record.id] = names
+        tick.notes.append(Note(type="submitted", fields=fields))
+        tick.notes += [*plan_notes(parsed), *input_notes(parsed)]
+        self._answers.append(_Answer(request, outcomes))
+
+    def _repeat(self, request: Request, names: Sequence[PipelineId], tick: _Tick) -> None:
+        """Answer a submission that was taken before: its sender never got the answer, or asks twice."""
+        due_s = {one.pipeline.id: one.submit_at_s for one in (*tick.upcoming, *tick.submissions)}
+        outcomes: dict[PipelineId, dict[str, Any] | None] = {}
+        for name in names:
+            if name in self._scheduler.query:
+                query = self._scheduler.query
+                outcomes[name] = {"outcome": query.status(name).value, "reason": query.reason(name)}
+            elif name in due_s:
+                outcomes[name] = {"outcome": "upcoming", "at_s": due_s[name]}
+            else:
+                outcomes[name] = {"outcome": "over", "reason": "it ended before"}
+        self._answers.append(_Answer(request, outcomes))
+
+    def _check(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:
+        """Raises UserError for a name that this run has used, OverQuotaError where too many pipelines would wait."""
+        self._check_names(parsed, source, tick)
+        expected = [
+            one.pipeline for one in (*tick.upcoming, *tick.submissions) if one.pipeline.id not in tick.withdrawn
+        ]
+        reason = self._scheduler.query.too_many_waiting([one.pipeline for one in parsed], expected)
+        if reason:
+            raise OverQuotaError(f"{source}: {reason}; accepted: fewer at once, or the same again when fewer wait")
+
+    def _check_names(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:
+        """Raises UserError for a pipeline whose name this run has used."""
+        taken = {*self._scheduler.query.pipelines(), *self._over}
+        taken.update(one.pipeline.id for one in (*tick.upcoming, *tick.submissions))
+        for one in parsed:
+            if one.pipeline.id in taken:
+                raise UserError(
+                    f"{source}: pipeline {one.pipeline.id!r} is in this run already; accepted: a name of its own "
+                    f"(--set pipelines.{one.pipeline.id}.name=...)"
+                )
+
+    def _cancel(self, request: Request, name: PipelineId, tick: _Tick) -> None:
+        query = self._scheduler.query
+        if name not in query and name in [one.pipeline.id for one in tick.upcoming] and name not in tick.withdrawn:
+            tick.withdrawn.append(name)
+            self._over.add(name)
+            fields = {"pipeline": name, "status": PipelineStatus.CANCELLED.value, "reason": "before it came"}
+            tick.notes.append(Note(type="pipeline_end", fields={**fields, "weights_sha256": None}))
+            self._done.append((request, {"pipeline": name, "outcome": "struck off"}))
+            return
+        if name not in query:
+            known = ", ".join(query.pipelines()) or "none"
+            over = f"pipeline {name!r} is over" if name in self._over else f"no pipeline {name!r}"
+            raise UserError(f"{over}; accepted: one that waits or runs, of: {known}")
+        status = query.status(name)
+        if status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING) or name in tick.cancelled:
+            raise UserError(f"pipeline {name!r} is {status.value}; accepted: one that waits or runs")
+        tick.cancelled.append(name)
+        outcome = "ends at its next safe point" if status is PipelineStatus.RUNNING else "waits no longer"
+        self._done.append((request, {"pipeline": name, "outcome": outcome}))
+
+    def _pipeline(self, name: str, tick: _Tick) -> Pipeline:
+        """A pipeline of the run, which may be still to come. Raises UserError for a name that there is not."""
+        to_come = next((one.pipeline for one in tick.upcoming if one.pipeline.id == name), None)
+        return to_come or self._scheduler.query.pipeline(self._known(name)).pipeline
+
+    def _known(self, name: str) -> PipelineId:
+        """Raises UserError for a name that no pipeline of this part of the run has."""
+        pipeline = PipelineId(name)
+        if pipeline not in self._scheduler.query:
+            known = ", ".join(self._scheduler.query.pipelines()) or "none"
+            raise UserError(f"no pipeline {name!r} waits or runs here; accepted: one of: {known}")
+        return pipeline
+
+    def _stand(self, request: Request, event: Standing, outcome: str, tick: _Tick, **said: object) -> None:
+        """Pass on what a user says of a waiting pipeline; the note is what a resumed run knows of it."""
+        tick.events.append(event)
+        tick.notes.append(Note(type="standing", fields={"pipeline": event.pipeline, **said}))
+        self._done.append((request, {"pipeline": event.pipeline, "outcome": outcome}))
+
+    def _waiting(self, name: str) -> PipelineId:
+        """Raises UserError for a pipeline that does not wait."""
+        status = self._scheduler.query.status(self._known(name))
+        if status is not PipelineStatus.WAITING:
+            raise UserError(f"pipeline {name!r} is {status.value}; accepted: one that waits")
+        return PipelineId(name)
+
+    def _give_answers(self) -> None:
+        for request, fields in self._done:
+            request.answer(**fields)
+        self._done.clear()
+        for answer in list(self._answers):
+            outcomes = answer.outcome_by_pipeline
+            if all(outcome is not None for outcome in outcomes.values()):
+                self._answers.remove(answer)
+                answer.request.answer(pipelines=[{"pipeline": name, **(outcomes[name] or {})} for name in outcomes])
+
+
+def wait_fields(name: str, status: PipelineStatus, wait: Wait | None) -> dict[str, Any]:
+    """What `rlmux why --json` prints; `token` is null for a pipeline that does not wait."""
+    fields: dict[str, Any] = {"pipeline": name, "status": status.value, "token": None, "would_start_now_if": []}
+    if wait is None:
+        return fields
+    return {
+        **fields,
+        "token": wait.token.value,
+        "reason": wait.reason,
+        "position": wait.position,
+        "num_waiting": wait.num_waiting,
+        "waited_s": wait.waited_s,
+        "first": wait.first,
+        "starts_s": wait.starts_s,
+        "project": wait.project,
+        "share": wait.share,
+        "fair_share": wait.fair_share,
+        "is_over_share": wait.is_over_share,
+        "would_start_now_if": [
+            {"key": change.key, "was": change.was, "to": change.to} for change in wait.would_start_now_if
+        ],
+    }
+
+
+def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:
+    """What an action says of a submitted pipeline; None for actions that say nothing of it."""
+    match action:
+        case Admit():
+            placement = action.placement
+            return action.pipeline, {
+                "outcome": "placed",
+                "kind": action.kind.value,
+                "group": placement.group if placement.train_nodes else None,
+                "rollout_nodes": [str(node) for node in placement.rollout_nodes],
+                "train_nodes": [str(node) for node in placement.train_nodes],
+            }
+        case Refuse():
+            return action.pipeline, {"outcome": "refused", "reason": action.reason}
+        case Queue():
+            return action.pipeline, {"outcome": "waiting", "reason": action.reason}
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A file that was submitted to a run while it ran, as the run's log keeps it."""
+
+    source: str
+    """Name of the file."""
+    resolved: str
+    """Text of the file, defaults and overrides worked in."""
+    at_s: float
+    """Seconds since the start of the run."""
+
+
+def submitted_to(folder: Path) -> list[Submitted]:
+    """Everything that was submitted to a run while it ran, oldest first."""
+    with LogReader(folder) as reader:
+        return [
+            Submitted(source=fields["source"], resolved=fields["resolved"], at_s=fields["at_s"])
+            for fields in reader.state().submitted
+        ]
+
+
+def _upcoming_fields(one: Submission) -> dict[str, Any]:
+    return {"pipeline": one.pipeline.id, "at_s": one.submit_at_s, **_account_fields(one.pipeline)}
+
+
+def _account_fields(one: Pipeline) -> dict[str, str]:
+    return {"project": one.account.project, "user": one.account.user, "visibility": one.visibility.value}

@@ -1,0 +1,262 @@
+"""Memory is added up before anything starts: what cannot fit is refused with the numbers.
+
+    host memory     of this machine, in equal parts for all devices
+    device memory   of a core: its part of host memory; of a GPU: what the driver says is free
+
+The frozen bases of adapters lie in shared memory, each once for all its pipelines. Their bytes are taken from host
+memory before it is dealt out. On a GPU each worker has a base of its own.
+
+A GPU that several devices of the file stand for has one memory, which is dealt out among them: to each device its
+pipelines' largest state, and an equal part of what is left. What the file says of a pool makes it less, never more.
+
+    host memory of a node  ≥  processes pinned there  +  states off their devices
+                                                           └─ in a pool that spills: what does not fit goes to disk
+
+A state that leaves its device and finds no room in host memory goes to disk itself: in a cycle it is needed last.
+States that are in host memory stay there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import psutil
+
+from rlmux.core.errors import RefusedError
+from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool
+from rlmux.policies.search.shared_placement import MAX_MEMBERS
+from rlmux.rl.memory.adapter_base import bases_of
+from rlmux.rl.memory.footprint import device_parts, footprint_of
+from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES, Parts, total
+from rlmux.runtime.backend import Submission
+
+_USABLE = 0.9
+"""Part of the machine's memory that pipelines get; the rest is the system's and the controller's."""
+_USABLE_OF_GPU = 0.95
+"""Part of a GPU's free memory that pipelines get; the rest is lost between torch's blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMemory:
+    """The memory that there is, by its physical owners."""
+
+    host_bytes: float = field(default_factory=lambda: float(psutil.virtual_memory().total))
+    """Host memory of the machine."""
+    gpu_by_device: Mapping[DeviceId, str] = field(default_factory=dict)
+    """The GPU that each device of the file stands for; empty where devices are cores."""
+    free_bytes_by_gpu: Mapping[str, float] = field(default_factory=dict)
+    """What each GPU's driver says is free."""
+
+
+def with_machine_memory(
+    cluster: Cluster, submissions: Sequence[Submission] = (), machine: MachineMemory | None = None
+) -> Cluster:
+    """The cluster with the machine's memory dealt out to its devices.
+
+    Submissions come with footprints. Raises RefusedError for a GPU whose devices need more than it has, together.
+    """
+    machine = machine or MachineMemory()
+    num_devices = sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values())
+    shared = 0.0 if machine.gpu_by_device else _shared_bytes(submissions)
+    if shared >= machine.host_bytes * _USABLE:
+        raise RefusedError(
+            f"cluster: the bases of adapters need {_gigabytes(shared)} of host memory, and there are "
+            f"{_gigabytes(machine.host_bytes * _USABLE)}; give fewer or smaller models"
+        )
+    host_bytes = (machine.host_bytes * _USABLE - shared) / max(1, num_devices)
+    gpu_bytes = _deal_out_gpus(cluster, submissions, machine)
+    return Cluster(
+        pools={
+            name: replace(
+                pool,
+                device_memory_bytes=min(pool.device_memory_bytes, gpu_bytes.get(name, host_bytes)),
+                host_memory_bytes=min(pool.host_memory_bytes, host_bytes * pool.devices_per_node),
+            )
+            for name, pool in cluster.pools.items()
+        }
+    )
+
+
+def _shared_bytes(submissions: Sequence[Submission]) -> float:
+    """Bytes of the bases that adapters stand on, each counted once."""
+    return sum(num_bytes for num_bytes, _ in bases_of(one.config for one in submissions).values())
+
+
+def _deal_out_gpus(cluster: Cluster, submissions: Sequence[Submission], machine: MachineMemory) -> dict[str, float]:
+    """Bytes for each device of a pool on GPUs, by pool: the least that one of them gets, as nodes are alike."""
+    devices_by_gpu: dict[str, list[DeviceId]] = {}
+    for device, gpu in machine.gpu_by_device.items():
+        devices_by_gpu.setdefault(gpu, []).append(device)
+    bytes_by_pool: dict[str, float] = {}
+    for gpu, devices in devices_by_gpu.items():
+        pools = [cluster.pools[device.pool] for device in devices]
+        there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU - _waiting_context_bytes(pools, len(submissions))
+        needs = [_largest_state(pool, submissions) for pool in pools]
+        if len(devices) > 1 and sum(needs) > there_is:
+            parts = " + ".join(f"{_gigabytes(need)} for {device}" for device, need in zip(devices, needs, strict=True))
+            raise RefusedError(
+                f"cluster: GPU {gpu} has {_gigabytes(there_is)} for {len(devices)} devices, whose largest states need "
+                f"{_gigabytes(sum(needs))} together: {parts}; give one pool with phase: both, where states take "
+                "turns, or fewer devices"
+            )
+        spare = (there_is - sum(needs)) / len(devices)
+        for device, need in zip(devices, needs, strict=True):
+            bytes_by_pool[device.pool] = min(bytes_by_pool.get(device.pool, math.inf), need + spare)
+    return bytes_by_pool
+
+
+def _waiting_context_bytes(pools: Sequence[Pool], num_pipelines: int) -> float:
+    """Bytes that workers keep on a GPU while their state is off it: CUDA's context of each but one for each device.
+
+    The states' own bytes hold the contexts of those that are there. Pipelines beyond a group's members wait for nodes.
+    """
+    num_sharing = min(num_pipelines, MAX_MEMBERS)
+    return CUDA_CONTEXT_BYTES * sum(max(0, num_sharing * (2 if pool.serves_both_phases else 1) - 1) for pool in pools)
+
+
+def _largest_state(pool: Pool, submissions: Sequence[Submission]) -> float:
+    """Bytes of the largest state that a device of the pool is to hold."""
+    needs = [0.0]
+    for submission in submissions:
+        footprint = submission.pipeline.footprint
+        if pool.serves_both_phases or pool.phase is Phase.ROLLOUT:
+            needs.append(footprint.rollout_device_bytes or 0.0)
+        if pool.phase is Phase.TRAIN:
+            needs.append(footprint.train_device_bytes or 0.0)
+    return max(needs)
+
+
+def with_footprint(
+    submission: Submission, cluster: Cluster, *, is_gpu: bool = False, has_base: bool = True
+) -> Submission:
+    """The submission with its footprint estimated from its config, where the file does not give it.
+
+    In a pool that spills, a node's host memory must hold its process; its state has the disk. Without `has_base` the
+    base of an adapter is left out, as `with_machine_memory` has counted it.
+    """
+    footprint = _estimated_footprint(submission, is_gpu=is_gpu, has_base=has_base)
+    context = CUDA_CONTEXT_BYTES if is_gpu else 0.0  # never in host memory
+    rollout, train = cluster.pool_serving(Phase.ROLLOUT), cluster.pool_serving(Phase.TRAIN)
+    if rollout is not None and rollout.spills_to_disk:
+        process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0) + context
+        footprint = replace(footprint, rollout_host_bytes=max(0.0, process_bytes))
+    if train is not None and train.spills_to_disk:
+        process_bytes = footprint.train_host_bytes - (footprint.train_device_bytes or 0.0) + context
+        footprint = replace(footprint, train_host_bytes=max(0.0, process_bytes))
+    return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
+
+
+def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool) -> Footprint:
+    given, is_filler = submission.pipeline.footprint, submission.pipeline.is_filler
+    if is_filler:  # it has no trainer
+        given = replace(given, train_host_bytes=0.0, train_device_bytes=0.0)
+    if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
+        return given
+    estimated = footprint_of(submission.config, is_gpu=is_gpu, has_base=has_base)
+    return replace(
+        given,
+        rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),
+        train_device_bytes=_first(given.train_device_bytes, estimated.train_device_bytes),
+        rollout_host_bytes=given.rollout_host_bytes or estimated.rollout_host_bytes,
+        train_host_bytes=0.0 if is_filler else given.train_host_bytes or estimated.train_host_bytes,
+    )
+
+
+def check_each_fits(
+    cluster: Cluster, submissions: Sequence[Submission], *, is_gpu: bool = False, has_base: bool = True
+) -> None:
+    """Raises RefusedError, with the parts, for the first pipeline that does not fit a device of its pools even alone.
+
+    `is_gpu` and `has_base`: those with which `with_footprint` counted.
+    """
+    for submission in submissions:
+        footprint = submission.pipeline.footprint
+        for phase, device_bytes, host_bytes in (
+            (Phase.ROLLOUT, footprint.rollout_device_bytes, footprint.rollout_host_bytes),
+            (Phase.TRAIN, footprint.train_device_bytes, footprint.train_host_bytes),
+        ):
+            pool = cluster.pool_serving(phase)
+            if pool is None:
+                continue
+            name, worker = submission.config.name, f"its {phase} worker needs"
+            parts = device_parts(submission.config, phase, is_gpu=is_gpu, has_base=has_base)
+            known = parts if total(parts) == device_bytes else {}  # the file may say another figure
+            _check(name, worker, "device memory", device_bytes or 0.0, pool.device_memory_bytes, known)
+            if pool.serves_both_phases:
+                worker = "its rollout and train workers need"
+                host_bytes = footprint.rollout_host_bytes + footprint.train_host_bytes
+            kind = "host memory, with its state on disk" if pool.spills_to_disk else "host memory"
+            _check(name, worker, kind, host_bytes, pool.host_memory_bytes)
+
+
+def _check(name: str, worker: str, kind: str, need: float, capacity: float, parts: Parts | None = None) -> None:
+    if need > capacity and not math.isinf(capacity):
+        largest_first = sorted((parts or {}).items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{part} {_gigabytes(size)}" for part, size in largest_first if size >= need / 100)
+        raise RefusedError(
+            f"pipeline {name}: {worker} {_gigabytes(need)} of {kind}{f' ({shown})' if shown else ''}, and there are "
+            f"{_gigabytes(capacity)}; make the model, rollout.slots, rollout.max_new_tokens or "
+            "algorithm.micro_batch_size smaller"
+        )
+
+
+def _gigabytes(num_bytes: float) -> str:
+    """The bytes in the file's unit, with more digits where three decimals would show nothing."""
+    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e9:.2g} GB"
+
+
+@dataclass(slots=True)
+class _Pinned:
+    """A worker on a node whose pool spills."""
+
+    node: NodeId
+    process_bytes: float
+    state_bytes: float
+    is_in_host_memory: bool = False
+    """Its state is in host memory, neither on the device nor in a file."""
+
+
+class HostMemory:
+    """Which states lie in the host memory of which node, where pools spill."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._pools = {name: pool for name, pool in cluster.pools.items() if pool.spills_to_disk}
+        self._pinned: dict[str, _Pinned] = {}
+
+    def pin(self, worker: str, device: DeviceId, footprint: Footprint, phase: Phase) -> None:
+        """A worker was started on a device: its process needs memory from now on."""
+        if device.pool not in self._pools:
+            return
+        is_rollout = phase is Phase.ROLLOUT
+        process_bytes = footprint.rollout_host_bytes if is_rollout else footprint.train_host_bytes
+        state_bytes = footprint.rollout_device_bytes if is_rollout else footprint.train_device_bytes
+        self._pinned[worker] = _Pinned(device.node_id, process_bytes, state_bytes or 0.0)
+
+    def offload(self, worker: str) -> bool:
+        """A worker's state leaves the device. Returns whether host memory has room for it; else it goes to disk."""
+        pinned = self._pinned.get(worker)
+        if pinned is None:
+            return True
+        in_use = sum(
+            other.process_bytes + (other.state_bytes if other.is_in_host_memory else 0.0)
+            for other in self._pinned.values()
+            if other.node == pinned.node
+        )
+        capacity = self._pools[pinned.node.pool].host_memory_bytes
+        pinned.is_in_host_memory = in_use + pinned.state_bytes <= capacity
+        return pinned.is_in_host_memory
+
+    def load(self, worker: str) -> None:
+        """A worker's state goes to the device."""
+        if worker in self._pinned:
+            self._pinned[worker].is_in_host_memory = False
+
+    def leave(self, worker: str) -> None:
+        """A worker was ended."""
+        self._pinned.pop(worker, None)
+
+
+def _first(given: float | None, estimated: float | None) -> float | None:
+    return estimated if given is None else given

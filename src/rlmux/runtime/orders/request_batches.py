@@ -1,0 +1,420 @@
+"""One on-demand pipeline: its clients' requests, and the batches in which its workers carry them out.
+
+    train(request) ─▶ waiting ─▶ WorkArrived(TRAIN) ─▶ run(order) ─▶ training batch: up to an optimizer step, and the
+                                                                     saves behind it ─▶ StageFinished
+    sample(request) ─▶ waiting ─▶ WorkArrived(ROLLOUT) ─▶ run(order) ─▶ sampling batch: all that waits ─▶ StageFinished
+
+A batch includes requests that arrive while it runs, up to `batch_s` of sampling or of losses without gradients, and
+waits a moment for more before it ends: a program that asks again at once keeps its device, one that thinks releases it.
+Clients wait for samples and for saved weights: weights are loaded before requests for them are handed over, so that
+requests that arrive meanwhile join the same batch; an update's checkpoint is written behind the saves that follow it.
+Requests since the newest checkpoint are kept: a train worker that is lost starts there and repeats them, to the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmux.core.actions import Switch
+from rlmux.core.events import WorkArrived
+from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.rl.client_requests import Loss, OptimizerStep, SampleRequest, SaveState, SaveWeights, TrainRequest
+from rlmux.rl.config import TrainingConfig
+from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
+from rlmux.runtime.orders.idle_timeout import IdleTimeout
+from rlmux.runtime.orders.outbox import Outbox
+from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
+from rlmux.runtime.orders.shared_sampling import SampleQueue, Sampler, Samplers, shared_base
+from rlmux.runtime.workers.request_workers import BatchReport, DatumWorker, RequestResult, SampleWorker
+from rlmux.runtime.workers.worker_pool import Worker, Workplace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """How request batches are run; none of it can change a result."""
+
+    chunk_s: float = 0.5
+    """Longest uninterrupted piece of work, in seconds."""
+    batch_s: float = 2.0
+    """Seconds of work without gradients after which a batch ends with work left, so that others have their turn."""
+    step_s: float = 20.0
+    """Seconds after which a training batch ends between the losses of one step, whose gradients then move with it."""
+    idle_s: float = 0.05
+    """Longest wait for more requests before a batch ends, in seconds, where a switch costs less."""
+    call_limit_s: float = 120.0
+    """Seconds within which a worker's call must be answered, or show that it lives."""
+
+
+class Client(Protocol):
+    """Gets the results of a pipeline's requests, in the controller's thread. No method may wait."""
+
+    def on_result(self, pipeline: PipelineId, result: RequestResult) -> None: ...
+    def on_checkpoint(self, pipeline: PipelineId, request_id: str, folder: Path, sha256: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the on-demand pipelines of a run share."""
+
+    workplace: Workplace
+    calls: CallLoop
+    outbox: Outbox
+    options: BatchOptions = BatchOptions()
+    samplers: Samplers = field(default_factory=Samplers)
+
+
+class OnDemandPipeline:
+    """The queues, workers and running batches of one pipeline; lives in the controller's thread."""
+
+    def __init__(
+        self,
+        pipeline_id: PipelineId,
+        config: TrainingConfig,
+        folder: Path,
+        client: Client,
+        surroundings: Surroundings,
+        *,
+        restore_from: Path | None = None,
+    ) -> None:
+        """`restore_from`: a checkpoint `update-NUMBER` to resume from."""
+        self.id = pipeline_id
+        self._config = config
+        self._folder = folder
+        self._client = client
+        self._calls, self._outbox, self._options = surroundings.calls, surroundings.outbox, surroundings.options
+        self._workplace, self._samplers = surroundings.workplace, surroundings.samplers
+        self._base = shared_base(config)
+        self._sampler: Sampler | None = None
+        self._samples = SampleQueue(pipeline_id, config.adapter, self._on_sample_result)
+        self._checkpoint = restore_from
+        self._num_updates = 0 if restore_from is None else int(restore_from.name.rpartition("-")[2])
+        self._to_train: deque[tuple[str, TrainRequest]] = deque()
+        self._since_checkpoint: list[tuple[str, TrainRequest]] = []
+        self._num_handed_over = 0
+        """Requests that the train worker has and has not answered; they are the last of `_since_checkpoint`."""
+        self._answered_since_checkpoint: set[str] = set()
+        """Ids of requests of `_since_checkpoint` that some worker has answered."""
+        self._num_losses: Counter[Phase] = Counter()
+        """Workers lost in a row, by phase: no new request was answered in between."""
+        self._worker_by_phase: dict[Phase, tuple[Worker, DeviceId]] = {}
+        self._order_by_phase: dict[Phase, RunningOrder] = {}
+        self._timeout_by_kind: dict[tuple[Phase, bool], IdleTimeout] = {}
+        self._idle_by_phase: dict[Phase, tuple[IdleTimeout, float]] = {}
+        """Time from which a phase has no request, until the next one."""
+        self._load_s = 0.0
+        """Seconds of the last load of a state."""
+        self.sha256: str | None = None
+        """Hash of the newest checkpoint's weights; None before the first."""
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def train(self, request_id: str, request: TrainRequest) -> None:
+        """Carry out a training request behind those before it."""
+        self._to_train.append((request_id, request))
+        self._announce(Phase.TRAIN, _train_units(request))
+
+    def sample(self, request: SampleRequest, weights: Path | None) -> None:
+        """Sample with the weights of a file; None: with the model's first."""
+        self._samples.waiting.append((request, weights))
+        self._announce(Phase.ROLLOUT, request.max_new_tokens)
+
+    def withdraw(self, ids: Sequence[str]) -> None:
+        """Cancel sampling requests that wait. Those that a worker has begun are finished and answered."""
+        self._samples.withdraw(ids)
+
+    def _announce(self, phase: Phase, units: int) -> None:
+        """Have the running batch include new work, or emit WorkArrived."""
+        if (idle := self._idle_by_phase.pop(phase, None)) is not None:
+            idle[0].observe(self._outbox.now_s() - idle[1])
+        order = self._order_by_phase.get(phase)
+        if order is None:
+            self._outbox.add(WorkArrived(pipeline=self.id, phases=(phase,), units=units))
+        else:
+            order.wake()
+
+    # --- batches ----------------------------------------------------------------------------------------------
+
+    def run(self, order: RunningOrder) -> OrderWork:
+        """One request batch, on the order's device."""
+        phase = Phase.ROLLOUT if order.action.stage is Stage.GENERATE else Phase.TRAIN
+        self._order_by_phase[phase] = order
+        try:
+            if phase is Phase.ROLLOUT:
+                has_more = yield from self._run_sampling(order)
+            else:
+                has_more = yield from self._run_training(order)
+        finally:
+            if self._order_by_phase.get(phase) is order:
+                del self._order_by_phase[phase]
+        if has_more and order.is_pausing:
+            return order.paused()
+        if has_more:  # before the end, so that the client is not taken for thinking
+            samples = [request.max_new_tokens for request in self._samples.all_work()]
+            trained = [_train_units(request) for _, request in self._to_train]
+            units = sum(samples if phase is Phase.ROLLOUT else trained)
+            self._outbox.add(WorkArrived(pipeline=self.id, phases=(phase,), units=units))
+        return order.finished()
+
+    def offload(self, phase: Phase) -> Future | None:
+        """Have a state leave its device. None where nothing has to move: its worker serves others there."""
+        worker = self._worker_by_phase.get(phase)
+        is_needed = phase is Phase.ROLLOUT and self._sampler is not None and not self._sampler.leave_device(self.id)
+        return None if worker is None or is_needed else self._calls.call(worker[0], "offload")
+
+    def _run_sampling(self, order: RunningOrder) -> Generator[Future, Any, bool]:
+        """Returns whether work is left."""
+        yield from self._prepare_worker(order, Phase.ROLLOUT)
+        sampler, samples, has_begun = self._sampler, self._samples, False
+        assert sampler is not None
+        while not order.is_pausing and order.seconds < self._options.batch_s:
+            # nothing is there at once where orders of others have done it all
+            if not samples.has_work and not (has_begun and (yield from self._has_more(order, Phase.ROLLOUT))):
+                break
+            report: BatchReport = yield sampler.run_round(self._options.chunk_s)
+            has_begun = True
+            order.seconds += report.seconds
+            self._note_others(order, report)
+        order.tokens = samples.take_tokens()
+        return samples.has_work
+
+    def _note_others(self, order: RunningOrder, report: BatchReport) -> None:
+        """Log whose requests an order of this pipeline carried out besides its own."""
+        tokens = {name: count for name, count in sorted(report.tokens_by_tenant.items()) if count}
+        if any(name not in ("", self.id) for name in tokens):
+            self._outbox.note("shared_batch", order=order.action.order, tokens=tokens, seconds=report.seconds)
+
+    def _run_training(self, order: RunningOrder) -> Generator[Future, Any, bool]:
+        """Returns whether work is left."""
+        worker, has_stepped = (yield from self._prepare_worker(order, Phase.TRAIN)), False
+        while not order.is_pausing:
+            if not self._num_handed_over:
+                taken = list(self._take_segment(has_stepped=has_stepped))
+                if not taken and (self._to_train or not (yield from self._has_more(order, Phase.TRAIN, has_stepped))):
+                    break
+                yield from self._hand_over_training(worker, taken)
+                has_stepped |= any(isinstance(request, OptimizerStep) for _, request in taken)
+                continue
+            report: BatchReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
+            order.add(seconds=report.seconds, switch_s=0.0, tokens=report.tokens)
+            self._num_handed_over = report.num_active + report.num_waiting
+            self._on_training_results(report.answers)
+            if not self._num_handed_over and (update := self._newest_update()) is not None:
+                if saves := list(self._take_saves()):
+                    yield from self._hand_over_training(worker, saves)
+                else:
+                    yield from self._write_checkpoint(worker, update)
+            if order.seconds >= self._longest_train_s():
+                break
+        return bool(self._num_handed_over or self._to_train)
+
+    def _on_training_results(self, results: Sequence[RequestResult]) -> None:
+        for result in results:
+            self._client.on_result(self.id, result)
+        answered = {result.id for result in results}
+        if answered - self._answered_since_checkpoint:
+            self._num_losses[Phase.TRAIN] = 0
+        self._forget_forwards(answered)
+        self._answered_since_checkpoint |= answered & {name for name, _ in self._since_checkpoint}
+
+    def _on_sample_result(self, result: RequestResult) -> None:
+        self._num_losses[Phase.ROLLOUT] = 0
+        self._client.on_result(self.id, result)
+
+    def _forget_forwards(self, answered: AbstractSet[str]) -> None:
+        """Answered losses without gradients changed nothing: they need not be repeated."""
+        self._since_checkpoint = [
+            (name, request)
+            for name, request in self._since_checkpoint
+            if name not in answered or not (isinstance(request, Loss) and request.is_forward_only)
+        ]
+
+    def _longest_train_s(self) -> float:
+        """Seconds of computing after which a training batch ends with work left."""
+        holds_gradients = any(_is_of_step(request) for _, request in self._since_checkpoint)
+        return self._options.step_s if holds_gradients else self._options.batch_s
+
+    def _hand_over_training(self, worker: Worker, taken: Sequence[tuple[str, TrainRequest]]) -> Work:
+        self._since_checkpoint += taken
+        self._num_handed_over = len(taken)
+        if taken:
+            yield self._calls.call(worker, "add", taken)
+
+    def _take_segment(self, *, has_stepped: bool) -> Iterable[tuple[str, TrainRequest]]:
+        """Requests up to the next optimizer step and the saves behind it; behind one, only what begins no other."""
+        if has_stepped:
+            behind = list(takewhile(lambda one: not _is_of_step(one[1]), self._to_train))
+        else:
+            steps = (n for n, one in enumerate(self._to_train, 1) if isinstance(one[1], OptimizerStep))
+            behind = list(self._to_train)[: next(steps, len(self._to_train))]
+        for _ in behind:
+            yield self._to_train.popleft()
+        if behind and isinstance(behind[-1][1], OptimizerStep):
+            yield from self._take_saves()
+
+    def _take_saves(self) -> Iterable[tuple[str, TrainRequest]]:
+        """Saves that come next: they change nothing, and a client waits for them."""
+        while self._to_train and _is_save(self._to_train[0][1]):
+            yield self._to_train.popleft()
+
+    def _newest_update(self) -> str | None:
+        """The optimizer step that made a state which no checkpoint has; None where something else made the state."""
+        newest = next((one for one in reversed(self._since_checkpoint) if not _is_save(one[1])), None)
+        return newest[0] if newest is not None and isinstance(newest[1], OptimizerStep) else None
+
+    def _write_checkpoint(self, worker: Worker, request_id: str) -> Work:
+        """Write the state after the update of this request: nothing before it is ever repeated."""
+        folder, previous = self._folder / f"update-{self._num_updates + 1}", self._checkpoint
+        self._num_updates += 1
+        kept = [each for each in (previous, folder) if each is not None]
+        self.sha256 = sha256 = yield self._calls.call(worker, "keep_update", folder, kept)
+        self._checkpoint, self._since_checkpoint = folder, []
+        self._answered_since_checkpoint = set()
+        self._num_losses[Phase.TRAIN] = 0
+        self._client.on_checkpoint(self.id, request_id, folder, sha256)
+
+    def _has_more(self, order: RunningOrder, phase: Phase, has_stepped: bool = False) -> Generator[Future, Any, bool]:
+        """Wait a moment for more work; returns whether some arrived."""
+        if not self._is_waiting(phase):
+            timeout = self._timeout_by_kind.setdefault((phase, has_stepped), IdleTimeout())
+            self._idle_by_phase[phase] = timeout, self._outbox.now_s()
+            seconds = timeout.seconds(max(self._options.idle_s, self._load_s))
+            if not seconds:
+                return False
+            order.input = self._calls.after(seconds)
+            yield order.input
+            order.input = None
+        return self._is_waiting(phase)
+
+    def _is_waiting(self, phase: Phase) -> bool:
+        return bool(self._samples.waiting if phase is Phase.ROLLOUT else self._to_train)
+
+    # --- workers ----------------------------------------------------------------------------------------------
+
+    def _prepare_worker(self, order: RunningOrder, phase: Phase) -> Generator[Future, Any, Worker]:
+        """The worker of a phase on the order's device, with its state there."""
+        start, device = self._outbox.now_s(), order.action.devices[0]
+        found = self._worker_by_phase.get(phase)
+        if found is not None and found[1] != device:
+            self._end_worker(phase)
+            found = None
+        shared = self._samplers.find(self._base, device) if phase is Phase.ROLLOUT and found is None else None
+        if shared is not None:
+            worker = shared.worker
+            self._use_sampler(shared, device)
+            yield self._calls.call(worker, "load")
+        elif found is None:
+            worker = self._spawn(phase, device)
+            yield self._calls.call(worker, "build")
+        else:
+            worker = found[0]
+            if order.action.switch is not Switch.NONE:
+                load_from_s = self._outbox.now_s()
+                yield self._calls.call(worker, "load")
+                self._load_s = self._outbox.now_s() - load_from_s
+        if phase is Phase.ROLLOUT and self._sampler is not None:
+            yield from self._sampler.join(self._samples)
+        order.switch_s += self._outbox.now_s() - start
+        return worker
+
+    def _spawn(self, phase: Phase, device: DeviceId) -> Worker:
+        make, args = (
+            (SampleWorker, (self._config, self._folder, self._workplace.bases))
+            if phase is Phase.ROLLOUT
+            else (DatumWorker, (self._config, self._checkpoint, self._workplace.bases))
+        )
+        worker = self._workplace.spawn(
+            f"{self.id} {phase}",
+            make,
+            args,
+            device=device,
+            log_path=self._folder / "workers.log",
+            call_limit_s=self._options.call_limit_s,
+        )
+        self._worker_by_phase[phase] = worker, device
+        if phase is Phase.ROLLOUT:
+            sampler = Sampler(worker, self._calls)
+            self._samplers.keep(self._base, device, sampler)
+            self._use_sampler(sampler, device)
+        return worker
+
+    def _use_sampler(self, sampler: Sampler, device: DeviceId) -> None:
+        self._worker_by_phase[Phase.ROLLOUT] = sampler.worker, device
+        self._sampler = sampler
+        sampler.reserve(self.id)
+
+    def stop_sharing(self) -> None:
+        """Sample by a worker of its own from now on: one that it shared has failed, perhaps by another's fault."""
+        self._base = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [worker for worker, _ in self._worker_by_phase.values()]
+
+    def count_loss(self, worker: Worker) -> int:
+        """A worker was lost; returns how many of its phase were, in a row. Repeated work does not break a row: a
+        request that ends every worker would else be tried for ever."""
+        phase = self._phase_of(worker)
+        self._num_losses[phase] += 1
+        return self._num_losses[phase]
+
+    def forget(self, worker: Worker) -> DeviceId:
+        """A worker was lost: the orders on its device end, and what they had not answered is to be repeated. Returns
+        the device."""
+        phase = self._phase_of(worker)
+        device = self._worker_by_phase[phase][1]
+        ended = {each: order for each, order in self._order_by_phase.items() if device in order.action.devices}
+        for order in ended.values():
+            if order.task is not None:
+                self._calls.close(order.task)
+        for each in dict.fromkeys([phase, *ended]):
+            if each in self._worker_by_phase:
+                self._end_worker(each)
+        return device
+
+    def _phase_of(self, worker: Worker) -> Phase:
+        return next(phase for phase, (mine, _) in self._worker_by_phase.items() if mine is worker)
+
+    def _end_worker(self, phase: Phase) -> None:
+        worker, _ = self._worker_by_phase.pop(phase)
+        if phase is Phase.TRAIN or self._leave_sampler():
+            self._workplace.forget(worker)
+            self._calls.give_up(worker)
+            worker.kill()
+        if phase is Phase.TRAIN:
+            self._to_train.extendleft(reversed(self._since_checkpoint))
+            self._since_checkpoint, self._num_handed_over = [], 0
+
+    def _leave_sampler(self) -> bool:
+        """Leave the sampling worker; returns whether nothing else is served by it."""
+        sampler, self._sampler = self._sampler, None
+        assert sampler is not None
+        sampler.leave(self._samples)
+        if sampler.is_unused:
+            self._samplers.drop(sampler)
+        return sampler.is_unused
+
+    def park(self) -> None:
+        """Hold no device until the next order; what was not answered is repeated then."""
+        self._calls.close_all_of(self.id)
+        for phase in list(self._worker_by_phase):
+            self._end_worker(phase)
+
+
+def _is_of_step(request: TrainRequest) -> bool:
+    return isinstance(request, OptimizerStep) or (isinstance(request, Loss) and not request.is_forward_only)
+
+
+def _is_save(request: TrainRequest) -> bool:
+    return isinstance(request, SaveWeights | SaveState)
+
+
+def _train_units(request: TrainRequest) -> int:
+    """Tokens of a training request."""
+    return request.num_tokens if isinstance(request, Loss) else 0

@@ -1,0 +1,421 @@
+"""One pipeline's rollout: its shards, one per device, and the turns that its environments answer.
+
+    env worker ── begin_step ──▶ requests ── dealt out ──▶ shards ── chunks ──▶ rollout workers
+        ▲                                                    ▲                       │
+        │                                                    └─ replies, released    │ finished turns
+        └───────────── on_turns: one call at a time, with all turns that have ended ─┘
+
+Under tail batching (rollout_race.py) only turns that are kept reach the env worker, and what is lost is cut. An
+interruptible rollout (rollout_legs.py) has one or two legs a step; between them it may wait for weights.
+
+A shard's order runs chunk after chunk. It waits only for its worker's answer, or, when there is nothing that it could
+compute, for user code: for the step's prompts, an environment's reply, a migrated shard or a Pause. A shard that is
+paused in that state is reported as waiting, and what it waited for as ReplyArrived. No order waits so for long: the
+backend pauses it, and the device goes to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from rlmux.core.actions import MigrateShard, Switch
+from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
+from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.core.queue.filler_placement import CHUNK_S
+from rlmux.rl.packed_turns import PackedTurns
+from rlmux.rl.prompts.backlog import Backlog
+from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.runtime.checks.determinism_check import Promises
+from rlmux.runtime.orders.call_loop import CallLoop, Future, Task, Work
+from rlmux.runtime.orders.outbox import Outbox
+from rlmux.runtime.orders.prompt_sharding import deal_out
+from rlmux.runtime.orders.resident_states import ResidentStates
+from rlmux.runtime.orders.rollout_epochs import RolloutEpochs
+from rlmux.runtime.orders.rollout_legs import RolloutLegs
+from rlmux.runtime.orders.rollout_race import RolloutRace
+from rlmux.runtime.orders.rollout_shard import RolloutShard
+from rlmux.runtime.orders.running_orders import RunningOrder, RunningOrders
+from rlmux.runtime.records.rollout_record import RolloutRecord
+from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
+from rlmux.runtime.workers.worker_calls import RolloutChunk, RolloutChunkResult, StepBatch
+from rlmux.runtime.workers.worker_pool import WorkerOptions
+
+_PATIENCE_S = 0.02
+"""Seconds that the env worker may wait for environments while an order of its pipeline computes: more turns end."""
+_RACE_CHUNK_S = 0.1
+"""Longest chunk of a race in seconds: what loses stops after at most so long."""
+_QUIET_PATIENCE_S = 0.1
+"""Seconds that it may wait while none does."""
+
+
+class RolloutDriver:
+    """Drives the rollouts of one pipeline between two starts of its processes."""
+
+    def __init__(
+        self,
+        workers: PipelineWorkers,
+        *,
+        calls: CallLoop,
+        outbox: Outbox,
+        orders: RunningOrders,
+        states: ResidentStates,
+        promises: Promises,
+        options: WorkerOptions,
+    ) -> None:
+        self._workers = workers
+        self._promises = promises
+        self._calls = calls
+        self._outbox = outbox
+        self._orders = orders
+        self._states = states
+        self._options = options
+        is_filler = workers.submission.pipeline.is_filler
+        self._chunk_s = min(options.chunk_s, CHUNK_S) if is_filler else options.chunk_s
+        self._is_single_turn = True
+        self._shards: dict[DeviceId, RolloutShard] = {}
+        self._version_by_device: dict[DeviceId, int] = {}
+        """Weight version that each rollout worker holds. A new worker holds the model's initial weights: those are
+        version 0 unless there is an SFT warm-up, which makes version 0 of them."""
+        self._requests_by_step: dict[int, Sequence[TrajectoryRequest]] = {}
+        """Requests that the env worker has made and that are not dealt out."""
+        self._fetching: set[int] = set()
+        """Steps whose requests the env worker is making (membership tests only)."""
+        self._waiting_for_requests: list[Future] = []
+        self._paused_without_requests: list[DeviceId] = []
+        """Devices whose shard was paused before the step's requests were there."""
+        self._unloaded: set[DeviceId] = set()
+        """Devices whose worker must load its state with its next chunk (membership tests only)."""
+        self._turns_to_ask: list[tuple[RolloutShard, PackedTurns]] = []
+        """Turns that ended and that the env worker was not given yet."""
+        self._shard_by_asked: dict[TrajectoryId, RolloutShard] = {}
+        """Shards by trajectories whose turn the env worker has and has not answered: their environments think."""
+        self._is_asking = False
+        self._race: RolloutRace | None = None
+        """The race of the step under way; None where it trains on all that it samples."""
+        self._legs: RolloutLegs | None = None
+        """The legs of an interruptible rollout; None for others, and before the first step."""
+        self._newest_version = workers.furthest_step
+        """The newest weight version that rollout workers can load."""
+        self._migration_by_source: dict[DeviceId, Task] = {}
+        self._record_by_step: dict[int, RolloutRecord] = {}
+
+    # ------------------------------------------------------------------ orders
+
+    def run(self, order: RunningOrder) -> Generator[Future, Any, Event]:
+        """Sample one device's shard until it is over or the order is paused; returns the event that says so."""
+        device = order.action.devices[0]
+        if order.action.switch is not Switch.NONE:
+            self._unloaded.add(device)
+        yield from self._states.make_room(order)
+        yield from self._deal_out(order.action.step, order)
+        if order.is_pausing and not self._is_dealt_out(order.action.step):
+            self._paused_without_requests.append(device)
+            return order.paused(is_waiting=True)
+        yield from self._workers.build(self._workers.rollout[device], self._calls)
+        if order.is_pausing and self._workers.submission.pipeline.is_filler:
+            return order.paused(is_waiting=False)
+        yield from self._promises.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
+        while not self._shards[device].is_over:
+            order.is_calling = True
+            result: RolloutChunkResult = yield self._begin_chunk(order, device)
+            order.is_calling = False
+            shard, report = self._shards[device], result.report
+            seconds = result.input_s + report.seconds
+            order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
+            self._pass_on_turns(shard, result)
+            if self._is_over(shard, report):
+                shard.unfinished.clear()
+                break
+            can_compute = self._can_compute(shard, report)
+            if not order.is_pausing:
+                self._report_progress(order, report)
+                if not can_compute and not self._awaits_weights:
+                    yield order.wait_for_input(self._calls.future(), self._outbox.now_s())
+                    can_compute = shard.has_input or shard.is_over
+            is_pausing = order.is_pausing or (self._awaits_weights and not can_compute)
+            if is_pausing and (shard.unfinished or not shard.to_cut):  # else a call that only cuts ends it
+                shard.is_waiting_for_env |= not can_compute
+                return order.paused(is_waiting=not can_compute)
+        self._shards[device].has_finished = True
+        return order.finished()
+
+    def migrate(self, action: MigrateShard) -> None:
+        """Move all of a device's shard to another device's."""
+        self._migration_by_source[action.source] = self._start(self._migrate(action))
+
+    def finish_step(self, step: int) -> Generator[Future, Any, StepBatch]:
+        """The step's batch, once everything that was sampled is scored: answers come in the order of the calls."""
+        if self._turns_to_ask:
+            self._start(self._ask_environments())
+        over = () if self._legs is None else (self._legs.end_step(),)
+        batch: StepBatch = yield self._calls.call(self._workers.env_worker, "finish_step", step, *over)
+        return batch
+
+    def weights_arrived(self, version: int) -> None:
+        """Rollout workers can load this version from now on."""
+        self._newest_version = version
+        if self._legs is not None:
+            self._pass_on(self._legs.weights_arrived(version))
+
+    def prepare(self, step: int) -> None:
+        """Have a step's requests made, once the orders of now are out: devices come first."""
+        self._fetching.add(step)
+        self._calls.start_soon(self._fetch_requests(step), pipeline=self._pipeline)
+
+    def take_record(self, step: int) -> RolloutRecord | None:
+        """What the step's rollout was like; None if it was sampled before the pipeline's processes started."""
+        return self._record_by_step.pop(step, None)
+
+    def replace_worker(self, device: DeviceId) -> None:
+        """A device's worker was lost and has a successor: end its orders; what is unfinished there begins anew."""
+        self._version_by_device.pop(device, None)
+        self._unloaded.discard(device)
+        if device in self._shards:
+            begun_from = (lambda _: None) if self._legs is None else self._legs.begun_from
+            self._shards[device] = self._shards[device].begun_anew(begun_from)
+        lost = [order.task for order in self._orders_on(device)]
+        for task in [*lost, self._migration_by_source.get(device)]:
+            if task is not None:
+                self._calls.close(task)
+
+    # ------------------------------------------------------------------ requests
+
+    def _deal_out(self, step: int, order: RunningOrder | None = None) -> Work:
+        """Wait until the step's requests are dealt out, or the order is paused."""
+        while not self._is_dealt_out(step):
+            if step in self._requests_by_step:
+                self._split_requests(step)
+                return
+            if order is not None and order.is_pausing:
+                return
+            dealt_out = self._calls.future()
+            self._waiting_for_requests.append(dealt_out)
+            if step not in self._fetching:
+                self._start(self._fetch_requests(step))
+            yield order.wait_for_input(dealt_out, self._outbox.now_s()) if order is not None else dealt_out
+            if order is not None:
+                order.input = order.waits_since_s = None
+
+    def _is_dealt_out(self, step: int) -> bool:
+        return bool(self._shards) and all(shard.step == step for shard in self._shards.values())
+
+    def _fetch_requests(self, step: int) -> Work:
+        answer: tuple[Sequence[TrajectoryRequest], bool]
+        self._fetching.add(step)
+        if self._legs is None and self._workers.config.rollout.interruptible is not None:
+            backlog: Backlog = yield self._calls.call(self._workers.env_worker, "take_backlog")
+            epochs = RolloutEpochs(self._workers.config, backlog, self._workers.submission.origin)
+            self._legs = RolloutLegs(epochs, self._newest_version, self._resume)
+        answer = yield self._calls.call(self._workers.env_worker, "begin_step", step)
+        self._fetching.discard(step)
+        if all(shard.step < step for shard in self._shards.values()):  # else it was asked twice
+            self._requests_by_step[step], self._is_single_turn = answer
+        waiting, self._waiting_for_requests = self._waiting_for_requests, []
+        for each in waiting:
+            if not each.is_done:  # else its order was paused
+                each.set_result()
+        if step in self._requests_by_step:
+            self._resume_paused()
+
+    def _resume_paused(self) -> None:
+        """Requests are there: shards that were paused for want of them have something to compute."""
+        paused, self._paused_without_requests = self._paused_without_requests, []
+        for device in paused:
+            self._outbox.add(ReplyArrived(pipeline=self._pipeline, device=device))
+
+    def _split_requests(self, step: int) -> None:
+        """Deal the step's requests out to the devices."""
+        requests = self._requests_by_step.pop(step)
+        if self._legs is not None:
+            self._shards = {device: RolloutShard(step) for device in self._workers.rollout}
+            self._pass_on(self._legs.open_step(step, requests, self._shards))
+            return
+        self._race = RolloutRace.of(requests, self._workers.config)
+        dealt = deal_out(requests, list(self._workers.rollout))
+        self._shards = {device: RolloutShard(step) for device in dealt}
+        for device, requests in dealt.items():
+            for request in requests:
+                self._shards[device].add(request)
+
+    # ------------------------------------------------------------------ chunks
+
+    def _begin_chunk(self, order: RunningOrder, device: DeviceId) -> Future:
+        options, worker = self._options, self._workers.rollout[device]
+        version = order.action.weight_version if self._legs is None else self._legs.version
+        most_steps = options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps
+        initial = None if self._workers.submission.pipeline.has_sft_warmup else 0
+        needs_weights = self._version_by_device.get(device, initial) != version
+        is_load_needed = device in self._unloaded
+        self._unloaded.discard(device)
+        if is_load_needed:
+            self._states.load(worker)
+        self._version_by_device[device] = version
+        chunk = RolloutChunk(
+            weights=(self._workers.weights_path(version), version) if needs_weights else None,
+            **self._shards[device].take_inputs(),
+            max_decode_steps=most_steps if self._legs is None else int(min(most_steps, self._legs.most_steps)),
+            max_seconds=min(_RACE_CHUNK_S, self._chunk_s) if self._race or self._legs else self._chunk_s,
+            is_load_needed=is_load_needed,
+            device_fraction=order.device_fraction,
+        )
+        return self._calls.call(worker, "run_chunk", chunk)
+
+    def _can_compute(self, shard: RolloutShard, report: ChunkReport) -> bool:
+        """Something is left to do on the device without waiting for an environment."""
+        return bool(report.num_active or report.num_waiting or shard.has_input)
+
+    def _report_progress(self, order: RunningOrder, report: ChunkReport) -> None:
+        self._outbox.add(
+            order.progress(
+                num_active=report.num_active,
+                num_waiting=report.num_waiting,
+                num_waiting_for_env=report.num_waiting_for_env,
+            )
+        )
+
+    # ------------------------------------------------------------------ turns
+
+    def _pass_on_turns(self, shard: RolloutShard, result: RolloutChunkResult) -> None:
+        record = self._record_by_step.setdefault(shard.step, RolloutRecord())
+        record.computed(result.report.iterations)
+        if self._legs is not None:
+            self._pass_on(self._legs.take(shard, result))
+            return
+        turns = result.turns if self._race is None else self._run_race(self._race, shard, result)
+        trajectories = turns.ids()
+        if not trajectories:
+            return
+        if not self._is_single_turn:
+            for trajectory in trajectories:
+                record.turn_ended(trajectory, self._outbox.now_s())
+        self._turns_to_ask.append((shard, turns))
+        is_reward_next = len(self._shards) == 1 and _is_over(shard, result.report)
+        if not self._is_asking and not is_reward_next:  # else `finish_step` asks
+            self._is_asking = True
+            self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
+
+    def _pass_on(self, turns: Sequence[FinishedTurn]) -> None:
+        """Turns of an interruptible rollout that are known to be trained on, of any shard."""
+        if turns:
+            self._turns_to_ask.append((next(iter(self._shards.values())), PackedTurns.pack(turns)))
+            if not self._is_asking:
+                self._is_asking = True
+                self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
+
+    def _run_race(self, race: RolloutRace, shard: RolloutShard, result: RolloutChunkResult) -> PackedTurns:
+        """The turns that are known to be trained on now, of any shard; every shard drops what is lost."""
+        finished = result.turns.unpack()
+        for turn in finished:
+            shard.end(turn.id)
+        kept = race.take(finished, result.report.progress)
+        for each in self._shards.values():
+            each.cut(race.is_lost)
+        return PackedTurns.pack(kept)
+
+    def _ask_soon(self) -> Work:
+        """Pass on turns that ended, unless `finish_step` did meanwhile."""
+        if self._turns_to_ask:
+            yield from self._ask_environments()
+
+    def _ask_environments(self) -> Work:
+        """Pass on turns that ended, and hear what environments reply, until none is left to reply."""
+        while True:
+            turns = [turns for _, turns in self._turns_to_ask]
+            for shard, asked in self._turns_to_ask:
+                self._shard_by_asked.update(dict.fromkeys(asked.ids(), shard))
+            self._turns_to_ask = []
+            self._is_asking = True
+            is_computing = any(order.is_calling for order in self._orders.of(self._pipeline))
+            patience_s = _PATIENCE_S if is_computing else _QUIET_PATIENCE_S
+            replies, over = yield self._calls.call(self._workers.env_worker, "on_turns", turns, patience_s)
+            self._is_asking = False
+            for shard in self._take_answers(replies, over):
+                self._resume(shard)
+            if not (self._turns_to_ask or self._shard_by_asked):
+                return
+
+    def _take_answers(self, replies: Sequence[TurnReply], over: Sequence[TrajectoryId]) -> list[RolloutShard]:
+        """Environments have replied, or trajectories are over. Returns the shards that have something of it to pass on
+        to their workers."""
+        reply_by_trajectory = {reply.id: reply for reply in replies}
+        shards: dict[RolloutShard, None] = {}
+        for trajectory in sorted([*reply_by_trajectory, *over]):
+            if trajectory not in self._shard_by_asked:
+                continue
+            asked = self._shard_by_asked.pop(trajectory)
+            if (record := self._record_by_step.get(asked.step)) is not None:
+                record.answered(trajectory, self._outbox.now_s())
+            shard = asked.holder  # it may have migrated while the environment was thinking
+            reply = reply_by_trajectory.get(trajectory)
+            if reply is None:  # it is over
+                shard.unfinished.pop(trajectory, None)
+            if shard.is_lost or self._is_single_turn:  # a single turn's slot has gone to another long since
+                continue
+            if reply is None:
+                shard.released.append(trajectory)
+            else:
+                shard.replies.append(reply)
+            shards[shard] = None
+        return list(shards)
+
+    def _resume(self, shard: RolloutShard) -> None:
+        """It may have something to compute now: an order that had nothing goes on, or the scheduler learns of it."""
+        device = next((device for device, other in self._shards.items() if other is shard), None)
+        if device is None or not (shard.has_input or shard.is_over):
+            return  # of a step that is over, or nothing new
+        if orders := self._orders_on(device):
+            orders[0].wake()
+        elif shard.is_waiting_for_env:
+            shard.is_waiting_for_env = False
+            self._outbox.add(ReplyArrived(pipeline=self._pipeline, device=device))
+
+    # ------------------------------------------------------------------ migration
+
+    def _migrate(self, action: MigrateShard) -> Work:
+        """The source's worker is asked only for what it was given."""
+        began_s = self._outbox.now_s()
+        yield from self._deal_out(action.step)
+        partials: Sequence[PartialTrajectory] = ()
+        if self._shards[action.source].is_begun:
+            worker = self._workers.rollout[action.source]
+            copies_kv = action.copies_kv or not self._promises.may_recompute(self._pipeline)
+            partials = yield self._calls.call(worker, "take_partials", copies_kv)
+        source, target = self._shards[action.source], self._shards[action.target]
+        num_trajectories = source.migrate_to(target, partials)
+        is_over = source.is_over
+        self._shards[action.source] = RolloutShard(action.step, is_back=True, is_over=is_over, has_finished=True)
+        if self._legs is not None:
+            self._pass_on(self._legs.settle())
+        seconds = self._outbox.now_s() - began_s
+        self._outbox.add(TrajectoriesMigrated(order=action.order, num_trajectories=num_trajectories, seconds=seconds))
+        self._resume(target)
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _pipeline(self) -> PipelineId:
+        return self._workers.id
+
+    def _start(self, work: Work) -> Task:
+        return self._calls.start(work, pipeline=self._pipeline)
+
+    @property
+    def _awaits_weights(self) -> bool:
+        return self._legs is not None and self._legs.awaits_weights
+
+    def _is_over(self, shard: RolloutShard, report: ChunkReport) -> bool:
+        return _is_over(shard, report) if self._legs is None else self._legs.is_over(shard)
+
+    def _orders_on(self, device: DeviceId) -> list[RunningOrder]:
+        return [
+            order
+            for order in self._orders.of(self._pipeline)
+            if order.action.stage is Stage.GENERATE and order.action.devices[0] == device
+        ]
+
+
+def _is_over(shard: RolloutShard, report: ChunkReport) -> bool:
+    """Nothing of the shard is left, on its worker or to be given to it."""
+    num_left = report.num_active + report.num_waiting + report.num_waiting_for_env
+    return num_left == 0 and not (shard.partials or shard.to_submit)

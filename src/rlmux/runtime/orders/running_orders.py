@@ -1,0 +1,129 @@
+"""The RunStage orders that are being carried out, and what each has used so far."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlmux.core.actions import RunStage
+from rlmux.core.events import ChunkFinished, Event, StageFinished, StagePaused
+from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId
+from rlmux.runtime.orders.call_loop import Future, Task
+
+OrderWork = Generator[Future, Any, Event]
+"""An order being carried out; returns the event that ends it."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningOrder:
+    """An order being carried out."""
+
+    action: RunStage
+    device_fraction: float
+    """The part of its devices that the order may use, from its next call on."""
+    seconds: float = 0.0
+    """Seconds of computing, switches left out."""
+    switch_s: float = 0.0
+    """Seconds of others leaving the devices and of this one's loading."""
+    tokens: int = 0
+    is_pausing: bool = False
+    is_calling: bool = True
+    """A call that carries the order on is out, or will be made without waiting for anything outside the order."""
+    input: Future | None = None
+    """Set while the order has nothing to compute: answered when it has, or when the order is paused."""
+    waits_since_s: float | None = None
+    """Time from which it only waits for the pipeline's user code; None where it computes, or that was told."""
+    task: Task | None = None
+
+    def wait_for_input(self, answer: Future, now_s: float) -> Future:
+        """The answer that says that it has something to compute, or is paused: what its work yields."""
+        self.input, self.waits_since_s = answer, now_s
+        return answer
+
+    def add(self, *, seconds: float, switch_s: float, tokens: int) -> None:
+        self.seconds += seconds
+        self.switch_s += switch_s
+        self.tokens += tokens
+
+    def pause(self) -> None:
+        """Stop at the next safe point, which is now if the order has nothing to compute."""
+        self.is_pausing = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Resume an order that has nothing to compute. Nothing happens to one that computes."""
+        if self.input is not None:
+            waited_for, self.input, self.waits_since_s = self.input, None, None
+            if not waited_for.is_done:
+                waited_for.set_result()
+
+    def progress(self, *, num_active: int, num_waiting: int, num_waiting_for_env: int = 0) -> ChunkFinished:
+        return ChunkFinished(
+            order=self.action.order,
+            num_active=num_active,
+            num_waiting=num_waiting,
+            num_waiting_for_env=num_waiting_for_env,
+            tokens=self.tokens,
+            seconds=round(self.seconds, 6),
+        )
+
+    def finished(self) -> StageFinished:
+        return StageFinished(
+            order=self.action.order,
+            seconds=round(self.seconds, 6),
+            switch_s=round(self.switch_s, 6),
+            tokens=self.tokens,
+        )
+
+    def paused(self, *, is_waiting: bool = False) -> StagePaused:
+        return StagePaused(
+            order=self.action.order,
+            seconds=round(self.seconds, 6),
+            switch_s=round(self.switch_s, 6),
+            tokens=self.tokens,
+            is_waiting=is_waiting,
+        )
+
+
+class RunningOrders:
+    """All orders being carried out, of all pipelines, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._order_by_id: dict[OrderId, RunningOrder] = {}
+        self._orders_by_device: dict[DeviceId, list[RunningOrder]] = {}
+
+    def begin(self, action: RunStage) -> RunningOrder:
+        order = RunningOrder(action, action.device_fraction)
+        self._order_by_id[action.order] = order
+        for device in action.devices:
+            self._orders_by_device.setdefault(device, []).append(order)
+        return order
+
+    def end(self, order: RunningOrder) -> None:
+        del self._order_by_id[order.action.order]
+        for device in order.action.devices:
+            self._orders_by_device[device].remove(order)
+
+    def find(self, order: OrderId) -> RunningOrder | None:
+        """None for an order that has ended."""
+        return self._order_by_id.get(order)
+
+    def on_device(self, device: DeviceId) -> Sequence[RunningOrder]:
+        """Orders that lease a part of the device."""
+        return self._orders_by_device.get(device, ())
+
+    def waiting_since(self, time_s: float) -> list[RunningOrder]:
+        """Orders that have only waited for user code since that time or longer."""
+        return [
+            order
+            for order in self._order_by_id.values()
+            if order.waits_since_s is not None and order.waits_since_s <= time_s
+        ]
+
+    def on_node(self, node: NodeId) -> list[RunningOrder]:
+        """Orders that lease a device of the node."""
+        return [order for order in self._order_by_id.values() if any(d.node_id == node for d in order.action.devices)]
+
+    def of(self, pipeline: PipelineId) -> list[RunningOrder]:
+        return [order for order in self._order_by_id.values() if order.action.pipeline == pipeline]

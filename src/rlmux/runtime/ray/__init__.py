@@ -1,0 +1,4 @@
+"""Workers on a Ray cluster of many machines.
+
+Reading order: ray_backend, cluster, worker, actor, fork_servers, gpus, weight_delivery.
+"""

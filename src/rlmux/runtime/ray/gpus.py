@@ -1,0 +1,87 @@
+"""GPUs of a Ray cluster, held for a run device by device.
+
+    node of a pool   ◀──▶  a placement group on its Ray node     device  ◀──▶  a bundle of one GPU
+    worker                 an actor in its device's bundle, with a sliver of that GPU
+
+A bundle keeps the GPU that Ray gave it. So all workers of a device see the same GPU, workers of several pipelines use
+it one after another, and no actor of another program gets it. A Ray node without GPUs has no group: its devices are
+cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster, DeviceId, NodeId
+from rlmux.runtime.ray.cluster import RayNode
+
+_SLIVER = 0.001
+"""Fraction of a GPU that Ray counts for each worker: rlmux decides when each computes, so only memory limits them."""
+_RESERVE_LIMIT_S = 30.0
+"""Seconds to wait for GPUs that a run which has just ended gives back."""
+
+
+def check_gpus(cluster: Cluster, nodes: Mapping[NodeId, RayNode]) -> None:
+    """Raises UserError where a Ray node has GPUs, but fewer than devices of the file."""
+    wanted = Counter[str]()
+    for node_id, node in nodes.items():
+        wanted[node.ray_id] += cluster.pools[node_id.pool].devices_per_node
+    for node in nodes.values():
+        if 0 < node.num_gpus < wanted[node.ray_id]:
+            raise UserError(
+                f"Ray node {node.address} offers {wanted[node.ray_id]} devices and has {node.num_gpus} GPUs; accepted: "
+                "a GPU for each device; or none (ray start --num-gpus=0, or CUDA_VISIBLE_DEVICES= for a cluster that "
+                "rlmux starts itself), and devices are cores"
+            )
+
+
+class GpuReservations:
+    """The GPUs of a run, by node. Ray takes them back when the run leaves the cluster."""
+
+    def __init__(self, cluster: Cluster, nodes: Mapping[NodeId, RayNode]) -> None:
+        """Raises UserError if another program holds them."""
+        self._cluster = cluster
+        self._groups: dict[NodeId, PlacementGroup] = {}
+        for node_id, node in nodes.items():
+            self.reserve(node_id, node)
+        until_s = time.monotonic() + _RESERVE_LIMIT_S
+        for node_id, group in self._groups.items():
+            if not group.wait(max(0.0, until_s - time.monotonic())):
+                raise UserError(
+                    f"Ray node {nodes[node_id].address}: its GPUs are held by others; needed for node {node_id}: "
+                    f"{cluster.pools[node_id.pool].devices_per_node}; end what holds them, or start more nodes"
+                )
+
+    def reserve(self, node_id: NodeId, node: RayNode) -> None:
+        """Reserve a GPU for each device of the node, on its Ray node; workers wait until they are there."""
+        self.give_back(node_id)
+        if node.num_gpus:
+            num_devices = self._cluster.pools[node_id.pool].devices_per_node
+            self._groups[node_id] = placement_group(
+                [{"GPU": 1}] * num_devices,
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{"ray.io/node-id": node.ray_id}] * num_devices,
+            )
+
+    def give_back(self, node_id: NodeId) -> None:
+        group = self._groups.pop(node_id, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def has_gpu(self, device: DeviceId | None) -> bool:
+        return device is not None and device.node_id in self._groups
+
+    def actor_options(self, device: DeviceId | None, ray_id: str) -> dict[str, Any]:
+        """Where Ray is to start a worker of the device, and with what."""
+        if device is None or not self.has_gpu(device):
+            return {"num_gpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(ray_id, soft=False)}
+        group = self._groups[device.node_id]
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=device.index)
+        return {"num_gpus": _SLIVER, "scheduling_strategy": strategy}

@@ -1,0 +1,191 @@
+"""One actor as the controller sees it: the calls that wait for it, and regular looks whether it still lives.
+
+busy    the reference of the answer    ──▶ fetch ──▶ receive ──▶ then(value)
+busy for long   looks at what the process does, and how often the call has shown that it lives
+idle    the reference of a look, one a second   ──▶ nothing, or the worker is lost; the first one tells its process id
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.runtime.ray.actor import Answer, Call
+from rlmux.runtime.ray.cluster import RayNode
+from rlmux.runtime.workers.heartbeat import Activity
+
+_UNAVAILABLE_LIMIT_S = 40.0
+"""Seconds that a worker may be out of reach before it is lost: more than Ray takes to declare a node dead."""
+_KILL_LIMIT_S = 10.0
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at an idle worker: how late its death is noticed, where workers are not too many."""
+
+
+class RayWorker:
+    """A worker behind an actor; one call of it is under way at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        node: RayNode | None,
+        call_limit_s: float,
+        *,
+        is_node_lost: Callable[[RayNode | None], bool],
+        on_end: Callable[[RayWorker, ray.ObjectRef[Any]], None],
+    ) -> None:
+        self.name = name
+        self.node = node
+        self.address = node.address if node else "127.0.0.1"
+        self.pid: int | None = None
+        self.is_lost = False
+        self.actor = actor
+        self.call_limit_s = call_limit_s
+        self._is_node_lost = is_node_lost
+        self._on_end = on_end
+        self._calls: deque[tuple[Call, Callable[[Any], None]]] = deque()
+        self._pending: ray.ObjectRef[Any] | None = None
+        self._look: ray.ObjectRef[Any] | None = None
+        self._looked_s = 0.0
+        self._heard_s: float | None = None
+        """Time at which the present call was sent, or last showed life; None between calls."""
+        self.asked_s: float | None = None
+        """Time at which the present call was sent; None between calls."""
+        self.num_beats = 0
+        self._activity: Activity | None = None
+        """As of the last look."""
+        self._beat_look: ray.ObjectRef[Any] | None = None
+        self._beat_looked_s = 0.0
+        self._unavailable_since_s: float | None = None
+        self._answer: Any = None
+
+    @property
+    def pipeline(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def is_trainer(self) -> bool:
+        """It publishes the pipeline's weights and writes its checkpoints: the first of its training ranks."""
+        return self.name.endswith("/train")
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        self._calls.append((Call(method=method, args=args), then))
+        if len(self._calls) == 1:
+            self._send(now_s)
+
+    def _send(self, now_s: float) -> None:
+        call, _ = self._calls[0]
+        self.asked_s = self._heard_s = now_s
+        self._activity = None
+        self._unavailable_since_s = None  # what a look found says nothing of this call
+        self._pending = self.actor.answer.remote(call)
+
+    def watched(self, look_every_s: float = LOOK_EVERY_S) -> ray.ObjectRef[Any] | None:
+        """The reference that brings its answer, or its death; None if it is idle and was looked at just now."""
+        if self._pending is not None:
+            return self._pending
+        now_s = time.monotonic()
+        if self._look is None and now_s - self._looked_s >= look_every_s:
+            self._look, self._looked_s = self.actor.is_there.remote(), now_s
+        return self._look
+
+    def fetch(self) -> bool:
+        """Take in what is behind the reference. False: there is nothing to receive, or the worker is asked again."""
+        is_look = self._pending is None
+        reference, self._look = self._pending or self._look, None
+        try:
+            self._answer = ray.get(reference)  # type: ignore[arg-type]
+        except ray.exceptions.ActorUnavailableError as error:
+            now_s = time.monotonic()
+            since_s = self._unavailable_since_s = self._unavailable_since_s or now_s
+            if now_s - since_s < _UNAVAILABLE_LIMIT_S and not self._is_node_lost(self.node):
+                if not is_look:
+                    self._pending = self.actor.is_there.remote()
+                time.sleep(0.1)
+                return False
+            self._answer = WorkerLostError(f"{self.name} is out of reach: {_first_line(error)}")
+        except ray.exceptions.RayTaskError as error:
+            self._answer = PipelineError(f"{self.name}: {_first_line(error.cause)}")
+        except ray.exceptions.RayError as error:
+            self._answer = WorkerLostError(f"{self.name} is gone: {_first_line(error)}")
+        if is_look and isinstance(self._answer, Answer):
+            self._unavailable_since_s = None
+            if self._answer.error is None:
+                return self.pid != self._answer.pid
+        if self._unavailable_since_s is not None and not isinstance(self._answer, Exception):
+            self._answer = WorkerLostError(f"{self.name} was out of reach; what it was doing is lost")
+        self.is_lost = isinstance(self._answer, WorkerLostError)
+        return True
+
+    def lose(self, reason: str) -> None:
+        """Make its next `receive` raise WorkerLostError."""
+        self._answer, self.is_lost = WorkerLostError(f"{self.name}: {reason}"), True
+
+    def receive(self, now_s: float) -> None:
+        answer, self._answer = self._answer, None
+        is_look, self._pending = self._pending is None, None
+        self.asked_s = self._heard_s = None
+        if isinstance(answer, RlmuxError):
+            raise answer
+        self.pid, self._looked_s = answer.pid, time.monotonic()
+        if answer.error is not None:
+            raise answer.error
+        if is_look:
+            return
+        _, then = self._calls.popleft()
+        if self._calls:
+            self._send(now_s)
+        then(answer.value)
+
+    def is_overdue(self, now_s: float) -> bool:
+        if self._heard_s is None:
+            return False
+        if self.asked_s is not None and now_s > self.asked_s + min(LOOK_EVERY_S, self.call_limit_s / 2):
+            self._look_for_life(now_s)
+        return now_s > self._heard_s + self.call_limit_s
+
+    def activity(self) -> Activity | None:
+        """What its process was doing at the last look; None before the first one of a call."""
+        return self._activity
+
+    def _look_for_life(self, now_s: float) -> None:
+        """What the process does, and whether its call has shown life: its actor says so while the call goes on."""
+        if self._beat_look is None:
+            if now_s - self._beat_looked_s >= min(LOOK_EVERY_S, self.call_limit_s / 8):
+                self._beat_look, self._beat_looked_s = self.actor.is_there.remote(), now_s
+            return
+        ready, _ = ray.wait([self._beat_look], timeout=0)
+        if not ready:
+            return
+        self._beat_look = None
+        with contextlib.suppress(ray.exceptions.RayError):  # the call's own answer says what is wrong
+            seen = ray.get(ready[0])
+            self._activity = seen.activity
+            if seen.num_beats > self.num_beats:
+                self.num_beats, self._heard_s = seen.num_beats, now_s
+
+    def end(self) -> None:
+        self._leave("end")
+
+    def kill(self) -> None:
+        """End it now. A trainer is waited for: it may be writing a checkpoint that its successor reads."""
+        leaving = self._leave("kill")
+        if self.is_trainer and self.pid is not None and not self._is_node_lost(self.node):
+            ray.wait([leaving], timeout=_KILL_LIMIT_S, fetch_local=False)
+
+    def _leave(self, how: str) -> ray.ObjectRef[Any]:
+        leaving: ray.ObjectRef[Any] = getattr(self.actor, how).remote()
+        self._on_end(self, leaving)
+        return leaving
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

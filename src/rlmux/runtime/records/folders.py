@@ -1,0 +1,82 @@
+"""Where a run goes when the person names no folder, and whether a folder holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+from rlmux.core.errors import LogError, UserError
+
+RUN_LOG = "run.db"
+RUN_HEADER = "header.json"
+
+
+@contextmanager
+def chosen(out: str | Path | None, name: str) -> Iterator[Path]:
+    """`out`, or a new folder under runs/, made at once so that no other command takes it.
+
+    The latter is removed again where nothing was written into it.
+    """
+    if out is not None:
+        folder = Path(out)
+        if Path.cwd().is_relative_to(folder.resolve()):
+            raise UserError(f"--out {out}: you are in it; accepted: a folder that does not exist or is empty")
+        yield folder
+        return
+    parent = Path("runs")
+    is_first = not parent.exists()
+    folder = _make(parent, f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds a run
+            folder.rmdir()
+            if is_first:
+                parent.rmdir()
+
+
+def _make(parent: Path, stem: str) -> Path:
+    """A new folder of this name, or with a number behind it where others have that."""
+    try:
+        parent.mkdir(exist_ok=True)
+        for number in count(1):
+            folder = parent / (stem if number == 1 else f"{stem}-{number}")
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                return folder
+    except OSError as error:
+        raise UserError(f"{parent}: {error.strerror}; accepted: --out with a folder that can be made") from None
+    raise AssertionError("numbers do not end")
+
+
+def check_run(folder: Path, *, may_be_damaged: bool = False) -> None:
+    """Raises UserError unless the folder holds a run. `may_be_damaged`: its log may be gone."""
+    if not (folder / RUN_LOG).is_file() and not (may_be_damaged and (folder / RUN_HEADER).is_file()):
+        problem = f"holds no run (no {RUN_LOG})" if folder.is_dir() else "no such folder"
+        there = sorted(str(log.parent) for log in Path("runs").glob(f"*/{RUN_LOG}"))
+        hint = f", such as {', '.join(there[-3:])}" if there else ""
+        if (folder / RUN_HEADER).is_file():
+            hint = f"; its log is gone, and what its other files hold is left: rlmux resume {folder} --salvage"
+        raise UserError(f"{folder}: {problem}; accepted: the folder of a run{hint}")
+
+
+@contextmanager
+def telling_of_salvage(folder: Path) -> Iterator[None]:
+    """Adds to an error about a damaged log what can be done about it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except LogError as error:
+        raise LogError(f"{error}; what is readable of a damaged log: rlmux resume {folder} --salvage") from None
+
+
+def is_of_server(folder: Path) -> bool:
+    """Whether the folder is that of `rlmux serve`."""
+    from rlmux.log.run_log import LogReader
+
+    with telling_of_salvage(folder), LogReader(folder) as log:
+        return bool((log.header.get("spec") or {}).get("is_server"))

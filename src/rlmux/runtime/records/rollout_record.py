@@ -1,0 +1,63 @@
+"""The record of one step's rollout, for the log: enough to ask what it would have taken on other devices.
+
+chunks ──▶ seconds of iterations, by rows     ┐
+turns, replies ──▶ waits of each trajectory   ├─▶ note `rollout`  ──▶  sim/workloads/recorded.py
+the step's batch ──▶ tokens of each           ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlmux.core.model import SubStage
+from rlmux.rl.types import SubStageIterations, TrajectoryId
+from rlmux.runtime.backend import Note
+from rlmux.runtime.workers.worker_calls import StepBatch
+
+
+@dataclass(slots=True)
+class RolloutRecord:
+    """One pipeline's step, over all its devices. What a lost worker had done counts, and so does its repetition."""
+
+    _spent: dict[tuple[SubStage, int], tuple[int, int, float]] = field(default_factory=dict)
+    """(iterations, tokens, ms) by sub-stage and rows computed."""
+    _asked_s: dict[TrajectoryId, float] = field(default_factory=dict)
+    """Time at which its last turn ended, in seconds of the run, by trajectory that waits for its environment."""
+    _waits_ms: dict[TrajectoryId, list[float]] = field(default_factory=dict)
+
+    def computed(self, iterations: Iterable[SubStageIterations]) -> None:
+        for each in iterations:
+            num_iterations, tokens, ms = self._spent.get((each.sub_stage, each.num_rows), (0, 0, 0.0))
+            self._spent[each.sub_stage, each.num_rows] = (
+                num_iterations + each.num_iterations,
+                tokens + each.tokens,
+                ms + each.ms,
+            )
+
+    def turn_ended(self, trajectory: TrajectoryId, now_s: float) -> None:
+        self._asked_s[trajectory] = now_s
+
+    def answered(self, trajectory: TrajectoryId, now_s: float) -> None:
+        asked_s = self._asked_s.pop(trajectory, None)
+        if asked_s is not None:
+            self._waits_ms.setdefault(trajectory, []).append(round(1e3 * (now_s - asked_s), 1))
+
+    def note(self, pipeline: str, step: int, batch: StepBatch, *, slots: int, group_size: int) -> Note:
+        """The note `rollout`.
+
+        `waits_ms`, in the order of ids as `runs` are: milliseconds from the end of each turn until its environment had
+        replied or the trajectory was released. Left out for single-turn tasks: nothing waits for an environment there.
+        """
+        fields: dict[str, Any] = {
+            "pipeline": pipeline,
+            "step": step,
+            "slots": slots,
+            "group_size": group_size,
+            "runs": batch.metrics.token_runs,
+            "iterations": [[*key, *spent[:2], round(spent[2], 3)] for key, spent in sorted(self._spent.items())],
+        }
+        if self._waits_ms:
+            fields["waits_ms"] = [self._waits_ms[trajectory] for trajectory in sorted(self._waits_ms)]
+        return Note(type="rollout", fields=fields)

@@ -1,0 +1,138 @@
+"""What projects and users have used, kept in the log so that a resumed run goes on with it.
+
+    run ── UsageNotes, every half minute and at the end ─▶ note `usage` ─▶ RunState ── shares_events ─▶ scheduler
+                     └─ every ten minutes and at the end ─▶ note `accounts`, for people: what `rlmux usage` prints
+
+A run that was killed loses what was used in its last half minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlmux.core.events import Event, SharesSet, UsageRestored
+from rlmux.core.model import Account
+from rlmux.core.queue.decayed_usage import DecayedUsage
+from rlmux.core.queue.queue_order import AccountSpent, AccountUsage, ShareSettings
+from rlmux.core.queue.quotas import DAY_S
+from rlmux.core.scheduler import Scheduler
+from rlmux.log.run_log import RunLog
+from rlmux.log.value_codec import from_fields
+
+EVERY_S = 30.0
+"""Seconds between two notes `usage`."""
+SHOWN_EVERY_S = 600.0
+"""Seconds between two notes `accounts`."""
+
+
+class UsageNotes:
+    """Listens to a run and writes the notes."""
+
+    def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
+        self._scheduler = scheduler
+        self._log = log
+        self._written_s = self._shown_s = 0.0
+
+    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: object) -> None:
+        if actions and now_s >= self._written_s + EVERY_S:
+            self.write(now_s, is_end=False)
+
+    def write(self, now_s: float, *, is_end: bool = True) -> None:
+        """Note what was used, where anything is counted. `now_s`: of the note. `is_end`: the run ends with it."""
+        usage = self._scheduler.usage()
+        if not usage:
+            return
+        self._written_s = now_s
+        at_s = self._scheduler.query.now_s
+        rows = [[one.account.project, one.account.user, one.pool, one.device_s, one.today_s] for one in usage]
+        spent = [[one.account.project, one.account.user, one.usd, one.begun_s] for one in self._scheduler.spent()]
+        self._log.note("usage", now_s, at_s=at_s, accounts=rows, **({"spent": spent} if spent else {}))
+        if is_end or now_s >= self._shown_s + SHOWN_EVERY_S:
+            self._shown_s = now_s
+            self._log.note("accounts", now_s, **usage_fields(self._scheduler))
+
+
+def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
+    """What `rlmux usage --json` prints: a row for each project and user that has used or waits for anything."""
+    rows = []
+    for one in scheduler.accounts():
+        quota = {
+            "max_running": one.quota.max_running,
+            "max_waiting": one.quota.max_waiting,
+            "max_devices": one.quota.max_devices,
+            "device_hours_a_day": one.quota.device_hours_a_day,
+            "max_usd_per_hour": one.quota.max_usd_per_hour,
+            "budget_usd": one.quota.budget_usd,
+            "budget_days": None if one.quota.budget_usd is None else one.quota.budget_period_s / DAY_S,
+        }
+        rows.append(
+            {
+                "project": one.account.project,
+                "user": one.account.user,
+                "weight": one.weight,
+                "guarantee": one.guarantee,
+                "share": one.share,
+                "fair_share": one.fair_share,
+                "is_over_share": one.is_over_share,
+                "device_hours": _hours(one.charged_by_pool),
+                "used_hours": _hours(one.used_by_pool),
+                "device_hours_today": one.today_s / 3600.0,
+                "running": one.num_running,
+                "waiting": one.num_waiting,
+                "quota": quota,
+                "usd": one.usd,
+                "spent_usd": one.spent_usd,
+                "budget_begins_s": one.budget_begins_s,
+            }
+        )
+    bill = scheduler.bill()
+    return {
+        "accounts": rows,
+        "at_s": scheduler.query.now_s,
+        "half_life_hours": bill.half_life_s / 3600.0,
+        "held_hours": _hours(bill.held_by_pool),
+    }
+
+
+def _hours(by_pool: Mapping[str, float]) -> dict[str, float]:
+    return {pool: device_s / 3600.0 for pool, device_s in by_pool.items()}
+
+
+def shares_events(
+    shares: ShareSettings | Mapping[str, Any] | None, usage: Mapping[str, Any], now_s: float
+) -> list[Event]:
+    """What a scheduler is told first: the shares that hold, and what was used in earlier parts of the run.
+
+    `shares`: settings, or the fields of an event `SharesSet` as the log has them. `usage`: fields of a note `usage`.
+    """
+    told: list[Event] = []
+    if isinstance(shares, ShareSettings):
+        told.append(SharesSet(shares=shares))
+    elif shares is not None:
+        event = from_fields({**shares})
+        assert isinstance(event, SharesSet)
+        told.append(event)
+    if usage:
+        at_s, half_life_s = float(usage["at_s"]), _half_life_s(told)
+        is_same_day = at_s // DAY_S == now_s // DAY_S
+        restored = tuple(
+            AccountUsage(
+                account=Account(project, user),
+                pool=pool,
+                device_s=DecayedUsage(device_s, at_s, half_life_s).at(now_s),
+                today_s=today_s if is_same_day else 0.0,
+            )
+            for project, user, pool, device_s, today_s in usage["accounts"]
+        )
+        spent = tuple(
+            AccountSpent(account=Account(project, user), usd=usd, begun_s=begun_s)
+            for project, user, usd, begun_s in usage.get("spent", ())
+        )
+        told.append(UsageRestored(usage=restored, spent=spent))
+    return told
+
+
+def _half_life_s(told: Sequence[Event]) -> float:
+    settings = told[0].shares if told and isinstance(told[0], SharesSet) else ShareSettings()
+    return settings.half_life_s

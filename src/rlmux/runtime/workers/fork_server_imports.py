@@ -1,0 +1,35 @@
+"""What the fork server imports once, so that no worker has to: torch on one thread, and the engines.
+
+Imports leave no garbage, and looking for it takes a fifth of their time, so the collector rests meanwhile. What the
+imports have made is not looked at again afterwards either: workers go on sharing its memory with the fork server.
+"""
+
+import contextlib
+import gc
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+gc.disable()
+try:
+    import torch
+
+    from rlmux.engines.model.transformers_import import import_transformers
+
+    import_transformers()
+
+    import rlmux.engines.adapters.lora
+    import rlmux.engines.rollout.slot_engine
+    import rlmux.engines.train.train_engine
+    import rlmux.rl.user_code.pipeline_env
+    from rlmux.core.errors import UserError
+
+    with contextlib.suppress(UserError):  # only pipelines with an adapter need it, and they say so
+        rlmux.engines.adapters.lora.load_peft()
+finally:
+    gc.enable()
+gc.freeze()
+
+# A fork after torch has started its threads hangs at the next parallel operation; one thread starts none.
+torch.set_num_threads(1)

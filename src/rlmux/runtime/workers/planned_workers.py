@@ -1,0 +1,407 @@
+"""The objects inside worker processes: thin shells that put an engine behind bounded calls.
+
+    EnvWorker       prompts, environments, rewards          one per pipeline
+    RolloutWorker   a rollout engine                        one per (pipeline, rollout device)
+    TrainWorker     a train engine                          one per training rank
+
+Every method is one bounded call; the drivers (rollout_driver.py, train_driver.py) make them, and no worker knows of
+another. The controller never looks inside a batch: it passes on the bytes that the env worker made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rlmux.core.errors import PipelineError, StorageError
+from rlmux.rl.batch_metrics import batch_metrics
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.determinism_class import ProbeReport
+from rlmux.rl.origin import Origin
+from rlmux.rl.packed_turns import PackedTurns
+from rlmux.rl.prompts.backlog import Backlog
+from rlmux.rl.types import (
+    PartialTrajectory,
+    TrainingBatch,
+    TrajectoryId,
+    TrajectoryRequest,
+    TurnReply,
+)
+from rlmux.runtime.orders.rollout_epochs import StepOver
+from rlmux.runtime.records.filler_outputs import AnswerFile
+from rlmux.runtime.records.sample_archive import SampleKeeper
+from rlmux.runtime.weights.checkpoints import (
+    CheckpointWriter,
+    Written,
+    backlog_of,
+    damage_of,
+    mark_latest,
+    prune,
+    queue_of,
+)
+from rlmux.runtime.workers.heartbeat import beat, beating
+from rlmux.runtime.workers.packed_partials import packed, unpacked
+from rlmux.runtime.workers.worker_calls import (
+    HandOut,
+    RolloutChunk,
+    RolloutChunkResult,
+    StepBatch,
+    TrainCall,
+    TrainCallResult,
+)
+
+if TYPE_CHECKING:
+    from rlmux.engines.rollout.protocol import RolloutEngine
+    from rlmux.engines.train.state.ranks import RankStore
+
+
+class EnvWorker:
+    """The process that holds a pipeline's prompts, environments and rewards: the user's code."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        origin: Origin | None = None,
+        samples: Path | None = None,
+        code_folder: Path | None = None,
+        answers: Path | None = None,
+        restore_from: Path | None = None,
+    ) -> None:
+        """`samples`: file to keep trajectories in; `answers`: file of a filler's answers; None: they are not kept.
+        `code_folder`: where the user's modules are looked for first, whatever others' are named. `restore_from`: the
+        checkpoint that the pipeline goes on from, which has its queue of prompts under tail batching, or the backlog of
+        interruptible rollouts."""
+        if code_folder is not None:
+            sys.path.insert(0, str(code_folder))
+        from rlmux.rl.user_code.pipeline_env import PipelineEnv
+
+        self._origin = origin
+        prompts = None if restore_from is None else queue_of(restore_from, config)
+        self._backlog = Backlog() if restore_from is None else backlog_of(restore_from, config)
+        self._env = PipelineEnv(config, on_answer=beat, prompts=prompts, clock=self._backlog.clock)
+        self._keeper = None if samples is None else SampleKeeper(samples, self._env.vocabulary)
+        self._answers = None if answers is None else AnswerFile(answers, self._env.vocabulary)
+
+    def verify(self, checkpoints: Sequence[Path]) -> list[tuple[Path, str]]:
+        """Those that are damaged, and why. Reads every byte of them."""
+        with beating():
+            checked = [(checkpoint, damage_of(checkpoint)) for checkpoint in checkpoints]
+        return [(checkpoint, damage) for checkpoint, damage in checked if damage is not None]
+
+    def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
+        """Returns (the step's requests, is the task single-turn)."""
+        return self._env.begin_step(step), self._env.is_single_turn
+
+    def on_turns(
+        self, finished: Sequence[PackedTurns], patience_s: float
+    ) -> tuple[list[TurnReply], list[TrajectoryId]]:
+        return self._env.on_turns([turn for packed in finished for turn in packed.unpack()], patience_s)
+
+    def take_backlog(self) -> Backlog:
+        """What interruptible rollouts go on from; given away."""
+        backlog, self._backlog = self._backlog, Backlog()
+        return backlog
+
+    def finish_step(self, step: int, over: StepOver | None = None) -> StepBatch:
+        """`over`: what interruptible rollouts made of the step; None for others."""
+        batch = replace(self._env.finish_step(step, None if over is None else over.ids), origin=self._origin)
+        if over is not None:
+            batch = replace(batch, backlog=over.backlog)
+        if self._answers is not None:
+            self._answers.write(batch)
+        payload = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+        finished = StepBatch(payload=payload, metrics=batch_metrics(batch))
+        if self._keeper is not None:  # last: its thread would take turns with this one, and a device waits for the step
+            self._keeper.keep(batch)
+        return finished
+
+
+def _make_rollout_engine(
+    config: TrainingConfig, vocab_size: int, is_single_turn: bool, device: str, bases: Path | None
+) -> RolloutEngine:
+    """Ours in this process, one of the user's, or one behind a server that ends with it."""
+    if config.rollout.engine.is_server:
+        from rlmux.engines.servers.factory import make_server_engine
+
+        return make_server_engine(
+            config, vocab_size=vocab_size, is_single_turn=is_single_turn, device=device, on_wait=beat
+        )
+    if config.rollout.engine.is_of_user:
+        from rlmux.engines.user_engine import make_user_engine
+
+        return make_user_engine(config, vocab_size=vocab_size, is_single_turn=is_single_turn, device=device)
+    from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
+
+    return SlotRolloutEngine(
+        config.model,
+        config.rollout,
+        vocab_size=vocab_size,
+        seed=config.model_seed,
+        staleness=config.algorithm.staleness,
+        is_single_turn=is_single_turn,
+        device=device,
+        adapter=config.adapter,
+        bases=bases,
+    )
+
+
+class RolloutWorker:
+    """A rollout engine in its own process."""
+
+    @beating()
+    def __init__(self, config: TrainingConfig, origin: Origin | None = None, bases: Path | None = None) -> None:
+        """`bases`: folder in shared memory for the base of adapters."""
+        import torch
+
+        from rlmux.engines.device_fraction import fraction_setter
+        from rlmux.rl.tasks import make_task
+        from rlmux.rl.vocabulary import load_vocabulary
+
+        torch.set_num_threads(config.train.num_threads)
+        device = device_in_use()
+        vocabulary = load_vocabulary(config.model)
+        task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
+        self._engine = _make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
+        self._origin = origin
+        self._fraction = fraction_setter(device)
+
+    def probe(self) -> ProbeReport | None:
+        """Compare what the engine computes under different schedules; None where it has work or is offloaded."""
+        from rlmux.engines.determinism_probe import probe_rollout
+
+        if not self._engine.is_unused:
+            return None
+        with beating():
+            return probe_rollout(self._engine)
+
+    def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
+        """Raises PipelineError for weights or trajectories of another run or plan."""
+        self._fraction.set(chunk.device_fraction)
+        start = time.perf_counter()
+        with beating():
+            if chunk.is_load_needed:
+                self._engine.load()
+            if chunk.weights is not None:
+                if self._origin is not None:
+                    from rlmux.engines.model.weights import check_weights
+
+                    check_weights(*chunk.weights, self._origin)
+                self._engine.load_weights(*chunk.weights)
+        load_s = time.perf_counter() - start
+        start = time.perf_counter()
+        handed_back = self.take_partials(copies_kv=False) if chunk.hands_back else None
+        if chunk.cut:
+            self._engine.take_partials(chunk.cut, with_kv=False)
+        if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
+            for partial in chunk.partials:
+                _check_samples(partial.origin, self._origin)
+            self._engine.continue_from([unpacked(partial) for partial in chunk.partials])
+        if chunk.replies or chunk.released:
+            self._engine.reply(chunk.replies, chunk.released)
+        if chunk.requests:
+            self._engine.submit(chunk.requests)
+        input_s = time.perf_counter() - start
+        report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
+        turns = PackedTurns.pack(report.finished)
+        return RolloutChunkResult(
+            report=replace(report, finished=()), turns=turns, load_s=load_s, input_s=input_s, partials=handed_back
+        )
+
+    def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
+        taken = self._engine.take_partials(None, with_kv=copies_kv)
+        return [replace(packed(partial), origin=self._origin) for partial in taken]
+
+    def offload(self, spill_to: Path | None = None) -> int:
+        """Leave the device, for host memory or for a file; returns the device bytes still held."""
+        return offload_engine(self._engine, spill_to)
+
+
+class TrainWorker:
+    """A train engine in its own process."""
+
+    @beating()
+    def __init__(
+        self,
+        config: TrainingConfig,
+        restore_from: Path | None,
+        origin: Origin | None = None,
+        bases: Path | None = None,
+    ) -> None:
+        """`restore_from`: a checkpoint that was verified. `bases`: folder in shared memory for the base of adapters."""
+        import torch
+
+        from rlmux.engines.device_fraction import fraction_setter
+        from rlmux.engines.train.state.ranks import Ranks
+        from rlmux.engines.train.train_engine import TorchTrainEngine
+
+        torch.set_num_threads(config.train.num_threads)
+        device = device_in_use()
+        self._engine = TorchTrainEngine(config, device=device, origin=origin, bases=bases)
+        self._origin = origin
+        self._checkpoints = CheckpointWriter()
+        self._fraction = fraction_setter(device)
+        self._store: RankStore | None = None
+        self._ranks = Ranks()
+        self._restore_from = restore_from
+        if not self._engine.waits_for_ranks:
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._restore_from is not None:
+            self._engine.restore(self._restore_from, is_verified=True)
+
+    def probe(self) -> ProbeReport:
+        """Compare what the engine computes with itself."""
+        from rlmux.engines.determinism_probe import probe_training
+
+        return probe_training(self._engine)
+
+    def open_rank_store(self, host: str) -> tuple[str, int]:
+        """Open the place where the ranks of the pipeline meet, in its first rank's process; returns its address."""
+        from rlmux.engines.train.state.ranks import RankStore
+
+        self._store = RankStore(host)
+        return self._store.address
+
+    def join_ranks(self, store: tuple[str, int], rank: int, count: int, host: str) -> None:
+        """Train together with the other ranks from here on; returns once all are there. `host`: as they reach it."""
+        from rlmux.engines.train.state.ranks import join_ranks
+
+        with beating():
+            self._ranks = join_ranks(self._store or store, rank, count, host=host)
+            waits = self._engine.waits_for_ranks
+            self._engine.join_ranks(self._ranks)
+            if waits:
+                self._restore()
+
+    def run_stage(self, call: TrainCall) -> TrainCallResult:
+        """Begin the step whose batch comes along, continue a stage, and hand out the weights at its end if asked to.
+
+        Raises PipelineError for a batch of another run or plan, and what writing a checkpoint raised.
+        """
+        self._fraction.set(call.device_fraction)
+        start = time.perf_counter()
+        if call.payload is not None:
+            batch: TrainingBatch = pickle.loads(call.payload)
+            _check_samples(batch.origin, self._origin)
+            self._engine.begin_step(batch, max_logprob_gap=call.max_logprob_gap)
+        input_s = time.perf_counter() - start
+        start = time.perf_counter()
+        if call.is_load_needed:
+            with beating():
+                self._engine.load()
+        load_s = time.perf_counter() - start
+        report = self._engine.run_stage(call.stage, max_seconds=call.max_seconds)
+        start, checksum = time.perf_counter(), None
+        if report.is_done and call.hand_out is not None:
+            with beating():
+                checksum = self._hand_out(call.hand_out)
+        return TrainCallResult(
+            report=report,
+            load_s=load_s,
+            input_s=input_s,
+            hand_out_s=time.perf_counter() - start,
+            weights_checksum=checksum,
+            written=self._checkpoints.written(),
+        )
+
+    def _hand_out(self, hand_out: HandOut) -> str | None:
+        """Write the weights for rollout workers, and begin to write a checkpoint beside what comes next.
+
+        The first rank writes the checkpoint, once all were found to have the same weights; ranks that have parts of a
+        model give theirs. `run_stage` and `finish_checkpoint` tell when that is there, with the weights' SHA-256,
+        which the thread that writes it computes. Returns the checksum of the weights; None on other ranks. Raises
+        PipelineError where ranks have different weights.
+        """
+        if hand_out.checkpoint is not None:
+            self._engine.check_ranks()
+        is_first, is_writer = self._ranks.rank == 0, self._ranks.rank in hand_out.writers
+        if not is_writer and not self._engine.is_sharded:
+            return None
+        with _storing(hand_out.weights):
+            self._engine.export_weights(hand_out.weights if is_writer else None)
+        if hand_out.checkpoint is not None and is_first:
+            self._checkpoints.begin(hand_out.checkpoint, partial(self._snapshot, hand_out.num_kept))
+        elif hand_out.checkpoint is not None and self._engine.is_sharded:
+            self._engine.snapshot()
+        return self._engine.weights_checksum() if is_first else None
+
+    def finish_checkpoint(self) -> list[Written]:
+        """Wait for the checkpoint that is being written. Returns those not told of before."""
+        with beating():
+            self._checkpoints.wait()
+        return self._checkpoints.written()
+
+    def _snapshot(self, keep: int) -> Callable[[Path], str]:
+        snapshot = self._engine.snapshot()
+
+        def write(folder: Path) -> str:
+            with _storing(folder):
+                sha256 = snapshot.write(folder)
+                mark_latest(folder)
+                prune(folder.parent, keep)
+            return sha256
+
+        return write
+
+    def offload(self, spill_to: Path | None = None) -> int:
+        """Leave the device, for host memory or for a file; returns the device bytes still held."""
+        return offload_engine(self._engine, spill_to)
+
+
+def _check_samples(found: Origin | None, expected: Origin | None) -> None:
+    """Raises PipelineError for samples that are not of this run and plan."""
+    if expected is not None and found != expected:
+        complaint = expected.complaint_about({} if found is None else found.fields())
+        raise PipelineError(f"pipeline {expected.pipeline}: it was handed samples {complaint}")
+
+
+def device_in_use() -> str:
+    """`cuda` for the GPU that this process was given, `cpu` for the core that it is pinned to.
+
+    A GPU sums in a fixed order only if it is told to before its first call.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return "cuda"
+
+
+class SwitchedEngine(Protocol):
+    """An engine that leaves its device and comes back."""
+
+    def offload(self, *, spill_to: Path | None = None) -> None: ...
+
+    def resident_bytes(self) -> int: ...
+
+
+def offload_engine(engine: SwitchedEngine, spill_to: Path | None) -> int:
+    """Leave the device, for host memory or for a file; returns the device bytes still held.
+
+    Raises StorageError for a file that cannot be written.
+    """
+    with beating(), _storing(spill_to) if spill_to else contextlib.nullcontext():
+        engine.offload(spill_to=spill_to)
+    return engine.resident_bytes()
+
+
+@contextlib.contextmanager
+def _storing(path: Path) -> Iterator[None]:
+    """Raises StorageError for a file that cannot be written: a full disk is not the pipeline's fault."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path}: cannot be written: {error}") from error

@@ -1,0 +1,399 @@
+"""A worker process on this machine and the one call at a time that it serves.
+
+    controller process                         worker process
+    WorkerProcess.call(method, args, then) ──▶ serve(): method(*args)
+                     heard from it    ◀─────── (None, None)            while a long call lives (heartbeat.py)
+              poll() ──▶ then(result) ◀─────── (ok, value) | (failed, error)
+
+Calls are bounded and answered in order; further ones queue here. Processes come from a fork server that has
+imported torch once, so that a ready worker takes a tenth of a second.
+
+No orphan outlives its controller, killed or not: a worker reads the end of its pipe and leaves; one that is stuck
+in a call gets the system's death signal when the fork server, which ends with the controller, is gone. A worker has
+a session of its own, so ending it ends what user code started in it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.hidden_main import hidden_main
+from rlmux.reaper import marking
+from rlmux.runtime.workers.heartbeat import Activity, activity_of, beat_with
+
+_FORKSERVER = get_context("forkserver")
+_IMPORTS = "rlmux.runtime.workers.fork_server_imports"
+_END_GRACE_S = 2.0
+_EXIT_REPORT_S = 5.0
+"""Seconds that the exit code of a process which has closed its pipe may take to arrive. It comes through the fork
+server, which may have to wait for a core on a busy machine."""
+_TRANSFER_LIMIT_S = 10
+"""Seconds within which an answer that has begun to arrive, or a call that has begun to leave, must continue: a worker
+that was stopped in the middle of one must not hold its controller."""
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
+"""Texts by which libraries in C report what Python calls MemoryError."""
+_PR_SET_PDEATHSIG = 1
+_CODE_WITHOUT_SERVER = 255
+"""What multiprocessing takes for the exit code where the fork server is gone that would tell it."""
+_ended_fork_servers: dict[int, str] = {}
+"""How fork servers of this process ended, by process id."""
+BUILD = "build"
+"""The call that makes a worker, and nothing else. Any first call does."""
+
+
+class _Call(NamedTuple):
+    method: str
+    args: tuple[Any, ...]
+    then: Callable[[Any], None]
+
+
+def warm_up() -> None:
+    """Start the fork server, so that it imports torch while its caller reads its file; a borrowed one runs already."""
+    from multiprocessing import forkserver, resource_tracker
+
+    if _is_borrowing():
+        return
+    server: Any = vars(forkserver)["_forkserver"]
+    if _IMPORTS not in server._preload_modules:
+        server._stop()  # it was started without our imports: every worker would have to import torch itself
+    _FORKSERVER.set_forkserver_preload([_IMPORTS])
+    resource_tracker.ensure_running()  # it lets interrupts through again when it has started
+    with marking(), _without_interrupts():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started meanwhile begins with Ctrl-C put off: it goes to all processes of a terminal.
+
+    A fork server ignores it from its first import on (`fork_server_imports`).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def fork_server_address() -> str:
+    """Address of this process's fork server, for others on this machine; one that was killed is started again."""
+    from multiprocessing import forkserver
+
+    warm_up()
+    address: str = vars(forkserver)["_forkserver"]._forkserver_address
+    return address
+
+
+def fork_server_pid() -> int | None:
+    """Process id of this process's fork server; None before it has one."""
+    from multiprocessing import forkserver
+
+    pid: int | None = vars(forkserver)["_forkserver"]._forkserver_pid
+    return pid
+
+
+def borrow_fork_server(address: str) -> None:
+    """Take this process's workers from a fork server that another process keeps and that ends with that process."""
+    from multiprocessing import forkserver
+
+    server: Any = vars(forkserver)["_forkserver"]
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR)
+    server.ensure_running = _borrowed
+
+
+def _borrowed() -> None:
+    """Takes the place of starting a fork server: a borrowed one is its keeper's to start."""
+
+
+class WorkerProcess:
+    """One process, its pipe, and the calls that wait for it."""
+
+    def __init__(
+        self,
+        name: str,
+        make_worker: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        cores: Sequence[int],
+        gpu: str = "",
+        log_path: Path,
+        call_limit_s: float,
+    ) -> None:
+        self.name = name
+        self.address = "127.0.0.1"
+        self.pid: int | None = None
+        self.call_limit_s = call_limit_s
+        self.num_beats = 0
+        """Signs of life of its calls so far."""
+        self.asked_s: float | None = None
+        """Time at which the present call was sent; None between calls."""
+        self._calls: deque[_Call] = deque()
+        self._heard_s: float | None = None
+        """Time at which the present call was sent, or last showed life; None between calls."""
+        self._is_read = threading.Lock()
+        self.connection, theirs = _FORKSERVER.Pipe()
+        work = (theirs, make_worker, args, tuple(cores), gpu, str(log_path))
+        try:
+            self.process = _started(name, work)
+        except (EOFError, OSError):  # the fork server was killed: once it has ended, the next attempt finds a new one
+            _ending_of_fork_server(fork_server_pid())
+            self.process = _started(name, work)
+        self.pid = self.process.pid
+        self._fork_server_pid = None if _is_borrowing() else fork_server_pid()
+        self._handle = _open_handle(self.pid)
+        theirs.close()
+        _limit_transfers(self.connection)
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        """Have the worker run a method; `then` gets its result. Raises WorkerLostError if the process is gone."""
+        self._calls.append(_Call(method, args, then))
+        if len(self._calls) == 1:
+            self._send(now_s)
+
+    def _send(self, now_s: float) -> None:
+        call = self._calls[0]
+        self.asked_s = self._heard_s = now_s
+        try:
+            self.connection.send((call.method, call.args))
+        except OSError as error:
+            raise WorkerLostError(f"{self.name} is gone: {error}") from error
+
+    def receive(self, now_s: float) -> None:
+        """Take the answer that is there and send the next call; or a sign of life of the present one.
+
+        Raises PipelineError (or what the method raised) for a failed call, WorkerLostError if the process is gone.
+        """
+        try:
+            is_ok, value = self.connection.recv()
+        except BlockingIOError as error:  # out of time
+            raise WorkerLostError(f"{self.name} is gone (stopped in the middle of an answer)") from error
+        except (EOFError, OSError) as error:
+            raise WorkerLostError(f"{self.name} is gone ({self.how_it_ended()})") from error
+        if is_ok is None:
+            self.num_beats += 1
+            self._heard_s = now_s if self._calls else None
+            return
+        self.asked_s = self._heard_s = None
+        if not is_ok:
+            raise value
+        call = self._calls.popleft()
+        if self._calls:
+            self._send(now_s)
+        call.then(value)
+
+    def is_overdue(self, now_s: float) -> bool:
+        """The present call was neither answered nor showed life within its limit."""
+        return self._heard_s is not None and now_s > self._heard_s + self.call_limit_s
+
+    def activity(self) -> Activity | None:
+        """What the process is doing; None where that cannot be told."""
+        return activity_of(self.pid)
+
+    def ending(self) -> str | None:
+        """How it ended, if it has: `exit code 1`, `killed by SIGKILL`."""
+        code = self._exit_code(0.0)
+        return None if code is None else _told(code)
+
+    def end(self) -> None:
+        """Ask the process to leave by closing its pipe; kill it if it does not."""
+        self.connection.close()
+        self._exit_code(_END_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process, and everything in its session."""
+        with contextlib.suppress(OSError):
+            self.connection.close()
+        if self.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            os.close(self._handle)
+        elif self._exit_code(0.0) is None:
+            self.process.kill()
+        self._exit_code(_END_GRACE_S)
+        with contextlib.suppress(ValueError):  # in the system's hands still: dead, but not yet gone
+            self.process.close()
+        self.pid = None
+
+    def how_it_ended(self) -> str:
+        """How it ended, waiting some seconds for its exit code; `its pipe is closed` where none comes.
+
+        Its fork server tells that code, and ends its workers with itself.
+        """
+        code = self._exit_code(_EXIT_REPORT_S)
+        is_untold = code in (None, _CODE_WITHOUT_SERVER)
+        server_ending = _ending_of_fork_server(self._fork_server_pid) if is_untold else None
+        if server_ending is not None:
+            return f"its fork server, process {self._fork_server_pid}, was {server_ending}; a new one is started"
+        return "its pipe is closed" if code is None else _told(code)
+
+    def _exit_code(self, wait_s: float) -> int | None:
+        """One thread at a time reads it: the fork server sends it once, and a second reader would find an end."""
+        with self._is_read:
+            self.process.join(wait_s)
+            return self.process.exitcode
+
+
+def _told(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _ending_of_fork_server(pid: int | None) -> str | None:
+    """How a fork server of this process ended; None while it lives, and for one that another process keeps.
+
+    Its pipes close while it ends: it is waited for until it has.
+    """
+    if pid is None:
+        return None
+    until_s = time.monotonic() + _EXIT_REPORT_S
+    with contextlib.suppress(ChildProcessError):
+        while pid not in _ended_fork_servers:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is multiprocessing's to reap
+            if ended is not None:
+                is_exit = ended.si_code == os.CLD_EXITED
+                _ended_fork_servers[pid] = _told(ended.si_status if is_exit else -ended.si_status)
+                break
+            server = activity_of(pid)
+            if server is None or not server.is_ending or time.monotonic() >= until_s:
+                break
+            time.sleep(0.005)
+    return _ended_fork_servers.get(pid)
+
+
+def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
+    if not _is_borrowing():
+        _ending_of_fork_server(fork_server_pid())  # one that has ended is reaped, and forgotten, below
+    process = _FORKSERVER.Process(target=_serve, args=work, name=name, daemon=True)
+    with hidden_main(), contextlib.nullcontext() if _is_borrowing() else marking():
+        process.start()  # a fork server that was killed is started again here
+    return process
+
+
+def _is_borrowing() -> bool:
+    from multiprocessing import forkserver
+
+    return vars(forkserver)["_forkserver"].ensure_running is _borrowed
+
+
+def _serve(
+    connection: Connection,
+    make_worker: Callable[..., Any],
+    args: tuple[Any, ...],
+    cores: Sequence[int],
+    gpu: str,
+    log_path: str,
+) -> None:
+    """The life of a worker process: build the worker, answer calls until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
+    os.umask(0o077)
+    os.setsid()
+    _let_go_of_fork_server()
+    _die_with_parent()
+    write_output_to(log_path)
+    faulthandler.enable()  # a crash in C leaves the Python stack in the log
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before the first call to CUDA; no more is seen than was given
+    if cores:
+        os.sched_setaffinity(0, cores)
+    worker: Any = None
+    sending = threading.Lock()
+
+    def send(answer: tuple[bool | None, Any]) -> None:
+        with sending:
+            connection.send(answer)
+
+    beat_with(lambda: send((None, None)))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            method, call_args = connection.recv()
+            try:
+                if worker is None:
+                    worker = make_worker(*args)
+                answer = (True, None if method == BUILD else getattr(worker, method)(*call_args))
+            except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
+                traceback.print_exc()
+                answer = (False, portable_error(error))
+            send(answer)
+
+
+def portable_error(error: BaseException) -> RlmuxError:
+    """The error as one of ours, which pickles; the traceback is in the worker's log."""
+    if isinstance(error, RlmuxError):
+        return error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).strip().splitlines()
+    detail = f": {text[0]}" if text else ""
+    line = f"{type(error).__name__}{detail} ({Path(frame.filename).name}:{frame.lineno})"
+    # Memory that is short now may be there for the worker's successor: as if the system had killed it.
+    is_short_of_memory = isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+    return WorkerLostError(f"out of memory: {line}") if is_short_of_memory else PipelineError(line)
+
+
+def _open_handle(pid: int | None) -> int | None:
+    """A handle of the process itself, not of a later one with its number; None where the system has no such handles."""
+    try:
+        return os.pidfd_open(pid) if pid is not None else None
+    except (AttributeError, OSError):
+        return None
+
+
+def _limit_transfers(connection: Connection) -> None:
+    end = socket.socket(fileno=os.dup(connection.fileno()))
+    limit = struct.pack("ll", _TRANSFER_LIMIT_S, 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, option, limit)
+    end.close()
+
+
+def _let_go_of_fork_server() -> None:
+    """Close the pipe by which this worker would keep its fork server alive.
+
+    The fork server ends when the pipe that its controller holds open is closed. Every child is handed that end too, for
+    children of its own: a stuck worker would keep the fork server alive, and thereby itself.
+    """
+    from multiprocessing import forkserver
+
+    handed_down = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if isinstance(handed_down, int):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, handed_down)
+        os.close(nowhere)
+
+
+def _die_with_parent() -> None:
+    """Ask for SIGKILL when the fork server ends.
+
+    Done before the first call is read: a worker that asks too late reads the end of the pipe instead.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def write_output_to(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

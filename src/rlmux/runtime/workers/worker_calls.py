@@ -1,0 +1,134 @@
+"""What the drivers ask workers for and what those answer: frozen values that cross processes.
+
+RolloutChunk ──▶ RolloutWorker.run_chunk ──▶ RolloutChunkResult
+TrainCall    ──▶ TrainWorker.run_stage   ──▶ TrainCallResult ── of all ranks ──▶ joined
+                 EnvWorker.finish_step   ──▶ StepBatch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlmux.core.model import Stage
+from rlmux.rl.batch_metrics import BatchMetrics
+from rlmux.rl.packed_turns import NO_TURNS, PackedTurns
+from rlmux.rl.types import (
+    ChunkReport,
+    PartialTrajectory,
+    TrainReport,
+    TrajectoryId,
+    TrajectoryRequest,
+    TurnReply,
+)
+from rlmux.runtime.weights.checkpoints import Written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutChunk:
+    """The argument of one bounded call of a rollout worker, with everything that must happen before it decodes."""
+
+    weights: tuple[Path, int] | None
+    """(file, version) to load first."""
+    requests: Sequence[TrajectoryRequest]
+    partials: Sequence[PartialTrajectory]
+    replies: Sequence[TurnReply]
+    released: Sequence[TrajectoryId]
+    max_decode_steps: int
+    max_seconds: float
+    is_load_needed: bool
+    device_fraction: float = 1.0
+    """The part of the device that the worker may use, in this call and until another comes."""
+    cut: Sequence[TrajectoryId] = ()
+    """Unfinished trajectories to forget."""
+    hands_back: bool = False
+    """Whether all that is unfinished leaves the worker, and nothing is decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutChunkResult:
+    """The answer to a RolloutChunk."""
+
+    report: ChunkReport
+    """The engine's report, without the turns."""
+    load_s: float
+    """Seconds of loading state and weights."""
+    turns: PackedTurns = NO_TURNS
+    """Turns that the chunk finished."""
+    input_s: float = 0.0
+    """Seconds of taking in requests, replies and migrated trajectories, before the report's own."""
+    partials: Sequence[PartialTrajectory] | None = None
+    """What was handed back, without KV; None where that was not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOut:
+    """What a train worker makes of its weights while it still has its device: the last call of a step's training."""
+
+    weights: Path
+    """File for rollout workers."""
+    writers: tuple[int, ...]
+    """Ranks that write that file, each on its machine; the first of all is among them."""
+    checkpoint: Path | None
+    """Folder of the checkpoint that is written beside what comes next; None: this step has none."""
+    num_kept: int
+    """Checkpoints that are left once this one is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCall:
+    """The argument of one bounded call of a train worker, with everything that must happen before it trains."""
+
+    stage: Stage
+    payload: bytes | None = None
+    """A pickled TrainingBatch, with which its step begins; None: the step is under way, or the stage needs no batch."""
+    max_logprob_gap: float = math.inf
+    """Nats by which that batch's log-probs may differ from the trainer's, as `TorchTrainEngine.begin_step` takes it."""
+    max_seconds: float
+    is_load_needed: bool
+    device_fraction: float = 1.0
+    """The part of the device that the worker may use, in this call and until another comes."""
+    hand_out: HandOut | None = None
+    """What becomes of the weights with the end of the stage; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCallResult:
+    """The answer to a TrainCall."""
+
+    report: TrainReport
+    load_s: float
+    """Seconds of loading state."""
+    input_s: float = 0.0
+    """Seconds of taking in the step's batch, before the report's own."""
+    hand_out_s: float = 0.0
+    """Seconds of handing out the weights, after the report's own."""
+    weights_checksum: str | None = None
+    """Checksum of the weights that were handed out; None where they were not."""
+    written: Sequence[Written] = ()
+    """Checkpoints that are there now and were not told of before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """A scored step, as the env worker hands it over."""
+
+    payload: bytes
+    """A pickled TrainingBatch, made and read by our own workers."""
+    metrics: BatchMetrics
+
+
+def joined(results: Sequence[TrainCallResult]) -> TrainCallResult:
+    """What a call of all ranks came to, in their order: the seconds of the one that was last, and all tokens."""
+    first = results[0]
+    slowest = max(results, key=lambda one: one.load_s + one.input_s + one.report.seconds + one.hand_out_s)
+    tokens = sum(one.report.tokens for one in results)
+    return replace(
+        first,
+        report=replace(first.report, tokens=tokens, seconds=slowest.report.seconds),
+        load_s=slowest.load_s,
+        input_s=slowest.input_s,
+        hand_out_s=slowest.hand_out_s,
+    )

@@ -1,0 +1,127 @@
+"""Workers as the backend sees them, wherever they live: processes of this machine, or actors of a cluster.
+
+call(method, args, then) ──▶ worker        one call at a time, answered in order; further ones queue
+receive()                ──▶ then(result)  or raises what the method raised; or the call has shown that it lives
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmux.core.model import DeviceId, NodeId
+from rlmux.runtime.workers.heartbeat import Activity
+
+
+class Worker(Protocol):
+    """One worker, wherever it lives: bounded calls, answered in order."""
+
+    name: str
+    pid: int | None
+    """Its process, None until that is known."""
+    address: str
+    """Its machine, as workers of the same pipeline reach it."""
+    call_limit_s: float
+    """Seconds within which each call must be answered, or show that it lives."""
+    num_beats: int
+    """Signs of life of its calls so far."""
+    asked_s: float | None
+    """Time at which its present call was sent; None between calls."""
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        """Have it run a method; `then` gets the result. Raises WorkerLostError if it is gone."""
+
+    def receive(self, now_s: float) -> None:
+        """Take the answer that is there. Raises what the method raised, WorkerLostError if the worker is gone."""
+
+    def is_overdue(self, now_s: float) -> bool:
+        """It has neither answered nor shown life within its limit."""
+
+    def activity(self) -> Activity | None:
+        """What its process is doing; None where that cannot be told."""
+
+    def end(self) -> None:
+        """Let it finish its present call, then leave."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+class Workplace(Protocol):
+    """The place where workers live."""
+
+    bases: Path | None
+    """Folder in shared memory for the frozen bases of adapters; None where workers are on several machines, which have
+    each their own."""
+
+    def spawn(
+        self,
+        name: str,
+        make_worker: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        device: DeviceId | None,
+        log_path: Path,
+        call_limit_s: float,
+    ) -> Worker:
+        """Start a worker, pinned to its device."""
+
+    def wait(self, timeout_s: float) -> Sequence[Worker]:
+        """Workers that have answered or died, waiting for the first."""
+
+    def wake(self) -> None:
+        """Make a `wait` that goes on, or the next one, return soon. May be called from any thread."""
+
+    def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
+        """Ranks of a pipeline's trainers that write its weights, to send parts of them: one a machine, rank 0 first."""
+
+    def deliver(
+        self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker], then: Callable[[], None]
+    ) -> None:
+        """Bring the weights that each sender wrote to where the receivers read them, then call `then`; never waits."""
+
+    def forget(self, worker: Worker) -> None:
+        """Stop watching a worker that is about to be ended."""
+
+    def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
+        """(node, is it there now) for every node that went or came since the last call."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another run that computes on devices of this one."""
+
+    pid: int
+    folder: str
+    devices: Sequence[str]
+    """Devices that both compute on, such as `core 0`."""
+
+    def __str__(self) -> str:
+        return (
+            f"{', '.join(self.devices)}: pid {self.pid} computes there too ({self.folder}): "
+            "both runs take longer, with the same results"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How workers are run; none of it can change a result."""
+
+    chunk_s: float = 0.5
+    """Longest uninterrupted piece of work, in seconds: a Pause is served within it."""
+    chunk_decode_steps: int = 1_000_000
+    """Most decode steps in one chunk; tests that want many safe points lower it."""
+    multi_turn_decode_steps: int = 8
+    """Most decode steps in one chunk of a multi-turn task: finished turns wait that long for their environment."""
+    call_limit_s: float = 120.0
+    """Seconds within which a call must be answered, or show that it lives; else the worker is taken for dead."""
+    checkpoint_every: int = 1
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """Number of checkpoints kept to fall back from damaged ones, beyond what staleness needs."""
+    max_losses: int = 3
+    """Deaths of one worker that its pipeline survives without publishing a new step in between."""

@@ -1,0 +1,286 @@
+"""Who may read: tokens, one-time tickets, and the sessions of browsers.
+
+    admin.token, tokens.json (0600) ──▶ bearer token ──────────────────────▶ Who
+    ticket (60 s, once) or token ── login ──▶ session cookie ──▶ Who (12 h after the last request, 7 days at most)
+
+Secrets are kept as their SHA-256: they are random, so that a fast hash is enough. Tickets live as long as the process,
+sessions longer (sessions.py). The class is used by one thread, that of the server's event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.service.dashboard.auth import atomic_json, tokens, users
+from rlmux.service.dashboard.auth.sessions import Sessions
+from rlmux.service.dashboard.auth.users import People
+
+TOKEN_NAME = "admin.token"
+TICKET_S = 60.0
+LOGINS_PER_MINUTE = 5
+_PROXY = "proxy "
+"""Beginning of the key of a caller that a proxy names; no hash has a blank."""
+_MAX_KNOWN = 10_000
+"""Addresses and tickets that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Who:
+    """A caller that is known."""
+
+    user: str
+    scopes: frozenset[str]
+    """`read`, `admin`, ...; `admin` holds all."""
+    key: str
+    """Hash of the token or session, to count its requests by."""
+    expires_at: float | None = None
+    """Unix time at which the session ends without another request; None for a token."""
+    is_session: bool = False
+    token: str = ""
+    """Id of the token, where it has one."""
+    is_limited: bool = False
+    """Whether the folder has users, so that roles and projects count."""
+    role: str = "admin"
+    projects: frozenset[str] = frozenset()
+    """Projects that the user is a member of."""
+    may_run_code: bool = True
+    """Whether the user may submit code."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every pipeline is shown."""
+        return not self.is_limited or self.role in users.SEES_ALL
+
+    def may(self, scope: str) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+
+SERVER = Who(user="", scopes=frozenset({"admin"}), key="")
+"""The server itself, where it reads what no user is told by name."""
+NOBODY = Who(user="", scopes=frozenset(), key="", is_limited=True, role="", may_run_code=False)
+"""A caller that is not known."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Requests that a caller may make at once: they come back with time."""
+
+    left: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How often callers may ask."""
+
+    requests_per_s: float = 50.0
+    burst: float = 100.0
+    logins_per_minute: float = LOGINS_PER_MINUTE
+
+
+class Access:
+    """See the module."""
+
+    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._tokens: dict[str, Who] = {}
+        self._kept: dict[str, Who] = {}
+        """Tokens of the folder's file, by hash; `expires_at` is when each ends."""
+        self._folder: Path | None = None
+        self._stamps: tuple[object, object] = (None, None)
+        self._people: People | None = None
+        self._tickets: dict[str, float] = {}
+        self._sessions = Sessions(clock)
+        self._buckets: dict[str, _Bucket] = {}
+
+    def add_token(self, token: str, *, scopes: Collection[str], user: str | None = None) -> None:
+        key = _hash(token)
+        id = tokens.id_of(token)
+        self._tokens[key] = Who(user=user or _user(), scopes=frozenset(scopes), key=key, token=id)
+
+    def watch(self, folder: Path) -> None:
+        """Accept the tokens of the folder's file too, as it is at each request, and keep sessions there. Raises
+        UserError for a bad file."""
+        self._folder = folder
+        self._sessions.keep_in(folder)
+        self._read_again()
+
+    def _read_again(self) -> None:
+        """Take over the files where they have changed; one that cannot be read holds no token, or no user."""
+        if self._folder is None:
+            return
+        stamps = (atomic_json.stamp(self._folder, tokens.NAME), atomic_json.stamp(self._folder, users.NAME))
+        if stamps == self._stamps:
+            return
+        self._stamps, self._kept = stamps, {}
+        self._people = People(users={}, projects={})
+        self._people = users.read(self._folder)
+        for one in tokens.read(self._folder):
+            who = Who(user=one.user, scopes=frozenset(one.scopes), key=one.sha256, expires_at=one.ends_at, token=one.id)
+            self._kept[one.sha256] = self._limited(who)
+
+    def _limited(self, who: Who) -> Who:
+        """The caller within the role that its user has; one who is no user may do nothing."""
+        if self._people is None:
+            return who
+        person = self._people.users.get(who.user)
+        may = frozenset(users.ROLES[person.role]) if person else frozenset[str]()
+        return replace(
+            who,
+            scopes=may if who.may("admin") else who.scopes & may,
+            is_limited=True,
+            role=person.role if person else "",
+            projects=self._people.projects_of(who.user),
+            may_run_code=person is not None and person.may_run_code,
+        )
+
+    def _accepted(self) -> dict[str, Who]:
+        """Every token that is accepted now, by hash."""
+        with contextlib.suppress(UserError):
+            self._read_again()
+        now = self._clock()
+        kept = {key: who for key, who in self._kept.items() if who.expires_at is not None and now < who.expires_at}
+        return {**kept, **self._tokens}
+
+    def revoke(self, token: str) -> None:
+        """The token, and every session that was made from it, ends with the next request."""
+        key = _hash(token)
+        self._tokens.pop(key, None)
+        self._sessions.end_of_token(key)
+
+    def make_ticket(self) -> str:
+        """A secret that one login may use within a minute."""
+        ticket = secrets.token_urlsafe(32)
+        _drop_oldest(self._tickets)
+        self._tickets[_hash(ticket)] = self._clock() + TICKET_S
+        return ticket
+
+    def of_token(self, token: str) -> Who | None:
+        key = _hash(token)
+        found = [who for known, who in self._accepted().items() if hmac.compare_digest(known, key)]
+        return found[0] if found else None
+
+    def of_session(self, cookie: str) -> Who | None:
+        """The caller of a session, which lasts on from now."""
+        key = _hash(cookie)
+        session = self._sessions.find(key)
+        if session is None:
+            return None
+        who = self._accepted().get(session.token) if session.token else _owner()
+        if who is None:
+            self._sessions.end(key)
+            return None
+        self._sessions.use(session)
+        return replace(who, key=key, expires_at=session.ends, is_session=True, token="")
+
+    def login(self, *, ticket: str | None = None, token: str | None = None) -> str | None:
+        """The cookie of a new session; None where neither is good."""
+        if ticket is not None:
+            ends = self._tickets.pop(_hash(ticket), 0.0)
+            if self._clock() >= ends:
+                return None
+            of_token = ""
+        else:
+            known = self.of_token(token or "")
+            if known is None:
+                return None
+            of_token = known.key
+        cookie = secrets.token_urlsafe(32)
+        self._sessions.begin(_hash(cookie), of_token)
+        return cookie
+
+    def of_proxy(self, user: str) -> Who:
+        """The caller that a proxy names: with what its role says; without users, all but what is an administrator's."""
+        with contextlib.suppress(UserError):
+            self._read_again()
+        if self._people is None:
+            return Who(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"{_PROXY}{user}")
+        named = self._people.of_login(user)
+        return self._limited(
+            Who(user=named or user, scopes=frozenset({"admin"} if named else ()), key=f"{_PROXY}{user}")
+        )
+
+    def again(self, who: Who, cookie: str) -> Who | None:
+        """The caller as it is now, for a request that lasts; None for one that is no longer known."""
+        if who.is_session:
+            return self.of_session(cookie)
+        if who.key.startswith(_PROXY):
+            return self.of_proxy(who.key.removeprefix(_PROXY))
+        return self._accepted().get(who.key)
+
+    def logout(self, cookie: str) -> None:
+        self._sessions.end(_hash(cookie))
+
+    def may_ask(self, caller: str) -> bool:
+        """Count a request of a caller: a key, or an address."""
+        return self._take(caller, self._limits.requests_per_s, self._limits.burst)
+
+    def may_login(self, address: str) -> bool:
+        """Count a login of an address."""
+        per_minute = self._limits.logins_per_minute
+        return self._take(f"login {address}", per_minute / 60.0, per_minute)
+
+    def _take(self, name: str, per_s: float, burst: float) -> bool:
+        now = time.monotonic()
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            _drop_oldest(self._buckets)
+            bucket = self._buckets[name] = _Bucket(burst, now)
+        bucket.left = min(burst, bucket.left + (now - bucket.at) * per_s)
+        bucket.at = now
+        if bucket.left < 1.0:
+            return False
+        bucket.left -= 1.0
+        return True
+
+
+def token_of(folder: Path) -> str:
+    """The token in a folder's `admin.token`, which the first call makes. Raises UserError where others can read it."""
+    path = folder / TOKEN_NAME
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            raise UserError(f"{path}: other users can read it; accepted: chmod 600 {path}, or remove it") from None
+        token = path.read_text(encoding="utf-8").strip()
+        if len(token) < 32:
+            raise UserError(f"{path}: holds no token; remove it, and the next start makes one") from None
+        return token
+    token, _ = tokens.make_token()
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"{token}\n")
+    return token
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _owner() -> Who:
+    """The caller of a ticket: the user who started the server."""
+    return Who(user=_user(), scopes=frozenset({"admin"}), key="")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _drop_oldest(known: dict[str, Any]) -> None:
+    """Make room for one more."""
+    while len(known) >= _MAX_KNOWN:
+        del known[next(iter(known))]

@@ -1,0 +1,95 @@
+"""Sessions of browsers. They outlive the server in `sessions.json` of its folder (0600), which holds no secret:
+
+login ──▶ begin(hash of the cookie) ──▶ sessions.json ──▶ the next server ──▶ find(hash of the cookie)
+
+When a session was last used is written every ten minutes, so that a killed server forgets that much of it. Where the
+file cannot be written, a session ends with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlmux.core.errors import UserError
+from rlmux.service.dashboard.auth import atomic_json
+
+NAME = "sessions.json"
+SESSION_S, LONGEST_SESSION_S = 12 * 3600.0, 7 * 86400.0
+_WRITE_EVERY_S = 600.0
+_MAX_SESSIONS = 10_000
+
+
+@dataclass(slots=True)
+class Session:
+    """One login of a browser."""
+
+    token: str
+    """Hash of the token that it was made from; empty for a ticket's."""
+    begun: float
+    """Unix time of the login."""
+    used: float
+    """Unix time of the last request."""
+
+    @property
+    def ends(self) -> float:
+        """Unix time at which it ends without another request."""
+        return min(self.used + SESSION_S, self.begun + LONGEST_SESSION_S)
+
+
+class Sessions:
+    """Sessions by the hash of their cookie, the oldest first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._folder: Path | None = None
+        self._sessions: dict[str, Session] = {}
+        self._written = 0.0
+        """Unix time of the last writing."""
+
+    def keep_in(self, folder: Path) -> None:
+        """Take over the sessions of the server before, and keep them there. Raises UserError for a bad file."""
+        self._folder = folder
+        found = atomic_json.read(folder, NAME) or {}
+        try:
+            self._sessions = {
+                key: Session(str(one["token"]), float(one["begun"]), float(one["used"])) for key, one in found.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise atomic_json.damaged(folder, NAME) from None
+
+    def begin(self, key: str, token: str) -> None:
+        while len(self._sessions) >= _MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        now = self._clock()
+        self._sessions[key] = Session(token, now, now)
+        self._write()
+
+    def find(self, key: str) -> Session | None:
+        """A session that has not ended."""
+        session = self._sessions.get(key)
+        return session if session is not None and self._clock() < session.ends else None
+
+    def use(self, session: Session) -> None:
+        """It lasts on from now."""
+        session.used = self._clock()
+        if session.used - self._written >= _WRITE_EVERY_S:
+            self._write()
+
+    def end(self, key: str) -> None:
+        if self._sessions.pop(key, None) is not None:
+            self._write()
+
+    def end_of_token(self, token: str) -> None:
+        """End every session that was made from a token."""
+        self._sessions = {key: one for key, one in self._sessions.items() if one.token != token}
+        self._write()
+
+    def _write(self) -> None:
+        self._written = now = self._clock()
+        self._sessions = {key: one for key, one in self._sessions.items() if now < one.ends}
+        if self._folder is not None:
+            with contextlib.suppress(UserError):
+                atomic_json.write_whole(self._folder, NAME, {key: asdict(one) for key, one in self._sessions.items()})

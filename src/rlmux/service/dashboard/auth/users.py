@@ -1,0 +1,162 @@
+"""Users with roles and projects with members, in a file of the service's folder: `rlmux user` and `rlmux project`
+write it, a server reads it again when it has changed.
+
+    people.json (0600): users ── role, may_run_code, login     projects ── members
+                                        │
+    a caller's scopes: those of its token, within its role;    its sight: `visibility.py`
+
+A folder without such a file has one user, who may do all. With one, a caller that is none of its users may do nothing:
+but for `admin.token` and one-time tickets, which the folder's owner alone has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlmux.core.errors import UserError
+from rlmux.service.dashboard.auth import atomic_json
+from rlmux.service.dashboard.auth.tokens import OF_A_USER, SCOPES
+
+NAME = "people.json"
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "viewer": ("read", "samples"),
+    "member": OF_A_USER,
+    "operator": (*OF_A_USER, "metrics"),
+    "admin": SCOPES,
+}
+"""Scopes that a user of a role may have."""
+SEES_ALL = ("operator", "admin")
+"""Roles that are shown every pipeline, and control any."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LOGIN = re.compile(r"[!-~]{1,200}")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    """A user as the file has it."""
+
+    role: str
+    may_run_code: bool = True
+    """Whether the user may submit bundles, and modules by name."""
+    login: str | None = None
+    """Name by which a proxy knows the user; None: the user's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class People:
+    """The whole file."""
+
+    users: Mapping[str, Person]
+    projects: Mapping[str, tuple[str, ...]]
+    """Members by project."""
+
+    def of_login(self, login: str) -> str | None:
+        """The user that a proxy means; None for one that is not in the file."""
+        named = [name for name, person in self.users.items() if person.login == login]
+        if named:
+            return named[0]
+        own = self.users.get(login)
+        return login if own is not None and own.login is None else None
+
+    def projects_of(self, user: str) -> frozenset[str]:
+        return frozenset(project for project, members in self.projects.items() if user in members)
+
+
+def read(folder: Path) -> People | None:
+    """The file's people; None where there is none. Raises UserError for a damaged file, and one that others read."""
+    found = atomic_json.read(folder, NAME)
+    if found is None:
+        return None
+    try:
+        users = {name: Person(**person) for name, person in found["users"].items()}
+        projects = {name: tuple(members) for name, members in found["projects"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise atomic_json.damaged(folder, NAME) from None
+    if any(person.role not in ROLES for person in users.values()):
+        raise atomic_json.damaged(folder, NAME)
+    return People(users=users, projects=projects)
+
+
+def set_user(
+    folder: Path, name: str, *, role: str | None, may_run_code: bool | None = None, login: str | None = None
+) -> Person:
+    """Add a user, or change one; what is None stays as it is. Returns the user. Raises UserError."""
+    _check_name(name)
+    if role is not None and role not in ROLES:
+        raise UserError(f"--role {role}: accepted: {', '.join(ROLES)}")
+    if login is not None and not _LOGIN.fullmatch(login):
+        raise UserError(f"--login {login!r}: accepted: the name in the proxy's header, such as ann@lab.example")
+    with atomic_json.changing(folder, NAME):
+        people = _of(folder)
+        if role is None and name not in people.users:
+            raise UserError(f"user {name!r}: is new; accepted: --role {', '.join(ROLES)}")
+        was = people.users.get(name) or Person(role=role or "")
+        person = Person(
+            role=was.role if role is None else role,
+            may_run_code=was.may_run_code if may_run_code is None else may_run_code,
+            login=was.login if login is None else login,
+        )
+        others = [other for other, one in people.users.items() if other != name and login in (one.login, other)]
+        if login is not None and others:
+            raise UserError(f"--login {login}: is that of {others[0]}; accepted: one that no other user has")
+        _write(folder, replace(people, users={**people.users, name: person}))
+    return person
+
+
+def remove_user(folder: Path, name: str) -> None:
+    """Refuse a user from now on. Raises UserError for one that there is not."""
+    with atomic_json.changing(folder, NAME):
+        people = _of(folder)
+        users = _without(name, people.users, "user")
+        projects = {key: tuple(one for one in members if one != name) for key, members in people.projects.items()}
+        _write(folder, People(users=users, projects=projects))
+
+
+def set_project(folder: Path, name: str, *, add: Collection[str] = (), drop: Collection[str] = ()) -> tuple[str, ...]:
+    """Make a project, or change who is in it. Returns its members. Raises UserError for users that there are not."""
+    _check_name(name)
+    with atomic_json.changing(folder, NAME):
+        people = _of(folder)
+        unknown = [user for user in (*add, *drop) if user not in people.users]
+        if unknown:
+            raise UserError(f"no user {unknown[0]!r}; accepted: {', '.join(people.users) or 'none yet: rlmux user'}")
+        members = tuple(dict.fromkeys([*people.projects.get(name, ()), *add]))
+        members = tuple(user for user in members if user not in drop)
+        _write(folder, replace(people, projects={**people.projects, name: members}))
+    return members
+
+
+def remove_project(folder: Path, name: str) -> None:
+    """Raises UserError for a project that there is not."""
+    with atomic_json.changing(folder, NAME):
+        people = _of(folder)
+        _write(folder, replace(people, projects=_without(name, people.projects, "project")))
+
+
+def _of(folder: Path) -> People:
+    return read(folder) or People(users={}, projects={})
+
+
+def _without(name: str, entries: Mapping[str, T], what: str) -> dict[str, T]:
+    """All entries but one. Raises UserError for one that there is not."""
+    if name not in entries:
+        raise UserError(f"no {what} {name!r}; accepted: {', '.join(entries) or 'none yet'}")
+    return {key: entry for key, entry in entries.items() if key != name}
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{name!r}: accepted: 1 to 64 letters, digits, '-' and '_'")
+
+
+def _write(folder: Path, people: People) -> None:
+    value: dict[str, Any] = {
+        "users": {name: asdict(person) for name, person in people.users.items()},
+        "projects": {name: list(members) for name, members in people.projects.items()},
+    }
+    atomic_json.write_whole(folder, NAME, value)

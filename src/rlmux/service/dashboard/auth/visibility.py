@@ -1,0 +1,201 @@
+"""What one caller is shown of a lane: every pipeline that it may see by name, the others as "another pipeline".
+
+    pipeline is the caller's own, public, or of a project of the caller ─┐
+    no people.json, or the role operator or admin ───────────────────────┴─▶ seen
+    else ─▶ its row, steps, curves, log and samples: no such pipeline
+            its time on devices, its place in the queue: another pipeline
+            what its project and user have used: another project, another user
+
+`conceal` puts views of the index's tables in their place, so that no question of a handler meets what is
+not to be seen; `cover` does the same to what a controller answers. `mask` is the door's last look
+at every answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlmux.config.load import without_pipelines
+from rlmux.service.index.store import IndexReader, dumps
+
+if TYPE_CHECKING:
+    from rlmux.service.dashboard.auth.access import Who
+
+ANOTHER = "another pipeline"
+ANOTHER_OF = {"project": "another project", "user": "another user"}
+"""Words that stand for accounts that are not shown, by key."""
+_NOT_SAID = {**ANOTHER_OF, "reason": "not shown"}
+"""Words that stand for what is not shown of a hidden pipeline."""
+_CLOSED_WORDS = frozenset(
+    (
+        "status",
+        "kind",
+        "cause",
+        "stage",
+        "phase",
+        "what",
+        "state",
+        "outcome",
+        "token",
+        "policy",
+        "unit",
+        "rule",
+        "level",
+        "visibility",
+    )
+)
+"""Keys whose values are words of ours, which a pipeline may have for a name."""
+_OF_ONE = ("pipeline", "first")
+"""Keys whose values are names of pipelines, and nothing else."""
+_VIEWS = {
+    "pipeline": "SELECT place, name, cover(json) AS json, cover(detail) AS detail, seq FROM main.pipeline "
+    "WHERE NOT is_hidden(name)",
+    "step": "SELECT pipeline, step, json, seq FROM main.step WHERE NOT is_hidden(pipeline)",
+    "device": "SELECT place, name, cover(json) AS json, seq FROM main.device",
+    "instant": "SELECT number, cover(json) AS json FROM main.instant "
+    "WHERE NOT coalesce(is_hidden(json_extract(json, '$.pipeline')), 0)",
+    "pin": "SELECT number, alias(pipeline) AS pipeline, nodes, start_s, end_s FROM main.pin",
+}
+
+
+class Sight:
+    """See the module. Of the pipelines that the index knows; one that is newer is not shown yet."""
+
+    def __init__(self, who: Who, rows: Iterable[Mapping[str, Any]]) -> None:
+        """`rows`: name, user, project and visibility of every pipeline, in the log's order."""
+        self._who = who
+        self._rows = {str(row["name"]): row for row in rows}
+        self._aliases: dict[str, str] = {}
+        for name, row in self._rows.items():
+            if not self.sees(row):
+                number = len(self._aliases) + 1
+                self._aliases[name] = ANOTHER if number == 1 else f"{ANOTHER} {number}"
+        self._hidden = _any_of(self._aliases)
+        seen = [row for name, row in self._rows.items() if name not in self._aliases]
+        self._seen_accounts = {(row["project"], row["user"]) for row in seen}
+
+    def sees(self, row: Mapping[str, Any]) -> bool:
+        """Whether the caller is shown a pipeline with this user, project and visibility."""
+        return self._who.sees_all or is_close(self._who, row)
+
+    def shows(self, name: str) -> bool:
+        """Whether the lane has this pipeline, for the caller."""
+        return self._who.sees_all or (name in self._rows and name not in self._aliases)
+
+    def hides(self, name: str) -> bool:
+        """Whether the lane has this pipeline, and not for the caller."""
+        return name in self._aliases
+
+    def is_close(self, name: str) -> bool:
+        """Whether the caller may read the pipeline's samples and log."""
+        return self._who.may("admin") or (name in self._rows and is_close(self._who, self._rows[name]))
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be pipelines that the caller is not shown."""
+        return not self._who.sees_all
+
+    @property
+    def hides_some(self) -> bool:
+        return bool(self._aliases)
+
+    def alias(self, name: str) -> str:
+        return self._aliases.get(name, name if self.shows(name) else ANOTHER)
+
+    def cover(self, value: Any) -> Any:
+        """JSON about the lane, as far as the caller may know it; a name that is not known counts as hidden."""
+        return self._covered(value, "", has_names=True)
+
+    def mask(self, value: Any) -> Any:
+        """JSON, or a text, in which hidden names may stand: left out as keys, replaced elsewhere."""
+        return self._covered(value, "", has_names=False)
+
+    def _covered(self, value: Any, key: str, *, has_names: bool) -> Any:
+        if self._who.sees_all:
+            return value
+        if isinstance(value, dict):
+            value = self._anonymous(value) if has_names else value
+            kept = {each: one for each, one in value.items() if each not in self._aliases}
+            return {each: self._covered(one, each, has_names=has_names) for each, one in kept.items()}
+        if isinstance(value, list | tuple):
+            return [self._covered(one, key, has_names=has_names) for one in value]
+        if not isinstance(value, str) or key in _CLOSED_WORDS:
+            return value
+        if has_names and key in _OF_ONE:
+            return self.alias(value)
+        return value if self._hidden is None else self._hidden.sub(lambda found: self._aliases[found[0]], value)
+
+    def _anonymous(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row about a pipeline that is not shown, without whose it is: its reason may name that too."""
+        name = row.get("pipeline")
+        if not isinstance(name, str) or self.shows(name):
+            return row
+        return {key: _NOT_SAID.get(key, value) for key, value in row.items()}
+
+    def cover_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """What users and projects have used, with the names of those that the caller knows. The figures are all there:
+        they add up to what was held."""
+        aliases: dict[str, dict[str, str]] = {key: {} for key in ANOTHER_OF}
+
+        def told(row: dict[str, Any]) -> dict[str, Any]:
+            if self._shows_account(row["project"], row["user"]):
+                return row
+            return {**row, **{key: _alias_in(aliases[key], str(row[key]), word) for key, word in ANOTHER_OF.items()}}
+
+        return {**usage, "accounts": [told(row) for row in usage["accounts"]]}
+
+    def _shows_account(self, project: str, user: str) -> bool:
+        """Whether the account is the caller's own, of its project, or that of a pipeline that the caller sees."""
+        is_own = user == self._who.user and user != ""
+        return self._who.sees_all or is_own or project in self._who.projects or (project, user) in self._seen_accounts
+
+    def conceal(self, reader: IndexReader) -> None:
+        """Have the reader answer what is to be seen, whatever it is asked."""
+        if not self._aliases:
+            return
+        reader.shadow(
+            _VIEWS,
+            {
+                "is_hidden": lambda name: int(name in self._aliases),
+                "alias": self.alias,
+                "cover": lambda text: None if text is None else dumps(self.cover(json.loads(text))),
+            },
+        )
+        facts = reader.facts
+        alerts = [one for one in facts.get("alerts", ()) if one["pipeline"] not in self._aliases]
+        spec = facts.get("spec")
+        reader.facts = {
+            **facts,
+            "lane": self.cover(facts["lane"]),
+            "alerts": self.cover(alerts),
+            "pipelines": [self.alias(name) for name in facts["pipelines"]],
+            "spec": None if spec is None else without_pipelines(spec, self.shows),
+        }
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern of any of these as a word; None for no names."""
+    words = "|".join(sorted(map(re.escape, names), key=lambda word: (-len(word), word)))
+    return re.compile(rf"(?<![A-Za-z0-9_-])(?:{words})(?![A-Za-z0-9_-])") if words else None
+
+
+def _alias_in(aliases: dict[str, str], name: str, word: str) -> str:
+    """The word for a name, the same each time: `word`, `word 2`, ... in the order of asking."""
+    number = len(aliases) + 1
+    return aliases.setdefault(name, word if number == 1 else f"{word} {number}")
+
+
+def is_close(who: Who, row: Mapping[str, Any]) -> bool:
+    """Whether a pipeline is the caller's own, or open to it: public, of its project, or of no project at all."""
+    if not who.is_limited or (row["user"] and row["user"] == who.user):
+        return True
+    match row.get("visibility"):
+        case "public":
+            return True
+        case "private":
+            return False
+        case _:
+            return not row["project"] or row["project"] in who.projects

@@ -1,0 +1,208 @@
+"""The dashboard of a folder, on a server: everything wired, and the table of all addresses.
+
+folder ─▶ Dashboard ─▶ server ── gate ── /api/v1: the table ─▶ reads, timeline, stream
+               │                      └─ everything else ─▶ pages
+               └─ the indexer's process ─▶ index.db of every lane
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from fastapi import Request, Response
+from starlette.responses import PlainTextResponse
+
+from rlmux.core.errors import UserError
+from rlmux.log.run_log import SCHEMA_VERSION
+from rlmux.service.dashboard import pages
+from rlmux.service.dashboard.audit import Audit
+from rlmux.service.dashboard.audit_handlers import AuditReads
+from rlmux.service.dashboard.auth.access import TOKEN_NAME, Access, Limits, Who, token_of
+from rlmux.service.dashboard.auth.host_middleware import Gate, Hosts
+from rlmux.service.dashboard.auth.sessions import LONGEST_SESSION_S
+from rlmux.service.dashboard.control import Control
+from rlmux.service.dashboard.cost import CostReads
+from rlmux.service.dashboard.handlers import Reads, Trouble
+from rlmux.service.dashboard.indexing import Indexing
+from rlmux.service.dashboard.openapi import Document
+from rlmux.service.dashboard.parameters import Asked, Caller
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.prometheus import Scrape
+from rlmux.service.dashboard.router import PREFIX, Address, Door, cookie_name, get, post
+from rlmux.service.dashboard.sample_handlers import SampleReads
+from rlmux.service.dashboard.schemas.run_schemas import Login, Nothing, Version, WhoAmI
+from rlmux.service.dashboard.stream import Events, Streams, Watch
+from rlmux.service.dashboard.timeline_handlers import TimelineReads
+from rlmux.service.dashboard.webhook import Webhook
+from rlmux.service.dashboard.what_if_jobs import Questions
+from rlmux.service.http_server import Server
+from rlmux.service.index.lanes import Root
+
+API_VERSION = 1
+_LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
+
+
+class Dashboard:
+    """Mounted on a server before that one starts; close it after the server."""
+
+    def __init__(
+        self,
+        folder: Path,
+        server: Server,
+        *,
+        allowed_hosts: Collection[str] = (),
+        limits: Limits | None = None,
+        trouble: Trouble = lambda folder: None,
+        down: Trouble = lambda folder: None,
+        lanes: Collection[str] = (),
+        more: Sequence[Address] = (),
+    ) -> None:
+        """`folder`: of a run, or of many. `trouble`: what is wrong with a lane beside its index. `down`: why a
+        lane's controller needs a person. `lanes`: names of
+        lanes that may have no log yet. `more`: addresses beside those of every dashboard.
+
+        Raises UserError where its token is not kept from others.
+        """
+        self._server = server
+        self._spare = tempfile.TemporaryDirectory(prefix="rlmux-serve-")
+        spare = Path(self._spare.name)
+        token_folder = folder if os.access(folder, os.W_OK) else spare
+        self.token_path = token_folder / TOKEN_NAME
+        try:
+            self.token = token_of(token_folder)
+        except BaseException:  # an interrupt, too, leaves no folder behind; it goes on up
+            self._spare.cleanup()
+            raise
+        self.access = Access(limits)
+        self.access.add_token(self.token, scopes=["admin"])
+        try:
+            self.access.watch(token_folder)
+        except UserError:
+            self._spare.cleanup()
+            raise
+        self.indexing = Indexing(folder, spare)
+        self._webhook: Webhook | None = None
+        root = Root(folder, spare, lanes)
+        self._reads = reads = Reads(root, lambda one: trouble(one) or self.indexing.trouble(one), down)
+        watch = Watch(reads)
+        self._sessions = _Sessions(self.access, server.port)
+        scrape = Scrape(reads)
+        self._control = Control(reads)
+        read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
+        kept = AuditReads(token_folder)
+        others = (kept, TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
+        every = (*read, *(address for other in others for address in other.addresses()), *more)
+        document = Document()
+        self.addresses = (*every, document.address)
+        door = Door(self.access, server.port, scrape.observe, reads, Audit(token_folder))
+        server.mount(PREFIX, document.added_to(door.router(self.addresses)))
+        server.mount("", pages.router())
+        server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
+        server.run_beside(watch.run)
+        server.before_close(watch.close)
+
+    def start(self) -> None:
+        """Begin to index."""
+        self.indexing.start()
+
+    def check(self) -> None:
+        """Raises ThreadDiedError or StorageError where the thread that minds the indexer has ended."""
+        self.indexing.thread.check()
+
+    def login_url(self) -> str:
+        """An address that logs a browser in, once, within a minute. What follows the # is sent to no server."""
+        return f"{self._server.url}/login#t={self.access.make_ticket()}"
+
+    def send_alerts(self, url: str) -> None:
+        """Tell an address of alerts, from now on."""
+        self._webhook = Webhook(self._reads, url)
+        self._webhook.start()
+
+    def close(self) -> None:
+        if self._webhook is not None:
+            self._webhook.close()
+        self.indexing.close()
+        self._control.close()
+        self._spare.cleanup()
+
+
+class _Sessions:
+    """Login, logout, and who asks."""
+
+    def __init__(self, access: Access, port: int) -> None:
+        self._access = access
+        self._port = port
+
+    async def login(self, asked: Caller, body: Login, request: Request, response: Response) -> WhoAmI:
+        if not self._access.may_login(asked.address):
+            raise ProblemError(429, "too many logins", accepted="5 a minute")
+        cookie = self._access.login(**body.model_dump(exclude_none=True))
+        if cookie is None:
+            (key,) = body.model_dump(exclude_none=True)
+            raise ProblemError(
+                401, f"this {key} is not good", where="body", accepted="a new ticket, or the token of admin.token"
+            )
+        who = self._access.of_session(cookie)
+        assert who is not None
+        self._set_cookie(asked, response, cookie, int(LONGEST_SESSION_S))
+        request.state.user = who.user
+        return _shown(who)
+
+    async def logout(self, asked: Caller, response: Response, body: Nothing | None = None) -> None:
+        self._access.logout(asked.cookie)
+        self._set_cookie(asked, response, "", 0)
+
+    async def whoami(self, asked: Caller) -> WhoAmI:
+        assert asked.who is not None
+        return _shown(asked.who)
+
+    def _set_cookie(self, asked: Asked, response: Response, value: str, age_s: int) -> None:
+        name = cookie_name(self._port, is_https=asked.is_https)
+        response.set_cookie(name, value, max_age=age_s, secure=asked.is_https, httponly=True, samesite="strict")
+
+
+def _shown(who: Who) -> WhoAmI:
+    ends = None if who.expires_at is None else datetime.fromtimestamp(who.expires_at, UTC).isoformat(timespec="seconds")
+    return WhoAmI(
+        user=who.user,
+        scopes=sorted(who.scopes),
+        expires_at=ends,
+        role=who.role,
+        projects=sorted(who.projects),
+        may_run_code=who.may_run_code,
+    )
+
+
+def _version() -> Version:
+    return Version(version=version("rlmux"), api=API_VERSION, log_schema=SCHEMA_VERSION)
+
+
+def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
+    """Addresses of the service, its lanes and its pipelines; other handlers name their own."""
+    return (
+        get("/health", reads.health, "That the server lives; with a token, each lane's state", scope=None),
+        get("/version", _version, "Versions of the program, the API and the log", scope=None),
+        post("/login", sessions.login, "Begin a session, by a ticket or a token", scope=None),
+        post("/logout", sessions.logout, "End the session", scope="read", status=204),
+        get("/whoami", sessions.whoami, "Who asks, and what that user may do"),
+        get("/lanes", reads.lanes, "Every lane"),
+        get(_LANE, reads.lane, "One lane: state, sums by kind and name"),
+        get(f"{_LANE}/devices", reads.devices, "What each device does now"),
+        get(f"{_LANE}/alerts", reads.alerts, "What is wrong now, by rule"),
+        post(f"{_LANE}/alerts", reads.acknowledge, "Say that alerts were seen", scope="control"),
+        get(f"{_LANE}/events", reads.events, "Failures, losses, restarts, newest first"),
+        get("/pipelines", reads.pipelines, "Pipelines of all lanes, or of one"),
+        get(_PIPELINE, reads.pipeline, "One pipeline"),
+        get("/compare", reads.compare, "Two pipelines, and whether they are the same run"),
+        get(f"{_PIPELINE}/steps", reads.steps, "The table of its steps"),
+        get(f"{_PIPELINE}/metrics", reads.metrics, "Curves of its metrics"),
+        get(f"{_PIPELINE}/logs", reads.logs, "What its workers printed", scope="samples"),
+        get("/metrics", scrape.answer, "Figures for Prometheus", scope="metrics", answers=PlainTextResponse),
+        get("/metrics/grafana.json", scrape.grafana, "A dashboard for Grafana", scope="metrics"),
+        get("/stream", streams.stream, "Changes as they come", answers=Events),
+    )

@@ -1,0 +1,457 @@
+"""What the addresses under /api/v1 answer, read from indexes: one reader a request, all of one moment.
+
+lanes  lanes/L  devices  events     pipelines  pipelines/L/NAME  steps  metrics  logs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote
+
+from fastapi import Query
+
+from rlmux.core.errors import LogError, UserError
+from rlmux.log.run_log import LOG_NAME
+from rlmux.report.acknowledgements import acknowledge, with_acknowledged
+from rlmux.report.alerts import Alert
+from rlmux.report.comparison import identity
+from rlmux.report.samples import SAMPLES_NAME
+from rlmux.report.weight_sums import SUMS
+from rlmux.service.dashboard.auth.access import NOBODY, SERVER, Who
+from rlmux.service.dashboard.auth.visibility import Sight
+from rlmux.service.dashboard.parameters import Asked, Caller, Cursor, Limit, Line, Words, words_of
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.schemas import run_schemas
+from rlmux.service.index.lanes import Root, log_signature
+from rlmux.service.index.store import IndexReader
+
+LOG_FILE = "workers.log"
+MAX_LOG_BYTES = 256 << 10
+"""Most of a log that one answer has."""
+MAX_SEARCHED_BYTES = 16 << 20
+"""Most of a log that one request searches."""
+_SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
+_SAYS_SORTS = f"{', '.join(_SORTS)}; with '-' in front, the largest first"
+Sort = Annotated[str, Query(pattern=f"^-?({'|'.join(_SORTS)})$", description=_SAYS_SORTS)]
+SHOWN_ONLY = "one that you are shown"
+"""What is accepted instead of a pipeline that the caller is not shown, and of one that there is not: alike."""
+_ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
+_BANNER = "the indexer has ended; pages are as of row {seq}"
+
+_TWO = Query(min_length=2, max_length=2, description="of=L/NAME, each quoted as in addresses, twice")
+
+Trouble = Callable[[Path], str | None]
+"""What is wrong with a lane's index, in one sentence; None: nothing is."""
+
+
+class Reads:
+    """The handlers."""
+
+    def __init__(self, root: Root, trouble: Trouble, down: Trouble = lambda folder: None) -> None:
+        """`down`: why a lane's controller needs a person; what is wrong with it or its index is in `trouble`, too."""
+        self._root = root
+        self._trouble = trouble
+        self._down = down
+
+    # ------------------------------------------------------------------ lanes
+
+    def open(self, lane: str, who: Who | None) -> IndexReader:
+        """A reader of what the caller may see of the lane's index: the one way to what a lane's pages show.
+
+        Raises ProblemError where there is no such lane, or no index yet.
+        """
+        folder, index = self.folders(lane)
+        with contextlib.suppress(LogError):  # it is being made
+            reader = IndexReader(index)
+            if "lane" in reader.facts:  # else it is empty, and being filled
+                reader.facts = {**reader.facts, "alerts": [*self.lane_alerts(lane), *reader.facts.get("alerts", ())]}
+                if who is None or not who.sees_all:
+                    _sight(who, reader).conceal(reader)
+                return reader
+            reader.__exit__()
+        raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
+
+    def down(self, lane: str) -> str | None:
+        """Why the lane's controller needs a person, in one sentence; None where it does not."""
+        return self._down(self.folders(lane)[0])
+
+    def lane_alerts(self, lane: str) -> list[dict[str, Any]]:
+        """Alerts that no log has: those of the lane's controller."""
+        down = self.down(lane)
+        if down is None:
+            return []
+        alert = Alert(rule="lane_down", level="critical", pipeline=None, step=None, text=down, advice=_ADVICE)
+        return [alert.to_json()]
+
+    def sight(self, lane: str, who: Who | None) -> Sight:
+        """What the caller may see of the lane, for what is read elsewhere than in its index."""
+        if who is not None and who.sees_all:
+            return Sight(who, ())
+        with self.open(lane, SERVER) as reader:
+            return _sight(who, reader)
+
+    def mask(self, asked: Asked, value: Any) -> Any:
+        """An answer without names that the caller is not shown, whatever they stand in: the last look at it.
+
+        JSON that names its lane, or is of that of the address. A lane without an index has nothing to hide yet.
+        """
+        if asked.who is None or asked.who.sees_all:
+            return value
+        if (lane := asked.path.get("lane")) is not None:
+            return self._masked(asked.who, lane, value)
+        if isinstance(value, dict) and isinstance(value.get("items"), list):
+            return {**value, "items": [self.mask(asked, one) for one in value["items"]]}
+        if isinstance(value, dict) and isinstance(value.get("lane"), str):
+            return self._masked(asked.who, value["lane"], value)
+        return value
+
+    def _masked(self, who: Who, lane: str, value: Any) -> Any:
+        try:
+            return self.sight(lane, who).mask(value)
+        except ProblemError:
+            return value
+
+    def check_seen(self, asked: Asked, scope: str | None) -> None:
+        """Raises ProblemError for a pipeline in the address that the caller may not see, or not so closely."""
+        if asked.who is None or (asked.who.sees_all and (scope != "samples" or asked.who.may("admin"))):
+            return
+        lane, name = asked.path.get("lane"), asked.path.get("name")
+        if lane is None or name is None:
+            return
+        with self.open(lane, SERVER) as reader:
+            sight = _sight(asked.who, reader)
+        if sight.hides(name):
+            raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=SHOWN_ONLY)
+        if scope == "samples" and not sight.is_close(name):
+            raise ProblemError(403, f"{name} is of another project", accepted="a pipeline of a project of your own")
+
+    def folders(self, lane: str) -> tuple[Path, Path]:
+        lanes = self._root.lanes()
+        if lane not in lanes:
+            raise ProblemError(404, f"no lane {lane[:80]!r}", accepted=", ".join(list(lanes)[:20]) or "none yet")
+        return lanes[lane]
+
+    def run_folder(self, lane: str) -> Path:
+        """The folder of a lane that has begun."""
+        folder, _ = self.folders(lane)
+        if not (folder / LOG_NAME).is_file():
+            raise ProblemError(503, self._trouble(folder) or f"the log of {lane} is being made; ask again")
+        return folder
+
+    def names(self) -> list[str]:
+        return list(self._root.lanes())
+
+    def lanes(self, asked: Caller) -> run_schemas.Lanes:
+        rows = [self.lane_row(name, asked.who) for name in self.names()]
+        return run_schemas.Lanes.model_validate({"items": rows, "as_of_seq": None})
+
+    def lane(self, asked: Caller, lane: str) -> run_schemas.Lane | run_schemas.NewLane:
+        row = self.lane_row(lane, asked.who)
+        return (run_schemas.NewLane if row["state"] == "unknown" else run_schemas.Lane).model_validate(row)
+
+    def lane_row(self, lane: str, who: Who | None) -> dict[str, Any]:
+        """What is said of one lane; with a banner alone where it has no index."""
+        folder, _ = self.folders(lane)
+        more = {"takes_submissions": self._root.takes_submissions(folder)}
+        try:
+            with self.open(lane, who) as reader:
+                return {**self._lane_of(lane, reader), "banner": self._trouble(folder), **more}
+        except ProblemError as problem:
+            return {"name": lane, "state": "unknown", "banner": problem.detail, "is_indexing": True, **more}
+
+    def _lane_of(self, lane: str, reader: IndexReader) -> dict[str, Any]:
+        facts, (folder, _) = reader.facts, self.folders(lane)
+        is_behind = facts.get("signature") != log_signature(folder)
+        shown = dict(facts["lane"])
+        going = "running" if self._down(folder) is None else "not_answering"
+        state = going if facts["is_going_on"] else "over" if shown["is_over"] else "stopped"
+        return {
+            "name": lane,
+            "state": state,
+            "is_going_on": facts["is_going_on"],
+            "seq": max(reader.seq, facts.get("log_seq", 0)),
+            "index_seq": reader.seq,
+            "rev": facts["rev"],
+            "index_lag_s": _age_s(folder) if is_behind else 0.0,
+            "is_indexing": is_behind,
+            **shown,
+        }
+
+    def health(self, asked: Caller) -> run_schemas.Health:
+        if asked.who is None:
+            return run_schemas.Health(ok=True)
+        rows = (self.lane_row(name, asked.who) for name in self.names())
+        lanes = {
+            row["name"]: run_schemas.LaneHealth(
+                up=row["state"] == "running",
+                seq=row.get("seq"),
+                index_seq=row.get("index_seq"),
+                lag_s=row.get("index_lag_s"),
+            )
+            for row in rows
+        }
+        return run_schemas.Health(ok=True, lanes=lanes)
+
+    def devices(self, asked: Caller, lane: str) -> run_schemas.Listed[run_schemas.Device]:
+        with self.open(lane, asked.who) as reader:
+            rows = reader.rows("SELECT json FROM device ORDER BY place")
+            items = [run_schemas.Device.model_validate_json(text) for (text,) in rows]
+            return run_schemas.Listed[run_schemas.Device](items=items, as_of_seq=reader.seq)
+
+    def alerts(self, asked: Caller, lane: str) -> run_schemas.Listed[run_schemas.Alert]:
+        with self.open(lane, asked.who) as reader:
+            items = with_acknowledged(self.folders(lane)[0], reader.facts["alerts"])
+            return run_schemas.Listed[run_schemas.Alert].model_validate({"items": items, "as_of_seq": reader.seq})
+
+    def acknowledge(self, asked: Caller, lane: str, body: run_schemas.Acknowledge) -> run_schemas.AlertsSeen:
+        """Say of a rule's alerts that they were seen; answers them."""
+        with self.open(lane, asked.who) as reader:
+            alerts = reader.facts["alerts"]
+        by = asked.who.user if asked.who else ""
+        try:
+            items = acknowledge(self.folders(lane)[0], alerts, rule=body.rule, pipeline=body.pipeline, by=by)
+        except UserError as error:
+            raise ProblemError(409, str(error)) from None
+        return run_schemas.AlertsSeen.model_validate({"items": items})
+
+    def events(self, asked: Caller, lane: str, limit: Limit = 100) -> run_schemas.Listed[run_schemas.Happening]:
+        with self.open(lane, asked.who) as reader:
+            rows = reader.rows("SELECT json FROM instant ORDER BY number DESC LIMIT ?", limit)
+            items = [run_schemas.Happening.model_validate_json(text) for (text,) in rows]
+            return run_schemas.Listed[run_schemas.Happening](items=items, as_of_seq=reader.seq)
+
+    # ------------------------------------------------------------------ pipelines
+
+    def pipelines(
+        self,
+        asked: Caller,
+        lane: Line = None,
+        status: Words = "",
+        name: Line = None,
+        sort: Sort = "",
+        limit: Limit = 100,
+        cursor: Cursor = 0,
+    ) -> run_schemas.Pipelines:
+        names = self.names() if lane is None else [lane]
+        rows: list[dict[str, Any]] = []
+        as_of = {}
+        for one in names:
+            try:
+                with self.open(one, asked.who) as reader:
+                    as_of[one] = reader.seq
+                    found = reader.rows("SELECT json FROM pipeline ORDER BY place")
+            except ProblemError:
+                if lane is not None:
+                    raise
+                continue
+            rows += [{"lane": one, **json.loads(text)} for (text,) in found]
+        statuses = words_of(status)
+        rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
+        rows = _sorted(rows, sort)
+        end = cursor + limit
+        return run_schemas.Pipelines(
+            items=[run_schemas.Pipeline.model_validate(row) for row in rows[cursor:end]],
+            next=str(end) if end < len(rows) else None,
+            total=len(rows),
+            as_of_seq=as_of.get(names[0]) if len(names) == 1 else None,
+        )
+
+    def pipeline(self, asked: Caller, lane: str, name: str) -> run_schemas.Detail:
+        with self.open(lane, asked.who) as reader:
+            row, detail = self._pipeline(reader, name)
+            stages: dict[str, float] = {}
+            for (text,) in reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL", name):
+                for stage, spent_s in json.loads(text)["stages"].items():
+                    stages[stage] = stages.get(stage, 0.0) + spent_s
+            return run_schemas.Detail.model_validate(
+                {
+                    "lane": lane,
+                    **row,
+                    **detail,
+                    "seconds": stages,
+                    "has_log": (self.folders(lane)[0] / name / LOG_FILE).is_file(),
+                    "has_samples": (self.folders(lane)[0] / name / SAMPLES_NAME).is_file(),
+                    "spec": reader.facts.get("spec"),
+                    "as_of_seq": reader.seq,
+                }
+            )
+
+    def _pipeline(self, reader: IndexReader, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = reader.rows("SELECT json, detail FROM pipeline WHERE name = ?", name)
+        if not found:
+            accepted = ", ".join(reader.facts["pipelines"][:20]) if reader.is_whole else SHOWN_ONLY
+            raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=accepted)
+        return json.loads(found[0][0]), json.loads(found[0][1])
+
+    def compare(self, asked: Caller, of: Annotated[list[str], _TWO]) -> run_schemas.Compared:
+        rows, plans, sums = zip(*(self._compared(asked, *_place_of(one)) for one in of), strict=True)
+        found = identity(plans, sums)
+        return run_schemas.Compared.model_validate({"items": rows, "identity": {**asdict(found), "says": str(found)}})
+
+    def _compared(
+        self, asked: Asked, lane: str, name: str
+    ) -> tuple[dict[str, Any], str | None, dict[int, dict[str, str]]]:
+        """(row, plan, sums of the weights by step and key) of one pipeline."""
+        with self.open(lane, asked.who) as reader:
+            row, detail = self._pipeline(reader, name)
+            found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
+        rows = {int(step): json.loads(text) for step, text in found}
+        sums = {step: {key: its[key] for key in SUMS if its[key]} for step, its in rows.items()}
+        return {"lane": lane, **row}, detail["plan_sha256"], sums
+
+    def steps(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        first: Annotated[int, Query(alias="from", ge=0, le=2**31)] = 0,
+        last: Annotated[int, Query(alias="to", ge=0, le=2**31)] = 2**31,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+        cursor: Cursor = 0,
+    ) -> run_schemas.Page[run_schemas.Step]:
+        with self.open(lane, asked.who) as reader:
+            self._pipeline(reader, name)
+            found = reader.rows(
+                "SELECT step, json FROM step WHERE pipeline = ? AND step BETWEEN ? AND ? AND json IS NOT NULL "
+                "ORDER BY step LIMIT ?",
+                name,
+                max(first, cursor),
+                last,
+                limit + 1,
+            )
+            return run_schemas.Page[run_schemas.Step](
+                items=[run_schemas.Step.model_validate_json(text) for _, text in found[:limit]],
+                next=str(found[limit][0]) if len(found) > limit else None,
+                as_of_seq=reader.seq,
+            )
+
+    def metrics(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        names: Words = "",
+        x: Literal["step", "time_s"] = "step",
+        points: Annotated[int | None, Query(ge=2, le=4000)] = None,
+    ) -> run_schemas.Metrics:
+        with self.open(lane, asked.who) as reader:
+            _, detail = self._pipeline(reader, name)
+            found = reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step", name)
+            as_of_seq = reader.seq
+        steps = [json.loads(text) for (text,) in found]
+        wanted = words_of(names) or detail["metrics"]
+        unknown = [one for one in wanted if one not in detail["metrics"]]
+        if unknown:
+            raise ProblemError(
+                400, f"no metric {unknown[0][:80]!r}", where="?names", accepted=", ".join(detail["metrics"])
+            )
+        places = [float(step["step" if x == "step" else "end_s"]) for step in steps]
+        series = {one: curve(places, [step["metrics"].get(one) for step in steps], points) for one in wanted}
+        return run_schemas.Metrics(x=x, names=wanted, series=series, steps=len(steps), as_of_seq=as_of_seq)
+
+    def logs(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        offset: Annotated[int, Query(ge=-(2**53), le=2**53)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_SEARCHED_BYTES)] = 65536,
+        grep: Line = None,
+    ) -> run_schemas.Log:
+        path = self.folder_of(asked) / LOG_FILE
+        limit = min(limit, MAX_SEARCHED_BYTES if grep else MAX_LOG_BYTES)
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = min(size, offset if offset >= 0 else max(0, size + offset))
+                file.seek(offset)
+                data = file.read(limit)
+        except OSError:
+            raise ProblemError(404, f"{name} has no {LOG_FILE}", accepted="a pipeline whose workers wrote") from None
+        end = data.rfind(b"\n") + 1 if offset + len(data) < size else len(data)
+        data = data[: end or len(data)]
+        text, skipped = (data, 0) if not grep else _newest_with(grep.encode(), data)
+        return run_schemas.Log(
+            offset=offset + skipped,
+            next_offset=offset + len(data),
+            size=size,
+            text=text.decode("utf-8", "replace"),
+            is_end=offset + len(data) >= size,
+        )
+
+    def folder_of(self, asked: Asked) -> Path:
+        """The folder of the address's pipeline. The name is one of the log's: no path that a caller made up."""
+        lane, name = asked.path["lane"], asked.path["name"]
+        with self.open(lane, asked.who) as reader:
+            self._pipeline(reader, name)
+        return self.folders(lane)[0] / name
+
+
+def _sight(who: Who | None, whole: IndexReader) -> Sight:
+    rows = whole.rows("SELECT json FROM pipeline ORDER BY place")
+    return Sight(who or NOBODY, (json.loads(text) for (text,) in rows))
+
+
+def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
+    """Rows ordered by a key, those without it at the end; in the log's order where no key is given."""
+    if not sort:
+        return rows
+    key, is_turned = sort.removeprefix("-"), sort.startswith("-")
+    known = [row for row in rows if row.get(key) is not None]
+    known.sort(key=lambda row: row[key], reverse=is_turned)
+    return known + [row for row in rows if row.get(key) is None]
+
+
+def _place_of(text: str) -> tuple[str, str]:
+    """Lane and pipeline of `L/NAME`, each quoted as in addresses. Raises ProblemError."""
+    lane, _, name = text.partition("/")
+    if not lane or not name or "/" in name:
+        raise ProblemError(400, f"of is {text[:80]!r}", where="?of", accepted="L/NAME, each quoted as in addresses")
+    return unquote(lane), unquote(name)
+
+
+def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> run_schemas.Curve:
+    """A curve of at most so many points, each for a run of steps: the mean, the least and the most of its values.
+
+    `points`: None for all. Nothing is skipped: the least and the most are those of all values.
+    """
+    if points is None or len(x) <= points:
+        return run_schemas.Curve(x=list(x), y=list(y))
+    size = -(-len(x) // points)
+    shown: Mapping[str, list[float | None]] = {"x": [], "y": [], "min": [], "max": []}
+    for at in range(0, len(x), size):
+        values = [value for value in y[at : at + size] if value is not None]
+        shown["x"].append(x[min(at + size, len(x)) - 1])
+        shown["y"].append(math.fsum(values) / len(values) if values else None)
+        shown["min"].append(min(values, default=None))
+        shown["max"].append(max(values, default=None))
+    return run_schemas.Curve(**shown)
+
+
+def _age_s(folder: Path) -> float:
+    """Seconds since the log last changed."""
+    times = [path.stat().st_mtime for path in folder.glob("run.db*") if path.is_file()]
+    return max(0.0, time.time() - max(times, default=time.time()))
+
+
+def _newest_with(words: bytes, data: bytes) -> tuple[bytes, int]:
+    """(lines with the words, the newest where they are too many to send; bytes of `data` before the first of those)."""
+    found: list[bytes] = []
+    room, end = MAX_LOG_BYTES, len(data)
+    while end > 0 and (at := data.rfind(words, 0, end)) >= 0:
+        start = data.rfind(b"\n", 0, at) + 1
+        stop = data.find(b"\n", at) + 1 or len(data)
+        room -= stop - start
+        if room < 0 and found:
+            return b"".join(reversed(found)), stop
+        found.append(data[start:stop])
+        end = start
+    return b"".join(reversed(found)), 0

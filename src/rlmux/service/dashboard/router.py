@@ -1,0 +1,391 @@
+"""The table of addresses, and the one place where each request is let in or refused.
+
+Address(method="GET", path="/lanes/{lane}", scope="read", answer=..., summary=...)
+    │
+Door ── method other than GET and HEAD? by token, or by a page of this server, with JSON ── else 403, 415
+     ── who asks? token or session ── else 401, 403        ── how often? ── else 429
+     ── every query parameter known, and given once? ── else 400
+     ── may the pipeline that it names be seen? ── else 404
+     ── may have an effect? a line in the audit first ── else 507
+     ── FastAPI: parameters and body of their types ── else 400
+     ── answer: in a thread, as what it does may read a file; what may take long, in its `LongWork` ── 429, 507
+     ── 304 where the caller has it already
+
+FastAPI reads a body before it asks any dependency, so that rights are not dependencies here: each address has a route
+of a class of its own, which lets a request in before FastAPI has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, get_origin, get_type_hints
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+
+from rlmux.core.errors import LogError
+from rlmux.service.addresses import PROXY_USER
+from rlmux.service.dashboard.audit import Audit
+from rlmux.service.dashboard.auth.access import Access, Who
+from rlmux.service.dashboard.parameters import Asked
+from rlmux.service.dashboard.problems import PROBLEMS, ProblemError, invalid, of_storage, unwritten
+from rlmux.service.index.store import dumps
+
+PREFIX = "/api/v1"
+JSON = "application/json"
+_SAFE = ("GET", "HEAD")
+_MAX_JSON_DEPTH = 32
+
+Observe = Callable[[str, int, float], None]
+"""Told of each answer: the address in the table, the status, the seconds until it began."""
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Shown(Protocol):
+    """Decides what a caller is shown."""
+
+    def check_seen(self, asked: Asked, scope: str | None) -> None:
+        """Raises ProblemError where the caller may not see what the address names. `scope`: what it needs."""
+
+    def mask(self, asked: Asked, value: Any) -> Any:
+        """An answer's JSON, or a text of it, without names that the caller is not shown."""
+
+
+class LongWork:
+    """Answers that may take long: some at once, which leaves other requests their threads, and some that wait."""
+
+    def __init__(self, *, at_once: int, waiting: int) -> None:
+        self._at_once = at_once
+        self._waiting = waiting
+        self._room = asyncio.Semaphore(at_once)
+        self._num = 0
+
+    async def run(self, answer: Callable[..., Any], *asked: Any) -> Any:
+        """Call it in a thread. Raises ProblemError where too many wait already. To be used on one event loop."""
+        if self._num >= self._at_once + self._waiting:
+            told = f"{self._at_once} at once, {self._waiting} waiting"
+            raise ProblemError(429, "too many such requests are being answered", accepted=told, again_s=5)
+        self._num += 1
+        try:
+            async with self._room:
+                return await run_in_threadpool(answer, *asked)
+        finally:
+            self._num -= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """One row of the table."""
+
+    method: str
+    path: str
+    scope: str | None
+    """What a caller must be allowed; None: anyone may ask."""
+    answer: Callable[..., Any]
+    """FastAPI calls it, with what its signature says: in a thread unless it is a coroutine function."""
+    summary: str
+    """What the address is for."""
+    status: int = 200
+    others: Sequence[int] = ()
+    """Other statuses of an answer that is no problem."""
+    answers: type[Response] = JSONResponse
+    """Type of an answer that is no JSON."""
+    takes: str = JSON
+    """Type of the body that it takes."""
+    long_work: LongWork | None = None
+    """What it waits in where it may take long, for a controller or a process; None: in the threads of all requests."""
+
+    def add_to(self, router: APIRouter, route_class: type[APIRoute]) -> None:
+        """A GET is a HEAD, too, of which the document says nothing."""
+        more: dict[str, Any] = {"x-scope": self.scope, "security": [] if self.scope is None else SECURITY}
+        if self.takes != JSON:
+            schema = {"type": "string", "format": "binary"}
+            more["requestBody"] = {"required": True, "content": {self.takes: {"schema": schema}}}
+        others: dict[int | str, dict[str, Any]] = {
+            status: {"description": self.summary, "model": get_type_hints(self.answer)["return"]}
+            for status in self.others
+        }
+        for method in ("GET", "HEAD") if self.method == "GET" else (self.method,):
+            router.add_api_route(
+                self.path,
+                self._endpoint(),
+                methods=[method],
+                summary=self.summary,
+                status_code=self.status,
+                response_class=self.answers,
+                response_model_exclude_unset=True,
+                responses={**PROBLEMS, **others},
+                openapi_extra=more,
+                include_in_schema=method != "HEAD",
+                route_class_override=route_class,
+            )
+
+    def _endpoint(self) -> Callable[..., Any]:
+        if self.long_work is None:
+            return self.answer
+        run, answer = self.long_work.run, self.answer
+
+        @functools.wraps(answer)
+        async def waits(**given: Any) -> Any:
+            return await run(functools.partial(answer, **given))
+
+        return waits
+
+
+SECURITY: list[Any] = [{"token": []}, {"session": []}]
+
+
+def get(path: str, answer: Callable[..., Any], summary: str, **more: Any) -> Address:
+    """An address that is read, by default with the scope `read`."""
+    return Address(method="GET", path=path, answer=answer, summary=summary, **{"scope": "read", **more})
+
+
+def post(path: str, answer: Callable[..., Any], summary: str, **more: Any) -> Address:
+    return Address(method="POST", path=path, answer=answer, summary=summary, **more)
+
+
+class Door:
+    """Makes a router of the table."""
+
+    def __init__(
+        self,
+        access: Access,
+        port: int,
+        observe: Observe,
+        shown: Shown,
+        audit: Audit | None = None,
+    ) -> None:
+        """`port`: the server's. `audit`: is told of every request that may have an effect; None: nothing is kept."""
+        self._audit = audit
+        self._access = access
+        self._port = port
+        self._shown = shown
+        self._observe = observe
+
+    def router(self, addresses: Sequence[Address]) -> APIRouter:
+        """To be mounted under `PREFIX`."""
+        router = APIRouter()
+        for address in addresses:
+            address.add_to(router, self._route_class(address))
+        return router
+
+    def _route_class(self, address: Address) -> type[APIRoute]:
+        door = self
+
+        class Route(APIRoute):
+            def get_route_handler(self) -> Any:
+                return door._answering(address, self, super().get_route_handler())
+
+        return Route
+
+    def _answering(self, address: Address, route: APIRoute, answer: Answer) -> Answer:
+        async def respond(request: Request) -> Response:
+            begun_s = time.monotonic()
+            line, told = await answered(request)
+            told = await run_in_threadpool(self._ended, request, line, told)
+            self._observe(address.path, told.status_code, time.monotonic() - begun_s)
+            return told
+
+        async def answered(request: Request) -> tuple[str | None, Response]:
+            """(the request's line in the audit, or None; what is answered)."""
+            asked = line = None
+            try:
+                asked = request.state.asked = self._let_in(address, request)
+                _check_query(route, request)
+                if request.method not in _SAFE and address.takes == JSON:
+                    _check_json(await request.body())
+                await run_in_threadpool(self._shown.check_seen, asked, address.scope)
+                line = await run_in_threadpool(self._begin, request)
+                told = await answer(request)
+                return line, _tagged(request, await run_in_threadpool(self._masked, asked, told))
+            except RequestValidationError as error:
+                return line, invalid(error, route).response(request.url.path)
+            except ProblemError as problem:
+                if asked is not None and problem.status != 404:  # that says the caller's own word, and nothing else
+                    problem.detail = await run_in_threadpool(self._shown.mask, asked, problem.detail)
+                    problem.accepted = await run_in_threadpool(self._shown.mask, asked, problem.accepted)
+                return line, problem.response(request.url.path)
+            except (LogError, sqlite3.Error, OSError) as error:
+                return line, of_storage(error).response(request.url.path)
+
+        return respond
+
+    def _masked(self, asked: Asked, told: Response) -> Response:
+        if asked.who is None or asked.who.sees_all or told.media_type != JSON or not told.body:
+            return told
+        told.body = dumps(self._shown.mask(asked, json.loads(bytes(told.body)))).encode()
+        told.headers["Content-Length"] = str(len(told.body))
+        return told
+
+    def _begin(self, request: Request) -> str | None:
+        """Write down a request that may have an effect; returns its line. Raises ProblemError where that cannot be."""
+        if self._audit is None or request.method in _SAFE:
+            return None
+        try:
+            return self._audit.begin(**self._caller(request))
+        except OSError as error:
+            raise unwritten(error) from None
+
+    def _ended(self, request: Request, line: str | None, told: Response) -> Response:
+        """The answer, once what came of the request is written down, or that it was refused."""
+        if self._audit is None:
+            return told
+        if line is not None:
+            self._audit.end(line, told.status_code, user=getattr(request.state, "user", ""))
+        elif request.method not in _SAFE:
+            try:
+                self._audit.refused(told.status_code, **self._caller(request))
+            except OSError as error:
+                return unwritten(error).response(request.url.path)
+        elif told.status_code in (401, 403):
+            self._audit.refused_read(told.status_code, **self._caller(request))
+        return told
+
+    def _caller(self, request: Request) -> dict[str, str]:
+        who, _, is_bearer = self._who(request)
+        by = "token" if is_bearer else "session" if who and who.is_session else "proxy"
+        return {
+            "user": who.user if who else "",
+            "by": by if who else "",
+            "token": who.token if who else "",
+            "address": request.client.host if request.client else "",
+            "method": request.method,
+            "path": request.url.path,
+        }
+
+    def _let_in(self, address: Address, request: Request) -> Asked:
+        caller = request.client.host if request.client else ""
+        who, cookie, is_bearer = self._who(request)
+        if not self._access.may_ask(who.key if who else f"address {caller}"):
+            raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once", again_s=1)
+        if request.method not in _SAFE:
+            _check_origin(request, address.takes, is_bearer=is_bearer)
+        if address.scope is not None:
+            if who is None:
+                raise ProblemError(
+                    401,
+                    "who asks is not known",
+                    where="Authorization",
+                    accepted="Bearer TOKEN of admin.token, or a login",
+                )
+            if not who.may(address.scope):
+                raise ProblemError(403, f"needs the scope {address.scope}", accepted=f"a token with {address.scope}")
+        return Asked(
+            path=dict(request.path_params),
+            who=who,
+            address=caller,
+            headers=request.headers,
+            cookie=cookie,
+            is_https=request.url.scheme == "https",
+        )
+
+    def _who(self, request: Request) -> tuple[Who | None, str, bool]:
+        """(the caller, the session's secret, whether by token).
+
+        A token that is wrong is not helped by a session that is good; a proxy's word is before that of a session.
+        """
+        cookie = request.cookies.get(cookie_name(self._port, is_https=request.url.scheme == "https"), "")
+        given = request.headers.get("authorization")
+        if given is not None:
+            scheme, _, token = given.partition(" ")
+            return (self._access.of_token(token.strip()) if scheme.lower() == "bearer" else None), cookie, True
+        user = getattr(request.state, PROXY_USER, None)
+        if user is not None:
+            return self._access.of_proxy(user), cookie, False
+        return (self._access.of_session(cookie) if cookie else None), cookie, False
+
+
+def cookie_name(port: int, *, is_https: bool) -> str:
+    """Name of a server's cookie: a browser sends its cookies to every port of a name, so that each has one of its own.
+
+    Over TLS it has the prefix with which a browser takes it from no other name, and only if it is `Secure`.
+    """
+    return f"{'__Host-' if is_https else ''}rlmux_{port}"
+
+
+def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None:
+    """Whatever may have an effect comes with a token, or from a page of this server: a browser says which."""
+    headers = request.headers
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != media_type:
+        raise ProblemError(415, "a body of another type", where="Content-Type", accepted=media_type)
+    if is_bearer:
+        return
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        is_ours = site == "same-origin"
+    else:
+        origin = headers.get("origin", "")
+        is_ours = origin != "" and urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        is_ours = is_ours and urlsplit(origin).scheme == request.url.scheme
+    if not is_ours:
+        raise ProblemError(403, "not asked by a page of this server", where="Origin", accepted="a bearer token")
+
+
+def _check_query(route: APIRoute, request: Request) -> None:
+    """FastAPI passes over a parameter that it does not know, and takes the last of several."""
+    known = {one.alias for one in route.dependant.query_params}
+    lists = {one.alias for one in route.dependant.query_params if get_origin(one.field_info.annotation) is list}
+    found = set()
+    for name in (name for name, _ in request.query_params.multi_items()):
+        if name not in known:
+            accepted = ", ".join(one.alias for one in route.dependant.query_params) or "none"
+            raise ProblemError(400, f"no parameter {name!r}", where=f"?{name}", accepted=accepted)
+        if name in found and name not in lists:
+            raise ProblemError(400, f"{name!r} is given twice", where=f"?{name}", accepted="one value")
+        found.add(name)
+
+
+def _check_json(data: bytes) -> None:
+    """Raises ProblemError for a body that is no JSON, or one that takes much to read."""
+    if data.count(b"[") + data.count(b"{") > 10_000:
+        raise ProblemError(400, "too many lists and objects", where="body", accepted="10,000")
+    try:
+        value = json.loads(data or b"null")
+    except (ValueError, RecursionError):
+        raise ProblemError(400, "not JSON", where="body", accepted="an object") from None
+    if _depth(value) > _MAX_JSON_DEPTH:
+        raise ProblemError(400, "nested too deeply", where="body", accepted=f"{_MAX_JSON_DEPTH} levels")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON has a way to write it, and UTF-8 has none
+        raise ProblemError(400, "a text is not Unicode", where="body", accepted="whole surrogate pairs") from None
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted to one more than is allowed."""
+    depth, level = 0, [value]
+    while level and depth <= _MAX_JSON_DEPTH:
+        level = [
+            each
+            for one in level
+            if isinstance(one, dict | list)
+            for each in (one.values() if isinstance(one, dict) else one)
+        ]
+        depth += 1
+    return depth
+
+
+def _tagged(request: Request, told: Response) -> Response:
+    """The answer with its tag, or without a body where the caller has it already; one that is not kept is as it was."""
+    if told.status_code == 204 or told.headers.get("Cache-Control") == "no-store":
+        return told
+    tag = f'"{hashlib.sha256(told.body).hexdigest()[:24]}"'
+    told.headers["ETag"] = tag
+    told.headers["Vary"] = "Cookie, Authorization"  # what one user was told is not kept for the next
+    told.headers.setdefault("Cache-Control", "no-cache")
+    given = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
+    if told.status_code == 200 and request.method in _SAFE and tag in given:
+        kept = {name: told.headers[name] for name in ("ETag", "Vary", "Cache-Control")}
+        return Response(status_code=304, headers=kept)
+    return told

@@ -1,0 +1,74 @@
+"""What the addresses of trajectories answer, read from each pipeline's own file.
+
+pipelines/L/NAME/samples?...  ─▶ rows that meet what is asked, a page at a time
+pipelines/L/NAME/samples/STEP/PROMPT/SAMPLE  ─▶ one, with its text and the rewards of its prompt group
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import Path, Query
+
+from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
+from rlmux.service.dashboard.handlers import Reads
+from rlmux.service.dashboard.parameters import Asked, Caller, Cursor, Line
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.router import Address, get
+from rlmux.service.dashboard.schemas.timeline_schemas import Sample, Samples
+
+_ADDRESS = "/pipelines/{lane}/{name}/samples"
+Place = Annotated[int, Path(ge=0, le=2**20 - 1, description=f"STEP/PROMPT/SAMPLE, each up to {2**20 - 1}")]
+Number = Annotated[int | None, Query(ge=0, le=2**20)]
+Reward = Annotated[float | None, Query(allow_inf_nan=False, description="a finite number")]
+
+
+class SampleReads:
+    """The handlers."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+
+    def addresses(self) -> tuple[Address, ...]:
+        one = f"{_ADDRESS}/{{step}}/{{prompt}}/{{sample}}"
+        return (
+            get(_ADDRESS, self.find, "Trajectories that meet what is asked", scope="samples"),
+            get(one, self.one, "One trajectory with its text", scope="samples"),
+        )
+
+    def find(
+        self,
+        asked: Caller,
+        lane: str,
+        name: str,
+        step: Number = None,
+        prompt: Number = None,
+        stop: Line = None,
+        text: Line = None,
+        least: Reward = None,
+        most: Reward = None,
+        sort: Literal["step", "-step", "reward", "-reward", "tokens", "-tokens"] = "-step",
+        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+        cursor: Cursor = 0,
+    ) -> Samples:
+        given = {"step": step, "prompt": prompt, "stop": stop, "least": least, "most": most, "text": text}
+        filters = {key: value for key, value in given.items() if value is not None}
+        with self._open(asked) as reader:
+            return Samples.model_validate(page_of(reader, filters, sort=sort, at=cursor, limit=limit))
+
+    def one(self, asked: Caller, lane: str, name: str, step: Place, prompt: Place, sample: Place) -> Sample:
+        with self._open(asked) as reader:
+            found = whole_of(reader, step, prompt, sample)
+        if found is None:
+            raise ProblemError(404, "this trajectory was not kept", accepted="one of those that /samples lists")
+        return Sample.model_validate(found)
+
+    def _open(self, asked: Asked) -> SampleReader:
+        name = asked.path["name"]
+        path = self._reads.folder_of(asked) / SAMPLES_NAME
+        if not path.is_file():
+            raise ProblemError(
+                404, f"no trajectories of {name} were kept", accepted="a pipeline of a run of this version"
+            )
+        return SampleReader(path)
+

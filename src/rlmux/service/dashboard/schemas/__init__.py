@@ -1,0 +1,4 @@
+"""Bodies and answers of the API, as pydantic models.
+
+Reading order: run_schemas, timeline_schemas, usage_schemas.
+"""

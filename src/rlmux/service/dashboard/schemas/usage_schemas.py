@@ -1,0 +1,110 @@
+"""Shapes of what projects and users have used, and of what-if questions: `/lanes/L/usage` and `/lanes/L/whatif`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import StringConstraints, model_validator
+
+from rlmux.service.dashboard.schemas.run_schemas import Open, Shape, Taken
+
+Text = Annotated[str, StringConstraints(max_length=100_000, pattern=r"^[^\x00]*$")]
+
+
+class Quota(Shape):
+    max_running: int | None
+    max_waiting: int | None = None
+    max_devices: float | None
+    device_hours_a_day: float | None
+    max_usd_per_hour: float | None = None
+    budget_usd: float | None = None
+    budget_days: float | None = None
+    """Days of a period of the budget."""
+
+
+class Account(Shape):
+    project: str
+    user: str
+    weight: float
+    guarantee: float
+    share: float
+    fair_share: float
+    is_over_share: bool
+    device_hours: dict[str, float]
+    used_hours: dict[str, float]
+    device_hours_today: float
+    running: int
+    waiting: int
+    quota: Quota
+    usd: float | None = None
+    """Dollars of `device_hours`, at the pools' prices."""
+    spent_usd: float | None = None
+    """Dollars that the account of `quota` was charged in the present period of its budget."""
+    budget_begins_s: float | None = None
+    """When that budget begins anew, by the run's clock."""
+
+
+class Usage(Shape):
+    accounts: list[Account]
+    at_s: float | None = None
+    half_life_hours: float | None = None
+    held_hours: dict[str, float] | None = None
+
+
+class Score(Shape):
+    policies: list[str]
+    num_scored: int
+    median_error: float | None
+    """Error as a part of the seconds that were predicted."""
+    worst_error: float | None
+
+
+class Question(Taken):
+    file: Text | None = None
+    """Text of YAML whose pipelines are added."""
+    add: int | None = None
+    """Number of pipelines to add."""
+    like: Text | None = None
+    """Pipeline that the added ones are copies of."""
+    remove: list[Text] | None = None
+    policy: Text | None = None
+    set: list[Text] | None = None
+
+    @model_validator(mode="after")
+    def _asks(self) -> Question:
+        if not self.model_fields_set:
+            raise ValueError("no question")
+        return self
+
+
+class Prediction(Shape):
+    """What a simulation says of one pipeline; seconds from the moment that was asked about."""
+
+    ends_s: float | None
+    queue_s: float | None
+    step_slowdown: float | None
+    slo_slowdown: float | None
+    keeps_slo: bool | None
+    refused: str | None
+
+
+class Side(Open):
+    policy: str
+    pipelines: dict[str, Prediction]
+    makespan_s: float | None
+    mean_step_slowdown: float | None
+    max_step_slowdown: float | None
+    mean_queue_s: float | None
+    slo_attainment: float | None
+    cost_usd: float | None
+    cost_usd_per_hour: float | None
+
+
+class Answer(Shape):
+    run: str
+    at_s: float
+    about: str
+    notes: list[str]
+    now: Side
+    then: Side
+    command: str

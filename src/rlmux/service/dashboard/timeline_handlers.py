@@ -1,0 +1,369 @@
+"""The timeline's addresses: where things lie, buckets and intervals in binary, a window's sums, one gap.
+
+u32 length of the header │ header, JSON │ planes or columns, little endian, each from a multiple of 8 bytes on
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import Query
+from starlette.responses import Response
+
+from rlmux.core.model import PipelineId
+from rlmux.report.timeline.intervals import Cause, label_of
+from rlmux.service.dashboard.handlers import Reads
+from rlmux.service.dashboard.parameters import SECONDS, Caller, Seconds
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.router import Address, get
+from rlmux.service.dashboard.schemas.timeline_schemas import Gap, Interval, Measured, Order, Pinned, Place, Timeline
+from rlmux.service.index.columns import CAUSES, KIND_BY_CAUSE, KINDS, NO_PIPELINE, NO_STAGE, STAGES, Array
+from rlmux.service.index.interval_rows import charges
+from rlmux.service.index.store import IndexReader
+from rlmux.service.index.tiles import LEVELS, without_overlaps
+
+_ADDRESS = "/timeline/{lane}"
+MAX_INTERVALS = 20_000
+MAX_BUCKETS = 4096
+_COLUMNS = (
+    ("start", "<f8"), ("seconds", "<f8"), ("device", "<u2"), ("pipeline", "<u2"), ("cause", "u1"), ("stage", "u1"),
+    ("lane", "u1"), ("flags", "u1"), ("step", "<u4"), ("order", "<u4"), ("fraction", "<f4"),
+)  # fmt: skip
+_LOOK_AHEAD_S = (60.0, 600.0, 6000.0, math.inf)
+
+
+Rev = Annotated[int | None, Query(ge=0, le=2**53)]
+Devices = Annotated[list[Annotated[str, Query(max_length=512)]] | None, Query()]
+
+
+class Binary(Response):
+    """Buckets or columns."""
+
+    media_type = "application/octet-stream"
+
+
+class TimelineReads:
+    """The handlers."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+
+    def addresses(self) -> tuple[Address, ...]:
+        return (
+            get(_ADDRESS, self.timeline, "Where the timeline's devices, pipelines and levels are"),
+            get(f"{_ADDRESS}/tiles", self.tiles, "What each device did in each bucket", answers=Binary),
+            get(f"{_ADDRESS}/intervals", self.intervals, "Every interval, as columns", answers=Binary),
+            get(f"{_ADDRESS}/measure", self.measure, "Where a window's seconds went"),
+            get(f"{_ADDRESS}/gap", self.gap, "One moment of a device"),
+        )
+
+    def timeline(self, asked: Caller, lane: str) -> Timeline:
+        with self._reads.open(lane, asked.who) as reader:
+            facts = reader.facts
+            (num,) = reader.rows("SELECT count(*) FROM chunk")[0]
+            devices = reader.rows("SELECT json FROM device ORDER BY place")
+            return Timeline(
+                lane=lane,
+                start_s=facts["start_s"],
+                end_s=facts["end_s"],
+                is_over=facts["lane"]["is_over"],
+                is_going_on=facts["is_going_on"],
+                created=facts["lane"]["created"],
+                devices=[Place.model_validate_json(text) for (text,) in devices],
+                pipelines=facts["pipelines"],
+                **_names(),
+                rev=facts["rev"],
+                seq=reader.seq,
+                open_from=facts["open_from_s"],
+                bucket_s=list(LEVELS),
+                num_intervals=reader.count_intervals(-math.inf, math.inf) if num else 0,
+                max_intervals=MAX_INTERVALS,
+                max_buckets=MAX_BUCKETS,
+            )
+
+    def tiles(
+        self,
+        asked: Caller,
+        lane: str,
+        t0: Seconds = None,
+        t1: Seconds = None,
+        rev: Rev = None,
+        level: Annotated[int, Query(ge=0, le=len(LEVELS) - 1)] = 0,
+    ) -> Binary:
+        with self._reads.open(lane, asked.who) as reader:
+            start_s, end_s = _window(t0, t1, reader)
+            width_s = LEVELS[level]
+            first, last = math.floor(start_s / width_s), math.ceil(end_s / width_s)
+            num = max(1, last - first)
+            if num > MAX_BUCKETS:
+                raise ProblemError(
+                    413, f"{num} buckets", where="?level", accepted=f"level={_level_for(start_s, end_s)} or above"
+                )
+            planes = reader.planes(level, first, num)
+            header = {
+                **_header(reader, start_s, end_s),
+                "level": level,
+                "bucket_s": width_s,
+                "first_bucket": first,
+                "num_buckets": num,
+                "num_devices": planes.busy.shape[0],
+            }
+            return _told(_packed(header, planes.to_bytes()), rev, reader, last * width_s)
+
+    def intervals(
+        self,
+        asked: Caller,
+        lane: str,
+        t0: Seconds = None,
+        t1: Seconds = None,
+        rev: Rev = None,
+        device: Devices = None,
+    ) -> Binary:
+        with self._reads.open(lane, asked.who) as reader:
+            start_s, end_s = _window(t0, t1, reader)
+            found = _of_devices(reader.intervals(start_s, end_s), device, reader)
+            if len(found) > MAX_INTERVALS:
+                raise ProblemError(
+                    413,
+                    f"{len(found)} intervals",
+                    where="?t1",
+                    accepted=f"at most {MAX_INTERVALS}; tiles of level={_level_for(start_s, end_s)}",
+                )
+            columns, data = _columns(found)
+            header = {**_header(reader, start_s, end_s), **_names(), "count": len(found), "columns": columns}
+            return _told(_packed(header, data), rev, reader, end_s)
+
+    def measure(
+        self,
+        asked: Caller,
+        lane: str,
+        t0: Seconds = None,
+        t1: Seconds = None,
+        rev: Rev = None,
+        device: Devices = None,
+    ) -> Measured:
+        with self._reads.open(lane, asked.who) as reader:
+            start_s, end_s = _window(t0, t1, reader)
+            found = without_overlaps(_of_devices(reader.intervals(start_s, end_s), device, reader))
+            items = charges(_sums(found, start_s, end_s, reader.facts["pipelines"]))
+            device_s = math.fsum(float(item["seconds"]) for item in items)
+            told = {"t0": start_s, "t1": end_s, "device_s": device_s, "items": items, "as_of_seq": reader.seq}
+            return Measured.model_validate(told)
+
+    # ------------------------------------------------------------------ one moment of one device
+
+    def gap(
+        self,
+        asked: Caller,
+        lane: str,
+        device: Annotated[str, Query(max_length=512, description="an id of a device")],
+        t: Annotated[float, SECONDS],
+    ) -> Gap:
+        with self._reads.open(lane, asked.who) as reader:
+            at_s, devices = t, reader.facts["devices"]
+            place = _device(device, reader)
+            here = reader.intervals(at_s, np.nextafter(at_s, math.inf))
+            mine = here[here["device"] == place]
+            if not len(mine):
+                raise ProblemError(404, f"nothing is known of {at_s} s", where="?t", accepted=_span(reader))
+            one = mine[0]
+            start_s, end_s = float(one["start_s"]), float(one["end_s"])
+            held = [
+                (str(pipeline), json.loads(nodes))
+                for pipeline, nodes in reader.rows(
+                    "SELECT pipeline, nodes FROM pin WHERE start_s <= ? AND end_s > ? ORDER BY number", at_s, at_s
+                )
+            ]
+            node = devices[place].rpartition(".")[0]
+            ahead = _Ahead(reader, at_s)
+            return Gap(
+                interval=_shown(one, devices[place], reader),
+                before=_last_order(reader, place, start_s),
+                after=ahead.first(lambda records: records["device"] == place),
+                pinned=[
+                    Pinned(
+                        pipeline=name,
+                        doing=_orders(here[here["pipeline"] == _pipeline(name, reader)], reader),
+                        next=ahead.first(lambda records, name=name: records["pipeline"] == _pipeline(name, reader)),
+                    )
+                    for name, nodes in held
+                    if node in nodes
+                ],
+                ends_s=end_s,
+                as_of_seq=reader.seq,
+            )
+
+
+class _Ahead:
+    """Looks for orders that begin after a time, as far ahead as it takes."""
+
+    def __init__(self, reader: IndexReader, at_s: float) -> None:
+        self._reader = reader
+        self._at_s = at_s
+        self._seen: dict[float, Array] = {}
+
+    def first(self, is_wanted: Any) -> Order | None:
+        for ahead_s in _LOOK_AHEAD_S:
+            if ahead_s not in self._seen:
+                records = self._reader.intervals(self._at_s, self._at_s + ahead_s)
+                self._seen[ahead_s] = records[(records["start_s"] > self._at_s) & (records["order"] > 0)]
+            records = self._seen[ahead_s]
+            found = records[is_wanted(records)]
+            if len(found):
+                order = found[np.argmin(found["start_s"])]["order"]
+                return _orders(records[records["order"] == order], self._reader)[0]
+        return None
+
+
+def _last_order(reader: IndexReader, device: int, before_s: float) -> Order | None:
+    for behind_s in _LOOK_AHEAD_S:
+        records = reader.intervals(before_s - behind_s, before_s)
+        found = records[(records["device"] == device) & (records["order"] > 0)]
+        if len(found):
+            return _orders(records[records["order"] == found[-1]["order"]], reader)[0]
+    return None
+
+
+def _orders(records: Array, reader: IndexReader) -> list[Order]:
+    """The orders that these intervals are of, by their start, from the first to the last of what is given."""
+    devices, pipelines = reader.facts["devices"], reader.facts["pipelines"]
+    found = []
+    for order in dict.fromkeys(records["order"][records["order"] > 0].tolist()):
+        own = records[records["order"] == order]
+        first = own[0]
+        is_open = bool((own["flags"] & 1).any())
+        found.append(
+            Order(
+                order=order,
+                pipeline=pipelines[first["pipeline"]],
+                step=int(first["step"]),
+                stage=STAGES[first["stage"]].value if first["stage"] != NO_STAGE else None,
+                start_s=float(own["start_s"].min()),
+                end_s=None if is_open else float(own["end_s"].max()),
+                devices=[devices[place] for place in dict.fromkeys(own["device"].tolist())],
+            )
+        )
+    return sorted(found, key=lambda one: one.start_s)
+
+
+def _shown(record: Any, device: str, reader: IndexReader) -> Interval:
+    cause, name = CAUSES[record["cause"]], _name(record["pipeline"], reader.facts["pipelines"])
+    return Interval(
+        device=device,
+        start_s=float(record["start_s"]),
+        end_s=float(record["end_s"]),
+        kind=KINDS[record["kind"]].value,
+        cause=cause.value,
+        pipeline=name,
+        label=label_of(cause, name),
+        is_open=bool(record["flags"] & 1),
+    )
+
+
+def _sums(records: Array, start_s: float, end_s: float, pipelines: Sequence[str]) -> list[Any]:
+    """Seconds by name within a window."""
+    lasted = np.minimum(records["end_s"], end_s) - np.maximum(records["start_s"], start_s)
+    key = (records["kind"].astype(np.int64) << 32) | (records["cause"].astype(np.int64) << 16) | records["pipeline"]
+    keys, place = np.unique(key, return_inverse=True)
+    sums = np.bincount(place, lasted, len(keys)) if len(keys) else np.zeros(0)
+    named = []
+    for one, spent_s in zip(keys.tolist(), sums, strict=True):
+        cause = CAUSES[one >> 16 & 0xFFFF]
+        name = None if cause is Cause.CONTROL else _name(one & 0xFFFF, pipelines)
+        named.append(((KINDS[one >> 32], cause, name), float(spent_s)))
+    return named
+
+
+def _name(place: int, pipelines: Sequence[str]) -> PipelineId | None:
+    return None if place == NO_PIPELINE else PipelineId(pipelines[place])
+
+
+def _pipeline(name: str, reader: IndexReader) -> int:
+    pipelines = reader.facts["pipelines"]
+    return pipelines.index(name) if name in pipelines else -1
+
+
+def _device(device: str, reader: IndexReader) -> int:
+    devices: list[str] = reader.facts["devices"]
+    if device not in devices:
+        raise ProblemError(404, f"no device {device[:80]!r}", where="?device", accepted=", ".join(devices[:20]))
+    return devices.index(device)
+
+
+def _of_devices(records: Array, devices: Sequence[str] | None, reader: IndexReader) -> Array:
+    if devices is None:
+        return records
+    return records[np.isin(records["device"], [_device(device, reader) for device in devices])]
+
+
+def _window(t0: float | None, t1: float | None, reader: IndexReader) -> tuple[float, float]:
+    """The time that is asked for; the whole run by default."""
+    start_s = reader.facts["start_s"] if t0 is None else t0
+    end_s = reader.facts["end_s"] if t1 is None else t1
+    if end_s < start_s:
+        raise ProblemError(400, "t1 is before t0", where="?t1", accepted=f"{start_s} or more")
+    return start_s, end_s
+
+
+def _span(reader: IndexReader) -> str:
+    return f"{reader.facts['start_s']} to {reader.facts['end_s']}"
+
+
+def _level_for(start_s: float, end_s: float) -> int:
+    """The finest level with at most two thousand buckets."""
+    return next((level for level, width_s in enumerate(LEVELS) if end_s - start_s <= 2000 * width_s), len(LEVELS) - 1)
+
+
+def _names() -> dict[str, Any]:
+    """The lists that numbers of causes, kinds and stages are places in."""
+    return {
+        "causes": [cause.value for cause in CAUSES],
+        "kinds": [kind.value for kind in KINDS],
+        "kind_by_cause": [KINDS.index(KIND_BY_CAUSE[cause]) for cause in CAUSES],
+        "stages": [stage.value for stage in STAGES],
+    }
+
+
+def _header(reader: IndexReader, start_s: float, end_s: float) -> dict[str, Any]:
+    return {
+        "t0": start_s,
+        "t1": end_s,
+        "devices": reader.facts["devices"],
+        "pipelines": reader.facts["pipelines"],
+        "causes": [cause.value for cause in CAUSES],
+        "rev": reader.facts["rev"],
+        "seq": reader.seq,
+        "open_from": reader.facts["open_from_s"],
+    }
+
+
+def _columns(found: Array) -> tuple[list[dict[str, Any]], bytes]:
+    values: dict[str, Array] = {name: found[name] for name in found.dtype.names or ()}
+    values |= {"start": found["start_s"], "seconds": found["end_s"] - found["start_s"]}
+    described, parts, offset = [], [], 0
+    for name, kind in _COLUMNS:
+        data = np.ascontiguousarray(values[name], kind).tobytes()
+        data += b"\0" * (-len(data) % 8)
+        described.append({"name": name, "type": f"{kind.lstrip('<')[0]}{8 * int(kind[-1])}", "offset": offset})
+        parts.append(data)
+        offset += len(data)
+    return described, b"".join(parts)
+
+
+def _packed(header: Mapping[str, Any], data: bytes) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(4 + len(text)) % 8)
+    return struct.pack("<I", len(text)) + text + data
+
+
+def _told(data: bytes, rev: int | None, reader: IndexReader, until_s: float) -> Binary:
+    """The answer, which is kept for good where the same address never has another one."""
+    open_from_s = reader.facts["open_from_s"]
+    is_settled = open_from_s is None or until_s <= open_from_s
+    is_final = is_settled and reader.is_whole and rev == reader.facts["rev"]
+    return Binary(data, headers={"Cache-Control": "private, max-age=31536000, immutable"} if is_final else None)

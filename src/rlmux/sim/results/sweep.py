@@ -1,0 +1,106 @@
+"""Many simulations at once: every (workload, policy) of a sweep on all cores.
+
+    tasks ─▶ process pool ─▶ results in the order of the tasks; `progress(done, total)` as they come in
+
+A result depends on its task alone, so a sweep gives the same results on one core and on many. Workers end with the
+sweep: when it is interrupted, and with the process that asked for it, however that ended. They do not run its script.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from rlmux.core.policy import Policy
+from rlmux.hidden_main import hidden_main
+from rlmux.policies import make_policy
+from rlmux.sim.results.decision_cost import DecisionCost, Stopwatch
+from rlmux.sim.results.result import SimResult
+from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads.arrivals import Workload
+
+T = TypeVar("T")
+R = TypeVar("R")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimRun:
+    """One simulation."""
+
+    workload: Workload
+    policy: str | Policy
+    """A name of POLICIES, or the policy itself."""
+    spans_until_s: float = 0.0
+    counts_decisions: bool = False
+    """Whether decisions take what they take on this machine, on whose speed the result then depends."""
+
+
+def run_simulation(task: SimRun) -> SimResult:
+    """The simulation of one task, in this process."""
+    policy = task.policy
+    if isinstance(policy, str):
+        policy = make_policy(policy, seed=task.workload.seed)
+    decision_cost = None
+    if task.counts_decisions:
+        watch, neighbours = Stopwatch(), task.workload.neighbours
+        simulate(task.workload, policy, decision_cost=watch)
+        decision_cost = DecisionCost(seconds=watch.means(), takes_cores=neighbours is not None and neighbours.are_cores)
+    return simulate(task.workload, policy, spans_until_s=task.spans_until_s, decision_cost=decision_cost)
+
+
+def sweep(
+    tasks: Sequence[SimRun], *, progress: Progress | None = None, num_processes: int | None = None
+) -> tuple[SimResult, ...]:
+    """The results of all tasks, in their order."""
+    return spread(run_simulation, tasks, progress=progress, num_processes=num_processes)
+
+
+def spread(
+    function: Callable[[T], R],
+    inputs: Sequence[T],
+    *,
+    progress: Progress | None = None,
+    num_processes: int | None = None,
+) -> tuple[R, ...]:
+    """function(input) for all inputs, in their order. `num_processes=None` takes every core that is ours."""
+    num_processes = min(len(inputs), num_processes or len(os.sched_getaffinity(0)))
+    tell = progress or (lambda done, total: None)
+    if num_processes <= 1:
+        results = []
+        for done, one in enumerate(inputs, 1):
+            results.append(function(one))
+            tell(done, len(inputs))
+        return tuple(results)
+    context = multiprocessing.get_context("forkserver")
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(num_processes, context, initializer=_end_with, initargs=(theirs,))
+    with theirs, ours, pool:
+        try:
+            with hidden_main():  # workers are started as work is handed in
+                futures = [pool.submit(function, one) for one in inputs]
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                tell(done, len(inputs))
+        except BaseException:  # an interrupt, too: what the others compute is of no use to anyone, and takes minutes
+            ours.close()
+            raise
+    return tuple(future.result() for future in futures)
+
+
+def _end_with(pipe: Connection) -> None:
+    """Have this worker end when the pipe does: its sweep was interrupted, or the process that asked is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's to answer
+
+    def wait() -> None:
+        pipe.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-pipe", daemon=True).start()

@@ -1,0 +1,106 @@
+"""A policy of a user's own is held to what every policy promises, and told which promise it broke."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+
+from rlmux.core.errors import PolicyError, UserError
+from rlmux.core.scheduler import Scheduler
+from rlmux.policies import make_policy
+
+START = """
+import itertools, random
+from dataclasses import dataclass, field
+from rlmux.core.views import RunWork
+from rlmux.policies.baselines import Fifo
+from rlmux.policies.lookahead.dispatching import start_oldest_first
+
+@dataclass(frozen=True)
+class Base:
+    name: str = "base"
+    reacts_to_progress: bool = False
+    sharing: None = None
+
+    def place(self, pipeline, view):
+        return Fifo().place(pipeline, view)
+
+    def rebalance(self, view):
+        return ()
+
+    def dispatch(self, view):
+        return start_oldest_first(view)
+"""
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """`made(source)`: the policy `Own` of a module that begins with `START`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(source: str):
+        (tmp_path / "my_policies.py").write_text(START + textwrap.dedent(source), encoding="utf-8")
+        sys.modules.pop("my_policies", None)
+        return make_policy("my_policies:Own")
+
+    yield make
+    sys.modules.pop("my_policies", None)
+
+
+def drive(builders, policy) -> None:
+    driver = builders.Driver(Scheduler(builders.cluster(rollout=1), policy))
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    driver.run()
+
+
+def test_a_policy_that_keeps_its_promises_runs_under_the_name_that_was_typed(builders, made):
+    policy = made("Own = Base")
+    assert policy.name == "my_policies:Own"
+    drive(builders, policy)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("class Own(Base):\n    __dataclass_params__ = None", "could keep state between decisions; accepted: a @data"),
+        ("@dataclass\nclass Own:\n    name: str = ''\n    reacts_to_progress: bool = False\n    sharing: None = None\n"
+         "    place = rebalance = dispatch = None", "could keep state between decisions"),
+        ("@dataclass(frozen=True)\nclass Own(Base):\n    seen: list = field(default_factory=list)",
+         "could keep state in its field 'seen', which can change"),
+        ("class Own: pass", "has no 'name'; accepted: a class with name, reacts_to_progress, sharing, place"),
+        ("class Own:\n    def __init__(self, x): pass", "making it without arguments raised TypeError"),
+    ],
+)  # fmt: skip
+def test_a_policy_that_could_remember_is_refused_when_it_is_made(made, source, line):
+    with pytest.raises(UserError) as refused:
+        made(source)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("return [RunWork(work=each) for each in view.ready if count()]", "asked again with the same view"),
+        ("return list(view.ready)", "accepted: RunWork, ChangeFraction"),
+        ("return [RunWork(work=each) for each in [*view.ready, *view.ready]]", "which is not ready"),
+        ("return [RunWork(work=each) for each in view.ready]", "leases 1.0 of"),
+        ("return view.reddy", "dispatch raised AttributeError"),
+    ],
+)
+def test_a_policy_that_breaks_a_promise_is_told_which(builders, made, body, line):
+    policy = made(f"""
+        calls = itertools.count()
+
+        def count():
+            return next(calls) % 2
+
+        class Own(Base):
+            def dispatch(self, view):
+                {body}
+    """)
+    with pytest.raises(PolicyError, match="policy my_policies:Own") as broken:
+        drive(builders, policy)
+    assert line in str(broken.value)

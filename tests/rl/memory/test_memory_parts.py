@@ -1,0 +1,216 @@
+"""What is counted before anything starts, against what the engines really make."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoints import CONFIG
+
+from rlmux.engines.adapters.lora import trained_parameters
+from rlmux.engines.model import transformer
+from rlmux.engines.model.model_io import build_model
+from rlmux.engines.model.packed_attention import pack_attention
+from rlmux.engines.rollout import batch_probe, prefill_ahead
+from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
+from rlmux.engines.train import micro_batches
+from rlmux.engines.train.state.tree_sum import TreeSum
+from rlmux.engines.train.train_engine import TorchTrainEngine
+from rlmux.engines.train.training_forward import score_tokens
+from rlmux.rl.config import (
+    AdapterConfig,
+    AlgorithmConfig,
+    ModelConfig,
+    RolloutConfig,
+    SftWarmupConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from rlmux.rl.memory import memory_parts
+from rlmux.rl.memory.adapter_base import base_bytes, bases_of
+from rlmux.rl.memory.footprint import footprint_of, host_parts
+from rlmux.rl.memory.memory_parts import (
+    CUDA_CONTEXT_BYTES,
+    rollout_parts,
+    total,
+    train_parts,
+    train_state_bytes,
+    weights_bytes,
+)
+from rlmux.rl.memory.model_shape import shape_of
+from rlmux.rl.vocabulary import CharVocabulary
+
+VOCAB_SIZE = CharVocabulary().vocab_size
+QWEN3 = ModelConfig(hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=2, intermediate_size=160)
+LLAMA = replace(QWEN3, architecture="llama", num_kv_heads=3)
+
+
+def config(model: ModelConfig = QWEN3, **changes: object) -> TrainingConfig:
+    fields = {
+        "algorithm": AlgorithmConfig(prompts_per_step=4, group_size=4, micro_batch_size=2),
+        "rollout": RolloutConfig(max_prompt_tokens=16, max_new_tokens=40, num_slots=8),
+        **changes,
+    }
+    return TrainingConfig(name="p", model=model, **fields)  # type: ignore[arg-type]
+
+
+def test_what_the_engines_do_is_counted_as_they_do_it() -> None:
+    assert memory_parts.PREFILL_BUCKET == batch_probe.PREFILL_BUCKET
+    assert memory_parts.NUM_PROBED_LAYERS == batch_probe._PROBED_LAYERS
+    assert memory_parts.MAX_PREFILL_TOKENS == prefill_ahead._MAX_TOKENS
+    assert memory_parts.MAX_MASK_TABLE == transformer._MAX_MASK_TABLE
+
+
+@pytest.mark.parametrize("model", [QWEN3, LLAMA])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_parameters_are_counted_exactly(tmp_path: Path, model: ModelConfig, is_tied: bool) -> None:
+    made = build_model(model, VOCAB_SIZE, 0)
+    made.config.tie_word_embeddings = is_tied
+    made = type(made)(made.config)
+    made.save_pretrained(tmp_path)
+    counted = shape_of(ModelConfig(path=str(tmp_path))).num_parameters
+    assert counted == sum(parameter.numel() for parameter in made.parameters())
+    if is_tied:
+        assert shape_of(model).num_parameters == counted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+    ],
+)
+def test_experts_of_other_architectures_are_counted(tmp_path: Path, changes: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    shape = shape_of(ModelConfig(path=str(tmp_path)))
+    assert (shape.num_experts, shape.num_picked, shape.intermediate_size) == (4, 2, CONFIG["intermediate_size"])
+    idle = shape.num_parameters - shape.num_active_parameters
+    assert idle == shape.num_layers * 2 * 3 * shape.hidden_size * shape.intermediate_size
+
+
+@pytest.mark.parametrize("model", [QWEN3, LLAMA])
+def test_activations_are_those_that_autograd_keeps(model: ModelConfig) -> None:
+    made = build_model(model, VOCAB_SIZE, 0)
+    pack_attention(made)
+    given = config(model)
+    (batch,) = micro_batches.cut([_sequence(given)] * 2, 2)
+    of_model = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in of_model:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = score_tokens(made, batch, 1.0)
+    counted = train_parts(given)["activations"]
+    assert counted == pytest.approx(sum(kept.values()) - len(scores.logprobs) * VOCAB_SIZE * 4, rel=0.02)
+
+
+def _sequence(given: TrainingConfig) -> micro_batches.TrainingSequence:
+    rollout = given.rollout
+    return micro_batches.TrainingSequence(
+        prompt_tokens=[5] * rollout.max_prompt_tokens,
+        tokens=[6] * rollout.max_new_tokens,
+        is_sampled=[True] * rollout.max_new_tokens,
+        weight=1.0,
+    )
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 3, 4, 7, 8, 13])
+def test_partial_gradient_sums_are_as_many_as_the_tree_holds_at_most(num_leaves: int) -> None:
+    tree, most = TreeSum(num_leaves), 0
+    for _ in range(num_leaves):
+        most = max(most, len(tree.tensors) + 1)  # the new leaf beside those that are there
+        tree.add(torch.zeros(1))
+    algorithm = AlgorithmConfig(prompts_per_step=num_leaves, group_size=2, micro_batch_size=2)
+    given = config(algorithm=algorithm)
+    assert train_parts(given)["gradient sums"] == most * weights_bytes(given)
+
+
+def test_a_rollout_engines_tensors_are_counted_exactly() -> None:
+    given = config()
+    engine = SlotRolloutEngine(given.model, given.rollout, vocab_size=VOCAB_SIZE, seed=0)
+    parts = rollout_parts(given)
+    resident = sum(parts[name] for name in ("weights", "KV cache", "slots", "tables"))
+    assert resident == pytest.approx(engine.resident_bytes(), rel=0.02)
+    assert parts["KV cache"] == engine._slots.cache.keys.nbytes + engine._slots.cache.values.nbytes
+
+
+def test_a_warmup_with_larger_batches_counts() -> None:
+    without = total(train_parts(config()))
+    warmup = SftWarmupConfig(num_updates=1, batch_size=64)
+    assert total(train_parts(config(sft_warmup=warmup))) > without
+
+
+def test_a_gpu_worker_has_a_context_and_grouped_heads_no_flash_attention() -> None:
+    on_core, on_gpu = footprint_of(config()), footprint_of(config(), is_gpu=True)
+    assert on_gpu.rollout_device_bytes == pytest.approx(on_core.rollout_device_bytes + CUDA_CONTEXT_BYTES)
+    assert on_gpu.train_device_bytes > on_core.train_device_bytes + CUDA_CONTEXT_BYTES
+    ungrouped = config(replace(QWEN3, num_kv_heads=6))
+    assert footprint_of(ungrouped, is_gpu=True).train_device_bytes == pytest.approx(
+        footprint_of(ungrouped).train_device_bytes + CUDA_CONTEXT_BYTES
+    )
+
+
+def test_a_trainers_host_memory_holds_checkpoint_and_published_versions() -> None:
+    given = config(algorithm=AlgorithmConfig(staleness=2, kl_coef=0.1))
+    weights = weights_bytes(given)
+    assert host_parts(given) == {
+        "checkpoint being written": 4 * weights,
+        "weights being published": weights,
+        "versions in shared memory": 5 * weights,
+    }
+
+
+def test_moments_are_counted_where_they_lie_and_as_large_as_they_are() -> None:
+    on_device = config()
+    on_host = replace(on_device, train=TrainConfig(optimizer_state="cpu"))
+    rounded = replace(on_device, train=TrainConfig(optimizer_state="8bit"))
+    moments = train_parts(on_device)["moments"]
+    assert (train_parts(on_host)["moments"], host_parts(on_host)["moments"]) == (0, moments)
+    assert train_parts(rounded)["moments"] == pytest.approx(moments / 4, rel=0.02)
+    assert train_state_bytes(rounded) < train_state_bytes(on_host) == train_state_bytes(on_device)
+
+
+def test_the_parts_of_a_model_are_counted_as_the_ranks_have_them() -> None:
+    whole = config(algorithm=AlgorithmConfig(prompts_per_step=4, group_size=4, micro_batch_size=2, kl_coef=0.1))
+    cut = replace(whole, train=TrainConfig(num_workers=4, sharding="shard"))
+    of_whole, of_cut = train_parts(whole), train_parts(cut)
+    for part in ("weights", "gradients", "moments", "reference"):
+        assert of_cut[part] == of_whole[part] / 4
+    assert "gradient sums" not in of_cut
+    assert of_cut["gathered weights"] < of_whole["weights"]
+    assert host_parts(cut)["whole model, before it is cut"] == of_whole["weights"]
+    assert train_state_bytes(cut) == train_state_bytes(whole), "a checkpoint holds whole tensors"
+
+
+def test_an_adapters_parts_are_its_own_and_its_base_is_counted_where_it_lies():
+    whole = TrainingConfig(name="p", model=ModelConfig(hidden_size=256, num_layers=4, seed=1))
+    tenant = replace(whole, adapter=AdapterConfig(rank=4, alpha=8.0))
+    assert weights_bytes(tenant) == sum(
+        4 * parameter.numel() for parameter in trained_parameters(TorchTrainEngine(tenant).model).values()
+    )
+    assert train_state_bytes(tenant) < train_state_bytes(whole) / 10
+    with_base, without = train_parts(tenant), train_parts(tenant, has_base=False)
+    assert with_base["base"] == weights_bytes(whole)
+    assert total(with_base) - total(without) == with_base["base"]
+    assert total(train_parts(whole)) > total(with_base)
+
+
+def test_pipelines_of_one_base_have_it_once():
+    whole = TrainingConfig(name="whole", model=ModelConfig(seed=1))
+    tenants = [
+        replace(whole, name=name, seed=seed, adapter=AdapterConfig(rank=rank, alpha=8.0))
+        for name, seed, rank in (("a", 1, 4), ("b", 2, 16))
+    ]
+    other = replace(tenants[0], name="other", model=ModelConfig(seed=2))
+    found = bases_of([whole, *tenants, other])
+    assert [names for _, names in found.values()] == [["a", "b"], ["other"]]
+    assert {num_bytes for num_bytes, _ in found.values()} == {base_bytes(whole.model)}

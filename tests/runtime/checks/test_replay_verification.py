@@ -1,0 +1,139 @@
+"""A pipeline of a finished run is trained again alone: equal at every step, or the first step that differs is named."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from tests.small_files import small_file
+
+from rlmux.config.load import parse_spec
+from rlmux.core.errors import UserError
+from rlmux.log.folder_lock import FolderLock
+from rlmux.log.segments import row_checksum
+from rlmux.policies import make_policy
+from rlmux.runtime import launch
+from rlmux.runtime.checks.replay_verification import verify
+
+pytest.importorskip("torch")
+
+SMALL = small_file("{name: a, seed: 11, task: sort}", "{name: b, seed: 12, task: reverse}", steps=2)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two pipelines on the same devices."""
+    folder = tmp_path_factory.mktemp("shared")
+    spec = parse_spec(SMALL, source="small.yaml", folder=folder)
+    launch.start_run(spec, folder / "run", policy=make_policy("rollmux"))
+    return folder / "run"
+
+
+def tampered(run: Path, folder: Path, where: str, old: str, new: str) -> Path:
+    """A copy of the run in whose log some rows say something else."""
+    copy = shutil.copytree(run, folder / "tampered", ignore=shutil.ignore_patterns("pipelines"))
+    with sqlite3.connect(copy / "run.db") as log:
+        log.execute("DROP TRIGGER IF EXISTS log_keeps_facts")
+        log.create_function("checksum", 5, row_checksum)
+        changed = log.execute(f"UPDATE log SET json = replace(json, ?, ?) WHERE {where}", (old, new))
+        assert changed.rowcount
+        log.execute(f"UPDATE log SET crc32 = checksum(seq, time_s, kind, type, json) WHERE {where}")
+    log.close()
+    return copy
+
+
+def logged(run: Path, note: str, key: str, pipeline: str, step: int) -> str | None:
+    with sqlite3.connect(run / "run.db") as log:
+        query = (
+            f"SELECT json_extract(json, '$.{key}') FROM log WHERE type = ? "
+            "AND json_extract(json, '$.pipeline') = ? AND json_extract(json, '$.step') = ?"
+        )
+        (found,) = log.execute(query, (note, pipeline, step)).fetchone()
+    log.close()
+    return None if found is None else str(found)
+
+
+def of_step(note: str, step: int) -> str:
+    return f"type = '{note}' AND json_extract(json, '$.pipeline') = 'a' AND json_extract(json, '$.step') = {step}"
+
+
+def test_a_pipeline_that_shared_its_devices_is_equal_alone_at_every_step(shared):
+    said: list[str] = []
+    (verdict,) = verify(shared, ["a"], say=said.append)
+    assert verdict.line() == "a: equal at all 2 steps (checksum, sha256)"
+    assert verdict.is_equal
+    assert said == ["a: step 1 of 2 is equal", "a: step 2 of 2 is equal"]
+
+
+@pytest.mark.parametrize(
+    ("note", "key", "compared"),
+    [("step", "weights_checksum", "checksum"), ("checkpoint", "weights_sha256", "sha256")],
+)
+def test_a_sum_that_was_changed_in_the_log_is_found_at_its_step(shared, tmp_path, note, key, compared):
+    true = logged(shared, note, key, "a", 2)
+    run = tampered(shared, tmp_path, of_step(note, 2), true, "0" * len(true))
+    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    assert not verdict.is_equal
+    assert verdict.line() == f"a: differs at step 2 of 2: {compared} 000000000000 in the log, {true[:12]} alone"
+
+
+@pytest.mark.slow
+def test_a_log_of_before_with_a_hash_in_each_step_is_compared_by_it(shared, tmp_path):
+    """Its notes of steps have SHA-256, its notes of checkpoints and its steps no other sum."""
+    run = shared
+    for step in (1, 2):
+        checksum, sha256 = (
+            logged(shared, "step", "weights_checksum", "a", step),
+            logged(shared, "checkpoint", "weights_sha256", "a", step),
+        )
+        run = tampered(run, tmp_path / f"{step}", of_step("checkpoint", step), '"weights_sha256"', '"unknown"')
+        old, new = f'"weights_checksum":"{checksum}"', f'"weights_sha256":"{sha256}"'
+        run = tampered(run, tmp_path / f"{step}-", of_step("step", step), old, new)
+    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    assert verdict.line() == "a: equal at all 2 steps (sha256)"
+
+
+@pytest.fixture(scope="module")
+def with_gaps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose steps have no checkpoints but the third and the last."""
+    folder = tmp_path_factory.mktemp("gaps")
+    text = small_file("{name: a, seed: 11, task: sort, checkpoint_every: 3}", steps=5)
+    spec = parse_spec(text, source="small.yaml", folder=folder)
+    launch.start_run(spec, folder / "run", policy=make_policy("solo"))
+    return folder / "run"
+
+
+def test_between_checkpoints_steps_are_compared_by_their_checksums(with_gaps, tmp_path):
+    assert all(logged(with_gaps, "step", "weights_checksum", "a", step) for step in range(1, 6))
+    assert [logged(with_gaps, "step", "weights_sha256", "a", step) for step in range(1, 6)] == [None] * 5
+    (verdict,) = verify(with_gaps, ["a"], say=lambda text: None)
+    assert verdict.line() == "a: equal at all 5 steps (checksum, sha256 at 2)"
+    true = logged(with_gaps, "step", "weights_checksum", "a", 2)
+    run = tampered(with_gaps, tmp_path, of_step("step", 2), true, "0" * 32)
+    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    assert verdict.line() == f"a: differs at step 2 of 5: checksum 000000000000 in the log, {true[:12]} alone"
+
+
+@pytest.mark.slow
+def test_hashes_of_steps_that_would_have_no_checkpoint_are_made_for_the_comparison(with_gaps, tmp_path):
+    run = tampered(with_gaps, tmp_path / "one", "type = 'header'", "checkpoint_every: 3", "checkpoint_every: 4")
+    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    assert verdict.line() == "a: equal at all 5 steps (checksum, sha256 at 2)", "step 3 would have none by this file"
+
+
+def test_another_seed_differs_from_the_first_step_on(shared, tmp_path):
+    run = tampered(shared, tmp_path, "type = 'header'", "seed: 11", "seed: 13")
+    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    assert verdict.difference is not None
+    assert (verdict.difference.step, verdict.num_equal) == (1, 0)
+    assert verdict.difference.logged == logged(shared, "step", "weights_checksum", "a", 1)
+    assert verdict.difference.compared == "checksum"
+
+
+def test_what_cannot_be_verified_is_refused_before_anything_starts(shared):
+    with pytest.raises(UserError, match="no pipeline 'zebra'; accepted: a, b"):
+        verify(shared, ["zebra"], say=pytest.fail)
+    with FolderLock.take(shared), pytest.raises(UserError, match="another process is writing here"):
+        verify(shared, ["a"], say=pytest.fail)
