@@ -83,7 +83,7 @@ def test_a_policy_that_could_remember_is_refused_when_it_is_made(made, source, l
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ("return [RunWork(work=each) for each in view.ready if count()]", "asked again with the same view"),
+        ("return [RunWork(work=each) for each in view.ready if count()]", "when called again with the same view"),
         ("return list(view.ready)", "accepted: RunWork, ChangeFraction"),
         ("return [RunWork(work=each) for each in [*view.ready, *view.ready]]", "which is not ready"),
         ("return [RunWork(work=each) for each in view.ready]", "leases 1.0 of"),

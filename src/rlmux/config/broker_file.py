@@ -36,7 +36,7 @@ class BrokerConfig(FromFile):
     policy: str = "fifo"
     """Policy that decides which program is next, unless the command line names another."""
     leave_limit_s: PositiveFloat = 120.0
-    """Seconds after which a program that has not left a pool as it was told is marked in `status`. No other is granted
+    """Seconds after which a program that has not left a pool on request is marked in `status`. No other is granted
     the pool until it has left or is gone."""
     max_hold_s: PositiveFloat | None = None
     """Seconds for which a program may hold one permit. One that holds it for longer is ended, with all its processes on

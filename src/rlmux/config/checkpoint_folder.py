@@ -38,7 +38,7 @@ class CheckpointFolder:
     """What the checks of other keys need of a checkpoint."""
 
     max_positions: int | None
-    """Tokens of the longest sequence that the model knows positions for and the engines attend over; None where
+    """Tokens of the longest sequence with positions in the model that the engines attend over; None where
     config.json does not say."""
     model_type: str
     """Architecture."""

@@ -33,7 +33,7 @@ KeyPath = tuple[PathPart, ...]
 
 
 class Purpose(StrEnum):
-    """What the file is read for, which decides what it has to say."""
+    """What the file is read for, which decides what it must contain."""
 
     RUN = "run"
     """Every pipeline has a task; every pool has a size."""
@@ -46,7 +46,7 @@ class Checks:
     """The checks of one file. Its paths are absolute already."""
 
     root: Node
-    """The merged file as nodes: it knows the place of every key, and which keys are really given."""
+    """The merged file as nodes, with the place of every key and whether it was really given."""
     config: RunConfig
     """The same file as a typed tree, with absolute paths."""
     purpose: Purpose

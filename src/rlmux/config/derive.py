@@ -1,4 +1,4 @@
-"""What the scheduler knows of a file: `Cluster` and `Pipeline` of core, from the typed tree."""
+"""The scheduler's view of a file: `Cluster` and `Pipeline` of core, from the typed tree."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _pool(name: str, config: PoolConfig) -> Pool:
 
 
 def make_pipeline(config: PipelineConfig) -> Pipeline:
-    """The stages of its step, the nodes it asks for, its estimates and its limits."""
+    """The stages of its step, the nodes it requests, its estimates and its limits."""
     solo, colocated = _estimates(config.estimate)
     return Pipeline(
         id=PipelineId(config.name),

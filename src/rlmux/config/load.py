@@ -37,7 +37,7 @@ class PipelineSpec:
     """One pipeline of the file."""
 
     pipeline: Pipeline
-    """What the scheduler knows about it."""
+    """The scheduler's view of it."""
     training: TrainingConfig | None
     """What env workers and engines read; None where the file names no task, which is enough to plan."""
     submit_at_s: float
@@ -84,7 +84,7 @@ class Spec:
     pipelines: tuple[PipelineSpec, ...]
     """Pipelines in the order of the file."""
     shares: ShareSettings | None = None
-    """What projects and users are entitled to; None where the file does not say."""
+    """What projects and users are entitled to; None if the file has no such section."""
     resolved: str
     """YAML with defaults, overrides and absolute paths worked in: it loads to the same pipelines anywhere."""
     hints: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Reading(TypedDict, total=False):
     """How a file is read; every key may be left out."""
 
     overrides: Sequence[str]
-    """Words KEY=VALUE that stand for, or beside, what the file says."""
+    """Words KEY=VALUE that override the file, or add to it."""
     purpose: Purpose
     """What it is read for; without: to run it."""
     check_training: CheckTraining | None

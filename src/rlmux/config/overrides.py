@@ -3,7 +3,7 @@
     pipelines.sort.steps=5        the pipeline of that name
     pipelines.0.steps=5           the first
     pipelines.*.steps=5           every one
-    defaults.rollout.slots=32     as if the file's defaults said so
+    defaults.rollout.slots=32     as if in the file's defaults
 
 The value is read as YAML. An override names itself in every error about it.
 """

@@ -91,7 +91,7 @@ class PermitsConfig(FromFile):
     listen: str | None = None
     """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Without: a socket in the server's folder."""
     leave_limit_s: PositiveFloat = 120.0
-    """Seconds after which a program that has not left a pool as it was told is marked in `status`."""
+    """Seconds after which a program that has not left a pool on request is marked in `status`."""
     max_hold_s: PositiveFloat | None = None
     """Seconds for which a program may hold one permit; then it is ended. Without it none is."""
     lease_s: PositiveFloat = 30.0
@@ -100,7 +100,7 @@ class PermitsConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(FromFile):
-    """What clients may ask for, and who they are."""
+    """Models, keys, projects and limits of clients."""
 
     models: Annotated[Mapping[ModelName, ServedModelConfig], MinLen(1)]
     """Models by the name that clients write, which they load the tokenizer of on their own machine."""
@@ -121,7 +121,7 @@ class ServeConfig(FromFile):
     (`save_weights_and_get_sampling_client`); older ones are removed. 0: all are kept while the session lasts."""
     ledger_gb: Annotated[float, Ge(0)] = 8.0
     """Gigabytes of `tinker.db`. Beyond, the oldest bodies of losses that a checkpoint has, and results that clients
-    have, are emptied to 80 % of it; `rlmux verify` needs them, and says what is missing. 0: all are kept."""
+    have, are emptied to 80 % of it; `rlmux verify` needs them, and names what is missing. 0: all are kept."""
     permits: PermitsConfig | None = None
     """Permits for programs that keep their own trainer; `{}` for all default values. Without: none are given."""
 

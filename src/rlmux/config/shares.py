@@ -59,12 +59,12 @@ class QuotaConfig(FromFile):
     """Pipelines that wait or are to come at once. A submission to a run that would exceed it is refused, all of it.
     Without: any number."""
     devices: Count | None = None
-    """Devices that its running pipelines ask for together; two that share a device count twice. Without: any number."""
+    """Devices that its running pipelines request together; two that share a device count twice. Without: any number."""
     device_hours_a_day: PositiveFloat | None = None
     """Hours of one device that it is charged in a day of the run's clock. Then its pipelines park at their next step
     boundary, and go on the next day. Without: no limit."""
     usd_per_hour: PositiveFloat | None = None
-    """Dollars an hour of the nodes that its running pipelines ask for together, at the prices of the cluster's pools;
+    """Dollars an hour of the nodes that its running pipelines request together, at the prices of the cluster's pools;
     two that share a node count twice. Without: no limit."""
     budget_usd: BudgetConfig | None = None
     """Dollars of a period. Without: no limit."""
@@ -118,7 +118,7 @@ class _SharesFile(FromFile):
 
 
 def make_shares(config: SharesConfig | None) -> ShareSettings | None:
-    """What the scheduler is told; None where the file has no such section."""
+    """Shares as the scheduler takes them; None without such a section."""
     if config is None:
         return None
     projects = [

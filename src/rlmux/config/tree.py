@@ -116,9 +116,9 @@ class EstimateConfig(FromFile):
     in its first three steps, and places it again by what it saw."""
 
     rollout_s: PositiveFloat
-    """Seconds of rollout on the rollout nodes that the pipeline asks for."""
+    """Seconds of rollout on the rollout nodes that the pipeline requests."""
     train_s: PositiveFloat | None = None
-    """Seconds of training on the training nodes that the pipeline asks for. Needed, but not by a filler."""
+    """Seconds of training on the training nodes that the pipeline requests. Needed, but not by a filler."""
     colocated_rollout_s: PositiveFloat | None = None
     """Seconds of rollout with both phases on the training pool's nodes; goes with colocated_train_s."""
     colocated_train_s: PositiveFloat | None = None
@@ -188,7 +188,7 @@ class AlertConfig(FromFile):
     """A rule of alerts as one pipeline has it. A bare level is short for `{level: ...}`."""
 
     level: Literal["critical", "warning", "info", "off"] | None = None
-    """How bad it is; `off`: it never fires; without: as docs/reference/service.md says."""
+    """Severity; `off`: it never fires; without: as docs/reference/service.md says."""
     steps: Count | None = None
     """Bad steps in a row after which it fires; not of `slo_at_risk`, `slo_broken` and `stands_still`."""
 
@@ -216,7 +216,7 @@ class PipelineConfig(PipelineKeys):
     (docs/how-it-works/policies.md); without: it is planned with what its steps take in the middle, and none is
     stated."""
     user: Name | None = None
-    """Who asks for it; without: not said. Waiting pipelines of several users take turns
+    """User of the pipeline. Waiting pipelines of several users take turns
     (docs/how-it-works/shares.md)."""
     project: Name | None = None
     """Project that is charged for it; without: its user is."""
@@ -230,7 +230,7 @@ class PipelineConfig(PipelineKeys):
     """Place among its user's own waiting pipelines: lower ones are offered room first."""
     promise: Literal["exact", "replayable", "statistical"] | None = None
     """The least that its engines must keep on the run's devices (docs/how-it-works/design.md has the classes); `run`
-    probes it, and refuses a file that asks for more. Without: whatever they keep."""
+    probes it, and refuses a file that requires more. Without: whatever they keep."""
     submit_at_s: NonNegativeFloat = 0.0
     """Seconds from the start of the run to the submission."""
     checkpoint_every: Count = 1

@@ -1,4 +1,4 @@
-"""Orders, in the imperative: everything the scheduler can ask of a driver.
+"""Orders, in the imperative: everything the scheduler can request of a driver.
 
 RunStage / MigrateShard carry an id; exactly one event names it when it ends
     RunStage ─▶ ChunkFinished* ─▶ StageFinished | StagePaused (after a Pause, or when the driver must stop)
@@ -86,7 +86,7 @@ class ExpectSteps:
     none."""
     probability: float | None = None
     """Probability with which a meta-iteration of its group takes no longer than planned, where its SLO is kept at that
-    pace; 1 where it is alone; None where none was asked for, or none can be stated."""
+    pace; 1 where it is alone; None if none was requested, or none can be stated."""
     bounded: BoundedSteps | None = None
     """Bounds that it is planned with; None for a pipeline without a probability, and where nothing is known of it."""
 
@@ -94,11 +94,11 @@ class ExpectSteps:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Park:
     """The pipeline gives its nodes back and waits: end its processes. It goes on from a checkpoint where it is admitted
-    next, and `PipelineRestarted` says from which."""
+    next, and `PipelineRestarted` names it."""
 
     pipeline: PipelineId
     is_awaited: bool = False
-    """Whether it stands at a step boundary and keeps its devices until `PipelineParked` says that its checkpoint is
+    """Whether it stands at a step boundary and keeps its devices until `PipelineParked` confirms that its checkpoint is
     written and its processes have ended; False: it has lost a node."""
 
 

@@ -1,7 +1,7 @@
 """Every error rlmux raises on purpose.
 
     RlmuxError
-    ├── UserError (ValueError)        a mistake of the user: says what, where, and what is accepted
+    ├── UserError (ValueError)        the user's mistake: what, where, and what is accepted
     │   ├── SpecError                 the file or an override of it
     │   ├── RefusedError              a pipeline that cannot fit, with the numbers
     │   └── OverQuotaError            a submission that would make too many pipelines of a project or user wait
@@ -33,7 +33,7 @@ class SpecError(UserError):
 
 
 class RefusedError(UserError):
-    """A pipeline that cannot be placed, with the numbers that say why."""
+    """A pipeline that cannot be placed, with the numbers."""
 
 
 class OverQuotaError(UserError):

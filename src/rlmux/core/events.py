@@ -94,7 +94,7 @@ class WaitsRestored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeReached:
-    """The time that `Remind` asked for has come."""
+    """The time of a `Remind` has come."""
 
     time_s: float = UNDATED
 

@@ -8,13 +8,13 @@
 4. A shard, a training stage or a batch is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and
    has an order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
-6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
+6. A requested migration belongs to a rollout that is pausing, and its target has a shard of the same step.
    No trajectories are on their way to a shard that is migrating itself.
 7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now.
 8. The first pipeline in the queue for admission waits because its policy does not place it, and a start is reserved for
    it if others are to make room for it.
 9. A filler computes alone on its device, and leaves it where a group wants it.
-10. No device is free beside ready work, but where and for how long the policy says so (`core/steps/idle_check.py`).
+10. No device is free beside ready work, but where and for how long the policy allows it (`core/steps/idle_check.py`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _check_ready_work(state: SchedulerState) -> None:
                 work = run.step.batches[ready.kind]
             else:
                 work = run.step.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.step.training
-            assert work.work is ready, f"{ready} is listed as ready, but its pipeline says {work}"
+            assert work.work is ready, f"{ready} is listed as ready, but its pipeline has {work}"
             _check_work(state, group.ready, work)
 
 
@@ -180,7 +180,7 @@ def _check_queue(scheduler: Scheduler) -> None:
     assert reservation.pipeline in state.waiting, f"{reservation} is kept for a pipeline that does not wait"
     run = state.waiting[reservation.pipeline]
     assert run.admission.promised_s <= reservation.start_s, (
-        f"{reservation} was told to start by {run.admission.promised_s}"
+        f"{reservation} was promised a start by {run.admission.promised_s}"
     )
     choice = scheduler.policy.place(run.pipeline, scheduler.query.placement)
     assert isinstance(choice, Refusal), f"{run.pipeline.id} waits, and its policy would place it: {choice}"

@@ -196,7 +196,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSeconds:
-    """Solo seconds of one step's two phases, on the nodes the pipeline asks for."""
+    """Solo seconds of one step's two phases, on the nodes that the pipeline requests."""
 
     rollout_s: float
     train_s: float
@@ -231,7 +231,7 @@ class BoundedSteps:
     bound: PhaseSeconds
     """Solo seconds that its next step surely stays below, phase by phase: its load beside other pipelines."""
     seen: tuple[tuple[float, float], ...] = ()
-    """Solo seconds of rollout and of training of its last steps, oldest first, on the nodes that it asks for."""
+    """Solo seconds of rollout and of training of its last steps, oldest first, on the nodes that it requests."""
     num_rollout_nodes: int = 0
     """Nodes that these steps rolled out on; 0 before the first."""
     is_limit_exceeded: bool = False
@@ -300,7 +300,7 @@ class Footprint:
 
 
 class Urgency(StrEnum):
-    """What a waiting pipeline says of itself; the more urgent is offered room first."""
+    """Urgency of a waiting pipeline: the more urgent is offered room first."""
 
     __hash__ = str.__hash__  # as above
 
@@ -326,7 +326,7 @@ class Visibility(StrEnum):
 
 
 class Account(NamedTuple):
-    """Who is charged for a pipeline, and who asked for it."""
+    """Project and user of a pipeline."""
 
     project: str
     user: str
@@ -377,7 +377,7 @@ class Pipeline:
     work_arrives: bool = False
     """Whether its work is announced by events (`WorkArrived`) instead of planned: it has no steps of its own."""
     user: str = ""
-    """Name of who asked for it; empty: not said."""
+    """Name of the user; empty if unknown."""
     project: str = ""
     """Name of the project that is charged for it; empty: its user is."""
     urgency: Urgency = Urgency.NORMAL

@@ -6,7 +6,7 @@ Parts ─▶ StepMachine       each pipeline's life and steps, by tables of lega
       ─▶ Orders            what was ordered and has not ended
       ─▶ Leases            device fractions and residency
       ─▶ PlacementLedger   which pipeline is pinned to which nodes
-      ─▶ Expectations      what its own steps say of a pipeline without an estimate
+      ─▶ Expectations      step seconds learned from a pipeline's own steps
       ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
       ─▶ Shares            what accounts have used, and who is offered room first for it
       ─▶ Turns             who holds nodes next, where pipelines hold them by turns

@@ -82,7 +82,7 @@ class CycleCounts:
     cycle_index: int = 0
     """Number in the cyclic order of its group, from 0."""
     phases_started: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
-    """Phases begun on each device: they say which member is next in the meta-iteration."""
+    """Phases begun on each device; they determine the next member of the meta-iteration."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class StepEstimates:
     batch_seconds: RequestBatchSeconds = field(default_factory=RequestBatchSeconds)
     """Seconds of its last batches, and of its client's thinking between them."""
     told_slowdown: float | None = None
-    """The step slowdown that was last said to be expected; None where nothing was said."""
+    """Expected step slowdown as last emitted; None before the first."""
     told_probability: float | None = None
     """The probability that was last stated."""
 
@@ -150,9 +150,9 @@ class PipelineRun:
     step: StepProgress = field(default_factory=StepProgress)
     estimates: StepEstimates = field(init=False)
     train_stages: tuple[Stage, ...] = field(init=False)
-    """The pipeline's training stages, kept because every training order asks for them."""
+    """The pipeline's training stages, cached for every training order."""
     is_filler: bool = field(init=False)
-    """Whether it takes only what no other pipeline wants, kept because every order asks for it."""
+    """Whether it takes only what no other pipeline wants, cached for every order."""
 
     def __post_init__(self) -> None:
         given = self.pipeline

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a policy. Frozen views go in, a choice comes out; a policy keeps no memory.
+"""The interface of a policy. Frozen views go in, a choice comes out; a policy keeps no memory.
 
     place(pipeline, view)   which group and nodes a pipeline gets           placement tier
     rebalance(view)         which placed pipelines are relocated            placement tier, after each change
@@ -27,7 +27,7 @@ class Policy(Protocol):
 
     @property
     def reacts_to_progress(self) -> bool:
-        """Whether dispatch is asked again at every ChunkFinished."""
+        """Whether dispatch is called again at every ChunkFinished."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Policy(Protocol):
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
         """Relocations that make the placement cheaper, each valid once those before it are done. Mostly none.
 
-        A search that found nothing is reported too; `PlacementView.was_searched_in_vain` then knows it.
+        A search that found nothing is reported too; `PlacementView.was_searched_in_vain` then returns True.
         """
         ...
 

@@ -15,10 +15,10 @@ group, which ready work starts on which free device. A policy answers both quest
 choice is checked, recorded as intended, and becomes an action.
 
 No stage calls another: it marks, and the first stage with something marked is next. So every event ends with the same
-questions asked in the same order, whatever it was.
+same questions in the same order, whatever it was.
 
 The same object serves the simulator (virtual time) and the runtime's controller (real time); they are its only
-callers. It never asks what time it is: time is a field of the event. Replaying the events of a log gives the same
+callers. It reads no clock: time is a field of the event. Replaying the events of a log gives the same
 actions again, which is how a run is resumed. Drivers and displays read it through `query`.
 """
 
@@ -118,7 +118,7 @@ class Scheduler:
                 placer.rebalance(parts)
             elif dirty.expectations:
                 dirty.expectations = False
-                actions += parts.expectations.tell()
+                actions += parts.expectations.emit()
             elif groups:
                 actions += dispatch(parts, groups.pop(next(iter(groups))))
             elif dirty.fillers:
@@ -150,7 +150,7 @@ class Scheduler:
         return bill_of(self._parts.state, self._parts.shares)
 
     def usage(self) -> tuple[AccountUsage, ...]:
-        """What a later part of the run must know of this one's usage. Decides nothing."""
+        """Usage for a later part of the run. Decides nothing."""
         return self._parts.shares.usage() if self._parts.shares.are_set else ()
 
     def spent(self) -> tuple[AccountSpent, ...]:

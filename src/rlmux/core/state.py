@@ -59,7 +59,7 @@ class Reservation:
 
     pipeline: PipelineId
     start_s: float
-    """Time of the start, by the estimates; infinite where they do not say when room will be."""
+    """Time of the start, by the estimates; infinite where they do not tell when there is room."""
     awaits: tuple[PipelineId, ...]
     """Pipelines that are to have ended by then, in the order of their estimated ends."""
 
@@ -78,13 +78,13 @@ class GroupState:
     members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
     """Pipelines pinned to each device for each phase."""
     facts: MemberFacts = NO_MEMBERS
-    """What its members say together; `Groups` keeps it."""
+    """Facts about its members; kept by `Groups`."""
     planned: GroupLook | None = None
     """Look of the group when its policy last planned it; None before the first time."""
     planned_s: float = 0.0
     """Time of that plan."""
     has_asked_migrations: bool = False
-    """Whether ready work of it was paused to migrate, and its policy is asked about that next."""
+    """Whether ready work of it was paused to migrate, and its policy chooses about that next."""
     tail_left: int = 0
     """Trajectories of a step at which its members' rollouts leave their nodes to the next; 0: they keep them."""
 
@@ -112,11 +112,11 @@ class Dirty:
     queue: bool = False
     """The whole queue for admission is to be tried."""
     balance: bool = False
-    """The policy is to be asked for relocations."""
+    """Whether the policy is to choose relocations."""
     expectations: bool = False
     """What is expected of pipelines may be new."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)
-    """Groups whose policy is to be asked what starts."""
+    """Groups whose policy is to choose what starts."""
     fillers: bool = False
     """Nodes, or what is pinned to them, may have changed: fillers are placed again."""
 
@@ -146,14 +146,14 @@ class SchedulerState:
     waiting_fillers: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """Fillers of status WAITING, in the order of submission."""
     wanted_by: dict[DeviceId, GroupId] = field(default_factory=dict)
-    """Devices that a filler was told to leave, and the group whose work starts there then."""
+    """Devices that a filler is to leave, and the group whose work starts there then."""
     devices: dict[DeviceId, DeviceState] = field(default_factory=dict)
     """Every device that a pipeline was ever pinned to."""
     orders: dict[OrderId, Order] = field(default_factory=dict)
     """Every order that has not ended, oldest first."""
     dirty: Dirty = field(default_factory=Dirty)
     beyond_slo: dict[PipelineId, None] = field(default_factory=dict)
-    """Placed pipelines of which was said that their SLO cannot be promised where they are."""
+    """Placed pipelines whose SLO cannot be promised where they are, as emitted."""
     share_by_account: dict[Account, Share] = field(default_factory=dict)
     """Shares that were set."""
     settings: ShareSettings | None = None
@@ -163,11 +163,11 @@ class SchedulerState:
     day: int = 0
     """Day of the run's clock that `charged_today` is of, from 0."""
     charged_today: dict[Account, dict[str, float]] = field(default_factory=dict)
-    """Device-seconds of each pool that each account is charged on that day; only where a quota asks for them."""
+    """Device-seconds of each pool that each account is charged on that day; only where a quota needs them."""
     spent_by_account: dict[Account, AccountSpent] = field(default_factory=dict)
     """Dollars that each project or user with a budget was charged in the last period in which it was charged any."""
     reminders: dict[float, None] = field(default_factory=dict)
-    """Times to come for which a reminder was asked for."""
+    """Future times for which a reminder was requested."""
     usage_by_account: dict[Account, dict[str, DecayedUsage]] = field(default_factory=dict)
     """What each account has used of each pool of late."""
     charged_by_pipeline: dict[PipelineId, dict[str, float]] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class SchedulerState:
         return self.groups.get(run.nodes.placement.group, self.fillers)
 
     def mark_group(self, run: PipelineRun) -> None:
-        """Have the policy asked what starts in the pipeline's group."""
+        """Have the policy choose what starts in the pipeline's group."""
         group = self.group_of(run)
         self.dirty.groups[group.id] = group
 

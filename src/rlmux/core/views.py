@@ -37,7 +37,7 @@ class PauseOrder:
 
     order: OrderId
     migrate_to: DeviceId | None = None
-    """The device to which the order's shard is to migrate then; the paused shard says so when it is ready."""
+    """The device to which the order's shard is to migrate then; the paused shard names it when it is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class MemberView:
 
     @property
     def estimates(self) -> StepEstimates:
-        """What its last steps say of its next."""
+        """Forecast of its next step from the last ones."""
         return self._run.estimates.history.estimates()
 
     @property
@@ -254,7 +254,7 @@ class GroupView:
 
     @property
     def has_arriving_work(self) -> bool:
-        """Whether a member's work arrives: no plan can know what it does next."""
+        """Whether a member is on demand: its next work cannot be planned."""
         return self._group.facts.has_arriving_work
 
     @property

@@ -27,7 +27,7 @@ class WorkState(StrEnum):
     """A paused shard of which every trajectory waits for its environment: started, it would compute nothing yet."""
     RUNNING = "running"
     PAUSING = "pausing"
-    """Its order was told to pause and has not ended."""
+    """Its order is to pause and has not ended."""
     MIGRATING = "migrating"
     """A shard whose trajectories are on their way to another device."""
     DONE = "done"
@@ -53,7 +53,7 @@ class ReadyWork:
     is_waiting: bool = False
     """A shard in state WAITING_FOR_ENV."""
     migrate_to: DeviceId | None = None
-    """Device to which this shard was paused to migrate, while the policy is asked once; then it is like any other."""
+    """Device to which this shard was paused to migrate, until the policy has chosen once; then it is like any other."""
     kind: tuple[Phase, ...] = ()
     """Kind of a batch; empty for work of a planned step."""
     rollout_devices: tuple[DeviceId, ...] = ()
@@ -188,7 +188,7 @@ class Order:
     num_waiting_for_env: int = 0
     """Sequences waiting for their environment at the last progress report."""
     has_waited_for_env: bool = False
-    """Whether a progress report told of sequences that wait for their environment."""
+    """Whether a progress report counted sequences that wait for their environment."""
     tokens: int = 0
     """Tokens since it began, at the last progress report."""
 

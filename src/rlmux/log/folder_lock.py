@@ -70,7 +70,7 @@ class FolderLock:
         return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
     def moved_to(self) -> Path | None:
-        """The place that the folder was moved to; None where it was removed, or where the system does not say."""
+        """The place that the folder was moved to; None if it was removed, or if the system does not report it."""
         assert self._descriptor is not None
         try:
             place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))

@@ -4,7 +4,7 @@
     Reports         all reports of one order, as its record keeps them in columns     History ──▶ pictures
     Report          one of them
 
-A report takes some 50 bytes in `Reports`, and no object of its own until it is asked for.
+A report takes some 50 bytes in `Reports`, and no object of its own until it is read.
 """
 
 from __future__ import annotations

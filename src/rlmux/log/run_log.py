@@ -88,7 +88,7 @@ def run_header(
     spec: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The header of a run: what the reports need to know that no event says."""
+    """The header of a run: facts for reports that no event holds."""
     pools = cluster.pools.values() if cluster else ()
     return {
         "run_id": uuid.uuid4().hex,
@@ -389,7 +389,7 @@ class LogReader:
         return block_end(self._connection, self.path.parent, self.path.name, last_seq)
 
     def state(self) -> RunState:
-        """What a resumed run must know of its past: the last snapshot, and what came after it."""
+        """The past of a run to resume: the last snapshot, and the rows after it."""
         try:
             kept = self._connection.execute("SELECT json FROM snapshot").fetchone()
         except sqlite3.Error as error:

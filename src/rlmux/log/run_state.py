@@ -1,4 +1,4 @@
-"""What a resumed run must know of its past: a small fold over the log, of which the log keeps snapshots.
+"""The past of a run to resume: a small fold over the log, with snapshots in the log.
 
     rows ──add──▶ RunState ──as_json──▶ snapshot in the log        read back: the snapshot, then the rows after it
 
@@ -34,7 +34,7 @@ class RunState:
     submitted: list[dict[str, Any]] = field(default_factory=list)
     """Fields of the notes `submitted`: the files that came while the run went on, oldest first."""
     standings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What users said of each waiting pipeline, `is_held` and `rank`, from the notes `standing`."""
+    """Users' settings of each waiting pipeline, `is_held` and `rank`, from the notes `standing`."""
     measured: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Seconds of the phases that each pipeline without a given estimate was last planned with: `estimate` and `held`,
     as in `Pipeline`."""
@@ -88,8 +88,8 @@ class RunState:
         elif type == "accounts":
             self.accounts = value
         elif type == "standing":
-            said = {key: value[key] for key in ("is_held", "rank") if key in value}
-            self.standings[value["pipeline"]] = {**self.standings.get(value["pipeline"], {}), **said}
+            changes = {key: value[key] for key in ("is_held", "rank") if key in value}
+            self.standings[value["pipeline"]] = {**self.standings.get(value["pipeline"], {}), **changes}
         elif type == "submitted":
             self.submitted.append(value)
         elif type == "resumed":

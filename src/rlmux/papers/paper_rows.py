@@ -4,7 +4,7 @@
     replay      the published trace played by the published rules, outside rlmux
     ours        what rlmux gets
 
-A row has one accepted range, which contains the published figure. `is_reached` says whether ours is within. A cause is
+A row has one accepted range, which contains the published figure. `is_reached`: ours is within it. A cause is
 computed (ours without it is there to compare) or a conjecture, and is named as what it is.
 """
 
@@ -82,7 +82,7 @@ class Row:
         return self.accepted[0] <= self.ours <= self.accepted[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as JSON has it. A row that is reached names no cause; a missed one without a cause says so."""
+        """The row as JSON has it. A reached row has no cause; a missed one has one, or states that it is missing."""
         missed: dict[str, Any] = {"cause": "", "cause_is": "", "ours_without_cause": None}
         if not self.is_reached:
             cause = self.cause or Cause(text="not known")

@@ -63,7 +63,7 @@ def make_policy(name: str, *, seed: int = 0, sharing: SharingTable | None = None
     """
     if name not in POLICIES:
         of_user = user_policy(name, tuple(POLICIES))
-        made: Policy = replace(of_user, asked=_with_options(of_user.asked, name, seed, options))
+        made: Policy = replace(of_user, wrapped=_with_options(of_user.wrapped, name, seed, options))
     else:
         made = _with_options(POLICIES[name](), name, seed, options)
     return made if sharing is None else with_sharing(made, sharing)

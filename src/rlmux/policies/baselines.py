@@ -68,7 +68,7 @@ class Fifo(OneRule):
     """`fifo`: one lock per shared set of nodes, first come first served (what llm-d's time slicing does).
 
     On a finite cluster all pipelines share all of it, memory or cap permitting. On an unbounded one a set is what the
-    first pipeline asks for, and the next ones join the youngest set until it is full. SLOs play no part.
+    first pipeline requests, and the next ones join the youngest set until it is full. SLOs play no part.
     """
 
     name: str = "fifo"
@@ -82,8 +82,8 @@ class Split(OneRule):
     """`split`: the cluster divided statically among the pipelines, each on its own part for both phases.
 
     A finite cluster's nodes are divided into `num_parts` equal parts, training nodes first; a pipeline rolls out on all
-    nodes of its part and trains on the first. Without a number a part is what the pipeline asks for. On an unbounded
-    cluster a part is a pipeline's own request, which is `solo`.
+    nodes of its part and trains on the first. Without a number a part has as many nodes as the pipeline requests. On
+    an unbounded cluster a part is a pipeline's own request, which is `solo`.
     """
 
     name: str = "split"
@@ -115,9 +115,9 @@ class Split(OneRule):
 class Colocated(OneRule):
     """`colocated`: both phases of a pipeline on one set of nodes of its own (verl-like).
 
-    The set is the `num_train_nodes` training nodes it asks for where it is known how fast its rollouts are
+    The set is the `num_train_nodes` training nodes it requests if it is known how fast its rollouts are
     there (`colocated_estimate`) or where the cluster has no rollout pool; where one pool serves both phases, as many
-    as the wider phase asks for. Otherwise the set is all that `solo` would hold: its training and its rollout nodes,
+    as the wider phase requests. Otherwise the set is all that `solo` would hold: its training and its rollout nodes,
     rollouts on all of them, training on the first. On a small cluster the sets are few, so pipelines run one after
     another.
     """

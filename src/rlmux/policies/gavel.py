@@ -61,7 +61,7 @@ class Gavel(OneRule):
     solve: Solver = solve_with_glop
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        """Free nodes, the first configuration that has them: what is asked where no turns are given."""
+        """Free nodes, the first configuration that has them: used before turns are given."""
         options = options_of(pipeline, view)
         if isinstance(options, Refusal):
             return options
@@ -244,10 +244,10 @@ def _pace(claims: tuple[Claim, ...], elapsed_s: float) -> float:
 
 def _waiting(claim: Claim) -> Refusal:
     share = sum(claim.targets.values())
-    said = (
+    cause = (
         f"it is to hold nodes for {share:.0%} of the time" if claim.targets else "its part of the time is not set yet"
     )
-    return Refusal(reason=f"pipeline {claim.pipeline.id} waits for its turn: {said}", is_final=False)
+    return Refusal(reason=f"pipeline {claim.pipeline.id} waits for its turn: {cause}", is_final=False)
 
 
 def _is_unbounded(view: PlacementView) -> bool:

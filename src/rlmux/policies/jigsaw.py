@@ -2,7 +2,7 @@
 
     view ──forecast──▶ work items of this step and the next ones ──look-ahead──▶ schedule ──its first moment──▶ choices
 
-Every pipeline of the group rolls out on all of its devices and trains on as many as it asks for. At each event the
+Every pipeline of the group rolls out on all of its devices and trains on as many as it requests. At each event the
 work items that are known or forecast are scheduled anew as a whole, and what that schedule does now is done:
 
     start      ready work on free devices; beside another order only at a device fraction that was measured to help
@@ -79,7 +79,7 @@ class Jigsaw:
     """Weight of the mean completion time beside the makespan, of the steps that are looked ahead to."""
     keeps_cycle: bool = False
     """True where pools are kept apart by phase: the strict cycle is kept unless another schedule is expected to be
-    clearly shorter, and a step is due as its pipeline's SLO asks in the mean of its steps."""
+    clearly shorter, and a step is due as its pipeline's SLO requires in the mean of its steps."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_on_shared_nodes(pipeline, view, max_members=self.max_members)

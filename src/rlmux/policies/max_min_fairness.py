@@ -79,7 +79,7 @@ class FairShares:
 
 
 def _compared(head: Account, other: Account) -> tuple[Account, Account] | None:
-    """The accounts whose shares say which of two pipelines gives way; None where both are of one."""
+    """The accounts whose shares decide which of two pipelines gives way; None if both are of one."""
     if head == other:
         return None
     if head.project == other.project:

@@ -2,7 +2,7 @@
 
 Moves count for nothing beside dollars, so it shows what placement alone could reach with a strict
 meta-iteration. The search is exact while it ends within its limit, which it does for a few dozen pipelines;
-where it does not, the partition's `gap` says how far from the best the grouping may be.
+where it does not, the partition's `gap` bounds the distance from the best grouping.
 """
 
 from __future__ import annotations

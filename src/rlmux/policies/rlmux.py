@@ -11,15 +11,15 @@ cost: pipelines spread over free nodes before they share.
 
 Inside a group one of three rules decides what starts:
 
-    nodes serve both phases of every member    look-ahead over sub-stages, as `jigsaw`: one pool; a table that says
+    nodes serve both phases of every member    look-ahead over sub-stages, as `jigsaw`: one pool; a table by which
                                                it helps; nodes that cost nothing and pipelines without an estimate
-    pools apart, a table says that it helps    the same inside each pool, weighed against the strict cycle
+    pools apart, it helps by the table          the same inside each pool, weighed against the strict cycle
     pools apart, no table                      the order of the cycle, gaps filled; tails leave devices that others
                                                wait for
 
 Where steps are given and nodes are paid as they are used, it counts dollars for the work instead of dollars per hour:
 slowness has a price, budgets follow from the steps and the time that are left, and members train on as many nodes as
-they ask for (`search/economy.py`). The rest of this page is about dollars per hour.
+they request (`search/economy.py`). The rest of this page is about dollars per hour.
 
 Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
 allows.
@@ -76,7 +76,7 @@ class RlMux:
     slo_margin: float = 0.0
     """Part of each SLO kept in hand for what the meta-iteration does not show: waiting for a slot after a move."""
     overtakes: bool = True
-    """Whether a phase may leave the cycle's order where a gap or a threatened SLO asks for it and no other is late."""
+    """Whether a phase may leave the cycle's order for a gap or a threatened SLO, if no other is late."""
     migrates_tails: bool = True
     """Whether the tail of a rollout on several devices leaves those that another pipeline waits for."""
     varies_steps_per_cycle: bool = True
@@ -90,7 +90,7 @@ class RlMux:
     """Weight of the mean completion time beside the makespan in the look-ahead, where sub-stages share devices: what
     ends first begins its next step beyond it."""
     keeps_pools_apart: bool = False
-    """Whether nodes of a pool for one phase never serve the other, whatever a table says of them."""
+    """Whether nodes of a pool for one phase never serve the other, whatever the table."""
     move_horizon_h: float = 3.0
     """Hours within which a move must have paid for itself there."""
     limits: SearchLimits = field(default_factory=SearchLimits)
@@ -101,7 +101,7 @@ class RlMux:
     """Groups with a member whose steps are given."""
     _by_waste: GroupRanking = field(init=False, default_factory=GroupRanking, repr=False, compare=False)
     _step_finder: CycleStepFinder = field(init=False, default_factory=CycleStepFinder, repr=False, compare=False)
-    """A cache of this object alone: `replace` makes a new one. Dropping what it knows changes no decision."""
+    """A cache of this object alone: `replace` makes a new one. Dropping its content changes no decision."""
     _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
     """The policy inside groups whose nodes serve both phases of every member."""
     _both_grains: Jigsaw = field(init=False, repr=False, compare=False)
@@ -185,7 +185,7 @@ class RlMux:
         return Idling(cycle_lead=math.inf if self.overtakes else 1.0)
 
     def _planner(self, view: GroupView) -> Jigsaw | None:
-        """The look-ahead over sub-stages that is asked in this group; None where the order of the cycle decides."""
+        """The look-ahead over sub-stages that decides in this group; None where the order of the cycle decides."""
         if view.num_members < 2:
             return None
         if view.serves_both_phases:
@@ -223,7 +223,7 @@ class RlMux:
         better.
 
         It is where nothing is paid for it (nodes cost nothing, or the pipeline would hold them all anyway) and a table
-        says that sub-stages help each other. A pipeline without an estimate cannot be promised a place in a cycle: it
+        shows that sub-stages help each other. A pipeline without an estimate cannot be promised a place in a cycle: it
         shares nodes that cost nothing, and what it does decides.
         """
         if view.cluster.pool_for(Phase.ROLLOUT) is None:

@@ -11,8 +11,8 @@ pipeline queues. On one pool that serves both phases a group's members share all
 Inside a group the strict meta-iteration decides what begins, and the tail of a rollout leaves devices that the next
 pipeline waits for (`lookahead/measured_tails.py`).
 
-The paper knows durations before it places. Where they are measured only then, and a group turns out to break an SLO, a
-member is placed again, or those with an SLO make several steps in a cycle.
+In the paper, durations are given before placement. If they are measured only afterwards, and a group turns out to break
+an SLO, a member is placed again, or those with an SLO make several steps in a cycle.
 """
 
 from __future__ import annotations

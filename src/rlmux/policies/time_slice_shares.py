@@ -39,7 +39,7 @@ class Demand:
     columns: tuple[Column, ...]
     """Its configurations, at least one, each of which the empty cluster has room for."""
     num_nodes: int = 1
-    """Nodes that it asks for (s_m)."""
+    """Nodes that it requests (s_m)."""
     weight: float = 1.0
     """Its weight beside others (w_m)."""
 

@@ -5,7 +5,7 @@
     promise                                  broken by                               found
     a policy keeps nothing in mind           a class that is no frozen dataclass,    when it is made
                                              or a field that can change
-    a choice follows from the view alone     another answer to the same question     when each is asked twice
+    a choice follows from the view alone     another choice for the same view          when each is called twice
     a choice is a value of `core/views.py`   anything else                           at that choice
     a choice is allowed                      work that is not ready, a held device   by the scheduler
 
@@ -35,64 +35,64 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The user's policy, each question asked twice and each answer checked."""
+    """The user's policy: each method is called twice, and each result checked."""
 
     name: str
     """Name or `module:Class` that the user typed: a run is resumed by it."""
-    asked: Policy
+    wrapped: Policy
     """The user's object."""
 
     @property
     def reacts_to_progress(self) -> bool:
-        return self.asked.reacts_to_progress
+        return self.wrapped.reacts_to_progress
 
     @property
     def sharing(self) -> SharingTable | None:
-        return self.asked.sharing
+        return self.wrapped.sharing
 
     def with_sharing(self, sharing: SharingTable) -> Checked:
         """The same with this table."""
-        known: Any = self.asked
-        return replace(self, asked=replace(known, sharing=sharing))
+        known: Any = self.wrapped
+        return replace(self, wrapped=replace(known, sharing=sharing))
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        found = self._twice("place", lambda: self.asked.place(pipeline, view))
+        found = self._twice("place", lambda: self.wrapped.place(pipeline, view))
         if not isinstance(found, PlacementChoice | Refusal):
             raise self._error("place", f"answered {found!r}; accepted: a PlacementChoice or a Refusal")
         return found
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
-        found = self._twice("rebalance", lambda: tuple(self.asked.rebalance(view)))
+        found = self._twice("rebalance", lambda: tuple(self.wrapped.rebalance(view)))
         for each in found:
             if not isinstance(each, Relocation | FruitlessSearch):
                 raise self._error("rebalance", f"answered {each!r}; accepted: Relocation and FruitlessSearch")
         return found
 
     def dispatch(self, view: GroupView) -> tuple[Choice, ...]:
-        found = self._twice("dispatch", lambda: tuple(self.asked.dispatch(view)))
+        found = self._twice("dispatch", lambda: tuple(self.wrapped.dispatch(view)))
         for each in found:
             if not isinstance(each, _CHOICES):
                 accepted = ", ".join(kind.__name__ for kind in _CHOICES)
                 raise self._error("dispatch", f"chose {each!r}; accepted: {accepted}")
         return found
 
-    def _twice(self, question: str, ask: Callable[[], A]) -> A:
+    def _twice(self, method: str, call: Callable[[], A]) -> A:
         try:
-            first, second = ask(), ask()
+            first, second = call(), call()
         except RlmuxError:
             raise
         except Exception as error:  # the user's code may raise anything
-            raise self._error(question, f"raised {plugins.described(error)}") from error
+            raise self._error(method, f"raised {plugins.described(error)}") from error
         if first != second:
             raise self._error(
-                question,
-                f"answered {first!r}, and asked again with the same view {second!r}; accepted: an answer that follows "
-                "from the view alone",
+                method,
+                f"returned {first!r}, and {second!r} when called again with the same view; accepted: a choice that "
+                "follows from the view alone",
             )
         return first
 
-    def _error(self, question: str, what: str) -> PolicyError:
-        return PolicyError(f"policy {self.name}: {question} {what}")
+    def _error(self, method: str, what: str) -> PolicyError:
+        return PolicyError(f"policy {self.name}: {method} {what}")
 
 
 def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
@@ -109,7 +109,7 @@ def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
     if absent:
         raise UserError(f"policy {text!r} has no {absent[0]!r}; accepted: a class with {', '.join(_ASKED)}")
     _refuse_memory(text, made)
-    return Checked(name=text, asked=made)
+    return Checked(name=text, wrapped=made)
 
 
 def _refuse_memory(text: str, made: Any) -> None:

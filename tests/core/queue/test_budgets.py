@@ -53,7 +53,7 @@ def test_what_is_over_the_dollars_of_an_hour_waits_and_is_told_what_would_start_
     wait = wait_of(driver, "c")
     assert wait.token == "over_quota"
     assert wait.reason == (
-        "over quota: it asks for nodes of $108.00 an hour of $250.00 that ann may have, and nodes for $216.00 are held"
+        "over quota: it requests nodes of $108.00 an hour of $250.00 that ann may have, and nodes for $216.00 are held"
     )
     assert wait.would_start_now_if == (
         Change(key="without", was="", to="a"),
@@ -80,7 +80,7 @@ def test_what_alone_asks_for_more_dollars_is_refused_with_the_numbers(driver, bu
     limit(driver, max_usd_per_hour=100.0)
     driver.submit(builders.pipeline("a", user="ann"))
     (refused,) = driver.actions(Refuse)
-    assert refused.reason == "over quota: it asks for nodes of $108.00 an hour of $100.00 that ann may have"
+    assert refused.reason == "over quota: it requests nodes of $108.00 an hour of $100.00 that ann may have"
 
 
 def test_a_spent_budget_parks_at_the_next_step_and_the_next_period_goes_on(driver, builders):

@@ -157,7 +157,7 @@ def test_one_that_no_node_has_memory_for_is_refused_with_the_numbers(builders):
     driver = driver_of(builders, cluster=hosts(builders, 5e9))
     driver.submit(filler_of(builders, footprint=Footprint(rollout_host_bytes=6e9)))
     (refused,) = driver.actions(Refuse)
-    assert refused.reason == "eval asks for 1 nodes with 6.000 GB each; pool rollout has 1 nodes of 5.000 GB"
+    assert refused.reason == "eval requests 1 nodes with 6.000 GB each; pool rollout has 1 nodes of 5.000 GB"
 
 
 def test_on_an_unlimited_pool_it_takes_no_node_that_nobody_has(builders):

@@ -149,7 +149,7 @@ def test_a_quota_of_devices_keeps_what_a_user_asks_for_at_once_below_it(builders
     driver.submit(*(builders.pipeline(f"a{number}", num_steps=1, user="ann") for number in range(4)))
     driver.submit(builders.pipeline("b", num_steps=1, user="bob"))
     assert names(driver, Admit) == ["a0", "a1", "b"]
-    reason = "over quota: it asks for 2 devices of 4 that ann may have, and 4 are held"
+    reason = "over quota: it requests 2 devices of 4 that ann may have, and 4 are held"
     assert driver.scheduler.query.reason(PipelineId("a2")) == reason
     driver.run()
     assert len(names(driver, Release)) == 5
@@ -159,7 +159,7 @@ def test_what_asks_for_more_than_its_quota_is_refused_with_the_numbers(driver, b
     set_shares(driver, AccountShare(account=Account("lab", ""), quota=Quota(max_devices=1)))
     driver.submit(builders.pipeline("a", user="ann", project="lab"))
     (refused,) = driver.actions(Refuse)
-    assert refused.reason == "over quota: it asks for 2 devices of 1 that lab may have"
+    assert refused.reason == "over quota: it requests 2 devices of 1 that lab may have"
 
 
 def test_one_over_its_quota_holds_up_no_other(builders):

@@ -5,7 +5,7 @@
 
 A rollout shard leaves a curve: its active count, and the solo seconds at which each count was reported. Curves of
 neighbouring steps are very alike, so the median of the last steps predicts where each sub-stage begins. The end of the
-tail varies: `remaining_time` is a range, and takes the live active count, which says how far down the curve the shard
+tail varies: `remaining_time` is a range, and takes the live active count, which shows how far down the curve the shard
 is now. Before the first step the user's estimate stands in, with a typical shape.
 
 Seconds are solo seconds: what the work would take with the device for itself. The wall seconds of an order that shares
@@ -217,7 +217,7 @@ class StepHistory:
     def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float) -> None:
         """A step's rollout begins, with a shard on each of the devices.
 
-        The step is due after SLO times T_solo of the nodes that the pipeline asks for, wherever it is placed.
+        The step is due after SLO times T_solo on the requested nodes, wherever the pipeline is placed.
         """
         if step <= self._last_step:  # the first one, or again from a restored step
             self.due_s = self._first_open_s = now_s
@@ -316,7 +316,7 @@ class StepHistory:
         return (shard.active[-1] if shard.active else None), shard.before_s
 
     def estimates(self) -> StepEstimates:
-        """What the last steps say of the next; cached until something new is known."""
+        """Forecast from the last steps; cached until something new is known."""
         if self._estimates is None:
             self._estimates = self._estimate()
         return self._estimates

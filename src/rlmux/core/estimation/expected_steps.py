@@ -1,6 +1,6 @@
-"""Pipelines are planned with what their own steps took, and told whether their SLO can hold.
+"""Pipelines are planned with the seconds of their own steps; emits whether their SLO can hold.
 
-    a step is trained ─▶ learn ─▶ Pipeline.estimate in run and ledger ─▶ the policy's rebalance ─▶ tell ─▶ ExpectSteps
+    a step is trained ─▶ learn ─▶ Pipeline.estimate in run and ledger ─▶ the policy's rebalance ─▶ emit ─▶ ExpectSteps
 
 With the estimate come a budget (SLO times solo step), a load in its group's meta-iteration and due times, as if the
 user had given it. It can change when and where things run, never what is trained. An estimate that the user gave stands
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 _DRIFT_STEP = 1.1
 """Factor by which estimates that the user gave drift at once."""
 _NOTICEABLE = 0.1
-"""Part by which an expected slowdown changes before it is said again."""
+"""Fraction by which an expected slowdown changes before it is emitted again."""
 
 
 class Expectations:
@@ -39,9 +39,9 @@ class Expectations:
         self._ledger = ledger
         self._journal = journal
         self._learned: dict[PipelineId, None] = {}
-        """Pipelines with seconds that were learned in this event and not told of yet."""
+        """Pipelines with seconds that were learned in this event and not emitted yet."""
         self._placed: dict[PipelineId, None] = {}
-        """Pipelines that came in this event to a group where a probability was asked for."""
+        """Pipelines that came in this event to a group where a probability was requested."""
 
     def learn(self, run: PipelineRun, step: int) -> bool:
         """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
@@ -98,13 +98,13 @@ class Expectations:
         return True
 
     def note_placed(self, run: PipelineRun) -> None:
-        """It has a place in the ledger: the next `tell` states the probabilities that were asked for in its group."""
+        """It has a place in the ledger: the next `emit` states the probabilities that were requested in its group."""
         members = self._ledger.group_of(run.pipeline.id).members
         if any(member.pipeline.slo_probability is not None for member in members):
             self._placed[run.pipeline.id] = None
 
     def _given_seconds(self, run: PipelineRun) -> PhaseSeconds | None:
-        """What the steps of a pipeline with a given estimate should take where it is; None where that says nothing: on
+        """What the steps of a pipeline with a given estimate should take where it is; None where that tells nothing: on
         other numbers of nodes, or where sub-stages of several members share them."""
         pipeline, placement = run.pipeline, run.nodes.placement
         if placement is None or len(placement.train_nodes) != pipeline.num_train_nodes:
@@ -113,21 +113,21 @@ class Expectations:
             return pipeline.colocated_estimate if self._ledger.group_of(pipeline.id).num_members == 1 else None
         return pipeline.estimate if len(placement.rollout_nodes) == pipeline.num_rollout_nodes else None
 
-    def tell(self) -> list[Action]:
+    def emit(self) -> list[Action]:
         """Say what is expected of pipelines whose seconds are new, and of their neighbours with an SLO where that is
-        other than was said."""
+        different from the last emitted."""
         beyond_slo = self._state.beyond_slo
         if not self._learned and not beyond_slo and not self._placed:
             return []
         actions: list[Action] = []
         learned, self._learned = self._learned, {}
         placed, self._placed = self._placed, {}
-        asked = {**learned, **placed, **beyond_slo}
+        due = {**learned, **placed, **beyond_slo}
         for pipeline in {**learned, **placed}:
             if pipeline not in self._ledger:
                 continue
-            asked |= {member.pipeline.id: None for member in self._ledger.group_of(pipeline).members}
-        for pipeline in asked:
+            due |= {member.pipeline.id: None for member in self._ledger.group_of(pipeline).members}
+        for pipeline in due:
             run = self._state.runs[pipeline]
             if pipeline not in self._ledger:
                 beyond_slo.pop(pipeline, None)
@@ -174,9 +174,9 @@ class Expectations:
             return None
         if group.num_members == 1:
             return 1.0
-        asked = [member.pipeline.slo_probability or 0.0 for member in group.members]
+        probabilities = [member.pipeline.slo_probability or 0.0 for member in group.members]
         bounds = [self._state.runs[member.pipeline.id].estimates.bounds for member in group.members]
-        return min(asked) if all(one and one.is_known for one in bounds) else None
+        return min(probabilities) if all(one and one.is_known for one in bounds) else None
 
     def _keeps_slo_at_pace(self, run: PipelineRun, group: GroupLoad) -> bool:
         """Whether its SLO is kept if all steps that are left take what they are planned with: by each of them, or by
@@ -244,7 +244,7 @@ def _stretch(now_s: float, before_s: float) -> float:
 
 
 def _is_news(run: PipelineRun, step_slowdown: float) -> bool:
-    """Whether the expected slowdown of a pipeline with an SLO differs noticeably from what was said of it."""
+    """Whether the expected slowdown of a pipeline with an SLO differs noticeably from the last emitted one."""
     if run.estimates.told_slowdown is None or run.pipeline.slo_slowdown == math.inf:
         return False
     return abs(step_slowdown - run.estimates.told_slowdown) > _NOTICEABLE * run.estimates.told_slowdown

@@ -1,6 +1,6 @@
 """Upper bounds of a pipeline's next step, for pipelines with an `slo_probability`: its load where nodes are shared.
 
-    at first         what the file says of a step whose answers all reach the token limit
+    at first         the file's seconds of a step whose answers all reach the token limit
     then             the upper prediction bound of the last `WINDOW_STEPS` steps, never above the limit
 
 The bound of one phase holds with q = 1 - (1 - p) / MAX_PIPELINES_PER_GROUP for the stated probability p. Both phases of
@@ -33,7 +33,7 @@ WINDOW_STEPS = 16
 _MEDIAN_STEPS = 8
 """Steps whose median is the estimate."""
 _NOTCH = 1.05
-"""Factor between two estimates or bounds that are told apart: pipelines that are alike stay alike for a search."""
+"""Least factor between two estimates or bounds that count as different: like pipelines stay alike for a search."""
 _ROUNDING = 1e-9
 _ONE_SECOND = PhaseSeconds(rollout_s=1.0, train_s=1.0)
 
@@ -131,7 +131,7 @@ class StepBounds:
         )
 
     def forget(self, num_nodes: int) -> None:
-        """Its rollout has so many devices from now on: without given estimates, steps on others say nothing."""
+        """Its rollout has so many devices from now on: without given estimates, steps on others do not count."""
         if num_nodes != self._num_nodes:
             if self._num_nodes and not self.has_base:
                 self._ratios.clear()

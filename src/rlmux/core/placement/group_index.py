@@ -3,7 +3,7 @@
     (room of the training nodes, period)  ─▶ groups        both in quarter octaves
 
 A newcomer needs T_train <= room = budget - T_load of the training nodes, and period <= its own budget. Most groups of a
-busy cluster have no such room: of 628 groups that 2,000 pipelines make, some 2 are left to be asked.
+busy cluster have no such room: of 628 groups that 2,000 pipelines make, some 2 are left to be tried.
 """
 
 from __future__ import annotations

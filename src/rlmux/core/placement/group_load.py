@@ -47,7 +47,7 @@ class Member:
         return self.load_of(self.pipeline.held or self.pipeline.estimate)
 
     def load_of(self, estimate: PhaseSeconds | None) -> PhaseLoad:
-        """What it asks of its group if its phases take so long where they are apart."""
+        """Its demand on its group if its phases take so long where they are apart."""
         if self.is_colocated and self.pipeline.colocated_estimate is not None:
             estimate = self.pipeline.colocated_estimate
         return PhaseLoad(
@@ -66,7 +66,7 @@ class GroupLoad:
 
     id: GroupId
     members: tuple[Member, ...]
-    """Pipelines in the cyclic order of the meta-iteration: by admission, unless a choice said otherwise."""
+    """Pipelines in the cyclic order of the meta-iteration: by admission, unless a choice sets another."""
     rollout_nodes: tuple[NodeId, ...]
     """Rollout nodes, in the order in which they joined the group."""
     train_nodes: tuple[NodeId, ...]
@@ -179,7 +179,7 @@ class GroupLoad:
     def slowdown_of(self, pipeline_id: PipelineId) -> float:
         """A member's mean step in the meta-iteration over T_solo; 1 where nothing is known.
 
-        T_solo is that of the nodes that the pipeline asks for, wherever it is placed.
+        T_solo is the solo time on the requested nodes, wherever the pipeline is placed.
         """
         member = next(member for member in self.members if member.pipeline.id == pipeline_id)
         alone_s = solo_s(member.pipeline)
@@ -334,7 +334,7 @@ def _has_spare_bounds(members: Sequence[Member]) -> bool:
 
 
 def _shortest(members: Sequence[Member], pools: Mapping[str, Pool]) -> tuple[list[PhaseLoad], int]:
-    """What each member asks of a group of these, and the trajectories left at which their rollouts leave their nodes,
+    """Demand of each member on a group of these, and the trajectories left at which their rollouts leave their nodes,
     so that the meta-iteration is shortest; 0 where they keep them."""
     loads = _phase_loads(members, pools)
     tails = [member.pipeline.tail for member in members]
@@ -349,7 +349,7 @@ def _shortest(members: Sequence[Member], pools: Mapping[str, Pool]) -> tuple[lis
 
 
 def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool], tail_left: int = 0) -> list[PhaseLoad]:
-    """What each member asks of a group of these, switches included."""
+    """Demand of each member on a group of these, switches included."""
     tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
     added = switch_seconds(tenants, pools)
     has_spare_bounds = _has_spare_bounds(members)

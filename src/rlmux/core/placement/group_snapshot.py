@@ -1,6 +1,6 @@
 """What a group looks like: of its members until one joins or leaves, of its work until something whole changes.
 
-members ── join, leave ─▶ MemberFacts    asked at every event, and made anew at these alone
+members ── join, leave ─▶ MemberFacts    read at every event, and recomputed at these alone
 work    ── policy plans ─▶ GroupLook     compared at every event with that of the last plan
 """
 
@@ -13,10 +13,10 @@ from rlmux.core.model import OrderId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFacts:
-    """What the members of a group say together."""
+    """Facts about the members of a group."""
 
     has_arriving_work: bool
-    """Whether a member's work arrives: no plan can know what it does next."""
+    """Whether a member is on demand: its next work cannot be planned."""
     has_wide_rollouts: bool
     """Whether a member rolls out on several devices, so that trajectories could migrate between them."""
     has_tails: bool

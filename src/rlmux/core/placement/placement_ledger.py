@@ -152,7 +152,7 @@ class PlacementLedger:
             del self._fruitless_searches[next(iter(self._fruitless_searches))]
 
     def admit(self, pipeline: Pipeline, choice: PlacementChoice) -> Placement:
-        """Pin the pipeline where the choice says. A choice that does not hold raises and changes nothing."""
+        """Pin the pipeline as chosen. A choice that does not hold raises and changes nothing."""
         if pipeline.id in self._group_of:
             raise IllegalTransitionError(
                 f"pipeline {pipeline.id} is already placed in group {self._group_of[pipeline.id]}"

@@ -21,7 +21,7 @@ from rlmux.core.steps.step_machine import PipelineInput
 
 
 def place_waiting(parts: Parts) -> list[Action]:
-    """Try the newcomer, or every pipeline of the queue; say which are over a quota; have others park for the first."""
+    """Try the newcomer, or every pipeline of the queue; emit which are over a quota; have others park for the first."""
     dirty, newcomer = parts.state.dirty, parts.state.dirty.newcomer
     actions: list[Action] = []
     dirty.newcomer = None
@@ -136,7 +136,7 @@ def _try_all(parts: Parts) -> list[Action]:
 
 
 def _try_to_place(parts: Parts, run: PipelineRun) -> list[Action]:
-    """Admit a waiting pipeline, or say why it waits or never starts; all of them where nodes are held by turns."""
+    """Admit a waiting pipeline, or emit why it waits or never starts; all of them where nodes are held by turns."""
     if parts.turns.are_taken:
         return _give_turns(parts)
     choice = parts.queue.decide(run)
@@ -168,7 +168,7 @@ def _refuse(parts: Parts, run: PipelineRun, refusal: Refusal) -> list[Action]:
     if refusal.is_final:
         del parts.state.waiting[run.pipeline.id]
         parts.steps.move_pipeline(run, PipelineInput.REFUSED)
-    return parts.queue.tell(run, refusal)
+    return parts.queue.refuse(run, refusal)
 
 
 def _remind(parts: Parts, run: PipelineRun) -> list[Action]:

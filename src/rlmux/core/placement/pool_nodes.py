@@ -37,7 +37,7 @@ class PoolNodes:
         return self._next, list(self._returned)
 
     def take_back(self, free_list: tuple[int, list[int]]) -> None:
-        """The nodes in use are those of when the free list was asked for: so are the free ones."""
+        """Roll back to the node sets taken by `free_list`."""
         self._next, self._returned = free_list
 
     @property
@@ -122,7 +122,7 @@ class ClusterNodes:
         return [nodes.free_list() for nodes in self._by_pool.values()]
 
     def take_back(self, free_lists: list[tuple[int, list[int]]]) -> None:
-        """The nodes in use are those of when the free lists were asked for: so are the free ones."""
+        """Roll back to the node sets taken by `free_lists`."""
         for nodes, free_list in zip(self._by_pool.values(), free_lists, strict=True):
             nodes.take_back(free_list)
 

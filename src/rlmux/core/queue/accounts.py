@@ -36,7 +36,7 @@ class AccountRow:
     used_by_pool: dict[str, float]
     """Device-seconds that it has used of late, by pool: those of long ago forgotten, of urgent pipelines twice."""
     today_s: float
-    """Device-seconds that it is charged on this day; 0 where no quota asks for them."""
+    """Device-seconds that it is charged on this day; 0 where no quota needs them."""
     num_running: int
     num_waiting: int
     quota: Quota

@@ -1,4 +1,4 @@
-"""What users say of their pipelines, and what was set for them: held, released, ranked, parked; shares and usage.
+"""What users set for their pipelines: held, released, ranked, parked; shares and usage.
 
 PipelineHeld, HoldReleased, PipelineRanked, ParkRequested ─┐
 PipelineParked, SharesSet, UsageRestored, WaitsRestored ───┼─▶ a pipeline's run, or Shares ─▶ the queue
@@ -37,7 +37,7 @@ def _hold(parts: Parts, run: PipelineRun) -> list[Action]:
         return []
     parts.queue.hold(run)
     parts.state.dirty.queue = True
-    return parts.queue.tell(run, HELD)
+    return parts.queue.refuse(run, HELD)
 
 
 def on_hold_released(parts: Parts, event: HoldReleased) -> list[Action]:

@@ -6,10 +6,10 @@
     overtaking    a later pipeline starts if, with it there, the policy still places the head at that time
 
 This is EASY back-filling (Lifka, "The ANL/IBM SP Scheduling System", JSSPP 1995; Mu'alem and Feitelson, IEEE TPDS
-12(6), 2001). What counts as room is the policy's own answer: it is asked in trials of the ledger in which pipelines
+12(6), 2001). What counts as room is the policy's own answer, in trials of the ledger in which pipelines
 have departed. An unknown end is never, so where the head waits for one of these nothing overtakes.
 
-Every wait is bounded: the earliest start that the head was ever told is kept, over a resume too, and once it has passed
+Every wait is bounded: the earliest start ever promised to the head is kept, over a resume too, and once it has passed
 nothing overtakes.
 What runs then ends, and each pipeline before it in the queue takes its turn as the head.
 
@@ -184,8 +184,8 @@ class AdmissionQueue:
             return True
         return self._may_overtake(reservation, pipeline, choice)
 
-    def tell(self, run: PipelineRun, refusal: Refusal) -> list[Action]:
-        """Say why the pipeline waits, or never starts, unless that was said before."""
+    def refuse(self, run: PipelineRun, refusal: Refusal) -> list[Action]:
+        """Emit why the pipeline waits, or never starts, unless the reason is the same as before."""
         is_new_reason = refusal.reason != run.admission.reason
         run.admission.reason = refusal.reason
         if refusal.is_final:

@@ -1,4 +1,4 @@
-"""Dollars of projects and users, at the prices of the pools: what is asked for an hour, what a period has cost.
+"""Dollars of projects and users, at the prices of the pools: requested per hour, and spent in a period.
 
     charge of a pipeline ── count ─▶ SchedulerState.spent_by_account ── is_spent ─▶ Quotas
     note in the log ─────── restore ─────┘
@@ -29,7 +29,7 @@ class Budgets:
         """Dollars of one second of a device, by pool."""
 
     def usd_per_hour(self, pipeline: Pipeline) -> float:
-        """Dollars an hour of the nodes that the pipeline asks for."""
+        """Dollars an hour of the nodes that the pipeline requests."""
         dollars = []
         for phase, nodes in ((Phase.ROLLOUT, pipeline.num_rollout_nodes), (Phase.TRAIN, pipeline.num_train_nodes)):
             pool = self._cluster.pool_serving(phase)

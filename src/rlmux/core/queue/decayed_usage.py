@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 HALF_LIFE_S = 7 * 24 * 3600.0
-"""Seconds after which half of what was used is forgotten (H above), where no file says otherwise."""
+"""Seconds after which half of what was used is forgotten (H above), unless the file sets it."""
 FULL_S = HALF_LIFE_S / math.log(2.0)
 """Usage of one device that was held for ever, at that half-life."""
 

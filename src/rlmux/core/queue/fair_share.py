@@ -14,7 +14,7 @@ What a filler is charged counts for no share and no quota: others are offered ro
 So a pipeline that fills another's bubbles costs nothing extra, and one alone in its group pays for its own. An
 admission adds one step's seconds to the account at once, or a hundred submissions would pass before its usage moves.
 
-Nothing is counted, and the order is that of submission, until a pipeline says more of itself than its name: a user, a
+Nothing is counted, and the order is that of submission, until a pipeline has more than a name: a user, a
 project, an urgency or a rank, or shares are set.
 """
 

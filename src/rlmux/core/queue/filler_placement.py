@@ -5,10 +5,10 @@
                             └── its memory ◀─────┘       Pause ◀── a policy chooses work for that device
                                 is needed
 
-No policy, ledger or queue knows of them, so all decisions are made as if there were none:
+No policy, ledger or queue sees them, so all decisions are made as if there were none:
 
-- a free device is free though a filler computes there; where work is chosen for it, the filler is told to pause, and
-  the policy is asked again when it has: the work begins late by one safe point at most. One that looks ahead (`jigsaw`)
+- a free device is free though a filler computes there; where work is chosen for it, the filler is paused, and
+  the policy chooses again afterwards: the work begins late by one safe point at most. One that looks ahead (`jigsaw`)
   plans again from there, which may be another plan
 - a filler's state lies on a device only beside those of others. Where sizes are not known, each fills a device: then
   others come back by a warm switch
@@ -103,7 +103,7 @@ def _place(parts: Parts, run: PipelineRun) -> list[Action]:
     if choice.is_final:
         parts.steps.move_pipeline(run, PipelineInput.REFUSED)
         del parts.state.waiting_fillers[run.pipeline.id]
-    return parts.queue.tell(run, choice)
+    return parts.queue.refuse(run, choice)
 
 
 def _admit(parts: Parts, run: PipelineRun, nodes: tuple[NodeId, ...]) -> Admit:
@@ -123,7 +123,7 @@ def _nodes_for(parts: Parts, run: PipelineRun) -> tuple[NodeId, ...] | Refusal:
     need = run.pipeline.footprint.rollout_host_bytes
     if need > pool.host_memory_bytes or (pool.num_nodes is not None and count > pool.num_nodes):
         has = f"pool {pool.name} has {pool.num_nodes} nodes of {pool.host_memory_bytes / 1e9:.3f} GB"
-        return Refusal(reason=f"{name} asks for {count} nodes with {need / 1e9:.3f} GB each; {has}", is_final=True)
+        return Refusal(reason=f"{name} requests {count} nodes with {need / 1e9:.3f} GB each; {has}", is_final=True)
     held = _held_bytes(parts)
     num_pinned = _num_pinned(parts)
     there = range(pool.num_nodes) if pool.num_nodes is not None else sorted({node.index for node in num_pinned})
@@ -131,7 +131,7 @@ def _nodes_for(parts: Parts, run: PipelineRun) -> tuple[NodeId, ...] | Refusal:
     nodes = [node for node in present if held.get(node, 0.0) + need <= pool.host_memory_bytes]
     if len(nodes) < count:
         spare = f"of {len(present)} nodes {len(nodes)} have host memory to spare"
-        reason = f"{name} is a filler and asks for {count}: {spare}"
+        reason = f"{name} is a filler and requests {count}: {spare}"
         return Refusal(reason=reason, is_final=False)
     nodes.sort(key=lambda node: (num_pinned.get(node, 0), node.index))
     return tuple(sorted(nodes[:count]))

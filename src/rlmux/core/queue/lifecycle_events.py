@@ -42,7 +42,7 @@ def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
     parts.queue.enter(run)
     parts.shares.note_submitted(pipeline)
     if run.admission.is_held:
-        return parts.queue.tell(run, HELD)
+        return parts.queue.refuse(run, HELD)
     if not pipeline.is_filler:
         state.dirty.balance = True
         if parts.queue.is_next(run):

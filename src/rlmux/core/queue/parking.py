@@ -67,11 +67,11 @@ def end(parts: Parts, run: PipelineRun) -> list[Action]:
     run.parking.num_parks += run.parking.parks_for is not None
     forget(run)
     for other in _parking_for(state, run.pipeline.id):
-        if not other.parking.is_leaving:  # asked while this one waited before: it started without that
+        if not other.parking.is_leaving:  # requested while this one waited before: it started without that
             forget(other)
     parts.steps.move_pipeline(run, PipelineInput.PARKED)
     parts.queue.wait_again(run)
-    return parts.queue.tell(run, PARKED) if run.admission.is_held else []
+    return parts.queue.refuse(run, PARKED) if run.admission.is_held else []
 
 
 def forget(run: PipelineRun) -> None:

@@ -2,7 +2,7 @@
 
     AdmissionQueue ── QueueView ──▶ QueueOrder.order ──▶ pipelines, the first to be offered room first
 
-The order says who is asked next. Where a pipeline goes, and whether it fits, is the policy's to say (`policy.py`).
+The order decides which pipeline is tried next. The policy decides where it goes, and whether it fits (`policy.py`).
 `rlmux.policies.max_min_fairness` has the order by shares; without one, pipelines are offered room as they came.
 """
 
@@ -64,11 +64,11 @@ class Quota:
     max_waiting: int | None = None
     """Pipelines that wait or are to come at once; a submission that would exceed it is not taken. None: no limit."""
     max_devices: int | None = None
-    """Devices that its running pipelines ask for together; two that share a device count twice. None: no limit."""
+    """Devices that its running pipelines request together; two that share a device count twice. None: no limit."""
     device_hours_a_day: float | None = None
     """Hours of one device that it is charged in a day of the run's clock; None: no limit."""
     max_usd_per_hour: float | None = None
-    """Dollars an hour of the nodes that its running pipelines ask for together, at the pools' prices; None: no
+    """Dollars an hour of the nodes that its running pipelines request together, at the pools' prices; None: no
     limit."""
     budget_usd: float | None = None
     """Dollars that it is charged in a period of the run's clock, at the pools' prices; None: no limit."""
@@ -152,7 +152,7 @@ class QueueView:
     capacity_by_pool: Mapping[str, float] = field(default_factory=dict)
     """Device-seconds of a decayed usage of 1.0."""
     running: tuple[RunningPipeline, ...] = ()
-    """Pipelines that could be parked, in the order of submission; only where `to_park` is asked."""
+    """Pipelines that could be parked, in the order of submission; only if `to_park`."""
 
 
 class QueueOrder(Protocol):

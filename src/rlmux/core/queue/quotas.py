@@ -1,10 +1,10 @@
 """Limits of projects and users: which waiting pipeline would be over one, and whose hours or dollars are spent.
 
-    SharesSet ── quotas ─▶ Quotas ── excess_of(run) ─▶ Shares.in_order leaves it out, and it is told why
+    SharesSet ── quotas ─▶ Quotas ── excess_of(run) ─▶ Shares.in_order leaves it out, with a reason
                               └──── is_spent(run) ──▶ Parking: it gives its nodes back at its next step boundary
     a submission ── too_many_waiting ─▶ refused before it is an event
 
-What counts against a limit is what pipelines ask for, not where placement puts them: so a limit is kept exactly,
+What counts against a limit is what pipelines request, not where placement puts them: so a limit is kept exactly,
 whatever the policy does. What counts against the hours of a day and a budget is what is charged; days and periods are
 those of the run's clock, and what was charged in one that is over counts no more.
 """
@@ -24,7 +24,7 @@ from rlmux.core.state import SchedulerState
 
 DAY_S = 86_400.0
 _CENTS = 100.0
-"""Parts of a dollar, and of an hour, that a limit which would do is told in."""
+"""Parts of a dollar, and of an hour, to which a sufficient limit is rounded."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Quotas:
         return self._excess(pipeline or run.pipeline, self._held(without), raised)
 
     def excesses(self, runs: Iterable[PipelineRun]) -> list[tuple[PipelineRun, Excess | None]]:
-        """Each pipeline, and what `excess_of` says of it: what others hold is counted once for all."""
+        """Each pipeline, with its `excess_of`: what others hold is counted once for all."""
         if not self._state.quota_by_account:
             return [(run, None) for run in runs]
         held = self._held()
@@ -132,7 +132,7 @@ class Quotas:
             self._state.charged_today.clear()
 
     def num_devices(self, pipeline: Pipeline) -> int:
-        """Devices that the pipeline asks for."""
+        """Devices that the pipeline requests."""
         counts = []
         for phase, nodes in ((Phase.ROLLOUT, pipeline.num_rollout_nodes), (Phase.TRAIN, pipeline.num_train_nodes)):
             pool = self._cluster.pool_serving(phase)
@@ -148,7 +148,7 @@ class Quotas:
         if quota.max_devices is not None and held.num_devices + wanted > quota.max_devices:
             is_final = wanted > quota.max_devices
             has = "" if is_final else f", and {held.num_devices} are held"
-            reason = f"it asks for {wanted} devices of {quota.max_devices} that {account} may have{has}"
+            reason = f"it requests {wanted} devices of {quota.max_devices} that {account} may have{has}"
             needed: float = held.num_devices + wanted
             return _excess(account, "max_devices", reason, quota.max_devices, needed, is_final=is_final)
         if quota.max_running is not None and held.num_pipelines + 1 > quota.max_running:
@@ -159,7 +159,7 @@ class Quotas:
             is_final = _is_more(wanted_usd, quota.max_usd_per_hour)
             has = "" if is_final else f", and nodes for ${held.usd_per_hour:.2f} are held"
             most = f"of ${quota.max_usd_per_hour:.2f} that {account} may have"
-            reason = f"it asks for nodes of ${wanted_usd:.2f} an hour {most}{has}"
+            reason = f"it requests nodes of ${wanted_usd:.2f} an hour {most}{has}"
             needed = math.ceil((held.usd_per_hour + wanted_usd) * _CENTS - 1e-6) / _CENTS
             return _excess(account, "max_usd_per_hour", reason, quota.max_usd_per_hour, needed, is_final=is_final)
         return self._spent(account, quota)

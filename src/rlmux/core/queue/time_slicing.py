@@ -4,7 +4,7 @@
     a pipeline at a step boundary, `turn_s` after it was placed ── policy.give_turns ─▶ it stays, or it is parked
 
 What the policy counts for it is a value made by `new_clock`, which the scheduler stores and hands back. Under a
-policy without turns nothing here is asked.
+policy without turns nothing here is called.
 """
 
 from __future__ import annotations

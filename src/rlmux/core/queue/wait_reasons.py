@@ -9,8 +9,8 @@
     behind         it does not fit, and another has the reservation
     no_room        it does not fit, and is the first
 
-The changes are tried on the ledger and taken back: what they say is the policy's own answer. The cheapest come first:
-to release the hold, to accept a slower step, to ask for fewer nodes, to do without another pipeline of one's own, to
+The changes are tried on the ledger and taken back: the result is the policy's own answer. The cheapest come first:
+to release the hold, to accept a slower step, to request fewer nodes, to do without another pipeline of one's own, to
 have a larger quota.
 """
 
@@ -29,7 +29,7 @@ from rlmux.core.queue.fair_share import Shares
 from rlmux.core.state import Reservation, SchedulerState
 
 MAX_CHANGES = 3
-"""Changes that are told."""
+"""Number of changes to list."""
 _SLO_TENTHS = 30
 """Tenths by which an SLO slowdown is raised at most."""
 
@@ -87,7 +87,7 @@ class Wait:
     """Time of that start, by the estimates; None where it is unknown or there is none."""
     would_start_now_if: tuple[Change, ...]
     project: str = ""
-    """Project that is charged for it; empty where none is said."""
+    """Project that is charged for it; empty if unknown."""
     share: float | None = None
     """Dominant share of its project, of late; None where nothing is counted."""
     fair_share: float | None = None

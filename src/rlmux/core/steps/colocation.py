@@ -90,7 +90,7 @@ class SharingTable:
 
 
 def _even(entry: SharingEntry) -> SharingEntry:
-    """Two alike cannot be told apart, so both get what the smaller device fraction was measured with."""
+    """Two alike cannot be distinguished, so both get what the smaller device fraction was measured with."""
     is_first_smaller = entry.device_fraction <= 0.5
     slowdown = entry.slowdown_a if is_first_smaller else entry.slowdown_b
     device_fraction = entry.device_fraction if is_first_smaller else 1.0 - entry.device_fraction

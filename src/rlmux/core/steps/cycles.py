@@ -22,7 +22,7 @@ rollout and holds no node. The cycle with q steps back then has q syncs more: at
 over at least q + 1, with T_rollout the busiest rollout node's work and the longest sync. So the period is at most
 max(T_cycle, T_rollout + sync_s, T_train), and less than the longest sync below that; this bound is what is promised.
 
-Members may train on training nodes of their own number: two that ask for one node each train side by side in a group of
+Members may train on training nodes of their own number: two that request one node each train side by side in a group of
 two. The formula then holds where all train on the same nodes; else the period is computed.
 
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
@@ -60,7 +60,7 @@ and its slots in the cycle."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseLoad:
-    """What one member asks of its group."""
+    """Demand of one member on its group."""
 
     rollout_s: float
     train_s: float

@@ -2,7 +2,7 @@
 
 GroupView ──▶ Policy.dispatch ──▶ RunWork | PauseOrder | MigrateWork | ChangeFraction ──▶ Orders, by the step machine
 
-No policy sees fillers. Where one computes on a device that is chosen, it is told to pause, and the policy is asked
+No policy sees fillers. Where one computes on a device that is chosen, it is paused, and the policy chooses
 again once it has.
 """
 

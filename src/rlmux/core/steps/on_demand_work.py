@@ -48,11 +48,11 @@ class RequestBatches:
         if not run.pipeline.work_arrives:
             raise self._journal.illegal(f"pipeline {run.pipeline.id} has planned steps, and no client")
 
-    def hear(self, run: PipelineRun, event: WorkArrived | WorkWithdrawn) -> None:
+    def handle(self, run: PipelineRun, event: WorkArrived | WorkWithdrawn) -> None:
         """The client announces work or takes it back. Raises IllegalTransitionError where work is planned."""
         self.check(run)
         if run.status not in _ALIVE:
-            return  # it was said before the client heard of the end
+            return  # it was reported before the client knew of the end
         if isinstance(event, WorkArrived):
             self._arrive(run, event.phases, event.units)
         else:

@@ -227,7 +227,7 @@ def rollout_version(pipeline: Pipeline, step: int) -> int:
 
 def _weight_version(pipeline: Pipeline, step: int, phase: Phase) -> int:
     if pipeline.work_arrives:
-        return 0  # its client knows its versions
+        return 0  # its client tracks its versions
     if phase is Phase.ROLLOUT:
         return rollout_version(pipeline, step)
     return max(0, step - (phase is Phase.TRAIN))

@@ -64,7 +64,7 @@ def on_stage_paused(parts: Parts, event: StagePaused) -> list[Action]:
 
 def on_work_told(parts: Parts, event: WorkArrived | WorkWithdrawn) -> list[Action]:
     run = parts.run(event.pipeline)
-    parts.batches.hear(run, event)
+    parts.batches.handle(run, event)
     if run.status is PipelineStatus.RUNNING:
         parts.state.mark_group(run)
     return []

@@ -4,7 +4,7 @@
     version max(0, n-1-k) published ─▶ one shard a device ─▶ REWARD ─▶ training stages, one by one ─▶ PUBLISH n
                                        SHARD_MOVES                     TRAINING_MOVES
 
-A table says for every state which inputs are legal and which state each leads to. An input that the table does not have
+A table lists for every state the legal inputs and the state each leads to. An input that the table does not have
 raises IllegalTransitionError with the recent events. `docs/how-it-works/design.md` shows the tables as `diagrams`
 draws them.
 
@@ -214,7 +214,7 @@ class StepMachine:
     # ------------------------------------------------------------------ a pipeline's life
 
     def move_pipeline(self, run: PipelineRun, what: PipelineInput) -> None:
-        """Change the pipeline's status as its table says."""
+        """Change the pipeline's status by its table."""
         status = PIPELINE_MOVES[run.status].get(what)
         if status is None:
             accepted = ", ".join(PIPELINE_MOVES[run.status]) or "nothing: it is over"
@@ -232,7 +232,7 @@ class StepMachine:
         run.step.published_version = run.step.trained_step = restored_step
 
     def move(self, work: Work, what: WorkInput) -> None:
-        """Change the state as its table says; work without an order forgets the one it had.
+        """Change the state by its table; work without an order forgets the one it had.
 
         Raises IllegalTransitionError for an input that the table does not have.
         """
@@ -290,7 +290,7 @@ class StepMachine:
     def order_pause(self, order: Order, *, migrate_to: DeviceId | None = None) -> list[Action]:
         """Pause the order at its next safe point; its shard is to migrate to that device then.
 
-        An order that is pausing already is not told again, and one that cannot be paused goes on.
+        An order that is pausing already is not paused again, and one that cannot be paused goes on.
         """
         work = order.work
         actions: list[Action] = []

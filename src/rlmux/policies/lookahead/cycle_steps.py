@@ -7,8 +7,8 @@ cycle it can:
     steps per cycle: long 1, short 4   train node | long ........ | s | s | s | s |   period within 4 budgets of `short`
 
 Each member in turn is the one with one step per cycle; every other gets the fewest steps that keep its SLO. Such a
-group counts if an exact test of the meta-iteration says that it fits. There is no formula for these groups, so they
-are kept small; what was found is cached, as most of it is asked again at the next change.
+group counts if it passes an exact test of the meta-iteration. There is no formula for these groups, so they
+are kept small; what was found is cached, as most of it is needed again at the next change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_CACHED = 100_000
 class CycleStepFinder:
     """Finds such groups, and caches them.
 
-    An answer is a function of the demands and prices that are asked for, so dropping the cache changes no decision.
+    An answer is a function of the given demands and prices, so dropping the cache changes no decision.
     """
 
     def __init__(self) -> None:

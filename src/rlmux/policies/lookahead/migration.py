@@ -4,7 +4,7 @@
     whole shard   a shard that has not begun migrates to a sibling; planned for rollouts to come as well
     idle device   a shard whose device is held, or wanted, migrates to a free one where its pipeline's shard has ended
 
-A running shard is paused first, with the device that it is to migrate to; it is asked again once it has paused.
+A running shard is paused first, with the device that it is to migrate to; the policy chooses again once it has paused.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _shards_in_the_way(
 def idle_migrations_of(
     view: GroupView, forecast: Forecast, pairs: Sequence[ShardAndDevice], migration_s: MigrationSeconds
 ) -> tuple[IdleMigration, ...]:
-    """These shards and devices as the look-ahead knows them, in the same order."""
+    """The look-ahead's records of these shards and devices, in the same order."""
     if not pairs:
         return ()
     members = {member.id: member for member in view.members}

@@ -3,7 +3,7 @@
     ready ──started along the list──▶ running ──tail begins, ends──▶ ended ──▶ its followers are ready
 
 Whenever something ends, every ready work item is offered its devices in the order of the list. Two of them share a
-device only if the table says that it helps; both then run slower by the table's figures, and faster again when one
+device only if it helps by the table; both then run slower by the table's figures, and faster again when one
 ends. A work item that finds its state gone from a device, because others were there since, takes its switch longer.
 None is ever interrupted; a `SiblingMigration` ends a shard where its tail begins and lengthens a sibling's tail by
 it, or gives a shard that has not begun to a sibling as a whole; an `IdleMigration` lets a shard run on another

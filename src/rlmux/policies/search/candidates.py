@@ -5,7 +5,7 @@
     new      a group of its own                                            both
 
 A candidate listed here fits: memory or cap, node counts, and no member's SLO nor the newcomer's is broken
-by the group's strict meta-iteration. A group whose training nodes are fewer than the pipeline asks for is
+by the group's strict meta-iteration. A group whose training nodes are fewer than the pipeline requests is
 no candidate: its model would not fit there.
 """
 
@@ -120,7 +120,7 @@ def impossible(
 ) -> Refusal | None:
     """Why even an empty cluster could not take the pipeline, or None.
 
-    `needs` are nodes by phase, by default what the pipeline asks for; colocated, a node holds both
+    `needs` are nodes by phase, by default those that the pipeline requests; colocated, a node holds both
     footprints, and a device either of the states.
     """
     footprint = pipeline.footprint
@@ -166,14 +166,14 @@ def queue(pipeline: Pipeline, view: PlacementView) -> Refusal:
     free_rollout, free_train = view.num_free_nodes(Phase.ROLLOUT), view.num_free_nodes(Phase.TRAIN)
     if view.cluster.is_one_pool:
         needs = max(pipeline.num_rollout_nodes, pipeline.num_train_nodes)
-        asked = f"{needs} nodes for both phases; {free_train:.0f} are free"
+        needed = f"{needs} nodes for both phases; {free_train:.0f} are free"
     else:
-        asked = (
+        needed = (
             f"{pipeline.num_rollout_nodes} rollout and {pipeline.num_train_nodes} train nodes; {free_rollout:.0f} and "
             f"{free_train:.0f} are free"
         )
     return Refusal(
-        reason=f"pipeline {pipeline.id} needs {asked}, and none of {view.num_groups} groups takes it within memory and "
-        "every SLO",
+        reason=f"pipeline {pipeline.id} needs {needed}, and none of {view.num_groups} groups takes it within memory "
+        "and every SLO",
         is_final=False,
     )

@@ -54,7 +54,7 @@ def _has_room(group: GroupLoad, pipeline: Pipeline, budget_s: float) -> bool:
 
 
 def _train_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[NodeId, ...]:
-    """The least busy training nodes of the group, as many as the pipeline asks for, in the group's order."""
+    """The least busy training nodes of the group, as many as the pipeline requests, in the group's order."""
     by_load = sorted(zip(group.train_loads_s, group.train_nodes, strict=True))
     taken = {node for _, node in by_load[: pipeline.num_train_nodes]}
     return tuple(node for node in group.train_nodes if node in taken)

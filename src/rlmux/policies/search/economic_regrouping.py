@@ -49,7 +49,7 @@ class SearchLimits:
 
 @dataclass(slots=True)
 class Caches:
-    """What one decision leaves for the next; dropped, it is made again and says the same."""
+    """Cache from one decision to the next; dropping it changes no result."""
 
     layouts: LayoutBook = field(default_factory=LayoutBook)
     by_idle: GroupRanking = field(default_factory=GroupRanking)

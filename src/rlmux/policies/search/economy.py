@@ -21,17 +21,17 @@ from rlmux.core.placement.group_load import GroupLoad, budget_of, phases_of, sol
 from rlmux.core.placement.view import PlacementView
 
 MOST_SLOWDOWN = 3.0
-"""Step slowdown that no pipeline is asked to accept, whatever time it has in hand."""
+"""Step slowdown that no pipeline has to accept, whatever time it has in hand."""
 _RESERVE = 0.005
 """Part of the time that is left which is kept in hand."""
 _ROUNDING = 1e-9
 _TIME_MARGIN_S = 1.0
-"""Seconds by which a budget is asked for again too early, so that rounding decides nothing."""
+"""Seconds by which a budget is recomputed too early, so that rounding decides nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Economy:
-    """Prices and budgets of one decision; what was asked once is kept until its end."""
+    """Prices and budgets of one decision; results are kept until its end."""
 
     view: PlacementView
     slowness_price: float

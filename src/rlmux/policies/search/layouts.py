@@ -3,7 +3,7 @@
     kinds ─▶ layouts, cheapest first: so many rollout nodes, who is pinned where, seconds of the meta-iteration
 
 A kind is all that a layout depends on: seconds, nodes, bytes and the price of slowness, no SLO. Sixteen kinds make up
-the pipelines of a production trace, so what was computed once is asked again and again. Fewest rollout nodes are not
+the pipelines of a production trace, so computed results are needed again and again. Fewest rollout nodes are not
 always cheapest where slowness has a price: every number counts until the period no longer falls.
 """
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     pins: tuple[tuple[int, ...], ...]
     """Numbers of each member's rollout nodes within the group; empty tuples in a colocated group."""
     train_pins: tuple[tuple[int, ...], ...]
-    """Numbers of each member's training nodes within the group, as many as it asks for."""
+    """Numbers of each member's training nodes within the group, as many as it requests."""
     is_colocated: bool
 
 
@@ -161,7 +161,7 @@ class _Pinned(NamedTuple):
 
 
 class _OnePhase(NamedTuple):
-    """What one phase of a member asks of its nodes."""
+    """Demand of one phase of a member on its nodes."""
 
     seconds: float
     switch_s: float
@@ -198,7 +198,7 @@ def _rollouts(
 
 
 def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
-    """Every way to train on exactly so many nodes, each member on as many as it asks for, the shortest first."""
+    """Every way to train on exactly so many nodes, each member on as many as it requests, the shortest first."""
     phases = [
         _OnePhase(one.train_s, one.train_switch_s, one.train_device_bytes, one.num_train_nodes, one.train_bytes)
         for one in demands

@@ -1,11 +1,11 @@
-"""What one search found out of pipelines of a kind, for the next that asks with another budget.
+"""Results of one search over pipelines of a kind, reused by the next with another budget.
 
     pack     pins(budget) of the same rollouts    steps: what two budgets agree on holds for all between them
     fits     fits(period) of the same phases      one step: what fits a period fits every longer one
 
 Searches come back to the same kinds of pipelines, and each pipeline has a budget of its own. Pins are the first that a
 depth-first search finds in one fixed order, and a larger budget only opens more ways, so they only come earlier in that
-order: equal at two budgets, they are equal between them. Both are caches: dropped, they say the same.
+order: equal at two budgets, they are equal between them. Both are caches: dropping them changes no result.
 """
 
 from __future__ import annotations

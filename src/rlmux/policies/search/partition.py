@@ -41,7 +41,7 @@ class NodePrices:
 
 
 class PipelineDemand(NamedTuple):
-    """What a pipeline asks of nodes, in numbers. Seconds are of one step.
+    """Demand of a pipeline on nodes, in numbers. Seconds are of one step.
 
     A search makes tens of thousands with other seconds, which a named tuple does in a fraction of the time.
     """

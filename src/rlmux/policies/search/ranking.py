@@ -4,7 +4,7 @@
     BudgetWatch    groups with a member beyond its budget, which only time brings about
 
 A group's summary is a frozen value that is made anew when anything in the group changes, so one that is the same object
-has the same key. Both are caches: dropped, they are made again and say the same.
+has the same key. Both are caches: dropping them changes no result.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class GroupRanking:
 
 
 class BudgetWatch:
-    """Says which groups break a budget, and asks each again only once time can have brought it about."""
+    """Finds which groups break a budget; checks each again only once time can have changed it."""
 
     def __init__(self) -> None:
         self._safe: dict[GroupId, tuple[GroupLoad, float]] = {}
-        """Groups that kept every budget when they were last asked, and the time until which they surely do."""
+        """Groups that kept every budget when they were last checked, and the time until which they surely do."""
 
     def late_groups(self, groups: Sequence[GroupLoad], economy: Economy) -> list[GroupLoad]:
         """Groups with a member beyond its budget, oldest first."""
@@ -94,7 +94,7 @@ class BudgetWatch:
 
 
 def _now_s(groups: Sequence[GroupLoad], economy: Economy) -> float:
-    """The time of the decision, as a pipeline with steps left says it; no budget moves with time where none has."""
+    """The time of the decision, from a pipeline with steps left; no budget moves with time where none has."""
     lefts = (economy.view.work_left(member.pipeline.id) for group in groups for member in group.members)
     return next((left.now_s for left in lefts if left is not None), 0.0)
 

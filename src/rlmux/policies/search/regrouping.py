@@ -86,7 +86,7 @@ def relocations_to(
 ) -> tuple[Relocation, ...]:
     """Moves that lead the ledger, a sandbox of the caller's, to the targets; () where no way is found.
 
-    `accepts` says whether a group may be as a move leaves it; by default, whether its period keeps every SLO.
+    `accepts`: whether a group may be as a move leaves it; by default, whether its period keeps every SLO.
     """
     return _Regrouping(targets, ledger, accepts).run(max_detours)
 

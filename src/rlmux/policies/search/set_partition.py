@@ -1,6 +1,6 @@
 """Cheapest choice of candidate groups that hold each pipeline once: set partition by branch and bound.
 
-The search is exact when it ends within its node limit; otherwise `bound_usd` says how far off it may be.
+The search is exact when it ends within its node limit; otherwise `bound_usd` bounds the error.
 The bound is a dual one: prices of pipelines such that no candidate group costs less than its members' prices.
 """
 

@@ -4,7 +4,7 @@
 
     another place     a member, youngest first, where the policy would place it now    both groups keep their SLOs then
     steps per cycle   the fewest for members with an SLO, one for the others           it keeps them then, with a margin
-    neither           the group stays as it is, and the scheduler says so              if it can
+    neither           the group is unchanged, and the scheduler emits it               if it can
 
 A pipeline without an SLO accepts any slowdown: with k steps per cycle for its neighbours it makes one in a cycle, so
 none starves. A policy may ask for steps per cycle that are no longer needed to be taken back.
