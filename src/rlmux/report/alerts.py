@@ -3,8 +3,8 @@
     steps of each pipeline ──▶ RULES ──▶ Alert: rule, level, since which step, numbers, advice        one each at most
     times of its steps, the disk ──▶ stands still, SLO at risk, disk full
 
-A rule looks at a pipeline's steps so far and says whether the newest is bad; it fires once so many in a row were, and
-is over with the first that is not. Thresholds are starting points: smoothing over 10 steps, noise as the median of the
+A rule decides from a pipeline's steps so far whether the newest is bad. It fires after a number of bad steps in a row,
+and ends with the first good one. Thresholds are starting points: smoothing over 10 steps, noise as the median of the
 last 50 changes.
 """
 

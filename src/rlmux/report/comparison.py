@@ -16,7 +16,7 @@ class Identity:
     """What two pipelines have in common."""
 
     is_same_plan: bool | None
-    """Whether all that decides their weights is equal; None where one of the logs does not say."""
+    """Whether all that decides their weights is equal; None if one of the logs does not have it."""
     num_compared: int
     """Steps of whose weights both logs have the same kind of sum: a checksum, or SHA-256."""
     last_equal: int | None

@@ -56,7 +56,7 @@ def record(folder: Path, origin: Mapping[str, str], names: Sequence[str]) -> Non
 
 @cache
 def _code_sha256() -> str:
-    """Hash of all that decides what a report of a log says."""
+    """Hash of the code that decides the content of reports."""
     digest = hashlib.sha256(version("rlmux").encode())
     package = Path(rlmux.core.__file__).parents[1]
     for room in ("core", "log", "report"):

@@ -43,7 +43,7 @@ def write_report(folder: str | Path) -> dict[str, Any]:
         return load_summary(folder)
     with without_collector():
         summary = _write_all(folder)  # what it made is gone when the collector comes back
-    record(folder, origin, FILES)  # of a log that went on meanwhile too little is said: the next report is made anew
+    record(folder, origin, FILES)  # if the log grew meanwhile, the origin is too old and the next report is generated
     return summary
 
 

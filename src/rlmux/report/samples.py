@@ -1,4 +1,4 @@
-"""What a pipeline's models said: every trajectory of a run as text, in a file of its own beside the log.
+"""Samples: every trajectory of a run as text, in a file of its own beside the log.
 
     env worker ──add──▶ PIPELINE/samples.db ──SampleReader──▶ pages, API        one transaction a step
 
@@ -67,9 +67,9 @@ class Sample:
     """Place in its prompt group, from 0."""
     prompt_text: str
     turns: Sequence[tuple[bool, str]]
-    """(whether the model said it, text), in order."""
+    """(whether the model wrote it, text), in order."""
     tokens_by_turn: Sequence[Sequence[Token]] = ()
-    """Tokens of each turn that the model said, in order; empty where they are not kept."""
+    """Tokens of each turn of the model, in order; empty if they are not kept."""
     reward: float
     advantage: float
     stop: str
@@ -144,7 +144,7 @@ class SampleWriter:
     def _drop(self, first_step: int, last_step: int) -> None:
         bounds = (id_of(first_step, 0, 0), id_of(last_step, _LAST_PLACE, _LAST_PLACE))
         found = self._connection.execute("SELECT id, data FROM body WHERE id BETWEEN ? AND ?", bounds).fetchall()
-        for id, data in found:  # an index without text is told what to forget
+        for id, data in found:  # an index without text needs the text that it is to forget
             words = _words_of(zlib.decompress(data).decode())
             self._connection.execute(
                 "INSERT INTO words (words, rowid, prompt, answer) VALUES ('delete', ?, ?, ?)", (id, *words)
@@ -199,18 +199,18 @@ class SampleReader:
         first, last = self._connection.execute(ends).fetchone()
         return None if first is None else (step_of(first), step_of(last))
 
-    def find(self, asked: Mapping[str, Any], *, sort: str = "-step", offset: int = 0, limit: int = 50) -> list[Any]:
-        """Rows that meet all that is asked: `step`, `prompt`, `stop`, `least` and `most` reward, `text`.
+    def find(self, filters: Mapping[str, Any], *, sort: str = "-step", offset: int = 0, limit: int = 50) -> list[Any]:
+        """Rows that meet all filters: `step`, `prompt`, `stop`, `least` and `most` reward, `text`.
 
         `text`: words that follow each other, the last of which may be cut short to three letters.
         Raises ValueError for a sort that is none of `SORTS`.
         """
-        conditions, values = _conditions(asked)
+        conditions, values = _conditions(filters)
         source, order = "trajectory", _order(sort)
-        if words := _words_asked(asked):
+        if words := _words(filters):
             condition = "id IN (SELECT rowid FROM words WHERE words MATCH ?)"
             if self._are_many(words):  # as few are looked at as a page takes
-                if sort.endswith("step") and not self._are_few_by_reward(asked):
+                if sort.endswith("step") and not self._are_few_by_reward(filters):
                     source, condition = "words CROSS JOIN trajectory ON trajectory.id = words.rowid", "words MATCH ?"
                     order = "words.rowid DESC" if sort == "-step" else "words.rowid"
                     conditions = [each.replace("id BETWEEN", "words.rowid BETWEEN") for each in conditions]
@@ -229,8 +229,8 @@ class SampleReader:
         (found,) = self._connection.execute(counted, (words, _MANY + 1)).fetchone()
         return bool(found > _MANY)
 
-    def _are_few_by_reward(self, asked: Mapping[str, Any]) -> bool:
-        conditions, values = _conditions({key: asked[key] for key in ("least", "most") if key in asked})
+    def _are_few_by_reward(self, filters: Mapping[str, Any]) -> bool:
+        conditions, values = _conditions({key: filters[key] for key in ("least", "most") if key in filters})
         if not conditions:
             return False
         counted = f"SELECT count(*) FROM (SELECT 1 FROM trajectory WHERE {' AND '.join(conditions)} LIMIT ?)"
@@ -245,11 +245,11 @@ class SampleReader:
             return None
         (data,) = self._connection.execute("SELECT data FROM body WHERE id = ?", (id,)).fetchone()
         prompt_text, *turns = json.loads(zlib.decompress(data))
-        said = [{"role": "model" if is_model else "environment", "text": text} for is_model, text in turns]
-        of_model = (turn for turn in said if turn["role"] == "model")
+        written = [{"role": "model" if is_model else "environment", "text": text} for is_model, text in turns]
+        of_model = (turn for turn in written if turn["role"] == "model")
         for turn, tokens in zip(of_model, self._tokens(id), strict=False):
             turn["tokens"] = [token._asdict() for token in tokens]
-        return {**_row(found), "prompt_text": prompt_text, "said": said}
+        return {**_row(found), "prompt_text": prompt_text, "said": written}
 
     def _tokens(self, id: int) -> list[list[Token]]:
         """Tokens of each turn of the model; none where they were not kept."""
@@ -277,14 +277,14 @@ def _unpacked(texts: bytes, figures: bytes) -> list[list[Token]]:
 
 
 MAX_TOKENS = 8192
-"""Tokens of a turn that are told."""
+"""Most tokens of a turn to return."""
 MAX_TEXT = 65536
-"""Characters of a prompt, and of a turn, that are told."""
+"""Most characters of a prompt, and of a turn, to return."""
 
 
-def page_of(reader: SampleReader, asked: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
-    """Rows that meet what is asked, from place `at` on, as pages and the command line tell them."""
-    found = reader.find(asked, sort=sort, offset=at, limit=limit + 1)
+def page_of(reader: SampleReader, filters: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
+    """Rows that meet the filters, from place `at` on, as pages and the command line show them."""
+    found = reader.find(filters, sort=sort, offset=at, limit=limit + 1)
     steps = reader.steps()
     return {
         "items": found[:limit],
@@ -300,14 +300,14 @@ def whole_of(reader: SampleReader, step: int, prompt: int, sample: int) -> dict[
     if found is None:
         return None
     group = reader.find({"step": step, "prompt": prompt}, sort="step", limit=500)
-    said = [
+    written = [
         {**turn, **_cut("text", turn["text"]), **({"tokens": turn["tokens"][:MAX_TOKENS]} if "tokens" in turn else {})}
         for turn in found.pop("said")
     ]
     return {
         **found,
         **_cut("prompt_text", found["prompt_text"]),
-        "said": said,
+        "said": written,
         "group": [{key: one[key] for key in ("sample", "reward", "tokens", "stop")} for one in group],
     }
 
@@ -344,8 +344,8 @@ def _row(found: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _conditions(asked: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-    """Conditions of all that is asked but words, and their values."""
+def _conditions(filters: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    """Conditions of all filters but words, and their values."""
     parts: list[str] = []
     values: list[Any] = []
 
@@ -353,22 +353,22 @@ def _conditions(asked: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
         parts.append(condition)
         values.extend(its)
 
-    if "step" in asked:
-        take("id BETWEEN ? AND ?", id_of(asked["step"], 0, 0), id_of(asked["step"], _LAST_PLACE, _LAST_PLACE))
-    if "prompt" in asked:
-        take("(id >> 20) & ? = ?", _LAST_PLACE, asked["prompt"])
-    if "least" in asked:
-        take("reward >= ?", asked["least"])
-    if "most" in asked:
-        take("reward <= ?", asked["most"])
-    if "stop" in asked:
-        take("stop = ?", asked["stop"])
+    if "step" in filters:
+        take("id BETWEEN ? AND ?", id_of(filters["step"], 0, 0), id_of(filters["step"], _LAST_PLACE, _LAST_PLACE))
+    if "prompt" in filters:
+        take("(id >> 20) & ? = ?", _LAST_PLACE, filters["prompt"])
+    if "least" in filters:
+        take("reward >= ?", filters["least"])
+    if "most" in filters:
+        take("reward <= ?", filters["most"])
+    if "stop" in filters:
+        take("stop = ?", filters["stop"])
     return parts, values
 
 
-def _words_asked(asked: Mapping[str, Any]) -> str:
-    """The words as one phrase: quoted, no sign of it is an operator of the search; empty where none are asked."""
-    text = asked.get("text", "").replace("\0", " ").strip()
+def _words(filters: Mapping[str, Any]) -> str:
+    """The words as one phrase: quoted, no sign of it is an operator of the search; empty if there are none."""
+    text = filters.get("text", "").replace("\0", " ").strip()
     quoted = '"' + text.replace('"', '""') + '"'
     return quoted + ("*" if _LONG_END.search(text) else "") if text else ""
 
@@ -381,7 +381,7 @@ def _order(sort: str) -> str:
 
 def _words_of(text: str) -> tuple[str, str]:
     prompt, *turns = json.loads(text)
-    return prompt, "\n".join(said for _, said in turns)
+    return prompt, "\n".join(text for _, text in turns)
 
 
 def _clean(text: str) -> str:

@@ -6,7 +6,7 @@
     queue_s             seconds from its submission to its admission, or to the end where there was none
     expected_slowdown   what the scheduler expected where the pipeline was last
     slo_probability     with which a cycle of its group takes no longer than planned, as last stated; null where none
-                        was asked for, or none can be stated
+                        was requested, or none can be stated
     bound               solo seconds of its phases that it is planned with beside others; null where it states none
     moves               of each relocation the seconds of a step that were expected there, and those that came
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps

@@ -26,7 +26,7 @@ _UNDER_WAY = ("running", "waiting")
 def status(history: History, *, is_going_on: bool, steps: StepTimes | None = None) -> dict[str, Any]:
     """`is_going_on`: a process carries the run on. Without one, what the log shows under way is stopped.
 
-    `steps`: what `step_times` says of the history's timeline, where it is known.
+    `steps`: `step_times` of the history's timeline, if already computed.
     """
     running = history.running if is_going_on else []
     steps = step_times(build_timeline(history)) if steps is None else steps

@@ -40,7 +40,7 @@ StepTimes = Mapping[PipelineId, Sequence[StepTime]]
 
 
 def summarize(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, Any]:
-    """The contents of `summary.json`. `steps`: what `step_times` says of the timeline, where it is known."""
+    """The contents of `summary.json`. `steps`: `step_times` of the timeline, if already computed."""
     makespan_s = timeline.makespan_s
     steps = step_times(timeline) if steps is None else steps
     tokens = _tokens_by_pipeline(timeline.orders)

@@ -1,4 +1,4 @@
-"""What a log says of a pipeline's weights, step by step: the sums by which two runs are compared.
+"""Sums of a pipeline's weights in a log, step by step, by which two runs are compared.
 
     note `step`         weights_checksum      of every published step
     note `checkpoint`   weights_sha256        of every checkpoint, once it is durable
@@ -20,7 +20,7 @@ SUM_NOTES = ("step", "checkpoint")
 
 
 class WeightSums(NamedTuple):
-    """What one note says of a step's weights."""
+    """Sums of one step's weights, from a note."""
 
     pipeline: PipelineId
     step: int
@@ -42,12 +42,12 @@ class StepSums:
         self._by_step: dict[tuple[PipelineId, int], dict[str, str]] = {}
 
     def add(self, type: str, fields: Mapping[str, Any]) -> WeightSums | None:
-        """What a note says; None where it says nothing."""
+        """Sums of a note; None if it has none."""
         found = weight_sums(type, fields)
         if found is not None:
             self._by_step.setdefault((found.pipeline, found.step), {}).update(found.by_name)
         return found
 
     def of(self, pipeline: PipelineId, step: int) -> Mapping[str, str]:
-        """Sums by name; empty where nothing was said."""
+        """Sums by name; empty if there are none."""
         return self._by_step.get((pipeline, step), {})

@@ -4,7 +4,7 @@
     Row*   ─▶ gantt_chart   bars of work over time, a row for each device
 
 Each SVG carries its own style and follows the reader's light or dark setting, so a file stands alone and
-several can share a page. Colours come from one palette that colour-blind readers can tell apart; lines also
+several can share a page. Colours come from one palette that colour-blind readers can distinguish; lines also
 differ in dash. A line that others run over is drawn wider, so that it shows as their border.
 """
 

@@ -41,7 +41,7 @@ _LEGEND = (
 
 
 def page(timeline: Timeline, title: str = "run", steps: StepTimes | None = None) -> str:
-    """The contents of `timeline.html`. `steps`: what `step_times` says of the timeline, where it is known."""
+    """The contents of `timeline.html`. `steps`: `step_times` of the timeline, if already computed."""
     view = _View(timeline, step_times(timeline) if steps is None else steps)
     head = [
         '<meta charset="utf-8">',

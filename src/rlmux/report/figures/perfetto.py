@@ -9,7 +9,7 @@
 A trace of more than `MAX_SLICES` slices is *thinned*: slices shorter than a part of the makespan, about a pixel of the
 whole run, are merged with their neighbours; a device's sequences are counted once in each such part, at the end of a
 rollout if that comes last there; arrows of one name, and migrations of a pipeline, are at least as far apart.
-`otherData` has that length as `shortest_slice_s`; a merged slice says how many it stands for, and the seconds of each
+`otherData` has that length as `shortest_slice_s`; a merged slice has the number of its slices, and the seconds of each
 name.
 
 Microseconds since the run began. Each pipeline has one colour throughout, as far as the format allows one.
@@ -48,7 +48,7 @@ _PIPELINES_PROCESS = 1
 
 
 def trace(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, Any]:
-    """The contents of `trace.json`. `steps`: what `step_times` says of the timeline, where it is known."""
+    """The contents of `trace.json`. `steps`: `step_times` of the timeline, if already computed."""
     shortest_s = _shortest_s(timeline)
     about = {key: timeline.header.get(key) for key in ("policy", "backend", "created", "rlmux_version")}
     return {

@@ -16,7 +16,7 @@ PALETTE = (
     ("#8c6d46", "#b8976c"),
     ("#7f7f7f", "#a8a8a8"),
 )
-"""(on white, on black): Okabe and Ito's colours, told apart by the colour-blind; the last two fill up."""
+"""(on white, on black): Okabe and Ito's colours, distinct to the colour-blind; the last two fill up."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:
@@ -30,7 +30,7 @@ def tag(name: str, *children: str, **attributes: object) -> str:
 
 
 def number(value: float) -> str:
-    """Two decimals at most, none where they say nothing: paths are long."""
+    """Two decimals at most, none where they are zero: paths are long."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text in ("-0", "") else text
 

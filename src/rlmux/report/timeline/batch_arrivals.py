@@ -1,4 +1,4 @@
-"""What a client has announced and not got yet, as the log tells it: when each of its orders' work arrived.
+"""Work that a client has announced and not received yet, from the log: when each order's work arrived.
 
 WorkArrived ─▶ announced ── RunStage of a new batch ─▶ open ── StageFinished ─▶ gone
                             RunStage of the same ─────▶ open since its first arrival

@@ -68,7 +68,7 @@ class CondensedHistory(History):
         self.instants, self.decisions_s, self.down = [], [], []
 
     def step_times(self) -> dict[PipelineId, list[StepTime]]:
-        """What `summary.step_times` says of the whole history's timeline."""
+        """`summary.step_times` of the whole history's timeline."""
         work = {name: self._past[name].copy() if name in self._past else StepWork() for name in self.pipelines}
         for order in self.orders:
             if order.pipeline in work and math.isfinite(order.end_s):

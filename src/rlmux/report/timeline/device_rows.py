@@ -218,7 +218,7 @@ class DeviceRows:
 
 
 def _short(label: str) -> str:
-    """What fits into a gap: the gap itself says that something waits."""
+    """Label that fits into a gap; the gap itself shows that something waits."""
     return label.replace("waiting for ", "… ")
 
 

@@ -4,12 +4,12 @@ A gap belongs to N, the pipeline whose order comes next on the device. Between a
 something changes for a pipeline that is pinned there:
 
     no pipeline is pinned                                   nothing admitted   (idle)
-    every pinned pipeline has a client that asked nothing   client of N        (idle)
+    every pinned pipeline has a client without a request  client of N        (idle)
     the run's process was not there                        down               (idle)
     N could start: everything before its order is done
         but another device of that order is still taken    waiting for the other devices of N
         and the scheduler decided meanwhile                held back          the policy's choice
-        and it was told nothing meanwhile                  control
+        and handled no event meanwhile                     control
     another pipeline could start here, yet N goes first    waiting for cycle slot of N
     otherwise, by what N does or needs next elsewhere      waiting for rollout | rewards | training of N,
                                                            sync of N, migration of N
@@ -131,11 +131,11 @@ class GapNamer:
             return Kind.IDLE, Cause.DOWN, None
         if not pinned:
             return Kind.IDLE, Cause.NOTHING_ADMITTED, None
-        asked = [one for one in pinned if not self._is_thinking(one, at_s)] if self._clients else pinned
-        following = self._device[device].next_of(at_s, asked or pinned)
-        if not asked:
+        waiting = [one for one in pinned if not self._is_thinking(one, at_s)] if self._clients else pinned
+        following = self._device[device].next_of(at_s, waiting or pinned)
+        if not waiting:
             return Kind.IDLE, Cause.CLIENT, pinned[0] if following is None else following.pipeline
-        pinned = asked
+        pinned = waiting
         if following is None:
             return (_BUBBLE, *self._last_cause(at_s, gap, pinned))
         pipeline = following.pipeline
@@ -148,7 +148,7 @@ class GapNamer:
         return _BUBBLE, self._needs(pipeline, at_s) or _CONTROL, pipeline
 
     def _is_thinking(self, pipeline: PipelineId, at_s: float) -> bool:
-        """Its client has nothing under way, and asks for what comes next only later."""
+        """Its client has no request under way, and sends the next one only later."""
         if pipeline not in self._clients:
             return False
         track = self._pipeline.get(pipeline)
@@ -203,7 +203,7 @@ class GapNamer:
 
 
 class _Track:
-    """The orders of one device or pipeline, to be asked what ran at a moment."""
+    """The orders of one device or pipeline, by time."""
 
     def __init__(self, orders: Sequence[OrderRecord]) -> None:
         self._orders = sorted(orders, key=attrgetter("start_s"))

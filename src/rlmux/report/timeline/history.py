@@ -85,7 +85,7 @@ class History:
         self.ready_s: list[float] = [math.inf]
         """Times at which the first worker process was there, of the run and after each resume; infinite before."""
         self.decisions_s: list[float] = []
-        """Times at which the scheduler was told something and could order work, ascending; without progress reports,
+        """Times at which the scheduler handled an event and could order work, ascending; without progress reports,
         which their orders hold."""
         self._decided_s = -math.inf
         """The last of them."""
@@ -349,7 +349,7 @@ class History:
         return arrivals.begin(action, pin.placement)
 
     def _note_thinking(self, time_s: float, record: PipelineRecord) -> None:
-        """Begin or end a stretch in which the client of a placed pipeline has asked for nothing."""
+        """Begin or end a stretch in which the client of a placed pipeline has requested nothing."""
         arrivals = self._arrivals.get(record.pipeline.id)
         if arrivals is None or record.pipeline.id not in self._pin_by_pipeline:
             return

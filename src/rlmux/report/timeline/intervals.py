@@ -8,7 +8,7 @@ bubble   waiting for rollout | rewards |     the one that is waited for
          tool wait, lost work, control,      the one that holds the device
          worker stood still
          held back                           -
-idle     client                              the one whose program has asked for nothing
+idle     client                              the one whose client has requested nothing
          nothing admitted, down              -
 """
 
@@ -48,7 +48,7 @@ class Cause(StrEnum):
     STANDSTILL = "worker stood still"
     CONTROL = "control"
     CLIENT = "client"
-    """The program of a pipeline whose work arrives has asked for nothing."""
+    """The client of an on-demand pipeline has requested nothing."""
     NOTHING_ADMITTED = "nothing admitted"
     DOWN = "down"
 

@@ -39,7 +39,7 @@ class FollowedSteps:
         """Time at which each pipeline's first rollout began to compute."""
         self._touched: dict[PipelineId, set[int]] = {}
         self._published: dict[PipelineId, dict[int, float]] = {}
-        """What was told: the time at which each step was published."""
+        """What was emitted: the time at which each step was published."""
         self._times: dict[PipelineId, list[StepTime]] = {}
         self._tokens: dict[PipelineId, dict[int, int]] = {}
 
@@ -98,10 +98,11 @@ class FollowedSteps:
 
     def _changed(self, name: PipelineId, record: PipelineRecord) -> set[int]:
         """Steps that were published, or forgotten, since the last look; and those after them, which begin there."""
-        told = self._published.get(name, {})
-        if told == record.published:
+        published = self._published.get(name, {})
+        if published == record.published:
             return set()
-        changed = {step for step in {*told, *record.published} if told.get(step) != record.published.get(step)}
+        steps = {*published, *record.published}
+        changed = {step for step in steps if published.get(step) != record.published.get(step)}
         return changed | {step + 1 for step in changed if step + 1 in record.published}
 
     def _work_out(self, record: PipelineRecord, steps: set[int]) -> dict[int, PublishedStep | None]:
@@ -114,7 +115,7 @@ class FollowedSteps:
                 work.add_order(order)
             rollouts = (order for order in by_step.get(step, ()) if order.stage is Stage.GENERATE and order.counts)
             self._tokens.setdefault(name, {})[step] = sum(order.tokens for order in rollouts)
-        told = self._published.get(name, {})
+        published = self._published.get(name, {})
         self._published[name] = dict(record.published)
         known = {time.step: time for time in self._times.get(name, ())}
         known |= {time.step: time for time in work.steps(record) if time.step in steps}
@@ -124,5 +125,5 @@ class FollowedSteps:
             if step in record.published
             else None
             for step in sorted(steps)
-            if step in record.published or step in told
+            if step in record.published or step in published
         }

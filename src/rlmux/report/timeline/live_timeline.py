@@ -1,4 +1,4 @@
-"""The timeline of a log that grows: what is settled is told once, the rest again at each look.
+"""The timeline of a log that grows: settled rows are emitted once, the rest again at each poll.
 
     rows ──add──▶ History ──look──▶ settled   intervals that no later row changes
                                     open      intervals that may get another end, name or place
@@ -13,7 +13,7 @@ once the order behind it has begun and every pipeline that was pinned during it 
 ran, it began another order since, or it is over.
 
 Rarely a later row changes what was settled: a rollout with more sequences moves the border of the tail, a worker's
-standstill is noted late, a pipeline that was over comes back. Then everything is told again, and `is_redone` says so.
+standstill is noted late, a pipeline that was over comes back. Then everything is emitted again, and `is_redone` is set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Look:
     open: Sequence[Placed]
     """All intervals that are not settled."""
     is_redone: bool
-    """True where `settled` begins at the run's start, and replaces what was told before."""
+    """True where `settled` begins at the run's start, and replaces what was emitted before."""
     changed_from_s: float
     """Time before which every interval is as it was at the last look."""
     steps: Mapping[PipelineId, Mapping[int, PublishedStep | None]]
@@ -148,8 +148,8 @@ class Follower:
             gaps = namer.name_gaps(device.id, held, start_s=device.settled_s)
             intervals = sorted(held + gaps, key=lambda piece: (piece.start_s, piece.lane))
             num_settled = self._settle(device, intervals, gaps, end_s)
-            self._tell(device, intervals[:num_settled], settled, is_settled=True)
-            self._tell(device, intervals[num_settled:], still_open, is_settled=False)
+            self._emit(device, intervals[:num_settled], settled, is_settled=True)
+            self._emit(device, intervals[num_settled:], still_open, is_settled=False)
         steps = self.steps.look(self.history)
         self._forget_settled()
         return Look(
@@ -292,8 +292,8 @@ class Follower:
                 return False
         return True
 
-    def _tell(self, device: _Device, intervals: Sequence[Interval], told: list[Placed], *, is_settled: bool) -> None:
-        told += [(device.id, interval) for interval in intervals]
+    def _emit(self, device: _Device, intervals: Sequence[Interval], rows: list[Placed], *, is_settled: bool) -> None:
+        rows += [(device.id, interval) for interval in intervals]
         self.steps.add_intervals(device.id, intervals, is_settled=is_settled)
         has_lanes = any(interval.lane for interval in intervals)
         named = ((name_of(piece), piece.seconds) for piece in (exposed(intervals) if has_lanes else intervals))

@@ -6,7 +6,7 @@
 
 The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in front of a
 cold start's computing, *tool wait* after a chunk whose trajectories all wait for their environment, else *control*.
-What a worker stood still in the middle of a call is neither: the log says when that was.
+A standstill in the middle of a call is neither: the log has its time.
 
 *Tail*: the time after a chunk at which a rollout decodes at most an eighth of the most sequences that its pipeline ever
 had active on this device, while none waits for a slot.
@@ -83,7 +83,7 @@ def lay_out_order(
 
 
 class _Pieces:
-    """Windows between reports, joined while they tell the same: each run of windows is drawn as one wait,
+    """Windows between reports, joined while they are alike: each run of windows is drawn as one wait,
     then one computation, so that milliseconds between chunks add up instead of cutting the picture to
     shreds."""
 

@@ -117,11 +117,11 @@ class PipelineRecord:
     promise: str | None = None
     """Class of promise that a probe of its engines found; None before there was one."""
     expected: ExpectSteps | None = None
-    """What was last said to be expected of its steps; None where nothing was."""
+    """Expected slowdown as last emitted; None if none was."""
     moves: list[Move] = field(default_factory=list)
     """Its relocations, in order."""
     thinking: list[tuple[float, float]] = field(default_factory=list)
-    """Stretches (begin, end) in which the client of a pipeline whose work arrives had asked for nothing; the end of the
+    """Stretches (begin, end) in which the client of an on-demand pipeline had requested nothing; the end of the
     last is infinite while it thinks."""
 
     @property
@@ -136,7 +136,7 @@ class PipelineRecord:
 
     @property
     def score(self) -> float | None:
-        """Mean reward of all its steps, which a filler is asked for; None before the first."""
+        """Mean reward of all its steps, the result of a filler; None before the first."""
         rewards = self.rewards
         return math.fsum(rewards) / len(rewards) if rewards else None
 
@@ -155,7 +155,7 @@ class PipelineRecord:
         }
 
     def note_thinking(self, time_s: float, *, is_thinking: bool) -> None:
-        """Its client begins to think, or asks for something; nothing changes where that is so already."""
+        """Its client begins to think, or requests something; nothing changes if that is so already."""
         was_thinking = bool(self.thinking) and math.isinf(self.thinking[-1][1])
         if is_thinking and not was_thinking:
             self.thinking.append((time_s, math.inf))
@@ -163,7 +163,7 @@ class PipelineRecord:
             self.thinking[-1] = (self.thinking[-1][0], time_s)
 
     def client_s(self, start_s: float, end_s: float) -> float:
-        """Seconds between two times in which its client had asked for nothing."""
+        """Seconds between two times in which its client had requested nothing."""
         end_s = min(end_s, math.inf if self.ended_s is None else self.ended_s)
         return math.fsum(max(0.0, min(end, end_s) - max(begin, start_s)) for begin, end in self.thinking)
 

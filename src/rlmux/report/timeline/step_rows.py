@@ -1,4 +1,4 @@
-"""The table of a pipeline's steps, a row each: what pages, the API and `rlmux export` tell. Keys are stable.
+"""The table of a pipeline's steps, a row each: for pages, the API and `rlmux export`. Keys are stable.
 
 step  end_s  seconds  solo_s  slowdown  weights_checksum  weights_sha256  metrics.NAME  stages.STAGE
 """

@@ -85,7 +85,7 @@ class StepWork:
             self._rest_s[order.step] = self._rest_s.get(order.step, 0.0) + spent_s
 
     def forget_orders(self) -> None:
-        """Keep the seconds of steps alone: no more is asked of the orders that were added."""
+        """Keep the seconds of steps alone: the orders are not needed any more."""
         self._seconds_by_order = {}
 
     def forget_steps_after(self, last_step: int) -> None:
@@ -107,10 +107,10 @@ class StepWork:
         return [self.begin_s, list(self._rest_s.items()), rollout_s]
 
     @classmethod
-    def of_json(cls, told: list[Any]) -> StepWork:
-        """What `as_json` told."""
+    def of_json(cls, values: list[Any]) -> StepWork:
+        """From the value of `as_json`."""
         work = cls()
-        begin_s, rest_s, rollout_s = told
+        begin_s, rest_s, rollout_s = values
         work.begin_s, work._rest_s = float(begin_s), {step: float(seconds) for step, seconds in rest_s}
         for step, by_device in rollout_s:
             work._rollout_s[step] = {DeviceId(*device): float(seconds) for device, seconds in by_device}
