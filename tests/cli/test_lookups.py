@@ -13,7 +13,7 @@ from tests.log_script import AlternatingRun, LogScript
 from tests.service.pages_server import Pages
 
 from rlmux.cli.main import run_command_line
-from rlmux.report.samples import Sample, SampleWriter
+from rlmux.report.samples import KeptSample, SampleWriter
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     pages.close()
 
 
-def sample(prompt: int, place: int, *, reward: float) -> Sample:
-    return Sample(
+def sample(prompt: int, place: int, *, reward: float) -> KeptSample:
+    return KeptSample(
         prompt=prompt, sample=place, prompt_text="sort 312", turns=[(True, "carry the one"), (False, "ok")],
         reward=reward, advantage=reward - 0.5, stop="stop", tokens=7, num_turns=1, first_version=0, last_version=0,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies import make_policy
 from rlmux.policies.gavel import options_of
-from rlmux.policies.time_slice_clock import Claim, Configuration, Turn, configuration_of
+from rlmux.policies.time_slice_clock import Claim, Configuration, SliceGrant, configuration_of
 
 PAIR, TRAIN = Configuration("r", "t"), Configuration("t", "t")
 
@@ -70,7 +70,7 @@ def test_what_has_received_least_of_its_target_is_next():
     behind = Claim(pipeline=pipeline("behind"), targets={PAIR: 0.5}, received_s={PAIR: 10.0})
     ahead = Claim(pipeline=pipeline("ahead"), targets={PAIR: 0.5}, received_s={PAIR: 400.0})
     answers = policy.turns((ahead, behind), 1000.0, view)
-    assert isinstance(answers[PipelineId("behind")], Turn)
+    assert isinstance(answers[PipelineId("behind")], SliceGrant)
     assert answers[PipelineId("ahead")] == Refusal(
         reason="pipeline ahead waits for its turn: it is to hold nodes for 50% of the time", is_final=False
     )
@@ -80,8 +80,8 @@ def test_of_equals_the_deficit_of_earlier_targets_decides_and_then_who_came_firs
     policy, view = make_policy("gavel"), view_of(1, 1)
     first, second, owed = (Claim(pipeline=pipeline(name), targets={PAIR: 0.3}) for name in ("a", "b", "c"))
     owed = Claim(pipeline=owed.pipeline, targets=owed.targets, deficits_s={PAIR: 50.0})
-    assert isinstance(policy.turns((first, second), 10.0, view)[PipelineId("a")], Turn)
-    assert isinstance(policy.turns((first, second, owed), 10.0, view)[PipelineId("c")], Turn)
+    assert isinstance(policy.turns((first, second), 10.0, view)[PipelineId("a")], SliceGrant)
+    assert isinstance(policy.turns((first, second, owed), 10.0, view)[PipelineId("c")], SliceGrant)
 
 
 def test_nodes_are_kept_for_a_wide_pipeline_that_is_two_turns_behind():
@@ -107,7 +107,7 @@ def test_a_hundred_turns_give_each_pipeline_its_part_of_each_configuration():
     for number in range(100):
         claims = tuple(Claim(pipeline=one, targets=targets[one.id], received_s=received_s[one.id]) for one in pipelines)
         for name, answer in policy.turns(claims, number * 360.0, view).items():
-            if isinstance(answer, Turn):
+            if isinstance(answer, SliceGrant):
                 held = received_s[name]
                 held[answer.configuration] = held.get(answer.configuration, 0.0) + 360.0
     for name, by_configuration in targets.items():

@@ -12,7 +12,7 @@ from tests.log_script import LogScript
 
 from rlmux.config.tree import AlertRule
 from rlmux.core.model import Stage, Urgency
-from rlmux.report.alerts import LOOKED_AT, RULES, Alerts, Curve, disk_alert
+from rlmux.report.alerts import LOOKED_AT, RULES, Alerts, MetricHistory, disk_alert
 from rlmux.report.slos import StepTime
 from rlmux.report.timeline.history import History
 
@@ -185,7 +185,7 @@ def test_rules_read_only_metrics_whose_curves_are_kept() -> None:
 
     for rule in RULES:
         rule.look(Asked())
-        rule.look(Asked({name: Curve(num=1, last=0.0) for name in LOOKED_AT}))
+        rule.look(Asked({name: MetricHistory(num=1, last=0.0) for name in LOOKED_AT}))
     assert asked == set(LOOKED_AT)
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from rlmux.core.errors import LogError
 from rlmux.report import samples
-from rlmux.report.samples import Sample, SampleReader, SampleWriter, Token, whole_of
+from rlmux.report.samples import KeptSample, SampledToken, SampleReader, SampleWriter, whole_of
 
 
-def sample(prompt: int, place: int, answer: str = "an answer", *, reward: float = 0.0, **fields) -> Sample:
+def sample(prompt: int, place: int, answer: str = "an answer", *, reward: float = 0.0, **fields) -> KeptSample:
     figures = {"advantage": 0.0, "stop": "stop", "tokens": len(answer), "num_turns": 1, "first_version": 3}
     turns = ((True, answer),)
-    return Sample(
+    return KeptSample(
         **{"prompt_text": f"prompt {prompt}", "turns": turns, "last_version": 3, **figures, **fields},
         prompt=prompt,
         sample=place,
@@ -118,7 +118,7 @@ def test_a_trajectory_comes_back_with_all_that_was_said(writer, tmp_path):
 
 def test_tokens_come_back_by_turn_with_their_versions_and_log_probs_in_half_precision(writer, tmp_path):
     turns = ((True, "carry"), (False, "42"), (True, " one"))
-    tokens = ((Token("ca", -0.25, 6), Token("rry\ud800", -1e9, 7)), (Token(" one", -3.001, 7),))
+    tokens = ((SampledToken("ca", -0.25, 6), SampledToken("rry\ud800", -1e9, 7)), (SampledToken(" one", -3.001, 7),))
     writer.add(7, [sample(5, 3, turns=turns, tokens_by_turn=tokens), sample(5, 4)])
     with SampleReader(tmp_path / "samples.db") as reader:
         one, other = whole_of(reader, 7, 5, 3), whole_of(reader, 7, 5, 4)
@@ -143,7 +143,7 @@ def test_a_file_without_tokens_of_an_earlier_version_is_read_and_goes_on(writer,
     with SampleReader(tmp_path / "samples.db") as reader:
         assert reader.one(1, 0, 0)["said"][0]["text"] == "an answer"
     later = SampleWriter(tmp_path / "samples.db")
-    later.add(2, [sample(0, 0, tokens_by_turn=((Token("a", -1.0, 1),),))])
+    later.add(2, [sample(0, 0, tokens_by_turn=((SampledToken("a", -1.0, 1),),))])
     later.close()
     with SampleReader(tmp_path / "samples.db") as reader:
         assert reader.one(2, 0, 0)["said"][0]["tokens"] == [{"text": "a", "logprob": -1.0, "version": 1}]

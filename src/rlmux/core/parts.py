@@ -9,7 +9,7 @@ Parts ─▶ StepMachine       each pipeline's life and steps, by tables of lega
       ─▶ Expectations      step seconds learned from a pipeline's own steps
       ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
       ─▶ Shares            what accounts have used, and who is offered room first for it
-      ─▶ Turns             who holds nodes next, where pipelines hold them by turns
+      ─▶ TimeSlices             who holds nodes next, where pipelines hold them by turns
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlmux.core.policy import Policy
 from rlmux.core.queue.admission import AdmissionQueue
 from rlmux.core.queue.fair_share import Shares
 from rlmux.core.queue.queue_order import QueueOrder
-from rlmux.core.queue.time_slicing import Turns
+from rlmux.core.queue.time_slicing import TimeSlices
 from rlmux.core.state import SchedulerState
 from rlmux.core.steps.leases import Leases
 from rlmux.core.steps.on_demand_work import RequestBatches
@@ -54,7 +54,7 @@ class Parts:
     steps: StepMachine
     batches: RequestBatches
     expectations: Expectations
-    turns: Turns
+    turns: TimeSlices
 
     @classmethod
     def of(cls, cluster: Cluster, policy: Policy, queue_order: QueueOrder | None) -> Parts:
@@ -81,7 +81,7 @@ class Parts:
             steps=steps,
             batches=RequestBatches(state, orders, steps, groups, journal),
             expectations=Expectations(state, ledger, journal),
-            turns=Turns(state, ledger, policy, shares),
+            turns=TimeSlices(state, ledger, policy, shares),
         )
 
     def run(self, pipeline: PipelineId) -> PipelineRun:

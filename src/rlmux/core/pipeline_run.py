@@ -111,7 +111,7 @@ class StepProgress:
 
 
 @dataclass(slots=True)
-class StepEstimates:
+class StepBeliefs:
     """What a pipeline's steps are believed to take."""
 
     history: StepHistory
@@ -148,7 +148,7 @@ class PipelineRun:
     nodes: PinnedNodes = field(default_factory=PinnedNodes)
     cycle: CycleCounts = field(default_factory=CycleCounts)
     step: StepProgress = field(default_factory=StepProgress)
-    estimates: StepEstimates = field(init=False)
+    estimates: StepBeliefs = field(init=False)
     train_stages: tuple[Stage, ...] = field(init=False)
     """The pipeline's training stages, cached for every training order."""
     is_filler: bool = field(init=False)
@@ -163,7 +163,7 @@ class PipelineRun:
         if given.slo_probability is not None and not given.work_arrives:
             bounds = StepBounds(given)
             self.pipeline = bounds.first_plan()
-        self.estimates = StepEstimates(
+        self.estimates = StepBeliefs(
             StepHistory(self.pipeline),
             bounds,
             has_given_estimate=given.estimate is not None and given.held is None,

@@ -25,12 +25,12 @@ from rlmux.core.model import AdmissionKind, Phase, Pipeline, PipelineId, Placeme
 from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.group_load import budget_of, colocated_step_s
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.queue.time_slicing import Turn as GivenTurn
+from rlmux.core.queue.time_slicing import TimeSlice
 from rlmux.policies.baselines import OneRule
 from rlmux.policies.search.candidates import impossible, queue
 from rlmux.policies.search.linear_program import Solver, require_solver, solve_with_glop
 from rlmux.policies.search.shared_placement import nodes_for_both
-from rlmux.policies.time_slice_clock import Claim, Configuration, Seconds, Turn, TurnClock
+from rlmux.policies.time_slice_clock import Claim, Configuration, Seconds, SliceClock, SliceGrant
 from rlmux.policies.time_slice_shares import Column, Demand, max_min_shares
 
 TURNS_BEHIND = 2.0
@@ -68,23 +68,23 @@ class Gavel(OneRule):
         free = _free_nodes(view)
         return next((one.choice for one in options if _fits(one, free)), None) or queue(pipeline, view)
 
-    def new_clock(self) -> TurnClock:
-        return TurnClock()
+    def new_clock(self) -> SliceClock:
+        return SliceClock()
 
-    def begin_turn(self, clock: TurnClock, pipeline: PipelineId, placement: Placement, now_s: float) -> None:
+    def begin_turn(self, clock: SliceClock, pipeline: PipelineId, placement: Placement, now_s: float) -> None:
         clock.begin(pipeline, placement, now_s)
 
-    def end_turn(self, clock: TurnClock, pipeline: PipelineId, now_s: float) -> None:
+    def end_turn(self, clock: SliceClock, pipeline: PipelineId, now_s: float) -> None:
         clock.end(pipeline, now_s)
 
     def give_turns(
         self,
-        clock: TurnClock,
+        clock: SliceClock,
         claimants: tuple[tuple[Pipeline, Placement | None], ...],
         pipelines: tuple[Pipeline, ...],
         now_s: float,
         view: PlacementView,
-    ) -> Mapping[PipelineId, GivenTurn | Refusal]:
+    ) -> Mapping[PipelineId, TimeSlice | Refusal]:
         """Count up to now, make targets anew where they are old, and give nodes by them."""
         clock.count(now_s)
         num_nodes = tuple(view.num_nodes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN))
@@ -116,9 +116,9 @@ class Gavel(OneRule):
 
     def turns(
         self, claims: tuple[Claim, ...], elapsed_s: float, view: PlacementView
-    ) -> Mapping[PipelineId, Turn | Refusal]:
+    ) -> Mapping[PipelineId, SliceGrant | Refusal]:
         """Nodes by priority, each pipeline once; see the module."""
-        answers: dict[PipelineId, Turn | Refusal] = {}
+        answers: dict[PipelineId, SliceGrant | Refusal] = {}
         candidates: list[tuple[tuple[float, float, float], Claim, Option]] = []
         for claim in claims:
             options = options_of(claim.pipeline, view)
@@ -133,7 +133,7 @@ class Gavel(OneRule):
             if name in answers:
                 continue
             if _fits(option, free):
-                answers[name] = Turn(configuration=option.configuration, choice=option.choice)
+                answers[name] = SliceGrant(configuration=option.configuration, choice=option.choice)
                 free = _without(free, option)
             elif self._is_far_behind(claim, option, elapsed_s * pace):
                 answers[name] = _waiting(claim)
@@ -146,10 +146,10 @@ class Gavel(OneRule):
         return behind_s > TURNS_BEHIND * max(self.turn_s, option.step_s or 0.0)
 
 
-def _given(claim: Claim, answer: Turn | Refusal) -> GivenTurn | Refusal:
+def _given(claim: Claim, answer: SliceGrant | Refusal) -> TimeSlice | Refusal:
     if isinstance(answer, Refusal):
         return answer
-    return GivenTurn(answer.choice, is_as_before=answer.configuration == claim.holds)
+    return TimeSlice(answer.choice, is_as_before=answer.configuration == claim.holds)
 
 
 def gavel() -> Gavel:

@@ -1,6 +1,6 @@
 """The clock of a policy with time slices (`gavel`). The scheduler stores it; see `core/queue/time_slicing.py`.
 
-    Claim ── policy.turns ─▶ Turn        targets X ── seconds held ─▶ deficits, whenever targets are made anew
+    Claim ── policy.turns ─▶ SliceGrant        targets X ── seconds held ─▶ deficits, whenever targets are made anew
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class SliceGrant:
     """Nodes that a pipeline holds from now on, alone, until a step boundary after the length of a turn."""
 
     configuration: Configuration
@@ -53,7 +53,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class TurnClock:
+class SliceClock:
     """Targets, and what was received since they were made."""
 
     known: tuple[Pipeline, ...] = ()

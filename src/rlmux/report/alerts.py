@@ -59,7 +59,7 @@ class Alert:
 
 
 @dataclass(slots=True)
-class Curve:
+class MetricHistory:
     """A metric's values so far, as much of them as rules need."""
 
     num: int = 0
@@ -94,7 +94,7 @@ class Curve:
         return median(self.changes) if self.changes else 0.0
 
 
-Curves = Mapping[str, Curve]
+Curves = Mapping[str, MetricHistory]
 OwnRules = Mapping[str, Mapping[str, Any]]
 """`level` and `steps` of the rules that a pipeline's file has otherwise, by rule; None where as all have them."""
 OFF = "off"
@@ -119,7 +119,7 @@ def _not_finite(curves: Curves) -> Seen:
     return f"{', '.join(bad)} is not a finite number" if bad else None
 
 
-def _is_bad(curve: Curve) -> bool:
+def _is_bad(curve: MetricHistory) -> bool:
     return curve.num > 0 and not math.isfinite(curve.last)
 
 
@@ -232,7 +232,7 @@ class _Fold:
 
     last_step: int = 0
     num_steps: int = 0
-    curves: dict[str, Curve] = field(default_factory=dict)
+    curves: dict[str, MetricHistory] = field(default_factory=dict)
     begun: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(first bad step, bad steps in a row) by rule."""
     seen: dict[str, str] = field(default_factory=dict)
@@ -245,7 +245,7 @@ class _Fold:
                 continue
             curve = self.curves.get(name)
             if curve is None:
-                curve = self.curves[name] = Curve()
+                curve = self.curves[name] = MetricHistory()
             curve.add(value)
         for rule in RULES:
             words = rule.look(self.curves)

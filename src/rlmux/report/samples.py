@@ -58,7 +58,7 @@ CREATE VIRTUAL TABLE words USING fts5(prompt, answer, content='', columnsize=0);
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class KeptSample:
     """One trajectory as a reader sees it."""
 
     prompt: int
@@ -68,7 +68,7 @@ class Sample:
     prompt_text: str
     turns: Sequence[tuple[bool, str]]
     """(whether the model wrote it, text), in order."""
-    tokens_by_turn: Sequence[Sequence[Token]] = ()
+    tokens_by_turn: Sequence[Sequence[SampledToken]] = ()
     """Tokens of each turn of the model, in order; empty if they are not kept."""
     reward: float
     advantage: float
@@ -83,7 +83,7 @@ class Sample:
     """Oldest and newest weight version that made a token."""
 
 
-class Token(NamedTuple):
+class SampledToken(NamedTuple):
     """A token that the model sampled."""
 
     text: str
@@ -114,7 +114,7 @@ class SampleWriter:
     def close(self) -> None:
         self._connection.close()
 
-    def add(self, step: int, samples: Iterable[Sample]) -> None:
+    def add(self, step: int, samples: Iterable[KeptSample]) -> None:
         """Keep a step's trajectories, in place of those that were kept of it before."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -128,7 +128,7 @@ class SampleWriter:
             raise
         self._connection.execute("COMMIT")
 
-    def _insert(self, id: int, sample: Sample) -> None:
+    def _insert(self, id: int, sample: KeptSample) -> None:
         answer = "\n".join(text for is_model, text in sample.turns if is_model)
         figures = (sample.reward, sample.advantage, sample.stop, sample.tokens, sample.num_turns)
         self._connection.execute(
@@ -251,7 +251,7 @@ class SampleReader:
             turn["tokens"] = [token._asdict() for token in tokens]
         return {**_row(found), "prompt_text": prompt_text, "said": written}
 
-    def _tokens(self, id: int) -> list[list[Token]]:
+    def _tokens(self, id: int) -> list[list[SampledToken]]:
         """Tokens of each turn of the model; none where they were not kept."""
         has_table = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'token'").fetchone()
         found = (
@@ -260,7 +260,7 @@ class SampleReader:
         return _unpacked(*found) if found else []
 
 
-def _packed(tokens_by_turn: Sequence[Sequence[Token]]) -> tuple[bytes, bytes]:
+def _packed(tokens_by_turn: Sequence[Sequence[SampledToken]]) -> tuple[bytes, bytes]:
     """(texts as JSON, log-probs in half precision and versions as whole numbers), compressed."""
     texts = _clean(json.dumps([[token.text for token in turn] for turn in tokens_by_turn], ensure_ascii=False))
     flat = [token for turn in tokens_by_turn for token in turn]
@@ -269,11 +269,11 @@ def _packed(tokens_by_turn: Sequence[Sequence[Token]]) -> tuple[bytes, bytes]:
     return zlib.compress(texts.encode(), 3), zlib.compress(logprobs + versions, 3)
 
 
-def _unpacked(texts: bytes, figures: bytes) -> list[list[Token]]:
+def _unpacked(texts: bytes, figures: bytes) -> list[list[SampledToken]]:
     turns = json.loads(zlib.decompress(texts))
     num, data = sum(map(len, turns)), zlib.decompress(figures)
     figured = zip(struct.unpack_from(f"<{num}e", data), struct.unpack_from(f"<{num}I", data, 2 * num), strict=True)
-    return [[Token(text, *next(figured)) for text in turn] for turn in turns]
+    return [[SampledToken(text, *next(figured)) for text in turn] for turn in turns]
 
 
 MAX_TOKENS = 8192

@@ -32,7 +32,7 @@ from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.search.economy import MOST_SLOWDOWN, Economy, budget_from
-from rlmux.policies.search.layouts import Kind, LayoutBook
+from rlmux.policies.search.layouts import LayoutBook, MemberKind
 from rlmux.policies.search.partition import NodePrices, demand_of
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads import catalog
@@ -129,7 +129,7 @@ def check_layouts(members, price, rel):
     economy = Economy(view=PlacementView(ledger), slowness_price=price, hold_up_usd=4.0, move_horizon_h=3.0)
     book = LayoutBook()
     book.use(PRICES)
-    numbers = tuple(book.number_of(Kind(demand_of(one), economy.slowness_usd(one))) for one in members)
+    numbers = tuple(book.number_of(MemberKind(demand_of(one), economy.slowness_usd(one))) for one in members)
     layouts = book.layouts(numbers)
     assert layouts
     assert list(layouts) == sorted(layouts)

@@ -6,7 +6,7 @@ import pytest
 
 from rlmux.core.model import DeviceId, PipelineId, Stage, SubStage
 from rlmux.report.figures.step_graph import (
-    Node,
+    GraphNode,
     NodeKey,
     ShardRecord,
     StageRecord,
@@ -19,8 +19,8 @@ A = PipelineId("a")
 D0, D1 = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
 
 
-def node(step: int, seconds: float = 1.0) -> Node:
-    return Node(key=NodeKey(A, step, D0, Stage.GENERATE, SubStage.DENSE_DECODE), devices=(D0,), seconds=seconds)
+def node(step: int, seconds: float = 1.0) -> GraphNode:
+    return GraphNode(key=NodeKey(A, step, D0, Stage.GENERATE, SubStage.DENSE_DECODE), devices=(D0,), seconds=seconds)
 
 
 def recorded() -> SubStageGraph:

@@ -18,9 +18,9 @@ from rlmux.report.alerts import Alerts
 from rlmux.report.status import status
 from rlmux.report.summary import StepTimes, step_times
 from rlmux.report.timeline.build import build_timeline
-from rlmux.report.timeline.condensed_state import CACHE_NAME, CondensedHistory, Place, keep, kept_history
+from rlmux.report.timeline.condensed_state import CACHE_NAME, BlockEnd, CondensedHistory, keep, kept_history
 
-PLACE = Place(7, 99)
+PLACE = BlockEnd(7, 99)
 
 
 def shown(history: CondensedHistory, *, is_going_on: bool = True) -> str:

@@ -15,7 +15,7 @@ from tests.service.pages_server import Pages
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Stage
 from rlmux.report.reports import read_timeline
-from rlmux.report.samples import Sample, SampleWriter
+from rlmux.report.samples import KeptSample, SampleWriter
 from rlmux.report.summary import summarize
 from rlmux.report.timeline.intervals import Kind
 from rlmux.service.dashboard import handlers
@@ -36,10 +36,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     shown.close()
 
 
-def told(step: int, place: int) -> Sample:
+def told(step: int, place: int) -> KeptSample:
     figures = {"advantage": 0.0, "stop": "stop", "tokens": 3, "num_turns": 1, "first_version": 0, "last_version": 0}
     turns = ((True, f"answer {step}.{place}"),)
-    return Sample(prompt=0, sample=place, prompt_text="q", turns=turns, reward=float(place), **figures)
+    return KeptSample(prompt=0, sample=place, prompt_text="q", turns=turns, reward=float(place), **figures)
 
 
 def unpacked(data: bytes) -> tuple[dict, bytes]:

@@ -18,7 +18,7 @@ from tests.service.lane_here import Endless, Lane
 from tests.service.pages_server import Pages
 
 from rlmux.policies.max_min_fairness import FairShares
-from rlmux.report.samples import Sample, SampleWriter
+from rlmux.report.samples import KeptSample, SampleWriter
 from rlmux.service.dashboard import audit
 from rlmux.service.dashboard.auth import tokens, users
 from rlmux.service.dashboard.auth.access import Access
@@ -144,7 +144,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         turns = ((True, "carry"),)
         writer.add(
             1,
-            [Sample(prompt=0, sample=0, prompt_text="add", turns=turns, first_version=0, last_version=0, **figures)],
+            [
+                KeptSample(
+                    prompt=0, sample=0, prompt_text="add", turns=turns, first_version=0, last_version=0, **figures
+                )
+            ],
         )
         writer.close()
         pages.until(lambda: {row["name"] for row in pages.get("/pipelines")["items"]} == {"tools", "sort"})

@@ -13,7 +13,7 @@ from tests.service.pages_server import Pages
 
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Stage
-from rlmux.report.samples import Sample, SampleWriter
+from rlmux.report.samples import KeptSample, SampleWriter
 
 pytestmark = pytest.mark.xdist_group("browser")
 PWN = "window.__pwned=1"
@@ -98,7 +98,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     writer.add(
         1,
         [
-            Sample(
+            KeptSample(
                 prompt=0, sample=at, prompt_text=turns[0][1], turns=turns, first_version=0, last_version=0, **figures
             )
             for at, turns in enumerate(said)

@@ -10,15 +10,15 @@ from tests.log_script import AlternatingRun
 from tests.service.pages.test_access import AXE, faults_of
 from tests.service.pages_server import Pages
 
-from rlmux.report.samples import Sample, SampleWriter, Token
+from rlmux.report.samples import KeptSample, SampledToken, SampleWriter
 
 pytestmark = pytest.mark.xdist_group("browser")
 TOKENS = (
-    Token("car", -0.01, 4),
-    Token("ry", -0.5, 4),
-    Token(" the", -1.5, 5),
-    Token(" one", -3.0, 5),
-    Token("!", -9.0, 5),
+    SampledToken("car", -0.01, 4),
+    SampledToken("ry", -0.5, 4),
+    SampledToken(" the", -1.5, 5),
+    SampledToken(" one", -3.0, 5),
+    SampledToken("!", -9.0, 5),
 )
 
 
@@ -29,7 +29,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     writer = SampleWriter(folder / "sort" / "samples.db")
     figures = {"reward": 0.5, "advantage": 0.1, "stop": "stop", "tokens": 5, "num_turns": 1, "first_version": 4}
     turns = ((True, "carry the one!"), (False, "ok"))
-    whole = Sample(
+    whole = KeptSample(
         prompt=0, sample=0, prompt_text="add", turns=turns, tokens_by_turn=(TOKENS,), last_version=5, **figures
     )
     writer.add(1, [whole])

@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import DeviceId, Stage
-from rlmux.report.figures.charts import Bar, Line, Row, distribution, gantt_chart, line_chart, tick_text
+from rlmux.report.figures.charts import Bar, GanttRow, Line, distribution, gantt_chart, line_chart, tick_text
 from rlmux.sim import api
 from rlmux.sim.results import pictures
 from rlmux.sim.results.result import Span
@@ -68,7 +68,7 @@ def test_a_distribution_ends_at_all_of_them():
 
 
 def test_a_gantt_chart_has_a_bar_for_every_span_and_a_lane_for_every_device():
-    rows = [Row(name="r0", bars=[Bar(begin=0, end=2, name="a"), Bar(begin=2, end=3, name="b", is_pale=True)])]
+    rows = [GanttRow(name="r0", bars=[Bar(begin=0, end=2, name="a"), Bar(begin=2, end=3, name="b", is_pale=True)])]
     svg = gantt_chart(rows, title="t", x_label="minutes")
     bars = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class", "").startswith("bar")]
     assert len(bars) == 2

@@ -22,7 +22,7 @@ from rlmux.core.queue.fair_share import Shares
 from rlmux.core.state import SchedulerState
 
 
-class Turn(NamedTuple):
+class TimeSlice(NamedTuple):
     """The nodes that a pipeline holds next."""
 
     choice: PlacementChoice
@@ -52,7 +52,7 @@ class TakesTurns(Protocol):
         pipelines: tuple[Pipeline, ...],
         now_s: float,
         view: PlacementView,
-    ) -> Mapping[PipelineId, Turn | Refusal]:
+    ) -> Mapping[PipelineId, TimeSlice | Refusal]:
         """Who of the claimants, with the nodes that each holds now, gets which of the free nodes; why the others wait.
 
         `pipelines`: all that are not over or held, running ones included.
@@ -60,7 +60,7 @@ class TakesTurns(Protocol):
         ...
 
 
-class Turns:
+class TimeSlices:
     """Asks the policy who is next; see the module."""
 
     def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares) -> None:
@@ -77,7 +77,7 @@ class Turns:
         """Whether the policy gives nodes by turns."""
         return self._policy is not None
 
-    def next(self) -> list[tuple[PipelineRun, Turn | Refusal]]:
+    def next(self) -> list[tuple[PipelineRun, TimeSlice | Refusal]]:
         """What each waiting pipeline gets of the free nodes now, in the order of submission."""
         waiting = self._shares.in_order()
         if self._policy is None or not waiting:
@@ -109,7 +109,7 @@ class Turns:
         if self._policy is not None:
             self._policy.end_turn(self._state.clock, run.pipeline.id, self._state.now_s)
 
-    def _ask(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, Turn | Refusal]:
+    def _ask(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, TimeSlice | Refusal]:
         claimants = tuple((run.pipeline, run.nodes.placement) for run in sorted(runs, key=lambda run: run.sequence))
         pipelines = tuple(run.pipeline for run in self._state.runs.values() if _claims_time(run))
         return policy.give_turns(self._state.clock, claimants, pipelines, self._state.now_s, self._view)

@@ -34,7 +34,7 @@ def plan(problem: Problem, *, budget: int = BUDGET, openings: Sequence[Prioritie
     num_starts = sum(max(1, len(item.devices)) for item in work_items)
     # On whole devices a start takes half the time: there are no rates to update.
     num_playouts = (budget if problem.sharing.entries else 2 * budget) // num_starts
-    return _Search(problem, max(1, num_playouts), openings).best()
+    return _PlayoutSearch(problem, max(1, num_playouts), openings).best()
 
 
 def play_out(problem: Problem, priorities: Priorities) -> Schedule:
@@ -42,7 +42,7 @@ def play_out(problem: Problem, priorities: Priorities) -> Schedule:
     return Playout(Setting(problem), priorities).schedule()
 
 
-class _Search:
+class _PlayoutSearch:
     """Openings first, then improvement of the best of them, then of the next, while playouts are left."""
 
     def __init__(self, problem: Problem, num_playouts: int, openings: Sequence[Priorities]) -> None:

@@ -21,7 +21,7 @@ from rlmux.core.placement.group_load import GroupLoad, Member, solo_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.search.economy import Economy
-from rlmux.policies.search.layouts import Kind, Layout, LayoutBook
+from rlmux.policies.search.layouts import Layout, LayoutBook, MemberKind
 from rlmux.policies.search.partition import CandidateGroup, demand_of
 from rlmux.policies.search.ranking import BudgetWatch, GroupRanking
 from rlmux.policies.search.regrouping import prices_of, relocations_to, targets_of
@@ -135,7 +135,9 @@ class _Columns:
         self.book.use(prices)
         kinds = {
             member.pipeline.id: self.book.number_of(
-                Kind(demand_of(member.pipeline)._replace(budget_s=0.0), self.economy.slowness_usd(member.pipeline))
+                MemberKind(
+                    demand_of(member.pipeline)._replace(budget_s=0.0), self.economy.slowness_usd(member.pipeline)
+                )
             )
             for group in self.groups
             for member in group.members

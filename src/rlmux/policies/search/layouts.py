@@ -32,7 +32,7 @@ _MAX_CACHED = 200_000
 """Sets of kinds whose layouts are kept."""
 
 
-class Kind(NamedTuple):
+class MemberKind(NamedTuple):
     """What a pipeline is for a layout."""
 
     demand: PipelineDemand
@@ -61,8 +61,8 @@ class LayoutBook:
 
     def __init__(self) -> None:
         self._prices = NodePrices(rollout_usd=0.0, train_usd=0.0)
-        self._numbers: dict[Kind, int] = {}
-        self._kinds: list[Kind] = []
+        self._numbers: dict[MemberKind, int] = {}
+        self._kinds: list[MemberKind] = []
         self._layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
 
     def use(self, prices: NodePrices) -> None:
@@ -73,7 +73,7 @@ class LayoutBook:
             self._kinds.clear()
             self._layouts.clear()
 
-    def number_of(self, kind: Kind) -> int:
+    def number_of(self, kind: MemberKind) -> int:
         """A short name of the kind: hashing it takes as long as many look-ups of its number."""
         number = self._numbers.setdefault(kind, len(self._kinds))
         if number == len(self._kinds):
@@ -90,7 +90,7 @@ class LayoutBook:
         return found
 
 
-def _layouts(kinds: Sequence[Kind], prices: NodePrices) -> Iterator[Layout]:
+def _layouts(kinds: Sequence[MemberKind], prices: NodePrices) -> Iterator[Layout]:
     demands = [kind.demand for kind in kinds]
     if len(kinds) == 1:
         yield from _colocated(kinds[0], prices)
@@ -121,7 +121,7 @@ def _layouts(kinds: Sequence[Kind], prices: NodePrices) -> Iterator[Layout]:
         yield Layout(usd + _slowness_usd(kinds, least_s), least_s, num_train, num_rollout, pins, train_pins, False)
 
 
-def _without_waits_s(demands: Sequence[PipelineDemand], trainings: Sequence[_Pinned]) -> float:
+def _without_waits_s(demands: Sequence[PipelineDemand], trainings: Sequence[_PinnedPhase]) -> float:
     """Seconds below which no number of rollout nodes brings the meta-iteration."""
     return min(
         (
@@ -132,7 +132,7 @@ def _without_waits_s(demands: Sequence[PipelineDemand], trainings: Sequence[_Pin
     )
 
 
-def _colocated(kind: Kind, prices: NodePrices) -> Iterator[Layout]:
+def _colocated(kind: MemberKind, prices: NodePrices) -> Iterator[Layout]:
     demand = kind.demand
     if demand.colocated_s == math.inf or demand.rollout_bytes + demand.train_bytes > prices.train_host_bytes:
         return
@@ -144,11 +144,11 @@ def _colocated(kind: Kind, prices: NodePrices) -> Iterator[Layout]:
     yield Layout(usd + _slowness_usd([kind], step_s), step_s, demand.num_train_nodes, 0, ((),), train_pins, True)
 
 
-def _slowness_usd(kinds: Sequence[Kind], period_s: float) -> float:
+def _slowness_usd(kinds: Sequence[MemberKind], period_s: float) -> float:
     return sum(kind.slowness_usd * (1.0 - kind.demand.solo_s / period_s) for kind in kinds) if period_s else 0.0
 
 
-class _Pinned(NamedTuple):
+class _PinnedPhase(NamedTuple):
     """One phase of all members, pinned to nodes."""
 
     busiest_s: float
@@ -179,7 +179,7 @@ class _OnePhase(NamedTuple):
 
 def _rollouts(
     demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices, below_s: float, num_left: int
-) -> list[_Pinned]:
+) -> list[_PinnedPhase]:
     """Every way to pin the rollouts to exactly so many nodes that keeps each of them busy for less than `below_s`, the
     shortest first; with tails that leave shared nodes once so many trajectories are left, 0 for none."""
     phases = [
@@ -197,7 +197,7 @@ def _rollouts(
     return _pinned(phases, num_nodes, prices.rollout_host_bytes, prices.rollout_device_bytes, below_s)
 
 
-def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
+def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_PinnedPhase]:
     """Every way to train on exactly so many nodes, each member on as many as it requests, the shortest first."""
     phases = [
         _OnePhase(one.train_s, one.train_switch_s, one.train_device_bytes, one.num_train_nodes, one.train_bytes)
@@ -208,10 +208,10 @@ def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePr
 
 def _pinned(
     phases: Sequence[_OnePhase], num_nodes: int, host_bytes: float, device_bytes: float, below_s: float
-) -> list[_Pinned]:
+) -> list[_PinnedPhase]:
     """Every way to pin members to exactly so many nodes, nodes numbered as they come up, that fits their memory and
     keeps each busy for less than `below_s`, the shortest first."""
-    found: list[_Pinned] = []
+    found: list[_PinnedPhase] = []
     nodes_of: list[tuple[int, ...]] = [()] * len(phases)
     states: list[_NodeState] = [(0, 0.0, 0.0, 0.0)] * num_nodes
     num_to_come = [sum([one.num_nodes for one in phases[index + 1 :]]) for index in range(len(phases))]
@@ -257,7 +257,9 @@ def _next_nodes(num_used: int, num_asked: int, num_nodes: int) -> tuple[tuple[in
     )
 
 
-def _pinned_so(phases: Sequence[_OnePhase], pins: Pins, states: Sequence[_NodeState], device_bytes: float) -> _Pinned:
+def _pinned_so(
+    phases: Sequence[_OnePhase], pins: Pins, states: Sequence[_NodeState], device_bytes: float
+) -> _PinnedPhase:
     """What comes of these pins, switches counted where the states of a node's members do not all fit a device."""
     is_crowded = [count > 1 and not do_fit(on_device_bytes, device_bytes) for count, _, _, on_device_bytes in states]
     seconds: list[float] = []
@@ -274,7 +276,7 @@ def _pinned_so(phases: Sequence[_OnePhase], pins: Pins, states: Sequence[_NodeSt
         tails_s.append(tail_s)
         for node in nodes:
             busy_s[node] += taken_s - tail_s
-    return _Pinned(max(busy_s), pins, tuple(seconds), tuple(tails_s))
+    return _PinnedPhase(max(busy_s), pins, tuple(seconds), tuple(tails_s))
 
 
 def _lost_s(phases: Sequence[_OnePhase], pins: Pins, index: int) -> float:
@@ -287,7 +289,7 @@ def _lost_s(phases: Sequence[_OnePhase], pins: Pins, index: int) -> float:
 
 
 def _shortest(
-    rollouts: Sequence[_Pinned], trainings: Sequence[_Pinned], syncs_s: Sequence[float], below_s: float
+    rollouts: Sequence[_PinnedPhase], trainings: Sequence[_PinnedPhase], syncs_s: Sequence[float], below_s: float
 ) -> tuple[float, Pins, Pins] | None:
     """(period, rollout pins, training pins) of the shortest meta-iteration; None if memory forbids all, or none is
     shorter than `below_s`."""
@@ -315,7 +317,7 @@ def _shortest(
 
 
 def _likeliest(
-    rollouts: Sequence[_Pinned], trainings: Sequence[_Pinned], syncs_s: Sequence[float], below_s: float
+    rollouts: Sequence[_PinnedPhase], trainings: Sequence[_PinnedPhase], syncs_s: Sequence[float], below_s: float
 ) -> list[tuple[float, int, int]]:
     """(seconds that the period has at least, number of the rollouts, number of the trainings) of the `_MAX_TRIED` pairs
     that have the least, below `below_s`."""

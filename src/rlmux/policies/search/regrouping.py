@@ -35,7 +35,7 @@ TIGHT_WEIGHT = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Target:
+class TargetGroup:
     """One group as it should be."""
 
     pins: Mapping[PipelineId, tuple[int, ...]]
@@ -52,10 +52,10 @@ class Target:
     """Training nodes that exist already, by their number within this target."""
 
 
-def targets_of(groups: Sequence[CandidateGroup], names: Sequence[PipelineId]) -> list[Target]:
+def targets_of(groups: Sequence[CandidateGroup], names: Sequence[PipelineId]) -> list[TargetGroup]:
     """The groups of a partition as targets; `names` are the pipelines of its demands."""
     return [
-        Target(
+        TargetGroup(
             pins={names[i]: pins for i, pins in zip(candidate.members, candidate.pins, strict=True)},
             train_pins={
                 names[i]: pins
@@ -79,7 +79,7 @@ def targets_of(groups: Sequence[CandidateGroup], names: Sequence[PipelineId]) ->
 
 
 def relocations_to(
-    targets: Sequence[Target],
+    targets: Sequence[TargetGroup],
     ledger: PlacementLedger,
     max_detours: int = 2,
     accepts: Callable[[GroupLoad], bool] | None = None,
@@ -95,7 +95,7 @@ class _Regrouping:
     """One attempt: it moves pipelines in a sandbox, one at a time, and keeps the relocations that were valid."""
 
     def __init__(
-        self, targets: Sequence[Target], ledger: PlacementLedger, accepts: Callable[[GroupLoad], bool] | None
+        self, targets: Sequence[TargetGroup], ledger: PlacementLedger, accepts: Callable[[GroupLoad], bool] | None
     ) -> None:
         self.ledger = ledger
         self.accepts = accepts
@@ -205,7 +205,7 @@ class _Regrouping:
         return False
 
 
-def _has_pins(placement: Placement, target: Target, name: PipelineId) -> bool:
+def _has_pins(placement: Placement, target: TargetGroup, name: PipelineId) -> bool:
     """Whether the pipeline is on its nodes of the target; a training stage takes all of its nodes, in any order."""
     trains_there = {target.train_nodes.get(number) for number in target.train_pins[name]} == set(placement.train_nodes)
     return trains_there and placement.rollout_nodes == tuple(target.nodes.get(number) for number in target.pins[name])
@@ -226,7 +226,9 @@ def move_weight(reach_s: float, tightest_s: float) -> float:
     return TIGHT_WEIGHT if reach_s < 1.05 * tightest_s else 1.0
 
 
-def _steps_per_cycle_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
+def _steps_per_cycle_of(
+    target: TargetGroup, group: GroupLoad, newcomer: PipelineId
+) -> tuple[tuple[PipelineId, int], ...]:
     """The target's steps per cycle, in its order, for the members that will be there; () where all have and had one."""
     present = {member.pipeline.id: member.steps_per_cycle for member in group.members} | {newcomer: 1}
     steps_per_cycle = tuple((name, count) for name, count in target.steps_per_cycle.items() if name in present)
@@ -234,7 +236,7 @@ def _steps_per_cycle_of(target: Target, group: GroupLoad, newcomer: PipelineId) 
     return steps_per_cycle if has_several else ()
 
 
-def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger, *, may_change_train_nodes: bool) -> None:
+def _choose_hosts(targets: Sequence[TargetGroup], ledger: PlacementLedger, *, may_change_train_nodes: bool) -> None:
     """Each group hosts at most one target: the most to keep in place first, older groups first among equals."""
     offers: list[tuple[float, GroupId, int]] = []
     for number, target in enumerate(targets):
@@ -261,7 +263,7 @@ def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger, *, may_cha
             taken.add(group_id)
 
 
-def _keep_nodes(target: Target, ledger: PlacementLedger) -> None:
+def _keep_nodes(target: TargetGroup, ledger: PlacementLedger) -> None:
     """Number the host's nodes as the target does, so that as many members as possible stay put.
 
     Only nodes that a staying member holds are kept: the others leave with their last member.

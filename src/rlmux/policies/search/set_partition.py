@@ -44,11 +44,12 @@ def cheapest_partition(
 
     `costs` stand in for the groups' own dollars, for instance with what moving there costs.
     """
-    search = _Search(candidates, num_demands, costs or [candidate.cost_usd for candidate in candidates], num_rounds)
+    costs = costs or [candidate.cost_usd for candidate in candidates]
+    search = _PartitionSearch(candidates, num_demands, costs, num_rounds)
     return search.run(max_nodes, upper)
 
 
-class _Search:
+class _PartitionSearch:
     """Branch and bound over the candidate groups, cheapest by reduced cost first."""
 
     def __init__(

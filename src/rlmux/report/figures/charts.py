@@ -1,7 +1,7 @@
 """Charts as SVG text, good in a paper and in a page: lines and steps, distributions, bars over time.
 
     Line*  ─▶ line_chart    cost or GPUs over time; cumulative distributions
-    Row*   ─▶ gantt_chart   bars of work over time, a row for each device
+    GanttRow*   ─▶ gantt_chart   bars of work over time, a row for each device
 
 Each SVG carries its own style and follows the reader's light or dark setting, so a file stands alone and
 several can share a page. Colours come from one palette that colour-blind readers can distinguish; lines also
@@ -53,7 +53,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class GanttRow:
     """One lane of a Gantt chart."""
 
     name: str
@@ -127,7 +127,7 @@ def distribution(samples: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def gantt_chart(
-    rows: Sequence[Row], *, title: str, x_label: str, width: float = 900.0, row_height: float = 26.0
+    rows: Sequence[GanttRow], *, title: str, x_label: str, width: float = 900.0, row_height: float = 26.0
 ) -> str:
     """Lanes of bars over time; one colour for each name."""
     names = list(dict.fromkeys(one.name for row in rows for one in row.bars))

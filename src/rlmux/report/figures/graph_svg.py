@@ -15,7 +15,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.estimation.estimates import tail_count
 from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage, SubStage
 from rlmux.log.run_log import NOT_SHOWN, LogReader
-from rlmux.report.figures.step_graph import Node, ShardRecord, StageRecord, SubStageGraph, graph_of_step
+from rlmux.report.figures.step_graph import GraphNode, ShardRecord, StageRecord, SubStageGraph, graph_of_step
 from rlmux.report.figures.svg import bar, number, seconds_text, tag
 from rlmux.report.timeline.history import History
 
@@ -146,7 +146,7 @@ def _columns(graph: SubStageGraph) -> dict[str, int]:
     return {name: index for index, name in enumerate(names)}
 
 
-def _column_name(node: Node) -> str:
+def _column_name(node: GraphNode) -> str:
     if node.key.worker is not None:
         return f"worker {node.key.worker}"
     return _NO_SUB_STAGE if node.key.sub_stage is None else "training"
@@ -167,7 +167,7 @@ def _boxes(
     return boxes
 
 
-def _drawn(node: Node, box: tuple[float, float, float, float]) -> str:
+def _drawn(node: GraphNode, box: tuple[float, float, float, float]) -> str:
     x, y, width, height = box
     name = str(node.key.stage if node.key.worker is None or node.key.sub_stage is None else node.key.sub_stage)
     label = f"{name.replace('_', ' ')} {seconds_text(node.seconds)}"

@@ -43,7 +43,7 @@ class NodeKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class GraphNode:
     """A sub-stage of one step on one worker, or a whole stage."""
 
     key: NodeKey
@@ -59,7 +59,7 @@ class Node:
 class SubStageGraph:
     """Nodes in a topological order, and the edges along which they wait."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     edges: tuple[tuple[int, int], ...]
     """Pairs (earlier, later) of indices into `nodes`: the later node waits for the earlier one."""
 
@@ -142,7 +142,7 @@ def graph_of_step(
     min_part: float = 0.02,
 ) -> SubStageGraph:
     """The step as it went. Sub-stages shorter than `min_part` of their shard are joined to the one before them."""
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     edges: list[tuple[int, int]] = []
     lasts: list[int] = []
     for shard in shards:
@@ -150,7 +150,7 @@ def graph_of_step(
         for position, (sub_stage, begin_s, end_s) in enumerate(_sub_stages(shard, dense_above, min_part)):
             part = (end_s - begin_s) / max(shard.end_s - shard.begin_s, 1e-12)
             nodes.append(
-                Node(
+                GraphNode(
                     key=NodeKey(pipeline, step, shard.device, Stage.GENERATE, sub_stage, position),
                     devices=(shard.device,),
                     seconds=end_s - begin_s,
@@ -165,7 +165,7 @@ def graph_of_step(
             lasts.append(previous)
     for stage in sorted(stages, key=lambda record: record.begin_s):
         nodes.append(
-            Node(
+            GraphNode(
                 key=NodeKey(pipeline, step, None, stage.stage, SUB_STAGE_BY_STAGE.get(stage.stage)),
                 devices=stage.devices,
                 seconds=stage.end_s - stage.begin_s,

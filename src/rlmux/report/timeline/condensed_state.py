@@ -37,7 +37,7 @@ _KEPT_APART = {OrderRecord: {"chunks"}, PipelineRecord: {"metrics", "rollouts"},
 """Fields that a status does not need of each record, or that are kept beside it."""
 
 
-class Place(NamedTuple):
+class BlockEnd(NamedTuple):
     """The end of a block."""
 
     last_seq: int
@@ -82,7 +82,7 @@ class CondensedHistory(History):
 
     # ------------------------------------------------------------------ kept in a file
 
-    def as_bytes(self, place: Place) -> bytes | None:
+    def as_bytes(self, place: BlockEnd) -> bytes | None:
         """The condensed history; None for one with clients, whose announcements are not kept."""
         if self._arrivals:
             return None
@@ -109,7 +109,7 @@ class CondensedHistory(History):
         return zlib.compress(value_codec.dumps(described).encode(), 1)
 
     @classmethod
-    def of_bytes(cls, header: Mapping[str, Any], data: bytes) -> tuple[CondensedHistory, Place]:
+    def of_bytes(cls, header: Mapping[str, Any], data: bytes) -> tuple[CondensedHistory, BlockEnd]:
         """What `as_bytes` made. Raises LogError for anything else, and for the history of another run."""
         try:
             described = json.loads(zlib.decompress(data))
@@ -117,7 +117,7 @@ class CondensedHistory(History):
                 raise LogError("the status of another run, or of another version")
             history = cls(header)
             history._take(described)
-            return history, Place(*map(int, described["place"]))
+            return history, BlockEnd(*map(int, described["place"]))
         except (zlib.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise LogError(f"not a kept status: {error}") from None
 
@@ -141,14 +141,14 @@ class CondensedHistory(History):
         self._past = {PipelineId(name): StepWork.of_json(work) for name, work in described["past"].items()}
 
 
-def kept_history(folder: Path, header: Mapping[str, Any]) -> tuple[CondensedHistory, Place] | None:
+def kept_history(folder: Path, header: Mapping[str, Any]) -> tuple[CondensedHistory, BlockEnd] | None:
     """What was kept of this run; None where nothing was, or nothing that can be read."""
     with contextlib.suppress(OSError, LogError):
         return CondensedHistory.of_bytes(header, (folder / CACHE_NAME).read_bytes())
     return None
 
 
-def keep(folder: Path, history: CondensedHistory, place: Place) -> None:
+def keep(folder: Path, history: CondensedHistory, place: BlockEnd) -> None:
     """Keep a condensed history, where the folder allows it. Aside, then in place: a reader never meets half a file."""
     data = history.as_bytes(place)
     if data is None:

@@ -14,7 +14,7 @@ from rlmux.log.run_log import NOT_SHOWN, LogReader
 from rlmux.report.acknowledgements import with_acknowledged
 from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.status import status
-from rlmux.report.timeline.condensed_state import CondensedHistory, Place, keep, kept_history
+from rlmux.report.timeline.condensed_state import BlockEnd, CondensedHistory, keep, kept_history
 from rlmux.report.timeline.history import without_collector
 from rlmux.runtime.control.control_requests import Status
 from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, ask
@@ -62,7 +62,7 @@ class StatusReader:
         newest = self._log.block_end()
         if newest is not None and newest[0] - self._seq >= KEPT_ROWS:
             self._follow(until=newest[0])
-            keep(self._folder, self._history, Place(*newest))
+            keep(self._folder, self._history, BlockEnd(*newest))
 
     def _follow(self, until: int | None = None) -> None:
         for part in self._log.parts(after=self._seq, until=until, bare=NOT_SHOWN):

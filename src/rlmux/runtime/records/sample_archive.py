@@ -15,7 +15,7 @@ from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 
-from rlmux.report.samples import Sample, SampleWriter, Token
+from rlmux.report.samples import KeptSample, SampledToken, SampleWriter
 from rlmux.rl.types import TrainingBatch, Trajectory
 from rlmux.rl.vocabulary import Vocabulary
 
@@ -54,12 +54,12 @@ class SampleKeeper:
         finally:
             self._is_room.release()
 
-    def _samples(self, batch: TrainingBatch) -> Iterator[Sample]:
+    def _samples(self, batch: TrainingBatch) -> Iterator[KeptSample]:
         groups = dict.fromkeys(trajectory.id[:2] for trajectory in batch.trajectories)
         is_mixed = len({step for step, _ in groups}) > 1  # then prompts of several steps have the same place
         number_of = {group: number if is_mixed else group[1] for number, group in enumerate(groups)}
         for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True):
-            yield Sample(
+            yield KeptSample(
                 prompt=number_of[trajectory.id[:2]],
                 sample=trajectory.id.sample,
                 prompt_text=self._vocabulary.decode(trajectory.prompt_tokens),
@@ -81,11 +81,11 @@ class SampleKeeper:
             for is_sampled, part in groupby(marked, key=lambda pair: pair[1])
         ]
 
-    def _tokens(self, trajectory: Trajectory) -> list[list[Token]]:
+    def _tokens(self, trajectory: Trajectory) -> list[list[SampledToken]]:
         """Tokens of each turn of the model."""
         per_token = zip(trajectory.is_sampled, trajectory.tokens, trajectory.logprobs, trajectory.versions, strict=True)
         return [
-            [Token(self._text_of(token), logprob, version) for _, token, logprob, version in part]
+            [SampledToken(self._text_of(token), logprob, version) for _, token, logprob, version in part]
             for is_sampled, part in groupby(per_token, key=lambda one: one[0])
             if is_sampled
         ]

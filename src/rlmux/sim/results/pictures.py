@@ -20,7 +20,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
-from rlmux.report.figures.charts import Bar, Line, Row, distribution, gantt_chart, line_chart
+from rlmux.report.figures.charts import Bar, GanttRow, Line, distribution, gantt_chart, line_chart
 from rlmux.report.figures.svg import tag
 from rlmux.sim.results.result import Sample, SimResult, Span
 
@@ -112,7 +112,7 @@ def dollar_chart(results: Mapping[str, SimResult], *, title: str) -> str:
             label = f"{name}, {PARTS[part]}: ${usd:,.0f}"
             bars.append(Bar(begin=paid_usd, end=max(paid_usd, paid_usd + usd), name=PARTS[part], label=label))
             paid_usd += usd
-        rows.append(Row(name=name, bars=bars))
+        rows.append(GanttRow(name=name, bars=bars))
     return gantt_chart(rows, title=f"{title}: what is paid for", x_label="dollars")
 
 
@@ -168,7 +168,7 @@ def gantt(spans: Sequence[Span], *, title: str, hours: float | None = None) -> s
                 )
             )
     return gantt_chart(
-        [Row(name=name, bars=bars) for name, bars in rows.items()],
+        [GanttRow(name=name, bars=bars) for name, bars in rows.items()],
         title=f"{title} (rollout pale, training full)",
         x_label="minutes since the first submission",
     )
