@@ -12,7 +12,7 @@ from rlmux.runtime.workers.processes import fork_server_address, fork_server_pid
 
 SCRIPT = """
 from multiprocessing import get_context
-from rlmux.runtime import processes
+from rlmux.runtime.workers import processes
 from rlmux.runtime.workers.processes import fork_server_pid, warm_up
 
 processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
@@ -124,7 +124,7 @@ with ThreadPoolExecutor(2) as threads:
 SERVER_KILLED = """
 import os, signal
 from pathlib import Path
-from rlmux.runtime import processes
+from rlmux.runtime.workers import processes
 from rlmux.runtime.workers.processes import WorkerProcess, fork_server_pid, warm_up
 
 processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long

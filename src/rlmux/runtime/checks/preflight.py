@@ -37,7 +37,8 @@ _SILENCE_S = 3.0
 """Longest wait that is not told."""
 
 _CHILD = (
-    "import sys; sys.path[:] = sys.argv[2:]; from rlmux.runtime import preflight; preflight.serve(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[2:]; from rlmux.runtime.checks import preflight; "
+    "preflight.serve(int(sys.argv[1]))"
 )
 
 
