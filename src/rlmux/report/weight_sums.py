@@ -3,7 +3,7 @@
     note `step`         weights_checksum      of every published step
     note `checkpoint`   weights_sha256        of every checkpoint, once it is durable
 
-Logs of rlmux 0.2.0 and before its release have `weights_sha256` in the note `step`, and no checksum.
+Logs of rlmux 0.1.0 have `weights_sha256` in the note `step`, and no checksum.
 """
 
 from __future__ import annotations
