@@ -270,15 +270,17 @@ class Job:
 
     def _take(self, region: _Region) -> None:
         number = next(self._ids)
-        ask = {"t": "ask", "id": number, "pools": sorted(region.pools), "phase": region.phase}
-        ask.update({key: value for key, value in (("units", region.units), ("step", region.step)) if value is not None})
+        request = {"t": "ask", "id": number, "pools": sorted(region.pools), "phase": region.phase}
+        request.update(
+            {key: value for key, value in (("units", region.units), ("step", region.step)) if value is not None}
+        )
         began_s = time.monotonic()
         try:
-            self._link_now.ask(("ask", number), ask)
+            self._link_now.call(("ask", number), request)
         except BaseException:  # Ctrl-C, too: a permit that nothing uses would keep all others out
             with self._changed:
                 self._fence, self._held = None, frozenset()
-                self._link_now.tell({"t": "withdraw", "id": number})
+                self._link_now.send({"t": "withdraw", "id": number})
             raise
         granted_s = time.monotonic()
         self.waited_s += granted_s - began_s
@@ -298,7 +300,7 @@ class Job:
         done: dict[str, Any] = {"t": "done", "fence": self._fence, "used_s": used_s, "restore_s": self._restore_s}
         sizes = {pool: self._hooks[pool].resident_bytes() for pool in sorted(self._held & self._hooks.keys())}
         done["resident_bytes"] = {pool: size for pool, size in sizes.items() if size is not None}
-        after = self._link_now.ask(("done", self._fence), done)
+        after = self._link_now.call(("done", self._fence), done)
         for pool in after["pools"] if after["leave"] else ():
             with self._one_hook():  # a broker that was started again may ask for the same meanwhile
                 self._offload(pool)
@@ -307,20 +309,20 @@ class Job:
         """Run the hook and tell the broker what came of it. Raises what the hook raises."""
         link = self._link_now
         if pool in self._away:
-            link.tell({"t": "left", "pool": pool})
+            link.send({"t": "left", "pool": pool})
             return
         if self._hooks_of(pool) is None:
             error = f"it has no hook for pool {pool}: job.on_leave({pool!r}, ...)"
-            link.tell({"t": "failed_to_leave", "pool": pool, "error": error})
+            link.send({"t": "failed_to_leave", "pool": pool, "error": error})
             return
         try:
             freed_bytes = self._hooks_of(pool).offload()
         except BaseException as error:  # an exit, too: the broker waits for an answer
-            link.tell({"t": "failed_to_leave", "pool": pool, "error": repr(error)[:400]})
+            link.send({"t": "failed_to_leave", "pool": pool, "error": repr(error)[:400]})
             raise
         self._away.add(pool)
         left = {"t": "left", "pool": pool}
-        link.tell(left if freed_bytes is None else {**left, "freed_bytes": int(freed_bytes)})
+        link.send(left if freed_bytes is None else {**left, "freed_bytes": int(freed_bytes)})
 
     def _hooks_of(self, pool: str) -> Any:
         """None where it has none."""
@@ -387,15 +389,20 @@ class Phase:
     def __init__(self, job: Job, region: _Region) -> None:
         self._job = job
         self._region = region
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def done(self, count: int) -> None:
         """Say how many of its units are done. Told to the broker at most twice a second."""
         job, now_s = self._job, time.monotonic()
-        if job.is_shared and job._fence is not None and now_s - self._told_s >= _PROGRESS_EVERY_S:
-            self._told_s = now_s
-            told = {"t": "progress", "fence": job._fence, "done": int(count), "total": int(self._region.units or count)}
-            job._link_now.tell(told)
+        if job.is_shared and job._fence is not None and now_s - self._reported_s >= _PROGRESS_EVERY_S:
+            self._reported_s = now_s
+            progress = {
+                "t": "progress",
+                "fence": job._fence,
+                "done": int(count),
+                "total": int(self._region.units or count),
+            }
+            job._link_now.send(progress)
 
     def __enter__(self) -> Phase:
         self._job._enter(self._region)
@@ -457,7 +464,7 @@ class _Link:
             time.sleep(0.1)
         threading.Thread(target=self._read, name="rlmux-share", daemon=True).start()
 
-    def ask(self, key: tuple[Any, ...], message: dict[str, Any]) -> dict[str, Any]:
+    def call(self, key: tuple[Any, ...], message: dict[str, Any]) -> dict[str, Any]:
         """Send a question and wait for its answer. Raises ShareError where the broker answers with an error."""
         with self._changed:
             self._open[key] = message
@@ -475,7 +482,7 @@ class _Link:
             raise ShareError(f"the broker answers: {answer.get('text', answer.get('code'))}")
         return answer
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send something that has no answer. Lost where the connection is: `hello` says all that counts."""
         with self._changed:
             self._send(message)
@@ -559,7 +566,7 @@ class _Link:
             except (OSError, ValueError) as error:
                 is_quiet = isinstance(error, socket.timeout) and time.monotonic() - silent_s < 3 * PING_S
                 if self._end is None and is_quiet:
-                    self.tell({"t": "ping"})
+                    self.send({"t": "ping"})
                 elif self._end is None:
                     self._reconnect()
                     silent_s = time.monotonic()

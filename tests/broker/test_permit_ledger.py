@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmux.broker.permit_ledger import Place, Residency
+from rlmux.broker.permit_ledger import PoolState, Residency
 from rlmux.core.errors import IllegalTransitionError
 
 
@@ -37,7 +37,7 @@ def test_programs_stay_where_they_were_granted_and_one_holds_the_pool():
 def test_one_that_is_leaving_is_not_granted_before_it_has_left():
     book = ledger()
     hold(book, "a", gpu0=6)
-    book.tell_to_leave("a", "gpu0")
+    book.request_leave("a", "gpu0")
     with pytest.raises(IllegalTransitionError, match="about to leave"):
         book.grant("a", {"gpu0": 6})
     book.left("a", "gpu0")
@@ -72,7 +72,7 @@ def play(book: Residency, draw: random.Random, num_events: int) -> int:
             waiting[job] = dict.fromkeys(pools, NEEDS[job])
         for name, lodgers in ((pool, dict(book.lodgers[pool])) for pool in book.lodgers):
             for other, one in lodgers.items():
-                if one.place in (Place.LEAVING, Place.STUCK) and draw.random() < 0.5:
+                if one.state in (PoolState.LEAVING, PoolState.STUCK) and draw.random() < 0.5:
                     book.left(other, name) if draw.random() < 0.9 else book.fail_to_leave(other, name, "?")
         if draw.random() < 0.02:
             book.remove(job)
@@ -84,18 +84,18 @@ def play(book: Residency, draw: random.Random, num_events: int) -> int:
         staying = [(pool, name) for pool in book.lodgers for name in book.lodgers[pool] if is_staying(book, name, pool)]
         if staying and draw.random() < 0.3:
             pool, name = draw.choice(staying)
-            book.tell_to_leave(name, pool)
+            book.request_leave(name, pool)
         book.check()
     assert fences == sorted(set(fences))
     return len(fences) - 1
 
 
 def is_leaving(book: Residency, job: str, pool: str) -> bool:
-    return job in book.lodgers[pool] and book.lodgers[pool][job].place is Place.LEAVING
+    return job in book.lodgers[pool] and book.lodgers[pool][job].state is PoolState.LEAVING
 
 
 def is_staying(book: Residency, job: str, pool: str) -> bool:
-    return book.lodgers[pool][job].place is Place.STAYS
+    return book.lodgers[pool][job].state is PoolState.STAYS
 
 
 @given(st.integers(0, 2**32))

@@ -81,7 +81,7 @@ def test_programs_take_turns_in_proportion_to_their_weights_and_end_as_they_do_a
     assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
     check_never_both(room.recorded())
     turns = [(name[0], len(list(steps))) for name, steps in groupby(computed(room))]
-    places = {name: [place for place, (one, _) in enumerate(turns) if one == name] for name in "abc"}
+    places = {name: [state for state, (one, _) in enumerate(turns) if one == name] for name in "abc"}
     all_there = turns[max(each[1] for each in places.values()) : min(each[-1] for each in places.values())]
     assert len(all_there) > 20
     assert {count for name, count in all_there if name == "a"} == {3}

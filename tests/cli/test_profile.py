@@ -78,7 +78,7 @@ def test_people_get_a_row_for_each_sub_stage_and_a_column_for_each_neighbour(tmp
 def test_a_policy_that_shares_nothing_says_that_only_switches_are_used(here, folder, tmp_path, capsys):
     Profile(table=TABLE, switches=SWITCHES).save(tmp_path / "profile.json")
     spec = inputs.load(str(folder / "small.yaml"), None, "solo")
-    policy, _ = policy_and_switches(spec, tmp_path / "profile.json", inputs.say)
+    policy, _ = policy_and_switches(spec, tmp_path / "profile.json", inputs.print_notice)
     assert policy.name == "solo"
     assert "solo gives devices as a whole: only its switches are used" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlmux import plugins
-from rlmux.api.files import File, Say, load_file, load_workload, policy_and_switches, warn
+from rlmux.api.files import File, OnWarning, load_file, load_workload, policy_and_switches, warn
 from rlmux.api.run_handle import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
@@ -98,7 +98,7 @@ def run(
     keep_open: bool = False,
     listeners: Sequence[Listener] = (),
     display: Display | None = None,
-    say: Say = warn,
+    on_warning: OnWarning = warn,
 ) -> Run:
     """Train the file's pipelines, and return when all are over or the run is stopped (`Run.is_over` tells).
 
@@ -106,19 +106,23 @@ def run(
     `rlmux run` has them.
     `listeners`: told of every event as it comes (`runtime/controller.py`); `display`: makes one from the checked file.
     In the main thread Ctrl-C and SIGTERM stop the run at the next safe point; it goes on with `Run.resume`.
-    `say`: told what of the file or the profile is old or of no use; by default a warning of the logger `rlmux`.
+    `on_warning`: told what of the file or the profile is old or of no use; by default a warning of the logger `rlmux`.
     Raises UserError before anything starts. A pipeline's own failure is in `Run.summary`, not raised.
     """
     from rlmux.runtime.records import folders
     from rlmux.runtime.run import RunOptions
 
-    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, say=say)
+    spec = load_file(
+        file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, on_warning=on_warning
+    )
     with (
         folders.chosen(out, f"{_stem(file)}-{spec.policy}") as folder,
-        followed(spec, listeners, display) as told,
+        followed(spec, listeners, display) as listening,
     ):
-        options = RunOptions(backend=backend, listeners=told, is_kept_open=keep_open)
-        result = _train(spec, folder, options, address=address, profile=profile, say=say, is_overwriting=overwrite)
+        options = RunOptions(backend=backend, listeners=listening, is_kept_open=keep_open)
+        result = _train(
+            spec, folder, options, address=address, profile=profile, on_warning=on_warning, is_overwriting=overwrite
+        )
     ended = Run(folder)
     ended.result = result
     return ended
@@ -135,11 +139,11 @@ def compare(
     address: str | None = None,
     profile: str | Path | None = None,
     display: Display | None = None,
-    say: Say = warn,
+    on_warning: OnWarning = warn,
 ) -> dict[str, Any]:
     """Train the same pipelines under each policy, one after another; ratios are to the first.
 
-    `profile`, `display`, `say`: as for `run`, under each policy anew.
+    `profile`, `display`, `on_warning`: as for `run`, under each policy anew.
     The keys are those of `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
     """
     from rlmux.runtime.checks import run_comparison
@@ -148,12 +152,12 @@ def compare(
 
     for name in policies:
         check_policy(name)
-    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, say=say)
+    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, on_warning=on_warning)
 
     def start(one: Spec, into: Path) -> RunResult:
-        with followed(one, (), display) as told:
-            options = RunOptions(backend=backend, listeners=told)
-            return _train(one, into, options, address=address, profile=profile, say=say)
+        with followed(one, (), display) as listening:
+            options = RunOptions(backend=backend, listeners=listening)
+            return _train(one, into, options, address=address, profile=profile, on_warning=on_warning)
 
     with folders.chosen(out, f"{_stem(file)}-compare") as folder:
         return run_comparison.run_each(spec, tuple(policies), folder, start, is_overwriting=overwrite)
@@ -171,14 +175,14 @@ def _train(
     *,
     address: str | None,
     profile: str | Path | None,
-    say: Say,
+    on_warning: OnWarning,
     is_overwriting: bool = False,
 ) -> RunResult:
     from rlmux.runtime import launch
 
     if options.backend not in ("local", "ray"):
         raise UserError(f"backend is {options.backend!r}; accepted: local, ray")
-    policy, estimate_switch = policy_and_switches(spec, profile, say)
+    policy, estimate_switch = policy_and_switches(spec, profile, on_warning)
     return launch.start_run(
         spec,
         folder,

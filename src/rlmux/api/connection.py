@@ -74,27 +74,27 @@ class Connection:
 
     def cancel(self, pipeline: str) -> str:
         """End one pipeline at its next safe point. Returns what became of it; UserError for one that is unknown."""
-        return str(self._tell("cancel", pipeline)["outcome"])
+        return str(self._send_command("cancel", pipeline)["outcome"])
 
     def hold(self, pipeline: str) -> str:
         """Keep a waiting pipeline from starting until it is released."""
-        return str(self._tell("hold", pipeline)["outcome"])
+        return str(self._send_command("hold", pipeline)["outcome"])
 
     def release(self, pipeline: str) -> str:
         """Let a pipeline that is held start."""
-        return str(self._tell("release", pipeline)["outcome"])
+        return str(self._send_command("release", pipeline)["outcome"])
 
     def rank(self, pipeline: str, rank: int) -> str:
         """Put a waiting pipeline before or behind its user's others: lower ones are offered room first."""
-        return str(self._tell("rank", pipeline, rank=rank)["outcome"])
+        return str(self._send_command("rank", pipeline, rank=rank)["outcome"])
 
     def park(self, pipeline: str) -> str:
         """Have a pipeline give its devices back at its next step boundary, until `unpark`; weights stay the same."""
-        return str(self._tell("park", pipeline)["outcome"])
+        return str(self._send_command("park", pipeline)["outcome"])
 
     def unpark(self, pipeline: str) -> str:
         """Let a parked pipeline go on."""
-        return str(self._tell("unpark", pipeline)["outcome"])
+        return str(self._send_command("unpark", pipeline)["outcome"])
 
     def usage(self) -> dict[str, Any]:
         """What `rlmux usage --json` prints."""
@@ -103,7 +103,7 @@ class Connection:
 
     def why(self, pipeline: str) -> dict[str, Any]:
         """What `rlmux why --json` prints."""
-        return self._tell("why", pipeline)
+        return self._send_command("why", pipeline)
 
     def wait(self, *pipelines: str, timeout_s: float | None = None) -> dict[str, str]:
         """Wait until these pipelines, by default all, are over. Returns the status of each.
@@ -121,22 +121,22 @@ class Connection:
             for name in pipelines:
                 if name not in known:
                     raise UserError(f"no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
-            asked = {name: known[name] for name in pipelines or known}
+            status_by_name = {name: known[name] for name in pipelines or known}
             now_s = time.monotonic()
             stopped_s = None if shown["is_going_on"] else now_s if stopped_s is None else stopped_s
             is_given_up = stopped_s is not None and now_s - stopped_s >= patience_s
-            if is_given_up or all(status in _OVER for status in asked.values()):
-                return asked
+            if is_given_up or all(status in _OVER for status in status_by_name.values()):
+                return status_by_name
             if due_s is not None and now_s > due_s:
-                raise TimeoutError(f"not over after {timeout_s:g} s: {asked}")
+                raise TimeoutError(f"not over after {timeout_s:g} s: {status_by_name}")
             time.sleep(_POLL_S)
 
     def _target(self) -> Target:
         return target_of(self._place, _LOG.warning, patience_s=self._patience_s)
 
-    def _tell(self, request: str, pipeline: str, **fields: Any) -> dict[str, Any]:
+    def _send_command(self, request: str, pipeline: str, **fields: Any) -> dict[str, Any]:
         with closing(self._target()) as target:
-            return target.tell(request, pipeline, **fields)
+            return target.send_command(request, pipeline, **fields)
 
 
 def connect(place: str | Path, *, patience_s: float = PATIENCE_S) -> Connection:

@@ -3,7 +3,7 @@
 path | mapping | Spec ─▶ load_file(purpose=RUN | PLAN) ─▶ Spec ─┬▶ policy_and_switches ─▶ what a run is started with
 profile ────────────────────────────────────────────────────────┘
 
-What of a file or profile is old or of no use is a warning of the logger `rlmux`, unless the caller takes it (`Say`).
+Old keys of a file and unusable parts of a profile are warnings of the logger `rlmux`, or calls of `on_warning`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ File = str | Path | Mapping[str, Any] | Spec
 
 IN_CODE = "the mapping"
 """Source of a file that was made in code, in errors and logs."""
-Say = Callable[[str], None]
+OnWarning = Callable[[str], None]
 """Takes a warning, a line of text."""
-warn: Say = logging.getLogger("rlmux").warning
+warn: OnWarning = logging.getLogger("rlmux").warning
 
 
 def load_file(
@@ -45,12 +45,12 @@ def load_file(
     policy: str | None = None,
     cluster_of: Spec | None = None,
     may_be_empty: bool = False,
-    say: Say = warn,
+    on_warning: OnWarning = warn,
 ) -> Spec:
     """The file, with all checked that the purpose needs. Raises SpecError, and UserError for an unknown policy.
 
     Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
-    file's. `may_be_empty`: it may be without pipelines. `say`: told of keys that are old.
+    file's. `may_be_empty`: it may be without pipelines. `on_warning`: receives each old key.
     """
     if policy is not None:
         check_policy(policy)
@@ -64,13 +64,15 @@ def load_file(
         may_be_empty=may_be_empty,
     )
     for hint in spec.hints:
-        say(hint)
+        on_warning(hint)
     spec = spec if policy is None else replace(spec, policy=policy)
     look_for_plugin(spec.policy, spec.code_folder)
     return spec
 
 
-def load_workload(workload: File | Workload, overrides: Sequence[str] = (), say: Say = warn) -> Workload | str:
+def load_workload(
+    workload: File | Workload, overrides: Sequence[str] = (), on_warning: OnWarning = warn
+) -> Workload | str:
     """What a YAML file says, or a CSV file on another cluster; a name stays as it is, for the simulator to look up."""
     from rlmux.sim.workloads import spec_file, trace_csv
     from rlmux.sim.workloads.arrivals import Workload, h20_h800_cluster
@@ -79,7 +81,9 @@ def load_workload(workload: File | Workload, overrides: Sequence[str] = (), say:
         return workload
     suffix = Path(workload).suffix if isinstance(workload, str | Path) else ".yaml"
     if suffix in (".yaml", ".yml"):
-        return spec_file.workload_of(load_file(workload, purpose=Purpose.PLAN, overrides=overrides, say=say))
+        return spec_file.workload_of(
+            load_file(workload, purpose=Purpose.PLAN, overrides=overrides, on_warning=on_warning)
+        )
     text = str(workload)
     if not overrides:
         if ":" in text:  # perhaps module:function, which may be here
@@ -99,10 +103,12 @@ def look_for_plugin(policy: str, folder: Path) -> None:
         plugins.look_in(folder)
 
 
-def policy_and_switches(spec: Spec, profile: str | Path | None, say: Say = warn) -> tuple[Policy, EstimateSwitch]:
+def policy_and_switches(
+    spec: Spec, profile: str | Path | None, on_warning: OnWarning = warn
+) -> tuple[Policy, EstimateSwitch]:
     """The file's policy, told what the profile has for its pipelines, and what estimates switches.
 
-    `say`: told what of the profile cannot be used, and what is used instead.
+    `on_warning`: receives each unusable part of the profile and its replacement.
     """
     from rlmux.runtime.launch import estimate_nothing
 
@@ -119,7 +125,7 @@ def policy_and_switches(spec: Spec, profile: str | Path | None, say: Say = warn)
         warnings.append(f"--profile: policy {spec.policy} gives devices as a whole: only its switches are used")
     costs, more = load_switch_costs(Path(profile), here.device)
     for warning in [*warnings, *more]:
-        say(warning)
+        on_warning(warning)
     return policy, costs.estimate_of
 
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from rlmux.api.files import Say, policy_and_switches, warn
+from rlmux.api.files import OnWarning, policy_and_switches, warn
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
 
@@ -213,7 +213,7 @@ class Run:
         keep_open: bool = False,
         listeners: Sequence[Listener] = (),
         display: Display | None = None,
-        say: Say = warn,
+        on_warning: OnWarning = warn,
     ) -> Run:
         """Train what is left of a run that was stopped or killed; `retry`: pipelines that failed and go on.
 
@@ -225,14 +225,14 @@ class Run:
         from rlmux.runtime.run import RunOptions
 
         spec = launch.spec_of(self.folder)
-        policy, estimate_switch = policy_and_switches(spec, profile, say)
-        with followed(spec, listeners, display) as told:
+        policy, estimate_switch = policy_and_switches(spec, profile, on_warning)
+        with followed(spec, listeners, display) as listening:
             self.result = launch.resume_run(
                 spec,
                 self.folder,
                 policy=policy,
                 estimate_switch=estimate_switch,
-                options=RunOptions(listeners=told, is_kept_open=keep_open),
+                options=RunOptions(listeners=listening, is_kept_open=keep_open),
                 address=address,
                 retry=retry,
                 check_training=complaints_about,

@@ -41,11 +41,12 @@ def run_broker(
     address: str | None = None,
     token: str = "",
     listeners: Sequence[Listener] = (),
-    say: Callable[[str], None] = lambda address: None,
+    on_listening: Callable[[str], None] = lambda address: None,
 ) -> RunResult:
-    """Hand out permits until the process is told to stop.
+    """Grant permits until the process is stopped.
 
-    `address`: "unix:PATH" or "tcp://HOST:PORT"; None for a socket in the folder. `say` gets it once the broker listens.
+    `address`: "unix:PATH" or "tcp://HOST:PORT"; None for a socket in the folder.
+    `on_listening`: receives the address once the broker listens.
     Raises UserError, before anything is made, for a folder or an address that cannot be had.
     """
     address = address or f"unix:{folder / SOCKET_NAME}"
@@ -67,9 +68,9 @@ def run_broker(
     )
     if is_there:
         log.note("resumed", log.last_time_s, pipelines=[], retried=[])
-        permits.take_up(folder)
+        permits.restore(folder)
     permits.start()
-    say(server.address)
+    on_listening(server.address)
     with log, contextlib.closing(permits):
         start_s = log.last_time_s if is_there else 0.0
         backend = WorkerBackend(spec.cluster, folder, LocalProcesses({}, None), folder / "weights", start_s=start_s)

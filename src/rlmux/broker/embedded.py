@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.broker.permit_manager import Desk
+from rlmux.broker.permit_manager import PermitManager
 from rlmux.broker.program_roster import NO_MORE
-from rlmux.broker.recovery import recall
+from rlmux.broker.recovery import restore_programs
 from rlmux.broker.server import Connection, Server
 from rlmux.broker.wire import WireError, read_message, write_message
 from rlmux.core.actions import Refuse, Release, RunStage
@@ -49,10 +49,10 @@ class EmbeddedBroker:
         self._cluster = cluster
         self._inbox = inbox
         self._server = server
-        self.desk = Desk(cluster, inbox.claim, now_s=time.monotonic, **options)
+        self.manager = PermitManager(cluster, inbox.claim, now_s=time.monotonic, **options)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._looked_s = 0.0
-        self._num_told = 0
+        self._num_noted = 0
         """Notes that were given to the controller."""
         self._num_committed = 0
         """Those of them that are in the log."""
@@ -64,10 +64,10 @@ class EmbeddedBroker:
         """What RLMUX_BROKER has to be."""
         return self._server.address
 
-    def take_up(self, folder: Path) -> None:
+    def restore(self, folder: Path) -> None:
         """Go on with what the log of a server that was killed knows of programs; before `start`."""
-        recall(folder, self.desk, time.monotonic())
-        for pool, lodgers in self.desk.ledger.lodgers.items():
+        restore_programs(folder, self.manager, time.monotonic())
+        for pool, lodgers in self.manager.ledger.lodgers.items():
             for name in lodgers:
                 self._add_leftover(DeviceId(pool, 0, 0), PipelineId(name), self._cluster.pools[pool].phase)
 
@@ -122,25 +122,25 @@ class EmbeddedBroker:
         self._pass_on()
         while not self._is_closing:
             for connection, line in self._server.receive(_LOOK_EVERY_S):
-                take_line(self.desk, self._server, connection, line)
+                take_line(self.manager, self._server, connection, line)
             while not self._commands.empty():
                 self._commands.get()()
             if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
                 self._looked_s = time.monotonic()
-                self.desk.look_around()
+                self.manager.poll_programs()
             self._pass_on()
-            if self._num_committed >= self._num_told:
-                self.desk.settle()
-            outgoing, self.desk.outgoing = self.desk.outgoing, []
+            if self._num_committed >= self._num_noted:
+                self.manager.settle()
+            outgoing, self.manager.outgoing = self.manager.outgoing, []
             for connection, message in outgoing:
                 self._server.send(connection, message)
 
     def _release(self, name: PipelineId, reason: str) -> None:
-        self.do(lambda: self.desk.release(name, reason))
+        self.do(lambda: self.manager.release(name, reason))
 
     def _pass_on(self) -> None:
-        events, notes = self.desk.take_news()
-        self._num_told += len(notes)
+        events, notes = self.manager.drain()
+        self._num_noted += len(notes)
         for note in notes:
             self._note(note)
         for event in events:
@@ -173,25 +173,25 @@ class _ExternalProgram:
         self._name = name
 
     def begin(self, order: RunStage) -> None:
-        self._broker.do(lambda: self._broker.desk.begin(order))
+        self._broker.do(lambda: self._broker.manager.begin(order))
 
     def evict(self, resident: Resident, devices: Sequence[DeviceId], on_left: Callable[[], None]) -> None:
         def report_left() -> None:
             self._broker.call_controller(lambda backend: on_left())
 
         pool = self._broker.pool_of(resident.phase, devices)
-        self._broker.do(lambda: self._broker.desk.evict(self._name, pool, report_left))
+        self._broker.do(lambda: self._broker.manager.evict(self._name, pool, report_left))
 
 
-def take_line(desk: Desk, server: Server, connection: Connection, line: bytes | None) -> None:
+def take_line(manager: PermitManager, server: Server, connection: Connection, line: bytes | None) -> None:
     """Act on a line that has come; None: the connection has ended."""
     if line is None:
-        desk.lose_connection(connection)
+        manager.lose_connection(connection)
         return
     message = None
     try:
         message = read_message(line)
-        desk.take_message(connection, message)
+        manager.take_message(connection, message)
     except WireError as error:
         about = {key: message[key] for key in ("id", "fence") if message and key in message}
         server.send(connection, write_message("error", code=error.code, text=str(error), **about))

@@ -24,7 +24,7 @@ from enum import StrEnum
 from rlmux.core.errors import IllegalTransitionError
 
 
-class Place(StrEnum):
+class PoolState(StrEnum):
     """How a program lies on a pool."""
 
     HOLDS = "holds"
@@ -39,7 +39,7 @@ class Lodger:
 
     num_bytes: float
     """Its need while it holds the pool, afterwards what it says still lies there; 0 where it says nothing."""
-    place: Place
+    state: PoolState
     reason: str = ""
     """Why it is stuck; empty otherwise."""
 
@@ -70,26 +70,26 @@ class Residency:
 
     def holder(self, pool: str) -> str | None:
         """The program that holds the pool."""
-        return next((job for job, one in self.lodgers[pool].items() if one.place is Place.HOLDS), None)
+        return next((job for job, one in self.lodgers[pool].items() if one.state is PoolState.HOLDS), None)
 
     def is_free(self, job: str, pools: Iterable[str]) -> bool:
         """Whether no other program holds one of the pools."""
         return all(self.holder(pool) in (None, job) for pool in pools)
 
-    def tell_to_leave(self, job: str, pool: str) -> None:
+    def request_leave(self, job: str, pool: str) -> None:
         """It was asked to leave; one that is stuck may try again. Raises IllegalTransitionError for any other."""
-        lodger = self._lodger(job, pool, Place.STAYS, Place.STUCK)
-        lodger.place, lodger.reason = Place.LEAVING, ""
+        lodger = self._lodger(job, pool, PoolState.STAYS, PoolState.STUCK)
+        lodger.state, lodger.reason = PoolState.LEAVING, ""
 
     def left(self, job: str, pool: str) -> None:
         """Its bytes are free."""
-        self._lodger(job, pool, Place.STAYS, Place.LEAVING, Place.STUCK)
+        self._lodger(job, pool, PoolState.STAYS, PoolState.LEAVING, PoolState.STUCK)
         del self.lodgers[pool][job]
 
     def fail_to_leave(self, job: str, pool: str, reason: str) -> None:
         """It is there still, and no other program gets the pool."""
-        lodger = self._lodger(job, pool, Place.STAYS, Place.LEAVING, Place.STUCK)
-        lodger.place, lodger.reason = Place.STUCK, reason
+        lodger = self._lodger(job, pool, PoolState.STAYS, PoolState.LEAVING, PoolState.STUCK)
+        lodger.state, lodger.reason = PoolState.STUCK, reason
 
     def grant(self, job: str, need_by_pool: Mapping[str, float | None]) -> Permit:
         """A permit for all of these pools. Raises IllegalTransitionError where one is held, or is being left."""
@@ -97,7 +97,7 @@ class Residency:
             pools = ", ".join(sorted(need_by_pool))
             raise IllegalTransitionError(f"a permit of {pools} for {job}, while another holds one")
         for pool in need_by_pool:
-            if job in self.lodgers[pool] and self.lodgers[pool][job].place is Place.LEAVING:
+            if job in self.lodgers[pool] and self.lodgers[pool][job].state is PoolState.LEAVING:
                 raise IllegalTransitionError(f"a permit of {pool} for {job}, which is about to leave it")
         for pool, need in need_by_pool.items():
             self._put(job, pool, need or 0.0)
@@ -111,14 +111,14 @@ class Residency:
 
     def lodge(self, job: str, pool: str) -> None:
         """It says that it lies on the pool, of which this ledger knows nothing yet."""
-        self.lodgers[pool].setdefault(job, Lodger(0.0, Place.STAYS))
+        self.lodgers[pool].setdefault(job, Lodger(0.0, PoolState.STAYS))
 
     def end(self, fence: int, resident_bytes: Mapping[str, float]) -> Permit:
         """The permit is over, and its program stays on its pools with these bytes, or as many as it needed."""
         permit = self.permits.pop(fence)
         for pool in permit.pools:
             lodger = self.lodgers[pool][permit.job]
-            lodger.place = Place.STAYS
+            lodger.state = PoolState.STAYS
             lodger.num_bytes = float(resident_bytes.get(pool, lodger.num_bytes))
         return permit
 
@@ -132,23 +132,23 @@ class Residency:
     def check(self) -> None:
         """Raises IllegalTransitionError where an invariant does not hold."""
         for pool, lodgers in self.lodgers.items():
-            holders = [job for job, one in lodgers.items() if one.place is Place.HOLDS]
+            holders = [job for job, one in lodgers.items() if one.state is PoolState.HOLDS]
             permitted = [permit.job for permit in self.permits.values() if pool in permit.pools]
             if len(holders) > 1 or sorted(holders) != sorted(permitted):
                 raise IllegalTransitionError(f"{pool} is held by {holders}, with permits of {permitted}")
         if any(fence >= self.next_fence for fence in self.permits):
             raise IllegalTransitionError(f"fences {list(self.permits)}, where the next is {self.next_fence}")
 
-    def _lodger(self, job: str, pool: str, *places: Place) -> Lodger:
+    def _lodger(self, job: str, pool: str, *places: PoolState) -> Lodger:
         lodger = self.lodgers[pool].get(job)
-        if lodger is None or lodger.place not in places:
-            is_ = "not there" if lodger is None else lodger.place
+        if lodger is None or lodger.state not in places:
+            is_ = "not there" if lodger is None else lodger.state
             raise IllegalTransitionError(f"{job} on {pool} is {is_}; accepted: {', '.join(places)}")
         return lodger
 
     def _put(self, job: str, pool: str, num_bytes: float) -> None:
         self.lodgers[pool].pop(job, None)  # most recently granted last
-        self.lodgers[pool][job] = Lodger(num_bytes, Place.HOLDS)
+        self.lodgers[pool][job] = Lodger(num_bytes, PoolState.HOLDS)
 
     def _permit(self, job: str, pools: tuple[str, ...], fence: int) -> Permit:
         permit = self.permits[fence] = Permit(fence, job, pools)

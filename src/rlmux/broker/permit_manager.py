@@ -20,9 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlmux.broker.permit_ledger import Permit, Place, Residency
-from rlmux.broker.program_roster import Ask, Program, Rank, Roster, rank_of
-from rlmux.broker.registration import ask_of, check_hello, pipeline_of, program_of, roles_of
+from rlmux.broker.permit_ledger import Permit, PoolState, Residency
+from rlmux.broker.program_roster import PhaseRequest, Program, Rank, Roster, rank_of
+from rlmux.broker.registration import check_hello, parse_request, pipeline_of, program_of, roles_of
 from rlmux.broker.server import Connection
 from rlmux.broker.wire import WIRE_VERSION, WireError, write_message
 from rlmux.core.actions import RunStage
@@ -44,7 +44,7 @@ _ANOTHER = PipelineId("another pipeline")
 """What a program is told that it makes room for: the order that waits may be of any."""
 
 
-class Desk:
+class PermitManager:
     """Takes messages and orders; see the module. `events`, `notes` and `outgoing` are what came of them."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Desk:
         self._max_hold_s = math.inf if max_hold_s is None else max_hold_s
         self._roles = roles_of(cluster)
         self.ledger = Residency(cluster.pools, next_fence=first_fence)
-        self._once_left: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
+        self._on_left_callbacks: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
         """Calls that wait for a program to leave a pool."""
         self.roster = Roster(lease_s=lease_s)
         self._rank_by_connection: dict[Connection, tuple[Program, Rank]] = {}
@@ -97,7 +97,7 @@ class Desk:
             self.outgoing.append((connection, write_message("ping")))
             return
         if kind == "bye":
-            rank.has_said_bye = True
+            rank.has_signed_off = True
             return
         handlers: Mapping[str, Callable[[Program, Rank, dict[str, Any]], None]] = {
             "ask": self._on_ask,
@@ -115,7 +115,7 @@ class Desk:
         if found is not None and found[1].connection is connection:
             found[1].connection, found[1].lost_s = None, self._now_s()
 
-    def look_around(self) -> None:
+    def poll_programs(self) -> None:
         """Find programs that are gone, that are slow to leave, or that hold their permit for very long."""
         now_s = self._now_s()
         for program, rank in self.roster.gone_ranks(now_s):
@@ -145,7 +145,7 @@ class Desk:
             self.outgoing.append((connection, write_message("refused", reason=str(error))))
             return
         self._rank_by_connection[connection] = (program, rank)
-        rank.connection, rank.lost_s, rank.has_said_bye = connection, None, False
+        rank.connection, rank.lost_s, rank.has_signed_off = connection, None, False
         line = write_message("welcome", v=WIRE_VERSION, policy=self._policy, pools=self._roles, id=program.id)
         self.outgoing.append((connection, line))
         self._take_over(program, rank, hello)
@@ -187,7 +187,7 @@ class Desk:
                 self.ledger.lodge(program.id, pool)
         if fence is not None and held and fence not in self.ledger.permits and program.last_fence != fence:
             self._adopt(program, fence, held)
-        elif fence is None and program.fence is not None and hello.get("asking") != _number(program.ask):
+        elif fence is None and program.fence is not None and hello.get("asking") != _number(program.request):
             self._end_permit_of(program, rank, {"used_s": 0.0})
         if fence is None:  # where it is not, the answer to `done` says what to leave
             self._held_back += [(rank, _evict(pool)) for pool, ranks in program.leaving.items() if rank.number in ranks]
@@ -203,36 +203,36 @@ class Desk:
         self._note(program, "adopted", fence=fence, pools=held)
 
     def _on_ask(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
-        ask, rank.has_said_bye = program.ask, False
+        request, rank.has_signed_off = program.request, False
         if program.refusal and program.fence is None:
             self._refuse(rank, message, program.refusal)
             return
-        if ask is not None and ask.number == message["id"] and set(ask.pools) == set(message["pools"]):
-            self._repeat(program, rank, ask)
+        if request is not None and request.number == message["id"] and set(request.pools) == set(message["pools"]):
+            self._repeat(program, rank, request)
             return
-        if ask is not None or program.fence is not None:
-            held = f"permit {program.fence}" if program.fence is not None else f"ask {_number(ask)}"
+        if request is not None or program.fence is not None:
+            held = f"permit {program.fence}" if program.fence is not None else f"ask {_number(request)}"
             self._refuse(rank, message, f"ask {message['id']} beside {held}; accepted: one phase at a time")
             return
         try:
-            program.ask = ask_of(message, self._cluster)
+            program.request = parse_request(message, self._cluster)
         except UserError as error:
             self._refuse(rank, message, str(error))
             return
-        self._repeat(program, rank, program.ask)
+        self._repeat(program, rank, program.request)
 
-    def _repeat(self, program: Program, rank: Rank, ask: Ask) -> None:
+    def _repeat(self, program: Program, rank: Rank, request: PhaseRequest) -> None:
         """A rank asks, for the first time or again after its connection broke."""
-        if rank.number in ask.ranks and program.fence is not None:
-            self._say_granted(program, rank)
-        ask.ranks.add(rank.number)
-        if len(ask.ranks) == program.world and not ask.is_open:
-            ask.is_open = True
-            self.events.append(WorkArrived(pipeline=program.id, phases=ask.kind, units=ask.units))
+        if rank.number in request.ranks and program.fence is not None:
+            self._send_granted(program, rank)
+        request.ranks.add(rank.number)
+        if len(request.ranks) == program.world and not request.is_open:
+            request.is_open = True
+            self.events.append(WorkArrived(pipeline=program.id, phases=request.kind, units=request.units))
 
     def _on_withdraw(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
-        ask = program.ask
-        if ask is None or ask.number != message["id"]:
+        request = program.request
+        if request is None or request.number != message["id"]:
             return
         if program.fence is not None:
             self._end_permit_of(program, rank, {"used_s": 0.0})
@@ -241,11 +241,11 @@ class Desk:
 
     def _withdraw(self, program: Program) -> None:
         """Take back what it asks for; an order that there is for it already ends at once."""
-        ask, program.ask = program.ask, None
+        request, program.request = program.request, None
         if program.order is not None:
             self._finish_order(program, 0.0, 0.0)
-        elif ask is not None and ask.is_open:
-            self.events.append(WorkWithdrawn(pipeline=program.id, phases=ask.kind))
+        elif request is not None and request.is_open:
+            self.events.append(WorkWithdrawn(pipeline=program.id, phases=request.kind))
 
     def _on_progress(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         if program.fence != message["fence"] or program.order is None or rank.number != min(program.ranks):
@@ -271,23 +271,23 @@ class Desk:
         fence = program.fence
         if len(program.done) < program.world or fence is None:
             return
-        told = list(program.done.values())
+        reports = list(program.done.values())
         sizes: dict[str, float] = {}
-        for one in told:
+        for one in reports:
             for pool, size in one.get("resident_bytes", {}).items():
                 sizes[pool] = sizes.get(pool, 0.0) + size
         permit = self.ledger.end(fence, sizes)
-        used_s, restore_s = (max(one.get(key, 0.0) for one in told) for key in ("used_s", "restore_s"))
+        used_s, restore_s = (max(one.get(key, 0.0) for one in reports) for key in ("used_s", "restore_s"))
         program.add_hold(self._now_s() - program.granted_s)
         program.marks.pop("overdue", None)
-        program.fence, program.ask, program.told = None, None, []
+        program.fence, program.request, program.pools_to_leave = None, None, []
         program.unanswered = program.last_fence = fence
         program.done = {}
         self._note(program, "ended", fence=fence, pools=list(permit.pools), used_s=used_s, restore_s=restore_s)
         if program.order is not None:
             self._finish_order(program, used_s, max(0.0, program.granted_s - program.begun_s) + restore_s)
         self._try_to_grant()
-        for name, pool in [each for each in self._once_left if each[0] == program.id]:
+        for name, pool in [each for each in self._on_left_callbacks if each[0] == program.id]:
             self._have_left(name, pool)
 
     def _finish_order(self, program: Program, seconds: float, switch_s: float) -> None:
@@ -326,20 +326,20 @@ class Desk:
         if program is None:
             return
         program.order, program.begun_s = order, self._now_s()
-        if program.ask is None or not program.ask.is_open:  # it was taken back meanwhile
+        if program.request is None or not program.request.is_open:  # it was taken back meanwhile
             self._finish_order(program, 0.0, 0.0)
             return
         self._try_to_grant()
 
-    def evict(self, name: PipelineId, pool: str, then: Callable[[], None]) -> None:
-        """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone.
+    def evict(self, name: PipelineId, pool: str, on_left: Callable[[], None]) -> None:
+        """Have a program leave a pool for another pipeline; `on_left` is called once it has, or is gone.
 
         Where nothing of it lies there, or the file says nothing of the pool's memory, it has to end its permit only.
         """
         if name not in self.roster.programs or name not in self.ledger.lodgers[pool]:
-            then()
+            on_left()
             return
-        self._once_left[name, pool].append(then)
+        self._on_left_callbacks[name, pool].append(on_left)
         self._have_left(name, pool)
 
     def release(self, pipeline: PipelineId, reason: str) -> None:
@@ -348,27 +348,29 @@ class Desk:
         if program is None:
             return
         program.order, program.refusal = None, reason
-        ask = program.ask
-        if ask is not None and program.fence is None:
-            program.ask = None
+        request = program.request
+        if request is not None and program.fence is None:
+            program.request = None
             for rank in program.connected:
-                if rank.number in ask.ranks:
-                    self._held_back.append((rank, _refusal(ask.number, reason)))
+                if rank.number in request.ranks:
+                    self._held_back.append((rank, _refusal(request.number, reason)))
 
     def settle(self) -> None:
         """Everything up to now is in the log, and its orders have begun: say what was held back."""
         for program in self.roster.programs.values():
             if program.unanswered is not None:
                 fence, program.unanswered = program.unanswered, None
-                line = write_message("after", fence=fence, leave=bool(program.told), pools=program.told)
+                line = write_message(
+                    "after", fence=fence, leave=bool(program.pools_to_leave), pools=program.pools_to_leave
+                )
                 self._held_back += [(rank, line) for rank in program.connected]
-                program.told = []
+                program.pools_to_leave = []
         for rank, line in self._held_back:
             if rank.connection is not None:
                 self.outgoing.append((rank.connection, line))
         self._held_back.clear()
 
-    def take_news(self) -> tuple[list[PipelineSubmitted | Report], list[Note]]:
+    def drain(self) -> tuple[list[PipelineSubmitted | Report], list[Note]]:
         """What has happened since the last call."""
         events, notes = self.events, self.notes
         self.events, self.notes = [], []
@@ -380,48 +382,48 @@ class Desk:
         """Grant every order that waits and whose pools no other holds, the oldest first."""
         waiting = [one for one in self.roster.programs.values() if one.order is not None and one.fence is None]
         for program in sorted(waiting, key=lambda one: (one.begun_s, one.order.order if one.order else 0)):
-            ask = program.ask
-            if ask is None or any(pool in program.leaving for pool in ask.pools):
+            request = program.request
+            if request is None or any(pool in program.leaving for pool in request.pools):
                 continue
-            if self.ledger.is_free(program.id, ask.pools):
-                self._grant(program, ask)
+            if self.ledger.is_free(program.id, request.pools):
+                self._grant(program, request)
 
-    def _grant(self, program: Program, ask: Ask) -> None:
-        permit = self.ledger.grant(program.id, {pool: program.need(pool) for pool in ask.pools})
+    def _grant(self, program: Program, request: PhaseRequest) -> None:
+        permit = self.ledger.grant(program.id, {pool: program.need(pool) for pool in request.pools})
         program.fence, program.granted_s, program.done = permit.fence, self._now_s(), {}
-        self._note(program, "granted", fence=permit.fence, pools=list(ask.pools), phase=ask.phase, ask=ask.number,
-                   waited_s=self._now_s() - program.begun_s)  # fmt: skip
+        self._note(program, "granted", fence=permit.fence, pools=list(request.pools), phase=request.phase,
+                   ask=request.number, waited_s=self._now_s() - program.begun_s)  # fmt: skip
         for rank in program.ranks.values():
-            self._say_granted(program, rank)
+            self._send_granted(program, rank)
 
-    def _say_granted(self, program: Program, rank: Rank) -> None:
-        ask = program.ask
-        assert ask is not None
-        line = write_message("granted", id=ask.number, fence=program.fence, pools=list(ask.pools))
+    def _send_granted(self, program: Program, rank: Rank) -> None:
+        request = program.request
+        assert request is not None
+        line = write_message("granted", id=request.number, fence=program.fence, pools=list(request.pools))
         self._held_back.append((rank, line))
 
     def _have_left(self, name: PipelineId, pool: str) -> None:
         """Tell a program to leave a pool that others wait for; one that holds it is told at its phase's end."""
         lodger = self.ledger.lodgers[pool].get(name)
-        if lodger is None or (lodger.place is Place.STAYS and self._has_room(pool)):
+        if lodger is None or (lodger.state is PoolState.STAYS and self._has_room(pool)):
             self._call_waiting(name, pool)
-        elif lodger.place in (Place.STAYS, Place.STUCK):
-            self._tell_to_leave(self.roster.programs[name], pool)
+        elif lodger.state in (PoolState.STAYS, PoolState.STUCK):
+            self._request_leave(self.roster.programs[name], pool)
 
     def _call_waiting(self, name: PipelineId, pool: str) -> None:
-        for then in self._once_left.pop((name, pool), []):
-            then()
+        for on_left in self._on_left_callbacks.pop((name, pool), []):
+            on_left()
 
     def _has_room(self, pool: str) -> bool:
         return math.isinf(self._cluster.pools[pool].device_memory_bytes)
 
-    def _tell_to_leave(self, program: Program, pool: str) -> None:
-        self.ledger.tell_to_leave(program.id, pool)
+    def _request_leave(self, program: Program, pool: str) -> None:
+        self.ledger.request_leave(program.id, pool)
         program.leaving[pool] = set(program.ranks)
         program.leave_until_s[pool] = self._now_s() + self._leave_limit_s
         self._note(program, "told_to_leave", pool=pool, waiting=_ANOTHER)
         if program.unanswered is not None:
-            program.told.append(pool)
+            program.pools_to_leave.append(pool)
         else:
             self._held_back += [(rank, _evict(pool, _ANOTHER)) for rank in program.ranks.values()]
 
@@ -444,17 +446,17 @@ class Desk:
         held = self.ledger.permits.get(program.fence or 0)
         self.ledger.remove(program.id)
         self.roster.end(program)
-        self._note(program, "gone", said_bye=rank.has_said_bye)
+        self._note(program, "gone", said_bye=rank.has_signed_off)
         if program.refusal:
             pass  # its pipeline is over already
-        elif rank.has_said_bye and held is None:
+        elif rank.has_signed_off and held is None:
             if program.order is not None:
                 self._finish_order(program, 0.0, 0.0)
             self.events.append(ClientFinished(pipeline=program.id))
         else:
             reason = program.end_reason or _how_it_ended(rank, held)
             self.events.append(PipelineFailed(pipeline=program.id, reason=reason))
-        for name, pool in [each for each in self._once_left if each[0] == program.id]:
+        for name, pool in [each for each in self._on_left_callbacks if each[0] == program.id]:
             self._call_waiting(name, pool)
         self._try_to_grant()
 
@@ -477,13 +479,13 @@ def _how_it_ended(rank: Rank, held: Permit | None) -> str:
     return f"{name} ended " + (f"while it held {', '.join(held.pools)}" if held else "without a word")
 
 
-def _refusal(ask: int, text: str) -> bytes:
-    return write_message("error", code="not_possible", id=ask, text=text)
+def _refusal(request: int, text: str) -> bytes:
+    return write_message("error", code="not_possible", id=request, text=text)
 
 
 def _evict(pool: str, waiting: PipelineId | None = None) -> bytes:
     return write_message("evict", pool=pool, **({"for": waiting} if waiting else {}))
 
 
-def _number(ask: Ask | None) -> int | None:
-    return None if ask is None else ask.number
+def _number(request: PhaseRequest | None) -> int | None:
+    return None if request is None else request.number

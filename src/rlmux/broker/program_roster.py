@@ -37,17 +37,17 @@ class Rank:
     connection: Connection | None = None
     lost_s: float | None = None
     """Time at which its connection ended; None while there is one."""
-    has_said_bye: bool = False
+    has_signed_off: bool = False
 
     def is_gone(self, now_s: float, lease_s: float) -> bool:
         """Whether nothing of it can be on a device any more."""
         if self.process is not None:
             return not is_alive(self.process)
-        return self.lost_s is not None and (self.has_said_bye or now_s - self.lost_s > lease_s)
+        return self.lost_s is not None and (self.has_signed_off or now_s - self.lost_s > lease_s)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Ask:
+class PhaseRequest:
     """What a program asks for."""
 
     number: int
@@ -80,7 +80,7 @@ class Program:
     weight: float = 1.0
     """Turns that it takes for one of a program of weight 1, by its own account."""
     ranks: dict[int, Rank] = field(default_factory=dict)
-    ask: Ask | None = None
+    request: PhaseRequest | None = None
     order: RunStage | None = None
     """Order of the scheduler that the ask became; None before it, and for a permit of an earlier broker."""
     begun_s: float = 0.0
@@ -94,7 +94,7 @@ class Program:
     """Fence of a permit that is over, and of which the ranks wait to hear whether they have to leave."""
     last_fence: int | None = None
     """Its last permit that is over."""
-    told: list[str] = field(default_factory=list)
+    pools_to_leave: list[str] = field(default_factory=list)
     """Pools that they are told to leave in that answer."""
     leaving: dict[str, set[int]] = field(default_factory=dict)
     """Ranks that have not left yet, by the pool that they are to leave."""
@@ -128,7 +128,7 @@ class Program:
     def need(self, pool: str) -> int | None:
         """Bytes that it needs on the pool for what it asks; None: it fills the pool."""
         own = self.need_bytes.get(pool)
-        return own if self.ask is None else self.ask.need_bytes.get(pool, own)
+        return own if self.request is None else self.request.need_bytes.get(pool, own)
 
     def is_overdue(self, now_s: float) -> bool:
         """Whether it holds its pools for ten times as long as it mostly does."""

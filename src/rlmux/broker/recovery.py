@@ -11,16 +11,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlmux.broker.permit_manager import Desk
+from rlmux.broker.permit_manager import PermitManager
 from rlmux.broker.program_processes import Process
-from rlmux.broker.program_roster import NO_MORE, Ask, Program, Rank
+from rlmux.broker.program_roster import NO_MORE, PhaseRequest, Program, Rank
 from rlmux.core.actions import Refuse
 from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import PipelineId
 from rlmux.log.run_log import LogReader
 
 
-def recall(folder: Path, desk: Desk, now_s: float) -> None:
+def restore_programs(folder: Path, manager: PermitManager, now_s: float) -> None:
     """Take up what the folder's log knows, before any message is taken."""
     programs: dict[str, Program] = {}
     lodged: dict[str, dict[str, None]] = {}
@@ -37,19 +37,19 @@ def recall(folder: Path, desk: Desk, now_s: float) -> None:
     for fields in notes:
         assert isinstance(fields, dict)
         name = fields["pipeline"]
-        desk.roster.use_name(name)
+        manager.roster.use_name(name)
         match fields["what"]:
             case "program":
                 programs[name], lodged[name] = _program(fields), {}
             case "joined":
                 programs[name].ranks[fields["rank"]] = _rank(fields, now_s)
             case "granted" | "adopted":
-                desk.ledger.next_fence = max(desk.ledger.next_fence, fields["fence"] + 1)
+                manager.ledger.next_fence = max(manager.ledger.next_fence, fields["fence"] + 1)
                 programs[name].fence = fields["fence"]
-                programs[name].ask = _ask(fields, programs[name])
+                programs[name].request = _granted_request(fields, programs[name])
                 lodged[name] |= dict.fromkeys(fields["pools"])
             case "ended":
-                programs[name].fence, programs[name].ask = None, None
+                programs[name].fence, programs[name].request = None, None
                 programs[name].last_fence = fields["fence"]
             case "left":
                 lodged[name].pop(fields["pool"], None)
@@ -58,15 +58,15 @@ def recall(folder: Path, desk: Desk, now_s: float) -> None:
     for name, program in programs.items():
         if name in refusals:
             program.refusal = refusals[name]
-            desk.roster.add(program)
+            manager.roster.add(program)
         else:
-            desk.submit(program)
-        held = program.ask.pools if program.ask else ()
+            manager.submit(program)
+        held = program.request.pools if program.request else ()
         for pool in lodged[name]:
             if pool not in held:
-                desk.ledger.lodge(name, pool)
+                manager.ledger.lodge(name, pool)
         if program.fence is not None:
-            desk.ledger.adopt(name, held, program.fence)
+            manager.ledger.adopt(name, held, program.fence)
             program.granted_s = now_s
 
 
@@ -92,9 +92,9 @@ def _rank(fields: dict[str, Any], now_s: float) -> Rank:
     )
 
 
-def _ask(fields: dict[str, Any], program: Program) -> Ask:
+def _granted_request(fields: dict[str, Any], program: Program) -> PhaseRequest:
     """The ask that was granted: its program may not have heard, and ask again."""
-    return Ask(
+    return PhaseRequest(
         number=fields.get("ask", 0),
         pools=tuple(fields["pools"]),
         phase=fields.get("phase", ""),

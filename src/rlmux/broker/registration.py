@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlmux.broker.program_roster import Ask, Program
+from rlmux.broker.program_roster import PhaseRequest, Program
 from rlmux.broker.wire import WIRE_VERSION
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, PipelineId, Pool, Stage
@@ -95,7 +95,7 @@ def roles_of(cluster: Cluster) -> dict[str, str]:
     return {phase.value: pool.name for phase, pool in pools.items() if pool is not None}
 
 
-def ask_of(message: Mapping[str, Any], cluster: Cluster) -> Ask:
+def parse_request(message: Mapping[str, Any], cluster: Cluster) -> PhaseRequest:
     """What a program asks for. Raises UserError for pools that there are not, and for needs that cannot be met."""
     pools = list(dict.fromkeys(message["pools"]))
     unknown = [pool for pool in pools if pool not in cluster.pools]
@@ -104,7 +104,7 @@ def ask_of(message: Mapping[str, Any], cluster: Cluster) -> Ask:
     need_bytes = message.get("need_bytes", {})
     for pool, need in need_bytes.items():
         check_need(cluster, pool, need)
-    return Ask(
+    return PhaseRequest(
         number=message["id"],
         pools=tuple(pools),
         phase=message["phase"],
@@ -117,6 +117,6 @@ def ask_of(message: Mapping[str, Any], cluster: Cluster) -> Ask:
 def kind_of(cluster: Cluster, pools: Sequence[str], phase: str) -> tuple[Phase, ...]:
     """Phases whose devices an ask needs. Where a pool serves both, the phase's own name says which."""
     of_both = Phase.ROLLOUT if phase == Phase.ROLLOUT else Phase.TRAIN
-    asked = [cluster.pools[name] for name in pools]
-    kinds = {of_both if pool.serves_both_phases else pool.phase for pool in asked}
+    requested = [cluster.pools[name] for name in pools]
+    kinds = {of_both if pool.serves_both_phases else pool.phase for pool in requested}
     return tuple(one for one in (Phase.ROLLOUT, Phase.TRAIN) if one in kinds)

@@ -23,14 +23,14 @@ def commands_of(file: str, *, policy: str, sets: Sequence[str]) -> Commands:
     )
 
 
-def speaker(*, is_quiet: bool) -> Callable[[str], None]:
+def progress_printer(*, is_quiet: bool) -> Callable[[str], None]:
     """What prints progress on stderr, or nothing."""
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         if not is_quiet:
             print(text, file=sys.stderr, flush=True)
 
-    return say
+    return print_line
 
 
 def show_chaos(result: ChaosResult, folder: Path, *, as_json: bool) -> None:

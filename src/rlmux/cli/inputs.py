@@ -34,10 +34,12 @@ def load(
     """The file, checked for what is to be done with it, by default to train. `cluster_of`: the run it is meant for."""
     if policy is not None:
         check_policy("--policy", policy)
-    return load_file(file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, say=say)
+    return load_file(
+        file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, on_warning=print_notice
+    )
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """Tell people what is no result."""
     print(f"rlmux: {text}", file=sys.stderr)
 
@@ -109,7 +111,7 @@ def workload_or_run(
         if profile is not None:
             raise UserError(f"--profile {profile}: goes with --from-run only: a profile is of this machine's devices")
         assert text is not None
-        return load_workload(text, sets or (), say)
+        return load_workload(text, sets or (), print_notice)
     if sets:
         raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and a run is as it was")
     from rlmux.runtime.records import folders
@@ -139,7 +141,7 @@ def _neighbours(profile: Path) -> Neighbours | None:
 
     neighbours, warnings = load_neighbours(profile, fractions_here().device)
     for warning in warnings:
-        say(warning)
+        print_notice(warning)
     return neighbours
 
 

@@ -80,7 +80,7 @@ class Live:
         self._orders: dict[OrderId, RunStage] = {}
         self._policy = spec.policy
         self._now_s = 0.0
-        self._told_s = time.monotonic()
+        self._reported_s = time.monotonic()
         """Moment at which `_now_s` was reported, by this process's monotonic clock."""
         self._display: RichLive | None = None
 
@@ -108,7 +108,7 @@ class Live:
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         """Raises BrokenPipeError where nothing reads what this process prints."""
         check_is_read()
-        self._now_s, self._told_s = now_s, time.monotonic()
+        self._now_s, self._reported_s = now_s, time.monotonic()
         for event in events:
             self._take_event(event)
         for action in actions:
@@ -135,12 +135,12 @@ class Live:
             case PipelineFailed():
                 self._end_all(event.pipeline)
                 self._rows[event.pipeline].doing = f"failed: {event.reason}"
-                self._say(f"{event.pipeline}: failed: {event.reason}")
+                self._print_line(f"{event.pipeline}: failed: {event.reason}")
             case ChunkFinished():
                 action = self._orders.get(event.order)
                 if action is not None and action.stage is Stage.SFT_WARMUP:
                     self._rows[action.pipeline].num_left = event.num_active
-                    self._tell_of_warmup(action.pipeline)
+                    self._print_warmup(action.pipeline)
                 elif action is not None:
                     row = self._rows[action.pipeline]
                     row.doing = (
@@ -150,11 +150,11 @@ class Live:
     def _take_expectation(self, action: ExpectSteps) -> None:
         row = self._rows[action.pipeline]
         if action.reason and not row.slo_reason:
-            self._say(f"{action.pipeline}: {action.reason}")
+            self._print_line(f"{action.pipeline}: {action.reason}")
         elif row.slo_reason and not action.reason:
-            self._say(f"{action.pipeline}: its SLO can be kept from now on")
+            self._print_line(f"{action.pipeline}: its SLO can be kept from now on")
         if action.probability not in (None, row.slo_probability):
-            self._say(f"{action.pipeline}: {probability_words(action.probability)}")
+            self._print_line(f"{action.pipeline}: {probability_words(action.probability)}")
         row.slo_reason, row.slo_probability = action.reason, action.probability
 
     def _take_submission(self, pipeline: Pipeline) -> None:
@@ -162,9 +162,9 @@ class Live:
         row.step = pipeline.first_step - 1
         if self._is_resuming:
             begins = "goes on" if row.step else "begins"
-            self._say(f"{pipeline.id}: {begins} at step {pipeline.first_step} of {row.num_steps}")
+            self._print_line(f"{pipeline.id}: {begins} at step {pipeline.first_step} of {row.num_steps}")
 
-    def _tell_of_warmup(self, pipeline: PipelineId) -> None:
+    def _print_warmup(self, pipeline: PipelineId) -> None:
         row = self._rows[pipeline]
         row.doing = "SFT warm-up"
         if row.num_updates:
@@ -175,13 +175,13 @@ class Live:
             row.doing = f"SFT warm-up, {row.num_left} micro-batches left"
         if self._display is None and self._now_s - row.last_line_s >= _LINE_EVERY_S:
             row.last_line_s = self._now_s
-            self._say(f"{self._now_s:7.1f} s  {pipeline}: {row.doing}")
+            self._print_line(f"{self._now_s:7.1f} s  {pipeline}: {row.doing}")
 
     def _begin(self, action: RunStage) -> None:
         self._orders[action.order] = action
         self._rows[action.pipeline].doing = _words(action)
         if action.stage is Stage.SFT_WARMUP:
-            self._tell_of_warmup(action.pipeline)
+            self._print_warmup(action.pipeline)
         for device in action.devices:
             self._holder_by_device[str(device)] = f"{action.pipeline}: {_words(action)}"
 
@@ -203,13 +203,13 @@ class Live:
         if note.type == "step" and pipeline is not None:
             self._take_step(pipeline, note)
         elif note.type == "neighbour":
-            self._say(f"rlmux: {note.fields['reason']}")
+            self._print_line(f"rlmux: {note.fields['reason']}")
         elif note.type == "promise":
-            self._say(f"{pipeline}: promise {note.fields['promise']}{_unequal(note)}")
+            self._print_line(f"{pipeline}: promise {note.fields['promise']}{_unequal(note)}")
         elif note.type == "inputs" and note.fields.get("changed"):
-            self._say(f"{pipeline}: its files are not what they were: {', '.join(note.fields['changed'])}")
+            self._print_line(f"{pipeline}: its files are not what they were: {', '.join(note.fields['changed'])}")
         elif note.type in ("warning", "loss"):
-            self._say(f"{pipeline}: {note.fields.get('reason')}")
+            self._print_line(f"{pipeline}: {note.fields.get('reason')}")
 
     def _take_step(self, pipeline: PipelineId, note: Note) -> None:
         row = self._rows[pipeline]
@@ -224,12 +224,12 @@ class Live:
             row.doing = "done"
         if self._display is None and (is_last or self._now_s - row.last_line_s >= _LINE_EVERY_S):
             row.last_line_s = self._now_s
-            self._say(
+            self._print_line(
                 f"{self._now_s:7.1f} s  {pipeline}: step {row.step}/{row.num_steps}  "
                 f"reward {row.reward:.3f}  {row.tokens_per_s:,.0f} tokens/s"
             )
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if self._display is not None:
             self._display.console.print(text, markup=False, highlight=False)
         elif not self._is_quiet:
@@ -247,7 +247,7 @@ class Live:
         for device, holder in self._holder_by_device.items():
             devices.add_row(device, holder)
         both = Table.grid(padding=(1, 0))
-        now_s = self._now_s + time.monotonic() - self._told_s
+        now_s = self._now_s + time.monotonic() - self._reported_s
         both.add_row(f"policy {self._policy}, {now_s:.0f} s")
         both.add_row(pipelines)
         both.add_row(devices)

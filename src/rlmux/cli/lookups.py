@@ -65,10 +65,10 @@ def show_alerts(place: str, acknowledged: str | None, pipeline: str | None, *, a
         print(f"{one['level']}: {one['rule']}{whose}{since}{seen}\n  {one['text']}\n  {one['advice']}")
 
 
-def show_samples(place: str, name: str, asked: Mapping[str, Any], *, sort: str, limit: int, as_json: bool) -> None:
+def show_samples(place: str, name: str, filters: Mapping[str, Any], *, sort: str, limit: int, as_json: bool) -> None:
     """Print trajectories, a line each."""
     with closing(target_of(place)) as target:
-        found = target.samples(name, asked, sort=sort, at=0, limit=limit)
+        found = target.samples(name, filters, sort=sort, at=0, limit=limit)
     if as_json:
         tables.print_json(found)
     elif not found["items"]:

@@ -36,11 +36,11 @@ def run_command_line(words: Sequence[str] | None = None) -> int:
     try:
         code = app(args=words, prog_name="rlmux", standalone_mode=False)
     except _UsageError as error:
-        return _say(_usage_line(error), MISTAKE)
+        return _print_error(_usage_line(error), MISTAKE)
     except UserError as error:
-        return _say(str(error), MISTAKE)
+        return _print_error(str(error), MISTAKE)
     except RlmuxError as error:
-        return _say(str(error), FAILED)
+        return _print_error(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # the reader has gone (`| head`)
@@ -68,7 +68,7 @@ def _usage_line(error: Exception) -> str:
     return f"{message.rstrip('.')}; try: {path} --help"
 
 
-def _say(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     with suppress(OSError):  # the reader may have gone
         print("rlmux: " + " ".join(text.split()), file=sys.stderr, flush=True)
     return code

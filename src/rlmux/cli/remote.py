@@ -30,14 +30,14 @@ _AWAY_S = 600.0
 
 def submit(file: str, place: str, sets: Sequence[str] | None) -> list[dict[str, Any]]:
     """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
-    with closing(target_of(place, inputs.say)) as target:
+    with closing(target_of(place, inputs.print_notice)) as target:
         return target.submit(inputs.load(file, sets, cluster_of=target.spec()), file)
 
 
-def tell(place: str, request: str, name: str, **fields: Any) -> str:
+def send_command(place: str, request: str, name: str, **fields: Any) -> str:
     """Ask for something of one pipeline; returns the outcome in words."""
     with closing(target_of(place)) as target:
-        return str(target.tell(request, name, **fields)["outcome"])
+        return str(target.send_command(request, name, **fields)["outcome"])
 
 
 def stop(place: str, *, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def stop(place: str, *, as_json: bool) -> None:
 def show_why(place: str, name: str, *, as_json: bool) -> None:
     """Print why a pipeline waits, and what would start it now."""
     with closing(target_of(place)) as target:
-        answer = target.tell("why", name)
+        answer = target.send_command("why", name)
     if as_json:
         tables.print_json(answer)
         return
@@ -295,7 +295,7 @@ def show_logs(place: str, name: str, *, is_following: bool) -> None:
         if name not in known:
             raise UserError(f"{place}: no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
     away_s = _AWAY_S if is_following and is_url(place) else 0.0
-    with closing(target_of(place, inputs.say, patience_s=away_s)) as target, suppress(KeyboardInterrupt):
+    with closing(target_of(place, inputs.print_notice, patience_s=away_s)) as target, suppress(KeyboardInterrupt):
         position = 0
         for is_last in _until_over(target, name, away_s) if is_following else (True,):
             text, position = target.log(name, position)

@@ -341,8 +341,8 @@ def show_reproduction(result: Row, *, as_json: bool) -> None:
         note = ""
         if not row["reached"]:
             without = row["ours_without_cause"]
-            says = row["cause"] if without is None else f"{row['cause']}; without that, ours is {without:.4g}"
-            note = str(causes.setdefault(f"{row['cause_is']}: {says}", len(causes) + 1))
+            cause = row["cause"] if without is None else f"{row['cause']}; without that, ours is {without:.4g}"
+            note = str(causes.setdefault(f"{row['cause_is']}: {cause}", len(causes) + 1))
         low, high = row["accepted"]
         columns = ("section", "figure", "published", "replay", "ours", "min", "max", "deviation")
         shown.append({**{key: row[key] for key in columns}, "accepted": f"{low:.4g}-{high:.4g}", "missed": note})

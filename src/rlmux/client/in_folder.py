@@ -43,23 +43,23 @@ class InFolder:
         return spec_of(self._folder)
 
     def submit(self, spec: Spec, source: str) -> list[dict[str, Any]]:
-        answer: list[dict[str, Any]] = self._asked(Submit(text=spec.resolved, source=source))["pipelines"]
+        answer: list[dict[str, Any]] = self._request(Submit(text=spec.resolved, source=source))["pipelines"]
         return answer
 
-    def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
-        return self._asked(record_of({"request": request, "name": name, **fields}))
+    def send_command(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
+        return self._request(record_of({"request": request, "name": name, **fields}))
 
     def usage(self) -> dict[str, Any]:
         try:
-            return self._asked(Usage())
+            return self._request(Usage())
         except NotRunningError:
             with LogReader(self._folder) as log:
                 return log.state().accounts or {"accounts": []}
 
     def set_shares(self, text: str, source: str) -> dict[str, Any]:
-        return self._asked(SetShares(text=text, source=source))
+        return self._request(SetShares(text=text, source=source))
 
-    def _asked(self, request: ControlRequest) -> dict[str, Any]:
+    def _request(self, request: ControlRequest) -> dict[str, Any]:
         answer = ask(self._folder, request)
         del answer["ok"]
         return answer
@@ -69,7 +69,7 @@ class InFolder:
         return self._reader.read()
 
     def queue(self) -> dict[str, Any]:
-        return self._asked(ListQueue())
+        return self._request(ListQueue())
 
     def alerts(self) -> list[dict[str, Any]]:
         firing: list[dict[str, Any]] = self.status()["alerts"]
@@ -78,9 +78,9 @@ class InFolder:
     def acknowledge(self, rule: str, pipeline: str | None) -> list[dict[str, Any]]:
         return acknowledge(self._folder, self.alerts(), rule=rule, pipeline=pipeline, by=getpass.getuser())
 
-    def samples(self, name: str, asked: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
+    def samples(self, name: str, filters: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
         with self._samples_of(name) as reader:
-            return page_of(reader, asked, sort=sort, at=at, limit=limit)
+            return page_of(reader, filters, sort=sort, at=at, limit=limit)
 
     def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
         with self._samples_of(name) as reader:

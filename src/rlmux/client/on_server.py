@@ -35,9 +35,9 @@ CA_FILE = "SSL_CERT_FILE"
 class OnServer:
     """A Target."""
 
-    def __init__(self, url: str, say: Callable[[str], None], patience_s: float = 0.0) -> None:
-        """`say`: gets what is sent, and that the server is away. `patience_s`: seconds for which a server that is away
-        is asked again, of a submission at least 30.
+    def __init__(self, url: str, on_notice: Callable[[str], None], patience_s: float = 0.0) -> None:
+        """`on_notice`: receives one line for each upload and each lost connection. `patience_s`: seconds of retries of
+        an unreachable server; at least 30 for a submission.
 
         Raises UserError for what is no address of a lane, and without a token. Asks the server nothing yet.
         """
@@ -49,7 +49,7 @@ class OnServer:
             raise UserError(
                 f"{url}: accepted: http://HOST:PORT/lanes/NAME, or http://HOST:PORT where there is one lane"
             )
-        self._say = say
+        self._on_notice = on_notice
         self._patience_s = patience_s
         self._url = f"{parts.scheme}://{parts.netloc}"
         self._named = words[1] if len(words) == 2 else None
@@ -64,7 +64,7 @@ class OnServer:
         )
 
     def spec(self) -> Spec:
-        found = self._ask("GET", f"/lanes/{self._lane}/spec", patience_s=self._long_patience_s)
+        found = self._request("GET", f"/lanes/{self._lane}/spec", patience_s=self._long_patience_s)
         folder = Path.cwd()
         return parse_spec(_without_code(found["text"]), source=found["source"], folder=folder, may_be_empty=True)
 
@@ -74,42 +74,42 @@ class OnServer:
             self._upload(packed.data, packed.sha256, packed.names)
         body = {"lane": self._lane, "text": packed.text, "source": source, "bundle": packed.sha256}
         headers = {"Idempotency-Key": uuid.uuid4().hex}
-        answer: list[dict[str, Any]] = self._ask(
+        answer: list[dict[str, Any]] = self._request(
             "POST", "/submissions", json=body, headers=headers, patience_s=self._long_patience_s, may_repeat=True
         )["pipelines"]
         return answer
 
-    def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
+    def send_command(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
         address = f"/pipelines/{self._lane}/{quote(name, safe='')}/{request}"
         answer: dict[str, Any] = (
-            self._ask("GET", address) if request == "why" else self._ask("POST", address, json=fields)
+            self._request("GET", address) if request == "why" else self._request("POST", address, json=fields)
         )
         return answer
 
     def status(self) -> dict[str, Any]:
-        shown: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/status")
+        shown: dict[str, Any] = self._request("GET", f"/lanes/{self._lane}/status")
         return shown
 
     def queue(self) -> dict[str, Any]:
-        shown: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/queue")
+        shown: dict[str, Any] = self._request("GET", f"/lanes/{self._lane}/queue")
         return shown
 
     def alerts(self) -> list[dict[str, Any]]:
-        firing: list[dict[str, Any]] = self._ask("GET", f"/lanes/{self._lane}/alerts")["items"]
+        firing: list[dict[str, Any]] = self._request("GET", f"/lanes/{self._lane}/alerts")["items"]
         return firing
 
     def acknowledge(self, rule: str, pipeline: str | None) -> list[dict[str, Any]]:
         body = {"rule": rule, "pipeline": pipeline}
-        seen: list[dict[str, Any]] = self._ask("POST", f"/lanes/{self._lane}/alerts", json=body)["items"]
+        seen: list[dict[str, Any]] = self._request("POST", f"/lanes/{self._lane}/alerts", json=body)["items"]
         return seen
 
-    def samples(self, name: str, asked: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
-        params = {**asked, "sort": sort, "cursor": at, "limit": limit}
-        shown: dict[str, Any] = self._ask("GET", f"{self._pipeline(name)}/samples", params=params)
+    def samples(self, name: str, filters: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
+        params = {**filters, "sort": sort, "cursor": at, "limit": limit}
+        shown: dict[str, Any] = self._request("GET", f"{self._pipeline(name)}/samples", params=params)
         return shown
 
     def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
-        shown: dict[str, Any] = self._ask("GET", f"{self._pipeline(name)}/samples/{step}/{prompt}/{sample}")
+        shown: dict[str, Any] = self._request("GET", f"{self._pipeline(name)}/samples/{step}/{prompt}/{sample}")
         return shown
 
     def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:
@@ -118,7 +118,7 @@ class OnServer:
     def _steps_of(self, name: str) -> Iterator[dict[str, Any]]:
         cursor: str | None = "0"
         while cursor is not None:
-            page = self._ask("GET", f"{self._pipeline(name)}/steps", params={"limit": 1000, "cursor": cursor})
+            page = self._request("GET", f"{self._pipeline(name)}/steps", params={"limit": 1000, "cursor": cursor})
             yield from page["items"]
             cursor = page["next"]
 
@@ -126,7 +126,7 @@ class OnServer:
         cursor: str | None = "0"
         while cursor is not None:
             params = {"lane": unquote(self._lane), "limit": 500, "cursor": cursor}
-            page = self._ask("GET", "/pipelines", params=params)
+            page = self._request("GET", "/pipelines", params=params)
             yield from (row["name"] for row in page["items"])
             cursor = page["next"]
 
@@ -140,23 +140,23 @@ class OnServer:
             answer = self._send("GET", address, params={"offset": position, "limit": 1 << 18})
             if answer.status_code in (404, 503):  # nothing was printed yet, or nothing of it is indexed
                 return text, position
-            told = self._told(answer)
-            text, position = text + told["text"], told["next_offset"]
-            if told["is_end"] or not told["text"]:
+            parsed = self._parsed(answer)
+            text, position = text + parsed["text"], parsed["next_offset"]
+            if parsed["is_end"] or not parsed["text"]:
                 return text, position
 
     def header(self) -> dict[str, Any]:
-        lane = self._ask("GET", f"/lanes/{self._lane}")
+        lane = self._request("GET", f"/lanes/{self._lane}")
         return {key: lane.get(key) for key in ("run_id", "created")}
 
     def usage(self) -> dict[str, Any]:
-        told: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/usage")
-        return told
+        parsed: dict[str, Any] = self._request("GET", f"/lanes/{self._lane}/usage")
+        return parsed
 
     def set_shares(self, text: str, source: str) -> dict[str, Any]:
         body = {"text": text, "source": source}
-        told: dict[str, Any] = self._ask("POST", f"/lanes/{self._lane}/shares", json=body)
-        return told
+        parsed: dict[str, Any] = self._request("POST", f"/lanes/{self._lane}/shares", json=body)
+        return parsed
 
     def audit(self, limit: int, user: str | None) -> list[dict[str, Any]]:
         """Who asked the server for what, newest first."""
@@ -168,7 +168,7 @@ class OnServer:
                 "cursor": cursor,
                 **({} if user is None else {"user": user}),
             }
-            page = self._ask("GET", "/audit", params=params)
+            page = self._request("GET", "/audit", params=params)
             rows, cursor = [*rows, *page["items"]], page["next"]
         return rows
 
@@ -179,7 +179,7 @@ class OnServer:
     def _lane(self) -> str:
         """The lane that the URL names, or the only one there is."""
         if self._named is None:
-            names = [one["name"] for one in self._ask("GET", "/lanes")["items"]]
+            names = [one["name"] for one in self._request("GET", "/lanes")["items"]]
             if len(names) != 1:
                 accepted = ", ".join(f"{self._url}/lanes/{name}" for name in names) or "a server with a lane"
                 raise UserError(f"{self._url} has {len(names)} lanes; accepted: {accepted}")
@@ -190,13 +190,13 @@ class OnServer:
         if self._send("GET", f"/bundles/{sha256}", patience_s=self._long_patience_s).status_code == 200:
             return
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        self._say(f"sends {len(names)} files, {len(data) / 1e3:.1f} kB: {shown}")
+        self._on_notice(f"sends {len(names)} files, {len(data) / 1e3:.1f} kB: {shown}")
         headers = {"Content-Type": "application/gzip"}
         patience_s = self._long_patience_s
-        self._ask("POST", "/bundles", content=data, headers=headers, patience_s=patience_s, may_repeat=True)
+        self._request("POST", "/bundles", content=data, headers=headers, patience_s=patience_s, may_repeat=True)
 
-    def _ask(self, method: str, address: str, **more: Any) -> Any:
-        return self._told(self._send(method, address, **more))
+    def _request(self, method: str, address: str, **more: Any) -> Any:
+        return self._parsed(self._send(method, address, **more))
 
     @property
     def _long_patience_s(self) -> float:
@@ -219,7 +219,7 @@ class OnServer:
 
         may_repeat = method == "GET" if may_repeat is None else may_repeat
         patience_s = self._patience_s if patience_s is None else patience_s
-        end_s, is_told = time.monotonic() + patience_s, False
+        end_s, has_warned = time.monotonic() + patience_s, False
         while True:
             try:
                 answer = self._client.request(method, address, **more)
@@ -239,25 +239,25 @@ class OnServer:
                     raise UserError(
                         f"{self._url}: cannot be reached: {str(error) or type(error).__name__}; accepted: {accepted}"
                     ) from None
-                if not is_told:
-                    self._say(f"{self._url} cannot be reached; tried for {patience_s:.0f} s")
-                    is_told = True
+                if not has_warned:
+                    self._on_notice(f"{self._url} cannot be reached; tried for {patience_s:.0f} s")
+                    has_warned = True
             time.sleep(_AGAIN_S)
 
-    def _told(self, answer: httpx.Response) -> Any:
+    def _parsed(self, answer: httpx.Response) -> Any:
         """The JSON of an answer. Raises UserError with what the server says is wrong."""
         try:
-            told = answer.json()
+            parsed = answer.json()
         except ValueError:
-            told = None
-        if answer.is_success and told is not None:
-            return told
+            parsed = None
+        if answer.is_success and parsed is not None:
+            return parsed
         if answer.status_code == 401:
             raise UserError(f"{self._url}: the token is not this server's; accepted: the one in its admin.token")
-        if not isinstance(told, dict) or "detail" not in told:
+        if not isinstance(parsed, dict) or "detail" not in parsed:
             raise UserError(f"{self._url}: answered {answer.status_code}; accepted: the address of `rlmux serve`")
-        accepted = f"; accepted: {told['accepted']}" if told.get("accepted") else ""
-        raise UserError(f"{told['detail']}{accepted}")
+        accepted = f"; accepted: {parsed['accepted']}" if parsed.get("accepted") else ""
+        raise UserError(f"{parsed['detail']}{accepted}")
 
 
 def _may_answer_later(answer: httpx.Response) -> bool:

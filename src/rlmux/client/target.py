@@ -22,7 +22,7 @@ class Target(Protocol):
     def submit(self, spec: Spec, source: str) -> list[dict[str, Any]]:
         """Add the file's pipelines; returns what became of each."""
 
-    def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
+    def send_command(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
         """`cancel`, `hold`, `release`, `rank`, `park`, `unpark` or `why` of one pipeline."""
 
     def usage(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Target(Protocol):
     def acknowledge(self, rule: str, pipeline: str | None) -> list[dict[str, Any]]:
         """Say of a rule's alerts that they were seen, of one pipeline or of all; returns them."""
 
-    def samples(self, name: str, asked: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
+    def samples(self, name: str, filters: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
         """Trajectories of a pipeline that meet what is asked, a page of them: 200 at most."""
 
     def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
@@ -65,15 +65,17 @@ def is_url(place: str | Path) -> bool:
     return "://" in str(place)
 
 
-def target_of(place: str | Path, say: Callable[[str], None] = lambda text: None, *, patience_s: float = 0.0) -> Target:
-    """The run in a folder, or the lane of a URL; `say` gets lines for people. Raises UserError where it is neither.
+def target_of(
+    place: str | Path, on_notice: Callable[[str], None] = lambda text: None, *, patience_s: float = 0.0
+) -> Target:
+    """The run in a folder, or the lane of a URL. Raises UserError for any other place.
 
-    `patience_s`: seconds for which a server that is away is asked again.
+    `on_notice`: receives progress lines. `patience_s`: seconds of retries of a server that cannot be reached.
     """
     if is_url(place):
         from rlmux.client.on_server import OnServer
 
-        return OnServer(str(place), say, patience_s)
+        return OnServer(str(place), on_notice, patience_s)
     from rlmux.client.in_folder import InFolder
 
     return InFolder(Path(place))

@@ -98,7 +98,7 @@ def tracker_of(to: str, out: str | None, origin: Origin) -> Tracker:
 
 
 @contextlib.contextmanager
-def _told(to: str) -> Iterator[None]:
+def _parsed(to: str) -> Iterator[None]:
     """An error of a tracker's library, of whatever kind, as one line."""
     try:
         yield
@@ -126,7 +126,7 @@ class _Wandb:
         return found
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        with _told("wandb"):
+        with _parsed("wandb"):
             import wandb
 
             origin = self._origin
@@ -158,7 +158,7 @@ class _Mlflow:
 
     def __init__(self, out: str | None, origin: Origin) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without it, 3.17 takes no files
-        with _told("mlflow"):
+        with _parsed("mlflow"):
             from mlflow.tracking import MlflowClient
 
             uri = out if out is not None and "://" in out else Path(out or "mlruns").absolute().as_uri()
@@ -171,11 +171,11 @@ class _Mlflow:
 
     def known(self) -> set[int]:
         """Those that have the number that is written last."""
-        with _told("mlflow"):
+        with _parsed("mlflow"):
             return self._steps_of("time/end_s")
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        with _told("mlflow"):
+        with _parsed("mlflow"):
             from mlflow.entities import Metric
 
             origin, client = self._origin, self._client
@@ -213,13 +213,13 @@ class _Trackio:
         self._origin = origin
 
     def known(self) -> set[int]:
-        with _told("trackio"):
+        with _parsed("trackio"):
             from trackio.sqlite_storage import SQLiteStorage
 
             return {int(row["step"]) for row in SQLiteStorage.get_logs(PROJECT, self._origin.name)}
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        with _told("trackio"):
+        with _parsed("trackio"):
             import trackio
 
             quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

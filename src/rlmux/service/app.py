@@ -217,7 +217,7 @@ class Doors:
             lease_s=given.lease_s,
         )
         if is_resuming:
-            self.permits.take_up(self._folder)
+            self.permits.restore(self._folder)
         self.permits.start()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD_BYTES = 16384
 _LINE_BYTES = 4
 """What a header's line has beside its name and value."""
-_TOLD = "Invalid HTTP request received."
+_REFUSAL = "Invalid HTTP request received."
 
 
 class _TooLongError(Exception):
@@ -50,7 +50,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._num_further_bytes += len(data)
         if self._num_further_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(_TOLD)
+            self.send_400_response(_REFUSAL)
 
     def on_message_begin(self) -> None:
         self._num_read_bytes, self._num_further_bytes, self._is_in_head = 0, 0, True
@@ -77,7 +77,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Called while the error is handled that says where the head ended."""
         error = sys.exc_info()[1]
         if error is None or (self.cycle is not None and not self.cycle.response_complete):
-            self.send_400_response(_TOLD)
+            self.send_400_response(_REFUSAL)
             return
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [name + b": " + value for name, value in self.headers]

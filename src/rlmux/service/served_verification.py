@@ -116,7 +116,7 @@ def _path_in(taken: Taken) -> str | None:
     return None
 
 
-def _verify_one(spec: ServeSpec, record: _Record, say: Say) -> Verdict:
+def _verify_one(spec: ServeSpec, record: _Record, on_progress: Say) -> Verdict:
     verdict = Verdict(
         pipeline=record.pipeline, num_equal=0, num_steps=len(record.hashes), difference=None, promise=None,
         reason="its client asked for no update",
@@ -129,7 +129,7 @@ def _verify_one(spec: ServeSpec, record: _Record, say: Say) -> Verdict:
     cluster = with_machine_memory(spec.cluster, [], machine)
     with tempfile.TemporaryDirectory(prefix="rlmux-verify-") as scratch:
         serving = Serving(spec, Path(scratch))
-        again = _Again(serving, record, say)
+        again = _Again(serving, record, on_progress)
         backend = local_backend(cluster, Path(scratch))
         backend.connect(serving.inbox)
         try:
@@ -148,11 +148,11 @@ def _verify_one(spec: ServeSpec, record: _Record, say: Say) -> Verdict:
 class _Again:
     """A listener that sends a record's requests, and compares what comes of them; all in the controller's thread."""
 
-    def __init__(self, serving: Serving, record: _Record, say: Say) -> None:
+    def __init__(self, serving: Serving, record: _Record, on_progress: Say) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._front, self.events = serving.furnish(self._calls.put)
         self._record = record
-        self._say = say
+        self._on_progress = on_progress
         self._next = 0
         self.num_equal = 0
         self.difference: Difference | None = None
@@ -192,7 +192,7 @@ class _Again:
                 self._end()
                 return
             self.num_equal += 1
-            self._say(f"{self._record.pipeline}: step {step} of {len(logged)} is equal")
+            self._on_progress(f"{self._record.pipeline}: step {step} of {len(logged)} is equal")
         is_sent = self._next == len(self._record.requests)
         if is_sent and self._is_quiet() and len(alone) >= self._num_updates() and not self.is_decided:
             self._compare_answers()
@@ -224,7 +224,7 @@ class _Again:
                 self.difference = Difference(step=step, compared="sha256", logged=shas[0], alone=shas[1])
                 self.reason = f"the answer to {each.id}"
         if self.difference is None:
-            self._say(f"{self._record.pipeline}: {num_answers} answers are equal")
+            self._on_progress(f"{self._record.pipeline}: {num_answers} answers are equal")
 
     def _end(self, reason: str = "") -> None:
         self.is_decided = True

@@ -64,7 +64,7 @@ def upload(store: Bundles, data: bytes) -> tuple[int, str]:
         for start in range(0, len(data), 1000):
             yield data[start : start + 1000]
 
-    asked, request, response = SimpleNamespace(who=None), SimpleNamespace(stream=chunks), Response()
+    asked, request, response = SimpleNamespace(principal=None), SimpleNamespace(stream=chunks), Response()
     kept = asyncio.run(store.upload(asked, request, response))  # type: ignore[arg-type]
     return response.status_code, kept.sha256
 

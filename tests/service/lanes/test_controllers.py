@@ -15,7 +15,7 @@ from rlmux.log.folder_lock import FolderLock
 from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.handlers import Reads
-from rlmux.service.dashboard.parameters import Asked
+from rlmux.service.dashboard.parameters import CallerContext
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.indexer import LaneIndexer
 from rlmux.service.index.lanes import Root
@@ -50,14 +50,14 @@ def hung(lane: Lane) -> Iterator[LaneController]:
 def test_a_lane_that_answers_is_not_down(lane):
     controller = LaneController(lane.folder.parent, lane.name, lane.spec, now_s=Clock())
     for _ in range(4):
-        controller.tend()
+        controller.poll()
     assert (controller.trouble(), controller.down()) == (None, None)
 
 
 def test_a_controller_that_lives_and_does_not_answer_is_told_of_and_is_left_alone(hung):
-    hung.tend()
+    hung.poll()
     assert hung.down() is None, "one answer may be late"
-    hung.tend()
+    hung.poll()
     assert hung.trouble() == hung.down()
     assert hung.down().endswith(" lives, and does not answer: it is stopped or hangs")
 
@@ -68,16 +68,16 @@ def test_a_lane_that_does_not_answer_is_an_alert_and_refuses_at_once(hung):
     indexer.close()
     reads = Reads(Root(hung.folder, hung.folder), lambda folder: hung.trouble(), lambda folder: hung.down())
     assert reads.lane_row("cpu", SERVER)["state"] == "running"
-    hung.tend()
-    hung.tend()
+    hung.poll()
+    hung.poll()
     row = reads.lane_row("cpu", SERVER)
     assert (row["state"], row["banner"]) == ("not_answering", hung.down())
-    asked = Asked(path={"lane": "cpu"}, who=SERVER, address="", headers={}, cookie="", is_https=False)
-    (alert,) = reads.alerts(asked, "cpu").items
+    caller = CallerContext(path={"lane": "cpu"}, principal=SERVER, address="", headers={}, cookie="", is_https=False)
+    (alert,) = reads.alerts(caller, "cpu").items
     assert (alert.rule, alert.level, alert.text) == ("lane_down", "critical", hung.down())
-    assert not reads.health(asked).lanes["cpu"].up
+    assert not reads.health(caller).lanes["cpu"].up
     with pytest.raises(ProblemError, match="does not answer"):
-        Control(reads)._told(asked, "queue")
+        Control(reads)._request(caller, "queue")
 
 
 def test_a_controller_that_ends_again_and_again_is_started_a_bounded_number_of_times(tmp_path, monkeypatch):
@@ -89,13 +89,13 @@ def test_a_controller_that_ends_again_and_again_is_started_a_bounded_number_of_t
     def is_down() -> bool:
         nonlocal starts
         before = controller._process
-        controller.tend()
+        controller.poll()
         starts += controller._process is not None and controller._process is not before
         return controller.down() is not None
 
     until(is_down, "the end of all attempts")
     assert starts == MAX_DEATHS
-    controller.tend()
+    controller.poll()
     assert controller._process is None
     assert controller.trouble() == controller.down() == (
         "the controller of cpu has ended 5 times within an hour, and is started no more; the one before ended with "

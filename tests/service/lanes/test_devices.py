@@ -70,7 +70,7 @@ def test_a_lane_that_left_the_file_keeps_its_devices_as_long_as_its_controller_l
 def test_a_controller_computes_on_the_cores_of_its_lane(tmp_path):
     core = max(os.sched_getaffinity(0))
     lane = LaneController(tmp_path, "a", lanes(tmp_path, a=1)["a"], Part(cores=(core,)))
-    lane.tend()
+    lane.poll()
     process = lane._process
     assert process is not None
     try:

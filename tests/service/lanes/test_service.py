@@ -298,9 +298,9 @@ def test_what_may_have_been_carried_out_is_not_sent_twice():
             patch.setenv("RLMUX_TOKEN", "t")
             target = target_of(f"http://127.0.0.1:{listening.getsockname()[1]}/lanes/cpu", patience_s=60.0)
             with pytest.raises(UserError, match=r"no answer .*: it may have been carried out; accepted: the same"):
-                target.tell("cancel", "a")
+                target.send_command("cancel", "a")
             with closing(target), pytest.raises(UserError, match="it may have been carried out"):
-                target.tell("hold", "a")
+                target.send_command("hold", "a")
         server.join()
     assert taken == [b"POST /api/v1/pipelines/cpu/a/cancel", b"POST /api/v1/pipelines/cpu/a/hold"]
 

@@ -64,7 +64,7 @@ def server(lane: Lane) -> submissions.Submissions:
 
 def post(server: submissions.Submissions, body: object = BODY, key: str = "k") -> tuple[int, Any]:
     """(status, what is told)."""
-    asked, response = SimpleNamespace(headers={"idempotency-key": key}, who=None), Response()
+    asked, response = SimpleNamespace(headers={"idempotency-key": key}, principal=None), Response()
     told = server.submit(asked, Submission.model_validate(body), response)  # type: ignore[arg-type]
     return response.status_code, told
 

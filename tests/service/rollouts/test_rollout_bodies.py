@@ -40,8 +40,8 @@ def test_what_changes_nothing_is_taken() -> None:
 def test_options_of_a_stream_need_one() -> None:
     with pytest.raises(UserError, match="stream_options: accepted with stream: true"):
         Completion(model="m", prompt="a", stream_options={"include_usage": True}).check()
-    assert Completion(model="m", prompt="a", stream=True, stream_options={"include_usage": True}).tells_usage
-    assert not Chat(**CHAT, stream=True).tells_usage
+    assert Completion(model="m", prompt="a", stream=True, stream_options={"include_usage": True}).includes_usage
+    assert not Chat(**CHAT, stream=True).includes_usage
 
 
 def test_a_stream_ends_with_the_tokens_where_they_are_asked_for() -> None:

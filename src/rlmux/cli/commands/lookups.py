@@ -57,8 +57,8 @@ def samples(
     if sort not in SORTS:
         raise UserError(f"--sort {sort!r}: accepted: {', '.join(SORTS)}")
     given = {"step": step, "prompt": prompt, "least": least, "most": most, "stop": stop, "text": text}
-    asked = {key: value for key, value in given.items() if value is not None}
-    lookups.show_samples(place, name, asked, sort=sort, limit=limit, as_json=json)
+    filters = {key: value for key, value in given.items() if value is not None}
+    lookups.show_samples(place, name, filters, sort=sort, limit=limit, as_json=json)
 
 
 def alerts(

@@ -116,7 +116,7 @@ def audit(
     \b
     Example: rlmux audit runs/service-lanes --user ann
     """
-    rows = _asked(place, limit, user)
+    rows = _audit_rows(place, limit, user)
     shown = [
         {
             "at": row["at"],
@@ -131,7 +131,7 @@ def audit(
     _show(shown, {"items": rows}, as_json=json)
 
 
-def _asked(place: str, limit: int, user: str | None) -> list[dict[str, Any]]:
+def _audit_rows(place: str, limit: int, user: str | None) -> list[dict[str, Any]]:
     from rlmux.client.target import is_url
 
     if is_url(place):

@@ -76,7 +76,7 @@ def cancel(place: Place, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(place, 'cancel', name)}")
+    typer.echo(f"{name}: {remote.send_command(place, 'cancel', name)}")
 
 
 def stop(
@@ -114,7 +114,7 @@ def hold(place: Place, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(place, 'hold', name)}")
+    typer.echo(f"{name}: {remote.send_command(place, 'hold', name)}")
 
 
 def release(place: Place, name: PipelineName) -> None:
@@ -125,7 +125,7 @@ def release(place: Place, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(place, 'release', name)}")
+    typer.echo(f"{name}: {remote.send_command(place, 'release', name)}")
 
 
 def rank(
@@ -140,7 +140,7 @@ def rank(
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(place, 'rank', name, rank=rank)}")
+    typer.echo(f"{name}: {remote.send_command(place, 'rank', name, rank=rank)}")
 
 
 def park(place: Place, name: PipelineName) -> None:
@@ -153,7 +153,7 @@ def park(place: Place, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(place, 'park', name)}")
+    typer.echo(f"{name}: {remote.send_command(place, 'park', name)}")
 
 
 def notice(
@@ -174,7 +174,11 @@ def notice(
     from rlmux.cli import remote
 
     place = str(folder)
-    outcome = remote.tell(place, "node_back", node) if back else remote.tell(place, "notice", node, seconds=seconds)
+    outcome = (
+        remote.send_command(place, "node_back", node)
+        if back
+        else remote.send_command(place, "notice", node, seconds=seconds)
+    )
     typer.echo(f"{node}: {outcome}")
 
 
@@ -186,7 +190,7 @@ def unpark(place: Place, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(place, 'unpark', name)}")
+    typer.echo(f"{name}: {remote.send_command(place, 'unpark', name)}")
 
 
 def usage(
@@ -262,6 +266,6 @@ def verify(
     from rlmux.cli import inputs, verification
 
     verify_run = verification.chosen(folder)
-    say = (lambda text: None) if json else inputs.say
-    verdicts = verify_run(folder, [] if name is None else [name], say=say)
+    report_progress = (lambda text: None) if json else inputs.print_notice
+    verdicts = verify_run(folder, [] if name is None else [name], say=report_progress)
     raise typer.Exit(verification.show(verdicts, as_json=json))

@@ -101,7 +101,7 @@ def serve(
     way = _Way(listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header)
 
     def ready(pages: Dashboard) -> None:
-        _say_pages(pages, opens)
+        _print_pages(pages, opens)
         if webhook:
             pages.send_alerts(webhook)
 
@@ -172,11 +172,11 @@ def _serve_lanes(
     lock = data_dir.open_root(folder)
     specs = load_service_file(file, folder=code, policies=list(POLICIES))
 
-    def say(url: str, pages: Dashboard) -> None:
+    def print_pages(url: str, pages: Dashboard) -> None:
         typer.echo(f"export RLMUX_TOKEN_FILE={pages.token_path}")
         ready(pages)
 
-    pids = serve_lanes(specs, folder, lock, listening=listening, allowed_hosts=allow_host, on_ready=say)
+    pids = serve_lanes(specs, folder, lock, listening=listening, allowed_hosts=allow_host, on_ready=print_pages)
     for name, pid in pids.items():
         ends = f"pid {pid}; to end it: rlmux stop {folder / name}" if pid is not None else "not started"
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
@@ -203,7 +203,7 @@ def _refuse(options: dict[str, object], why: str) -> None:
         raise UserError(f"{given[0]}: {why}")
 
 
-def _say_pages(pages: Dashboard, opens: bool) -> None:
+def _print_pages(pages: Dashboard, opens: bool) -> None:
     """The line with the address that logs a browser in."""
     typer.echo(f"dashboard: {pages.login_url()}")
     typer.echo(f"rlmux: the address works once, for a minute; later: the token in {pages.token_path}", err=True)
@@ -231,7 +231,7 @@ def _serve_models(
     _check_installed(*_SERVING_NEEDS)
     if resume is not None:
         folders.check_run(resume)
-        go_on(resume, way, opens=opens, allow_host=allow_host)
+        resume_server(resume, way, opens=opens, allow_host=allow_host)
         return
     listening = way.listening()
     assert file is not None
@@ -250,12 +250,14 @@ def _serve_models(
             policy=chosen,
             listening=listening,
             allowed_hosts=allow_host,
-            on_ready=lambda url, doors: _say(url, doors, opens),
+            on_ready=lambda url, doors: _print_addresses(url, doors, opens),
         )
         typer.echo(f"rlmux: stopped; go on with: rlmux serve --resume {folder}", err=True)
 
 
-def go_on(folder: Path, way: _Way | None = None, *, opens: bool = False, allow_host: Sequence[str] = ()) -> None:
+def resume_server(
+    folder: Path, way: _Way | None = None, *, opens: bool = False, allow_host: Sequence[str] = ()
+) -> None:
     """Serve from the folder of a server that was stopped or killed; by default where it was, as clients know it."""
     from rlmux.policies import POLICIES, make_policy
 
@@ -270,7 +272,7 @@ def go_on(folder: Path, way: _Way | None = None, *, opens: bool = False, allow_h
         policy=make_policy(spec.policy),
         listening=listening,
         allowed_hosts=allow_host,
-        on_ready=lambda url, doors: _say(url, doors, opens),
+        on_ready=lambda url, doors: _print_addresses(url, doors, opens),
         is_resuming=True,
     )
 
@@ -345,11 +347,11 @@ def _check_installed(*names: str) -> None:
         raise UserError(f"serve: {missing[0]} is not installed; install it with: pip install 'rlmux[serve,train]'")
 
 
-def _say(url: str, doors: Doors, opens: bool) -> None:
+def _print_addresses(url: str, doors: Doors, opens: bool) -> None:
     """The lines that a client and a program of one's own need, and the pages' address."""
     typer.echo(f"export TINKER_BASE_URL={url}/tinker")
     typer.echo("export TINKER_API_KEY=tml-anything")
     if doors.permits is not None:
         typer.echo(f"export RLMUX_BROKER={doors.permits.address}")
     if doors.dashboard is not None:
-        _say_pages(doors.dashboard, opens)
+        _print_pages(doors.dashboard, opens)

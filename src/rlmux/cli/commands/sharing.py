@@ -40,7 +40,7 @@ def broker(
     spec = inputs.load_for_broker(file, sets, policy)
     folder = out or broker_run.default_folder(file)
 
-    def say(address: str) -> None:
+    def print_address(address: str) -> None:
         typer.echo(
             f"rlmux: permits for {', '.join(spec.cluster.pools)} under {spec.policy}; in each program's shell:",
             err=True,
@@ -53,7 +53,7 @@ def broker(
         policy=make_policy(spec.policy),
         address=listen,
         token=broker_run.environment_token(),
-        say=say,
+        on_listening=print_address,
     )
     typer.echo(f"rlmux: ended; what happened: rlmux report {folder}", err=True)
 

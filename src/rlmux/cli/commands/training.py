@@ -67,7 +67,7 @@ def run(
         profile=profile,
         keep_open=keep_open,
         display=partial(Live, is_quiet=json),
-        say=inputs.say,
+        on_warning=inputs.print_notice,
     )
     _end(ended, json)
 
@@ -98,7 +98,7 @@ def compare(
 
     def display(spec: Spec) -> Live:
         if not json:
-            inputs.say(f"policy {spec.policy} ({names.index(spec.policy) + 1} of {len(names)})")
+            inputs.print_notice(f"policy {spec.policy} ({names.index(spec.policy) + 1} of {len(names)})")
         return Live(spec, is_quiet=json)
 
     table = commands.compare(
@@ -111,7 +111,7 @@ def compare(
         address=address,
         profile=profile,
         display=display,
-        say=inputs.say,
+        on_warning=inputs.print_notice,
     )
     tables.show_comparison(table, as_json=json)
 
@@ -154,7 +154,7 @@ def resume(
             profile=profile,
             keep_open=keep_open,
             display=partial(Live, is_quiet=json, is_resuming=True),
-            say=inputs.say,
+            on_warning=inputs.print_notice,
         )
     _end(ended, json)
 
@@ -165,7 +165,7 @@ def _serve_again(folder: Path, given: Sequence[str]) -> None:
 
     if given:
         raise UserError(f"{given[0]}: {folder} is the folder of a server; accepted: rlmux serve --resume {folder}")
-    serving.go_on(folder)
+    serving.resume_server(folder)
 
 
 def _salvage(folder: Path) -> None:
@@ -204,9 +204,9 @@ def chaos(
     from rlmux.runtime.checks.chaos_kills import run_chaos
 
     commands = chaos_display.commands_of(file, policy=spec.policy, sets=sets or ())
-    say = chaos_display.speaker(is_quiet=json)
+    report_progress = chaos_display.progress_printer(is_quiet=json)
     with folders.chosen(out, f"{Path(file).stem}-chaos") as folder:
-        result = run_chaos(commands, folder, num_kills=kills, seed=seed, say=say)
+        result = run_chaos(commands, folder, num_kills=kills, seed=seed, say=report_progress)
     chaos_display.show_chaos(result, folder, as_json=json)
     raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
 
@@ -219,7 +219,7 @@ def _end(ended: Run, as_json: bool) -> None:
     result = ended.result
     assert result is not None, "it was trained in this process"
     if result.was_over:
-        inputs.say("nothing to resume: every pipeline is over")
+        inputs.print_notice("nothing to resume: every pipeline is over")
     if result.is_complete:
         tables.show_run(result.summary, result.folder, as_json=as_json)
         failed = [name for name, one in result.summary["pipelines"].items() if one["status"] == "failed"]

@@ -20,7 +20,7 @@ from rlmux.runtime.control.control_requests import record_of
 from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, ask
 from rlmux.runtime.control.run_status import StatusReader
 from rlmux.service.dashboard.handlers import SHOWN_ONLY, Reads
-from rlmux.service.dashboard.parameters import Asked, Caller
+from rlmux.service.dashboard.parameters import Caller, CallerContext
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas.run_schemas import File, Nothing, Outcome, Queue, Rank, Shares, Status, Why
@@ -37,26 +37,32 @@ class Control:
         self._reads = reads
         self._status_by_folder: dict[Path, StatusReader] = {}
         self._is_read = threading.Lock()
-        self._asking = LongWork(at_once=8, waiting=64)
+        self._long_work = LongWork(max_running=8, max_waiting=64)
 
     def addresses(self) -> tuple[Address, ...]:
-        asking: dict[str, Any] = {"long_work": self._asking}
+        as_long_work: dict[str, Any] = {"long_work": self._long_work}
         return (
             get(f"{_LANE}/status", self.status, "What `rlmux status --json` prints"),
-            get(f"{_LANE}/queue", self.queue, "What waits, in the order of offers", **asking),
+            get(f"{_LANE}/queue", self.queue, "What waits, in the order of offers", **as_long_work),
             get(f"{_LANE}/spec", self.spec, "The file that the run began with"),
-            get(f"{_PIPELINE}/why", self.why, "Why it waits, and what would start it now", **asking),
-            get(f"{_LANE}/usage", self.usage, "What users and projects have used", **asking),
+            get(f"{_PIPELINE}/why", self.why, "Why it waits, and what would start it now", **as_long_work),
+            get(f"{_LANE}/usage", self.usage, "What users and projects have used", **as_long_work),
             post(
                 f"{_LANE}/shares",
                 self.set_shares,
                 "Set what users and projects are entitled to",
                 scope="admin",
-                **asking,
+                **as_long_work,
             ),
-            post(f"{_PIPELINE}/rank", self.rank, "As `rlmux rank`", scope="control", **asking),
+            post(f"{_PIPELINE}/rank", self.rank, "As `rlmux rank`", scope="control", **as_long_work),
             *(
-                post(f"{_PIPELINE}/{verb}", self._telling(verb), f"As `rlmux {verb}`", scope="control", **asking)
+                post(
+                    f"{_PIPELINE}/{verb}",
+                    self._verb_handler(verb),
+                    f"As `rlmux {verb}`",
+                    scope="control",
+                    **as_long_work,
+                )
                 for verb in ("cancel", "hold", "release", "park", "unpark")
             ),
         )
@@ -67,109 +73,111 @@ class Control:
                 reader.close()
             self._status_by_folder.clear()
 
-    def status(self, asked: Caller, lane: str) -> Status:
+    def status(self, caller: Caller, lane: str) -> Status:
         folder = self._reads.run_folder(lane)
         with self._is_read:
             if folder not in self._status_by_folder:
                 self._status_by_folder[folder] = StatusReader(folder)
             shown = self._status_by_folder[folder].read()
-        return Status.model_validate(self._covered(asked, shown))
+        return Status.model_validate(self._covered(caller, shown))
 
-    def spec(self, asked: Caller, lane: str) -> File:
+    def spec(self, caller: Caller, lane: str) -> File:
         """The file that the run began with, whose cluster holds for all that is submitted."""
         folder = self._reads.run_folder(lane)
         with LogReader(folder) as log:
             written = log.header.get("spec") or {}
         if "resolved" not in written:
             raise ProblemError(404, "its log keeps no file", accepted="a lane that `rlmux run` or `rlmux serve` began")
-        sight = self._reads.sight(lane, asked.who)
+        sight = self._reads.sight(lane, caller.principal)
         text = without_pipelines(written["resolved"], sight.shows) if sight.is_limited else written["resolved"]
         return File(source=str(written["source"]), text=text)
 
-    def why(self, asked: Caller, lane: str, name: str) -> Why:
-        self._check_seen(asked)
-        return Why.model_validate(self._ask(asked, "why", name=name))
+    def why(self, caller: Caller, lane: str, name: str) -> Why:
+        self._check_seen(caller)
+        return Why.model_validate(self._request_covered(caller, "why", name=name))
 
-    def queue(self, asked: Caller, lane: str) -> Queue:
-        return Queue.model_validate(self._ask(asked, "queue"))
+    def queue(self, caller: Caller, lane: str) -> Queue:
+        return Queue.model_validate(self._request_covered(caller, "queue"))
 
-    def usage(self, asked: Caller, lane: str) -> Usage:
+    def usage(self, caller: Caller, lane: str) -> Usage:
         """What the controller says now; of a run that does not go on, what its log said last."""
-        sight = self._reads.sight(lane, asked.who)
+        sight = self._reads.sight(lane, caller.principal)
         try:
-            return Usage.model_validate(sight.cover_usage(self._told(asked, "usage")))
+            return Usage.model_validate(sight.cover_usage(self._request(caller, "usage")))
         except ProblemError as problem:
             if problem.status != 409:
                 raise
-        with self._reads.open(lane, asked.who) as reader:
+        with self._reads.open(lane, caller.principal) as reader:
             return Usage.model_validate(sight.cover_usage(reader.facts.get("accounts") or {"accounts": []}))
 
-    def set_shares(self, asked: Caller, lane: str, body: Shares) -> Outcome:
-        return Outcome.model_validate(self._ask(asked, "set_shares", **body.model_dump()))
+    def set_shares(self, caller: Caller, lane: str, body: Shares) -> Outcome:
+        return Outcome.model_validate(self._request_covered(caller, "set_shares", **body.model_dump()))
 
-    def rank(self, asked: Caller, lane: str, name: str, body: Rank) -> Outcome:
-        return self._tell(asked, "rank", rank=body.rank)
+    def rank(self, caller: Caller, lane: str, name: str, body: Rank) -> Outcome:
+        return self._command(caller, "rank", rank=body.rank)
 
-    def _telling(self, verb: str) -> Callable[..., Outcome]:
-        def tell(asked: Caller, lane: str, name: str, body: Nothing | None = None) -> Outcome:
-            return self._tell(asked, verb)
+    def _verb_handler(self, verb: str) -> Callable[..., Outcome]:
+        def tell(caller: Caller, lane: str, name: str, body: Nothing | None = None) -> Outcome:
+            return self._command(caller, verb)
 
         return tell
 
-    def _tell(self, asked: Asked, verb: str, **fields: Any) -> Outcome:
-        self._check_seen(asked)
-        self._check_own(asked)
-        return Outcome.model_validate(self._ask(asked, verb, name=asked.path["name"], **fields))
+    def _command(self, caller: CallerContext, verb: str, **fields: Any) -> Outcome:
+        self._check_seen(caller)
+        self._check_own(caller)
+        return Outcome.model_validate(self._request_covered(caller, verb, name=caller.path["name"], **fields))
 
-    def _check_seen(self, asked: Asked) -> None:
+    def _check_seen(self, caller: CallerContext) -> None:
         """A pipeline that is to come is in no index: its controller says whose it is."""
-        if asked.who is not None and not asked.who.sees_all:
-            name = asked.path["name"]
-            if not self._reads.sight(asked.path["lane"], asked.who).sees(self._told(asked, "account", name=name)):
+        if caller.principal is not None and not caller.principal.sees_all:
+            name = caller.path["name"]
+            if not self._reads.sight(caller.path["lane"], caller.principal).sees(
+                self._request(caller, "account", name=name)
+            ):
                 raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=SHOWN_ONLY)
 
-    def _check_own(self, asked: Asked) -> None:
+    def _check_own(self, caller: CallerContext) -> None:
         """Neither operator nor administrator: one changes one's own pipelines alone."""
-        if asked.who is not None and not asked.who.may("admin") and asked.who.role != "operator":
-            user = self._told(asked, "account", name=asked.path["name"])["user"]
-            if user != asked.who.user:
+        if caller.principal is not None and not caller.principal.may("admin") and caller.principal.role != "operator":
+            user = self._request(caller, "account", name=caller.path["name"])["user"]
+            if user != caller.principal.user:
                 raise ProblemError(
-                    403, f"pipeline {asked.path['name']!r} is of another user", accepted="one of your own, or admin"
+                    403, f"pipeline {caller.path['name']!r} is of another user", accepted="one of your own, or admin"
                 )
 
-    def _ask(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
+    def _request_covered(self, caller: CallerContext, request: str, **fields: Any) -> dict[str, Any]:
         """What the controller says, as far as the caller may know it."""
-        return self._covered(asked, self._told(asked, request, **fields))
+        return self._covered(caller, self._request(caller, request, **fields))
 
-    def _told(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
-        folder = self._reads.run_folder(asked.path["lane"])
-        down = self._reads.down(asked.path["lane"])
+    def _request(self, caller: CallerContext, request: str, **fields: Any) -> dict[str, Any]:
+        folder = self._reads.run_folder(caller.path["lane"])
+        down = self._reads.down(caller.path["lane"])
         if down is not None:
             raise ProblemError(503, down)
         try:
             answer = ask(folder, record_of({"request": request, **fields}), limit_s=_LIMIT_S)
         except NotRunningError:
-            name = asked.path["lane"]
+            name = caller.path["lane"]
             raise ProblemError(409, f"nothing runs in lane {name} now", accepted="a lane that goes on") from None
         except NoAnswerError as error:
             raise ProblemError(503, str(error)) from None
         except UserError as error:
-            raise self._refusal(asked, request, str(error)) from None
+            raise self._refusal(caller, request, str(error)) from None
         except RlmuxError as error:
             raise ProblemError(503, str(error)) from None
         del answer["ok"]
         return answer
 
-    def _refusal(self, asked: Asked, request: str, text: str) -> ProblemError:
+    def _refusal(self, caller: CallerContext, request: str, text: str) -> ProblemError:
         """What the controller refuses, without names that the caller is not shown."""
-        sight = self._reads.sight(asked.path["lane"], asked.who)
+        sight = self._reads.sight(caller.path["lane"], caller.principal)
         if sight.is_limited and request == "account":  # its text names every pipeline
-            return ProblemError(404, f"no pipeline {asked.path['name'][:80]!r}", accepted=SHOWN_ONLY)
+            return ProblemError(404, f"no pipeline {caller.path['name'][:80]!r}", accepted=SHOWN_ONLY)
         return ProblemError(409, str(sight.cover(text)))
 
-    def _covered(self, asked: Asked, answer: dict[str, Any]) -> dict[str, Any]:
+    def _covered(self, caller: CallerContext, answer: dict[str, Any]) -> dict[str, Any]:
         """What a controller says, as far as the caller may know it."""
-        sight = self._reads.sight(asked.path["lane"], asked.who)
+        sight = self._reads.sight(caller.path["lane"], caller.principal)
         if not sight.is_limited:
             return answer
         rows = {name: row for name, row in answer.get("pipelines", {}).items() if sight.shows(name)}

@@ -22,7 +22,7 @@ from rlmux.log.run_log import SCHEMA_VERSION
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.audit_handlers import AuditReads
-from rlmux.service.dashboard.auth.access import TOKEN_NAME, Access, Limits, Who, token_of
+from rlmux.service.dashboard.auth.access import TOKEN_NAME, Access, Limits, Principal, token_of
 from rlmux.service.dashboard.auth.host_middleware import Gate, Hosts
 from rlmux.service.dashboard.auth.sessions import LONGEST_SESSION_S
 from rlmux.service.dashboard.control import Control
@@ -30,10 +30,10 @@ from rlmux.service.dashboard.cost import CostReads
 from rlmux.service.dashboard.handlers import Reads, Trouble
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.openapi import Document
-from rlmux.service.dashboard.parameters import Asked, Caller
+from rlmux.service.dashboard.parameters import Caller, CallerContext
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
-from rlmux.service.dashboard.router import PREFIX, Address, Door, cookie_name, get, post
+from rlmux.service.dashboard.router import PREFIX, Address, ApiRouter, cookie_name, get, post
 from rlmux.service.dashboard.sample_handlers import SampleReads
 from rlmux.service.dashboard.schemas.run_schemas import Login, Nothing, Version, WhoAmI
 from rlmux.service.dashboard.stream import Events, Streams, Watch
@@ -99,7 +99,7 @@ class Dashboard:
         every = (*read, *(address for other in others for address in other.addresses()), *more)
         document = Document()
         self.addresses = (*every, document.address)
-        door = Door(self.access, server.port, scrape.observe, reads, Audit(token_folder))
+        door = ApiRouter(self.access, server.port, scrape.observe, reads, Audit(token_folder))
         server.mount(PREFIX, document.added_to(door.router(self.addresses)))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
@@ -138,8 +138,8 @@ class _Sessions:
         self._access = access
         self._port = port
 
-    async def login(self, asked: Caller, body: Login, request: Request, response: Response) -> WhoAmI:
-        if not self._access.may_login(asked.address):
+    async def login(self, caller: Caller, body: Login, request: Request, response: Response) -> WhoAmI:
+        if not self._access.may_login(caller.address):
             raise ProblemError(429, "too many logins", accepted="5 a minute")
         cookie = self._access.login(**body.model_dump(exclude_none=True))
         if cookie is None:
@@ -147,34 +147,38 @@ class _Sessions:
             raise ProblemError(
                 401, f"this {key} is not good", where="body", accepted="a new ticket, or the token of admin.token"
             )
-        who = self._access.of_session(cookie)
-        assert who is not None
-        self._set_cookie(asked, response, cookie, int(LONGEST_SESSION_S))
-        request.state.user = who.user
-        return _shown(who)
+        principal = self._access.of_session(cookie)
+        assert principal is not None
+        self._set_cookie(caller, response, cookie, int(LONGEST_SESSION_S))
+        request.state.user = principal.user
+        return _shown(principal)
 
-    async def logout(self, asked: Caller, response: Response, body: Nothing | None = None) -> None:
-        self._access.logout(asked.cookie)
-        self._set_cookie(asked, response, "", 0)
+    async def logout(self, caller: Caller, response: Response, body: Nothing | None = None) -> None:
+        self._access.logout(caller.cookie)
+        self._set_cookie(caller, response, "", 0)
 
-    async def whoami(self, asked: Caller) -> WhoAmI:
-        assert asked.who is not None
-        return _shown(asked.who)
+    async def whoami(self, caller: Caller) -> WhoAmI:
+        assert caller.principal is not None
+        return _shown(caller.principal)
 
-    def _set_cookie(self, asked: Asked, response: Response, value: str, age_s: int) -> None:
-        name = cookie_name(self._port, is_https=asked.is_https)
-        response.set_cookie(name, value, max_age=age_s, secure=asked.is_https, httponly=True, samesite="strict")
+    def _set_cookie(self, caller: CallerContext, response: Response, value: str, age_s: int) -> None:
+        name = cookie_name(self._port, is_https=caller.is_https)
+        response.set_cookie(name, value, max_age=age_s, secure=caller.is_https, httponly=True, samesite="strict")
 
 
-def _shown(who: Who) -> WhoAmI:
-    ends = None if who.expires_at is None else datetime.fromtimestamp(who.expires_at, UTC).isoformat(timespec="seconds")
+def _shown(principal: Principal) -> WhoAmI:
+    ends = (
+        None
+        if principal.expires_at is None
+        else datetime.fromtimestamp(principal.expires_at, UTC).isoformat(timespec="seconds")
+    )
     return WhoAmI(
-        user=who.user,
-        scopes=sorted(who.scopes),
+        user=principal.user,
+        scopes=sorted(principal.scopes),
         expires_at=ends,
-        role=who.role,
-        projects=sorted(who.projects),
-        may_run_code=who.may_run_code,
+        role=principal.role,
+        projects=sorted(principal.projects),
+        may_run_code=principal.may_run_code,
     )
 
 

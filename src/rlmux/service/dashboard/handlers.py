@@ -25,9 +25,9 @@ from rlmux.report.alerts import Alert
 from rlmux.report.comparison import identity
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.report.weight_sums import SUMS
-from rlmux.service.dashboard.auth.access import NOBODY, SERVER, Who
+from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
-from rlmux.service.dashboard.parameters import Asked, Caller, Cursor, Limit, Line, Words, words_of
+from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Limit, Line, Words, words_of
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.schemas import run_schemas
 from rlmux.service.index.lanes import Root, log_signature
@@ -39,8 +39,8 @@ MAX_LOG_BYTES = 256 << 10
 MAX_SEARCHED_BYTES = 16 << 20
 """Most of a log that one request searches."""
 _SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
-_SAYS_SORTS = f"{', '.join(_SORTS)}; with '-' in front, the largest first"
-Sort = Annotated[str, Query(pattern=f"^-?({'|'.join(_SORTS)})$", description=_SAYS_SORTS)]
+_SORTS_HELP = f"{', '.join(_SORTS)}; with '-' in front, the largest first"
+Sort = Annotated[str, Query(pattern=f"^-?({'|'.join(_SORTS)})$", description=_SORTS_HELP)]
 SHOWN_ONLY = "one that you are shown"
 """What is accepted instead of a pipeline that the caller is not shown, and of one that there is not: alike."""
 _ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
@@ -63,7 +63,7 @@ class Reads:
 
     # ------------------------------------------------------------------ lanes
 
-    def open(self, lane: str, who: Who | None) -> IndexReader:
+    def open(self, lane: str, principal: Principal | None) -> IndexReader:
         """A reader of what the caller may see of the lane's index: the one way to what a lane's pages show.
 
         Raises ProblemError where there is no such lane, or no index yet.
@@ -73,8 +73,8 @@ class Reads:
             reader = IndexReader(index)
             if "lane" in reader.facts:  # else it is empty, and being filled
                 reader.facts = {**reader.facts, "alerts": [*self.lane_alerts(lane), *reader.facts.get("alerts", ())]}
-                if who is None or not who.sees_all:
-                    _sight(who, reader).conceal(reader)
+                if principal is None or not principal.sees_all:
+                    _sight(principal, reader).conceal(reader)
                 return reader
             reader.__exit__()
         raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
@@ -91,43 +91,45 @@ class Reads:
         alert = Alert(rule="lane_down", level="critical", pipeline=None, step=None, text=down, advice=_ADVICE)
         return [alert.to_json()]
 
-    def sight(self, lane: str, who: Who | None) -> Sight:
+    def sight(self, lane: str, principal: Principal | None) -> Sight:
         """What the caller may see of the lane, for what is read elsewhere than in its index."""
-        if who is not None and who.sees_all:
-            return Sight(who, ())
+        if principal is not None and principal.sees_all:
+            return Sight(principal, ())
         with self.open(lane, SERVER) as reader:
-            return _sight(who, reader)
+            return _sight(principal, reader)
 
-    def mask(self, asked: Asked, value: Any) -> Any:
+    def mask(self, caller: CallerContext, value: Any) -> Any:
         """An answer without names that the caller is not shown, whatever they stand in: the last look at it.
 
         JSON that names its lane, or is of that of the address. A lane without an index has nothing to hide yet.
         """
-        if asked.who is None or asked.who.sees_all:
+        if caller.principal is None or caller.principal.sees_all:
             return value
-        if (lane := asked.path.get("lane")) is not None:
-            return self._masked(asked.who, lane, value)
+        if (lane := caller.path.get("lane")) is not None:
+            return self._masked(caller.principal, lane, value)
         if isinstance(value, dict) and isinstance(value.get("items"), list):
-            return {**value, "items": [self.mask(asked, one) for one in value["items"]]}
+            return {**value, "items": [self.mask(caller, one) for one in value["items"]]}
         if isinstance(value, dict) and isinstance(value.get("lane"), str):
-            return self._masked(asked.who, value["lane"], value)
+            return self._masked(caller.principal, value["lane"], value)
         return value
 
-    def _masked(self, who: Who, lane: str, value: Any) -> Any:
+    def _masked(self, principal: Principal, lane: str, value: Any) -> Any:
         try:
-            return self.sight(lane, who).mask(value)
+            return self.sight(lane, principal).mask(value)
         except ProblemError:
             return value
 
-    def check_seen(self, asked: Asked, scope: str | None) -> None:
+    def check_visible(self, caller: CallerContext, scope: str | None) -> None:
         """Raises ProblemError for a pipeline in the address that the caller may not see, or not so closely."""
-        if asked.who is None or (asked.who.sees_all and (scope != "samples" or asked.who.may("admin"))):
+        if caller.principal is None or (
+            caller.principal.sees_all and (scope != "samples" or caller.principal.may("admin"))
+        ):
             return
-        lane, name = asked.path.get("lane"), asked.path.get("name")
+        lane, name = caller.path.get("lane"), caller.path.get("name")
         if lane is None or name is None:
             return
         with self.open(lane, SERVER) as reader:
-            sight = _sight(asked.who, reader)
+            sight = _sight(caller.principal, reader)
         if sight.hides(name):
             raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=SHOWN_ONLY)
         if scope == "samples" and not sight.is_close(name):
@@ -149,20 +151,20 @@ class Reads:
     def names(self) -> list[str]:
         return list(self._root.lanes())
 
-    def lanes(self, asked: Caller) -> run_schemas.Lanes:
-        rows = [self.lane_row(name, asked.who) for name in self.names()]
+    def lanes(self, caller: Caller) -> run_schemas.Lanes:
+        rows = [self.lane_row(name, caller.principal) for name in self.names()]
         return run_schemas.Lanes.model_validate({"items": rows, "as_of_seq": None})
 
-    def lane(self, asked: Caller, lane: str) -> run_schemas.Lane | run_schemas.NewLane:
-        row = self.lane_row(lane, asked.who)
+    def lane(self, caller: Caller, lane: str) -> run_schemas.Lane | run_schemas.NewLane:
+        row = self.lane_row(lane, caller.principal)
         return (run_schemas.NewLane if row["state"] == "unknown" else run_schemas.Lane).model_validate(row)
 
-    def lane_row(self, lane: str, who: Who | None) -> dict[str, Any]:
+    def lane_row(self, lane: str, principal: Principal | None) -> dict[str, Any]:
         """What is said of one lane; with a banner alone where it has no index."""
         folder, _ = self.folders(lane)
         more = {"takes_submissions": self._root.takes_submissions(folder)}
         try:
-            with self.open(lane, who) as reader:
+            with self.open(lane, principal) as reader:
                 return {**self._lane_of(lane, reader), "banner": self._trouble(folder), **more}
         except ProblemError as problem:
             return {"name": lane, "state": "unknown", "banner": problem.detail, "is_indexing": True, **more}
@@ -185,10 +187,10 @@ class Reads:
             **shown,
         }
 
-    def health(self, asked: Caller) -> run_schemas.Health:
-        if asked.who is None:
+    def health(self, caller: Caller) -> run_schemas.Health:
+        if caller.principal is None:
             return run_schemas.Health(ok=True)
-        rows = (self.lane_row(name, asked.who) for name in self.names())
+        rows = (self.lane_row(name, caller.principal) for name in self.names())
         lanes = {
             row["name"]: run_schemas.LaneHealth(
                 up=row["state"] == "running",
@@ -200,30 +202,30 @@ class Reads:
         }
         return run_schemas.Health(ok=True, lanes=lanes)
 
-    def devices(self, asked: Caller, lane: str) -> run_schemas.Listed[run_schemas.Device]:
-        with self.open(lane, asked.who) as reader:
+    def devices(self, caller: Caller, lane: str) -> run_schemas.Listed[run_schemas.Device]:
+        with self.open(lane, caller.principal) as reader:
             rows = reader.rows("SELECT json FROM device ORDER BY place")
             items = [run_schemas.Device.model_validate_json(text) for (text,) in rows]
             return run_schemas.Listed[run_schemas.Device](items=items, as_of_seq=reader.seq)
 
-    def alerts(self, asked: Caller, lane: str) -> run_schemas.Listed[run_schemas.Alert]:
-        with self.open(lane, asked.who) as reader:
+    def alerts(self, caller: Caller, lane: str) -> run_schemas.Listed[run_schemas.Alert]:
+        with self.open(lane, caller.principal) as reader:
             items = with_acknowledged(self.folders(lane)[0], reader.facts["alerts"])
             return run_schemas.Listed[run_schemas.Alert].model_validate({"items": items, "as_of_seq": reader.seq})
 
-    def acknowledge(self, asked: Caller, lane: str, body: run_schemas.Acknowledge) -> run_schemas.AlertsSeen:
+    def acknowledge(self, caller: Caller, lane: str, body: run_schemas.Acknowledge) -> run_schemas.AlertsSeen:
         """Say of a rule's alerts that they were seen; answers them."""
-        with self.open(lane, asked.who) as reader:
+        with self.open(lane, caller.principal) as reader:
             alerts = reader.facts["alerts"]
-        by = asked.who.user if asked.who else ""
+        by = caller.principal.user if caller.principal else ""
         try:
             items = acknowledge(self.folders(lane)[0], alerts, rule=body.rule, pipeline=body.pipeline, by=by)
         except UserError as error:
             raise ProblemError(409, str(error)) from None
         return run_schemas.AlertsSeen.model_validate({"items": items})
 
-    def events(self, asked: Caller, lane: str, limit: Limit = 100) -> run_schemas.Listed[run_schemas.Happening]:
-        with self.open(lane, asked.who) as reader:
+    def events(self, caller: Caller, lane: str, limit: Limit = 100) -> run_schemas.Listed[run_schemas.Happening]:
+        with self.open(lane, caller.principal) as reader:
             rows = reader.rows("SELECT json FROM instant ORDER BY number DESC LIMIT ?", limit)
             items = [run_schemas.Happening.model_validate_json(text) for (text,) in rows]
             return run_schemas.Listed[run_schemas.Happening](items=items, as_of_seq=reader.seq)
@@ -232,7 +234,7 @@ class Reads:
 
     def pipelines(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: Line = None,
         status: Words = "",
         name: Line = None,
@@ -245,7 +247,7 @@ class Reads:
         as_of = {}
         for one in names:
             try:
-                with self.open(one, asked.who) as reader:
+                with self.open(one, caller.principal) as reader:
                     as_of[one] = reader.seq
                     found = reader.rows("SELECT json FROM pipeline ORDER BY place")
             except ProblemError:
@@ -264,8 +266,8 @@ class Reads:
             as_of_seq=as_of.get(names[0]) if len(names) == 1 else None,
         )
 
-    def pipeline(self, asked: Caller, lane: str, name: str) -> run_schemas.Detail:
-        with self.open(lane, asked.who) as reader:
+    def pipeline(self, caller: Caller, lane: str, name: str) -> run_schemas.Detail:
+        with self.open(lane, caller.principal) as reader:
             row, detail = self._pipeline(reader, name)
             stages: dict[str, float] = {}
             for (text,) in reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL", name):
@@ -291,16 +293,16 @@ class Reads:
             raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=accepted)
         return json.loads(found[0][0]), json.loads(found[0][1])
 
-    def compare(self, asked: Caller, of: Annotated[list[str], _TWO]) -> run_schemas.Compared:
-        rows, plans, sums = zip(*(self._compared(asked, *_place_of(one)) for one in of), strict=True)
+    def compare(self, caller: Caller, of: Annotated[list[str], _TWO]) -> run_schemas.Compared:
+        rows, plans, sums = zip(*(self._compared(caller, *_place_of(one)) for one in of), strict=True)
         found = identity(plans, sums)
         return run_schemas.Compared.model_validate({"items": rows, "identity": {**asdict(found), "says": str(found)}})
 
     def _compared(
-        self, asked: Asked, lane: str, name: str
+        self, caller: CallerContext, lane: str, name: str
     ) -> tuple[dict[str, Any], str | None, dict[int, dict[str, str]]]:
         """(row, plan, sums of the weights by step and key) of one pipeline."""
-        with self.open(lane, asked.who) as reader:
+        with self.open(lane, caller.principal) as reader:
             row, detail = self._pipeline(reader, name)
             found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
         rows = {int(step): json.loads(text) for step, text in found}
@@ -309,7 +311,7 @@ class Reads:
 
     def steps(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         name: str,
         first: Annotated[int, Query(alias="from", ge=0, le=2**31)] = 0,
@@ -317,7 +319,7 @@ class Reads:
         limit: Annotated[int, Query(ge=1, le=1000)] = 200,
         cursor: Cursor = 0,
     ) -> run_schemas.Page[run_schemas.Step]:
-        with self.open(lane, asked.who) as reader:
+        with self.open(lane, caller.principal) as reader:
             self._pipeline(reader, name)
             found = reader.rows(
                 "SELECT step, json FROM step WHERE pipeline = ? AND step BETWEEN ? AND ? AND json IS NOT NULL "
@@ -335,14 +337,14 @@ class Reads:
 
     def metrics(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         name: str,
         names: Words = "",
         x: Literal["step", "time_s"] = "step",
         points: Annotated[int | None, Query(ge=2, le=4000)] = None,
     ) -> run_schemas.Metrics:
-        with self.open(lane, asked.who) as reader:
+        with self.open(lane, caller.principal) as reader:
             _, detail = self._pipeline(reader, name)
             found = reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step", name)
             as_of_seq = reader.seq
@@ -359,14 +361,14 @@ class Reads:
 
     def logs(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         name: str,
         offset: Annotated[int, Query(ge=-(2**53), le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_SEARCHED_BYTES)] = 65536,
         grep: Line = None,
     ) -> run_schemas.Log:
-        path = self.folder_of(asked) / LOG_FILE
+        path = self.folder_of(caller) / LOG_FILE
         limit = min(limit, MAX_SEARCHED_BYTES if grep else MAX_LOG_BYTES)
         try:
             with path.open("rb") as file:
@@ -387,17 +389,17 @@ class Reads:
             is_end=offset + len(data) >= size,
         )
 
-    def folder_of(self, asked: Asked) -> Path:
+    def folder_of(self, caller: CallerContext) -> Path:
         """The folder of the address's pipeline. The name is one of the log's: no path that a caller made up."""
-        lane, name = asked.path["lane"], asked.path["name"]
-        with self.open(lane, asked.who) as reader:
+        lane, name = caller.path["lane"], caller.path["name"]
+        with self.open(lane, caller.principal) as reader:
             self._pipeline(reader, name)
         return self.folders(lane)[0] / name
 
 
-def _sight(who: Who | None, whole: IndexReader) -> Sight:
+def _sight(principal: Principal | None, whole: IndexReader) -> Sight:
     rows = whole.rows("SELECT json FROM pipeline ORDER BY place")
-    return Sight(who or NOBODY, (json.loads(text) for (text,) in rows))
+    return Sight(principal or ANONYMOUS, (json.loads(text) for (text,) in rows))
 
 
 def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:

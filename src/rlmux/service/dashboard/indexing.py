@@ -77,16 +77,16 @@ class Indexing:
                 assert process.stdout is not None
                 for line in process.stdout:
                     wait_s = 1.0
-                    self._hear(line)
+                    self._handle_line(line)
             self._process = None
             self._is_down = not self._is_closed.is_set()
             if self._is_closed.wait(wait_s):
                 return
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    def _hear(self, line: str) -> None:
-        said = json.loads(line)
-        if said["trouble"] is None:
-            self._trouble.pop(said["folder"], None)
+    def _handle_line(self, line: str) -> None:
+        report = json.loads(line)
+        if report["trouble"] is None:
+            self._trouble.pop(report["folder"], None)
         else:
-            self._trouble[said["folder"]] = said["trouble"]
+            self._trouble[report["folder"]] = report["trouble"]

@@ -8,16 +8,16 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from rlmux.service.dashboard.auth.access import Who
+from rlmux.service.dashboard.auth.access import Principal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CallerContext:
     """One request that was let in."""
 
     path: Mapping[str, str]
     """Parts of the address that have a name."""
-    who: Who | None
+    principal: Principal | None
     address: str
     """Network address of the caller."""
     headers: Mapping[str, str]
@@ -27,12 +27,12 @@ class Asked:
     """Whether the caller's end speaks TLS, to this server or to a proxy before it."""
 
 
-async def _asked(request: Request) -> Asked:
-    asked: Asked = request.state.asked
-    return asked
+async def _caller_context(request: Request) -> CallerContext:
+    caller: CallerContext = request.state.caller
+    return caller
 
 
-Caller = Annotated[Asked, Depends(_asked)]
+Caller = Annotated[CallerContext, Depends(_caller_context)]
 """What a handler takes to know who asks."""
 Limit = Annotated[int, Query(ge=1, le=500)]
 Cursor = Annotated[int, Query(ge=0, le=2**53)]

@@ -76,28 +76,28 @@ def invalid(error: RequestValidationError, route: APIRoute) -> ProblemError:
     """The first thing that FastAPI found wrong with a request; with its path, a 404."""
     first = error.errors()[0]
     place, *names = first["loc"]
-    name, says = ".".join(map(str, names)), first["msg"].removeprefix("Value error, ")
+    name, message = ".".join(map(str, names)), first["msg"].removeprefix("Value error, ")
     if place == "body":
-        return _invalid_body(first, name or "body", says, route)
+        return _invalid_body(first, name or "body", message, route)
     fields = route.dependant.query_params if place == "query" else route.dependant.path_params
     field = next(one for one in fields if one.alias == names[0])
     wrong = f"{name} is missing" if first["type"] == "missing" else f"{name} is {str(first['input'])[:80]!r}"
-    accepted = _accepted(field.field_info) or says
+    accepted = _accepted(field.field_info) or message
     if place == "path":
         return ProblemError(404, wrong, accepted=accepted)
     return ProblemError(400, wrong, where=f"?{names[0]}", accepted=accepted)
 
 
-def _invalid_body(first: Any, name: str, says: str, route: APIRoute) -> ProblemError:
+def _invalid_body(first: Any, name: str, message: str, route: APIRoute) -> ProblemError:
     assert route.body_field is not None
     shape = route.body_field.field_info.annotation
     fields = ", ".join(getattr(shape, "model_fields", {})) or "{}"
     if first["type"] == "extra_forbidden":
         return ProblemError(400, f"no field {name[:80]!r}", where="body", accepted=fields)
     if name == "body":
-        return ProblemError(400, f"the body is wrong: {says}", where=name, accepted=f"an object with {fields}")
+        return ProblemError(400, f"the body is wrong: {message}", where=name, accepted=f"an object with {fields}")
     wrong = f"{name} is missing" if first["type"] == "missing" else f"{name} is {str(first['input'])[:80]!r}"
-    return ProblemError(400, wrong, where=name, accepted=says)
+    return ProblemError(400, wrong, where=name, accepted=message)
 
 
 def _accepted(field: FieldInfo) -> str:

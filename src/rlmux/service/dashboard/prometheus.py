@@ -77,8 +77,8 @@ class Scrape(Collector):
         """Note one answered request. `route`: the address in the table, not the one that was asked for."""
         self._requests.labels(route, str(status)).observe(seconds)
 
-    def answer(self, asked: Caller) -> PlainTextResponse:
-        encode, media_type = choose_encoder(asked.headers.get("accept", ""))
+    def answer(self, caller: Caller) -> PlainTextResponse:
+        encode, media_type = choose_encoder(caller.headers.get("accept", ""))
         headers = {"Cache-Control": "no-store", "Content-Type": media_type}
         return PlainTextResponse(encode(self._registry), headers=headers)
 
@@ -108,41 +108,41 @@ class _Families:
     def __init__(self) -> None:
         self._made: dict[str, Metric] = {}
 
-    def gauge(self, name: str, says: str, value: float | None, **labels: str) -> None:
+    def gauge(self, name: str, help_text: str, value: float | None, **labels: str) -> None:
         """Nothing where there is no value."""
-        self._add(GaugeMetricFamily, name, says, value, labels)
+        self._add(GaugeMetricFamily, name, help_text, value, labels)
 
-    def counter(self, name: str, says: str, value: float | None, **labels: str) -> None:
-        self._add(CounterMetricFamily, name, says, value, labels)
+    def counter(self, name: str, help_text: str, value: float | None, **labels: str) -> None:
+        self._add(CounterMetricFamily, name, help_text, value, labels)
 
     def every(self) -> Iterator[Metric]:
         yield from self._made.values()
 
-    def _add(self, family: Any, name: str, says: str, value: float | None, labels: dict[str, str]) -> None:
+    def _add(self, family: Any, name: str, help_text: str, value: float | None, labels: dict[str, str]) -> None:
         if value is not None:
-            made = self._made.setdefault(name, family(name, says, labels=list(labels)))
+            made = self._made.setdefault(name, family(name, help_text, labels=list(labels)))
             made.add_metric(list(labels.values()), float(value))  # type: ignore[attr-defined]
 
 
 def _add_lane(families: _Families, row: dict[str, Any]) -> None:
     lane = row["name"]
-    for name, (key, says) in _OF_LANE.items():
-        families.gauge(name, says, row[key], lane=lane)
-    for name, (key, says) in _COUNTED.items():
-        families.counter(name, says, row[key], lane=lane)
+    for name, (key, help_text) in _OF_LANE.items():
+        families.gauge(name, help_text, row[key], lane=lane)
+    for name, (key, help_text) in _COUNTED.items():
+        families.counter(name, help_text, row[key], lane=lane)
     for status, num in row["pipelines"].items():
         families.gauge("rlmux_pipelines", "Pipelines by status", num, lane=lane, status=status)
 
 
 def _add_devices(families: _Families, lane: str, reader: IndexReader) -> None:
     for sums in reader.facts["settled"]:
-        says = "Device-seconds by what they went to, up to where nothing changes any more"
+        help_text = "Device-seconds by what they went to, up to where nothing changes any more"
         labels = {key: sums[key] for key in ("pool", "kind", "cause")}
-        families.counter("rlmux_device_seconds", says, sums["seconds"], lane=lane, **labels)
+        families.counter("rlmux_device_seconds", help_text, sums["seconds"], lane=lane, **labels)
     for (text,) in reader.rows("SELECT json FROM device ORDER BY place"):
         device = json.loads(text)
-        says = "Whether the device computes now"
-        families.gauge("rlmux_device_busy", says, device["kind"] == Kind.BUSY, lane=lane, device=device["id"])
+        help_text = "Whether the device computes now"
+        families.gauge("rlmux_device_busy", help_text, device["kind"] == Kind.BUSY, lane=lane, device=device["id"])
 
 
 def _add_alerts(families: _Families, lane: str, reader: IndexReader) -> None:
@@ -159,8 +159,8 @@ def _add_pipelines(families: _Families, lane: str, reader: IndexReader) -> None:
         if row["status"] != "running" and not is_recent:
             continue
         labels = {"lane": lane, "pipeline": row["name"]}
-        for name, (key, says) in _OF_PIPELINE.items():
-            families.gauge(name, says, row[key], **labels)
+        for name, (key, help_text) in _OF_PIPELINE.items():
+            families.gauge(name, help_text, row[key], **labels)
         last = _last_metrics(reader, row["name"])
         for key in _OF_LAST_STEP:
             families.gauge(f"rlmux_pipeline_{key}", f"{key} of the last published step", last.get(key), **labels)

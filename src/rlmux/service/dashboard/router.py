@@ -37,8 +37,8 @@ from starlette.responses import JSONResponse, Response
 from rlmux.core.errors import LogError
 from rlmux.service.addresses import PROXY_USER
 from rlmux.service.dashboard.audit import Audit
-from rlmux.service.dashboard.auth.access import Access, Who
-from rlmux.service.dashboard.parameters import Asked
+from rlmux.service.dashboard.auth.access import Access, Principal
+from rlmux.service.dashboard.parameters import CallerContext
 from rlmux.service.dashboard.problems import PROBLEMS, ProblemError, invalid, of_storage, unwritten
 from rlmux.service.index.store import dumps
 
@@ -49,37 +49,37 @@ _MAX_JSON_DEPTH = 32
 
 Observe = Callable[[str, int, float], None]
 """Told of each answer: the address in the table, the status, the seconds until it began."""
-Answer = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
-class Shown(Protocol):
+class VisibilityFilter(Protocol):
     """Decides what a caller is shown."""
 
-    def check_seen(self, asked: Asked, scope: str | None) -> None:
+    def check_visible(self, caller: CallerContext, scope: str | None) -> None:
         """Raises ProblemError where the caller may not see what the address names. `scope`: what it needs."""
 
-    def mask(self, asked: Asked, value: Any) -> Any:
+    def mask(self, caller: CallerContext, value: Any) -> Any:
         """An answer's JSON, or a text of it, without names that the caller is not shown."""
 
 
 class LongWork:
     """Answers that may take long: some at once, which leaves other requests their threads, and some that wait."""
 
-    def __init__(self, *, at_once: int, waiting: int) -> None:
-        self._at_once = at_once
-        self._waiting = waiting
-        self._room = asyncio.Semaphore(at_once)
+    def __init__(self, *, max_running: int, max_waiting: int) -> None:
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._room = asyncio.Semaphore(max_running)
         self._num = 0
 
-    async def run(self, answer: Callable[..., Any], *asked: Any) -> Any:
+    async def run(self, answer: Callable[..., Any], *caller: Any) -> Any:
         """Call it in a thread. Raises ProblemError where too many wait already. To be used on one event loop."""
-        if self._num >= self._at_once + self._waiting:
-            told = f"{self._at_once} at once, {self._waiting} waiting"
-            raise ProblemError(429, "too many such requests are being answered", accepted=told, again_s=5)
+        if self._num >= self._max_running + self._max_waiting:
+            response = f"{self._max_running} at once, {self._max_waiting} waiting"
+            raise ProblemError(429, "too many such requests are being answered", accepted=response, again_s=5)
         self._num += 1
         try:
             async with self._room:
-                return await run_in_threadpool(answer, *asked)
+                return await run_in_threadpool(answer, *caller)
         finally:
             self._num -= 1
 
@@ -137,10 +137,10 @@ class Address:
         run, answer = self.long_work.run, self.answer
 
         @functools.wraps(answer)
-        async def waits(**given: Any) -> Any:
+        async def run_as_long_work(**given: Any) -> Any:
             return await run(functools.partial(answer, **given))
 
-        return waits
+        return run_as_long_work
 
 
 SECURITY: list[Any] = [{"token": []}, {"session": []}]
@@ -155,7 +155,7 @@ def post(path: str, answer: Callable[..., Any], summary: str, **more: Any) -> Ad
     return Address(method="POST", path=path, answer=answer, summary=summary, **more)
 
 
-class Door:
+class ApiRouter:
     """Makes a router of the table."""
 
     def __init__(
@@ -163,7 +163,7 @@ class Door:
         access: Access,
         port: int,
         observe: Observe,
-        shown: Shown,
+        shown: VisibilityFilter,
         audit: Audit | None = None,
     ) -> None:
         """`port`: the server's. `audit`: is told of every request that may have an effect; None: nothing is kept."""
@@ -189,108 +189,108 @@ class Door:
 
         return Route
 
-    def _answering(self, address: Address, route: APIRoute, answer: Answer) -> Answer:
+    def _answering(self, address: Address, route: APIRoute, answer: RouteHandler) -> RouteHandler:
         async def respond(request: Request) -> Response:
-            begun_s = time.monotonic()
-            line, told = await answered(request)
-            told = await run_in_threadpool(self._ended, request, line, told)
-            self._observe(address.path, told.status_code, time.monotonic() - begun_s)
-            return told
+            started_s = time.monotonic()
+            line, response = await respond_to_admitted(request)
+            response = await run_in_threadpool(self._record_outcome, request, line, response)
+            self._observe(address.path, response.status_code, time.monotonic() - started_s)
+            return response
 
-        async def answered(request: Request) -> tuple[str | None, Response]:
+        async def respond_to_admitted(request: Request) -> tuple[str | None, Response]:
             """(the request's line in the audit, or None; what is answered)."""
-            asked = line = None
+            caller = line = None
             try:
-                asked = request.state.asked = self._let_in(address, request)
+                caller = request.state.caller = self._admit(address, request)
                 _check_query(route, request)
                 if request.method not in _SAFE and address.takes == JSON:
                     _check_json(await request.body())
-                await run_in_threadpool(self._shown.check_seen, asked, address.scope)
-                line = await run_in_threadpool(self._begin, request)
-                told = await answer(request)
-                return line, _tagged(request, await run_in_threadpool(self._masked, asked, told))
+                await run_in_threadpool(self._shown.check_visible, caller, address.scope)
+                line = await run_in_threadpool(self._record_start, request)
+                response = await answer(request)
+                return line, _tagged(request, await run_in_threadpool(self._masked, caller, response))
             except RequestValidationError as error:
                 return line, invalid(error, route).response(request.url.path)
             except ProblemError as problem:
-                if asked is not None and problem.status != 404:  # that says the caller's own word, and nothing else
-                    problem.detail = await run_in_threadpool(self._shown.mask, asked, problem.detail)
-                    problem.accepted = await run_in_threadpool(self._shown.mask, asked, problem.accepted)
+                if caller is not None and problem.status != 404:  # that says the caller's own word, and nothing else
+                    problem.detail = await run_in_threadpool(self._shown.mask, caller, problem.detail)
+                    problem.accepted = await run_in_threadpool(self._shown.mask, caller, problem.accepted)
                 return line, problem.response(request.url.path)
             except (LogError, sqlite3.Error, OSError) as error:
                 return line, of_storage(error).response(request.url.path)
 
         return respond
 
-    def _masked(self, asked: Asked, told: Response) -> Response:
-        if asked.who is None or asked.who.sees_all or told.media_type != JSON or not told.body:
-            return told
-        told.body = dumps(self._shown.mask(asked, json.loads(bytes(told.body)))).encode()
-        told.headers["Content-Length"] = str(len(told.body))
-        return told
+    def _masked(self, caller: CallerContext, response: Response) -> Response:
+        if caller.principal is None or caller.principal.sees_all or response.media_type != JSON or not response.body:
+            return response
+        response.body = dumps(self._shown.mask(caller, json.loads(bytes(response.body)))).encode()
+        response.headers["Content-Length"] = str(len(response.body))
+        return response
 
-    def _begin(self, request: Request) -> str | None:
+    def _record_start(self, request: Request) -> str | None:
         """Write down a request that may have an effect; returns its line. Raises ProblemError where that cannot be."""
         if self._audit is None or request.method in _SAFE:
             return None
         try:
-            return self._audit.begin(**self._caller(request))
+            return self._audit.begin(**self._audit_fields(request))
         except OSError as error:
             raise unwritten(error) from None
 
-    def _ended(self, request: Request, line: str | None, told: Response) -> Response:
+    def _record_outcome(self, request: Request, line: str | None, response: Response) -> Response:
         """The answer, once what came of the request is written down, or that it was refused."""
         if self._audit is None:
-            return told
+            return response
         if line is not None:
-            self._audit.end(line, told.status_code, user=getattr(request.state, "user", ""))
+            self._audit.end(line, response.status_code, user=getattr(request.state, "user", ""))
         elif request.method not in _SAFE:
             try:
-                self._audit.refused(told.status_code, **self._caller(request))
+                self._audit.refused(response.status_code, **self._audit_fields(request))
             except OSError as error:
                 return unwritten(error).response(request.url.path)
-        elif told.status_code in (401, 403):
-            self._audit.refused_read(told.status_code, **self._caller(request))
-        return told
+        elif response.status_code in (401, 403):
+            self._audit.refused_read(response.status_code, **self._audit_fields(request))
+        return response
 
-    def _caller(self, request: Request) -> dict[str, str]:
-        who, _, is_bearer = self._who(request)
-        by = "token" if is_bearer else "session" if who and who.is_session else "proxy"
+    def _audit_fields(self, request: Request) -> dict[str, str]:
+        principal, _, is_bearer = self._authenticate(request)
+        by = "token" if is_bearer else "session" if principal and principal.is_session else "proxy"
         return {
-            "user": who.user if who else "",
-            "by": by if who else "",
-            "token": who.token if who else "",
+            "user": principal.user if principal else "",
+            "by": by if principal else "",
+            "token": principal.token if principal else "",
             "address": request.client.host if request.client else "",
             "method": request.method,
             "path": request.url.path,
         }
 
-    def _let_in(self, address: Address, request: Request) -> Asked:
-        caller = request.client.host if request.client else ""
-        who, cookie, is_bearer = self._who(request)
-        if not self._access.may_ask(who.key if who else f"address {caller}"):
+    def _admit(self, address: Address, request: Request) -> CallerContext:
+        client_host = request.client.host if request.client else ""
+        principal, cookie, is_bearer = self._authenticate(request)
+        if not self._access.is_within_rate(principal.key if principal else f"address {client_host}"):
             raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once", again_s=1)
         if request.method not in _SAFE:
             _check_origin(request, address.takes, is_bearer=is_bearer)
         if address.scope is not None:
-            if who is None:
+            if principal is None:
                 raise ProblemError(
                     401,
                     "who asks is not known",
                     where="Authorization",
                     accepted="Bearer TOKEN of admin.token, or a login",
                 )
-            if not who.may(address.scope):
+            if not principal.may(address.scope):
                 raise ProblemError(403, f"needs the scope {address.scope}", accepted=f"a token with {address.scope}")
-        return Asked(
+        return CallerContext(
             path=dict(request.path_params),
-            who=who,
-            address=caller,
+            principal=principal,
+            address=client_host,
             headers=request.headers,
             cookie=cookie,
             is_https=request.url.scheme == "https",
         )
 
-    def _who(self, request: Request) -> tuple[Who | None, str, bool]:
+    def _authenticate(self, request: Request) -> tuple[Principal | None, str, bool]:
         """(the caller, the session's secret, whether by token).
 
         A token that is wrong is not helped by a session that is good; a proxy's word is before that of a session.
@@ -376,16 +376,16 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _tagged(request: Request, told: Response) -> Response:
+def _tagged(request: Request, response: Response) -> Response:
     """The answer with its tag, or without a body where the caller has it already; one that is not kept is as it was."""
-    if told.status_code == 204 or told.headers.get("Cache-Control") == "no-store":
-        return told
-    tag = f'"{hashlib.sha256(told.body).hexdigest()[:24]}"'
-    told.headers["ETag"] = tag
-    told.headers["Vary"] = "Cookie, Authorization"  # what one user was told is not kept for the next
-    told.headers.setdefault("Cache-Control", "no-cache")
+    if response.status_code == 204 or response.headers.get("Cache-Control") == "no-store":
+        return response
+    tag = f'"{hashlib.sha256(response.body).hexdigest()[:24]}"'
+    response.headers["ETag"] = tag
+    response.headers["Vary"] = "Cookie, Authorization"  # what one user was told is not kept for the next
+    response.headers.setdefault("Cache-Control", "no-cache")
     given = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
-    if told.status_code == 200 and request.method in _SAFE and tag in given:
-        kept = {name: told.headers[name] for name in ("ETag", "Vary", "Cache-Control")}
+    if response.status_code == 200 and request.method in _SAFE and tag in given:
+        kept = {name: response.headers[name] for name in ("ETag", "Vary", "Cache-Control")}
         return Response(status_code=304, headers=kept)
-    return told
+    return response

@@ -12,7 +12,7 @@ from fastapi import Path, Query
 
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
 from rlmux.service.dashboard.handlers import Reads
-from rlmux.service.dashboard.parameters import Asked, Caller, Cursor, Line
+from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Line
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, get
 from rlmux.service.dashboard.schemas.timeline_schemas import Sample, Samples
@@ -38,7 +38,7 @@ class SampleReads:
 
     def find(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         name: str,
         step: Number = None,
@@ -53,19 +53,19 @@ class SampleReads:
     ) -> Samples:
         given = {"step": step, "prompt": prompt, "stop": stop, "least": least, "most": most, "text": text}
         filters = {key: value for key, value in given.items() if value is not None}
-        with self._open(asked) as reader:
+        with self._open(caller) as reader:
             return Samples.model_validate(page_of(reader, filters, sort=sort, at=cursor, limit=limit))
 
-    def one(self, asked: Caller, lane: str, name: str, step: Place, prompt: Place, sample: Place) -> Sample:
-        with self._open(asked) as reader:
+    def one(self, caller: Caller, lane: str, name: str, step: Place, prompt: Place, sample: Place) -> Sample:
+        with self._open(caller) as reader:
             found = whole_of(reader, step, prompt, sample)
         if found is None:
             raise ProblemError(404, "this trajectory was not kept", accepted="one of those that /samples lists")
         return Sample.model_validate(found)
 
-    def _open(self, asked: Asked) -> SampleReader:
-        name = asked.path["name"]
-        path = self._reads.folder_of(asked) / SAMPLES_NAME
+    def _open(self, caller: CallerContext) -> SampleReader:
+        name = caller.path["name"]
+        path = self._reads.folder_of(caller) / SAMPLES_NAME
         if not path.is_file():
             raise ProblemError(
                 404, f"no trajectories of {name} were kept", accepted="a pipeline of a run of this version"

@@ -22,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
 from rlmux.core.errors import LogError
-from rlmux.service.dashboard.auth.access import SERVER, Access, Who
+from rlmux.service.dashboard.auth.access import SERVER, Access, Principal
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller, Words, words_of
 from rlmux.service.dashboard.problems import ProblemError
@@ -155,8 +155,8 @@ class _Stream:
     """What one browser has been told."""
 
     topics: Topics
-    who: Who
-    told: dict[str, Mark] = field(default_factory=dict)
+    principal: Principal
+    sent: dict[str, Mark] = field(default_factory=dict)
 
 
 class Events(StreamingResponse):
@@ -174,21 +174,23 @@ class Streams:
         self._access = access
         self._num_by_caller: dict[str, int] = {}
 
-    async def stream(self, asked: Caller, topics: Words = _LANES) -> Events:
-        assert asked.who is not None
+    async def stream(self, caller: Caller, topics: Words = _LANES) -> Events:
+        assert caller.principal is not None
         wanted = Topics.parse(words_of(topics))
         for lane in sorted(wanted.lanes):
             await run_in_threadpool(self._reads.folders, lane)
-        own = self._num_by_caller.get(asked.who.key, 0)
+        own = self._num_by_caller.get(caller.principal.key, 0)
         if own >= MAX_OWN_STREAMS or self._watch.num_streams >= MAX_STREAMS:
             raise ProblemError(429, "too many streams", accepted=f"{MAX_OWN_STREAMS} a session, {MAX_STREAMS} in all")
-        seen = parse_id(asked.headers.get("last-event-id", ""))
-        events = self._events(wanted, seen, asked.who, asked.cookie)
+        seen = parse_id(caller.headers.get("last-event-id", ""))
+        events = self._events(wanted, seen, caller.principal, caller.cookie)
         return Events(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
-    async def _events(self, topics: Topics, seen: dict[str, int], who: Who, cookie: str) -> AsyncIterator[bytes]:
-        stream = _Stream(topics, who)
-        self._num_by_caller[who.key] = self._num_by_caller.get(who.key, 0) + 1
+    async def _events(
+        self, topics: Topics, seen: dict[str, int], principal: Principal, cookie: str
+    ) -> AsyncIterator[bytes]:
+        stream = _Stream(topics, principal)
+        self._num_by_caller[principal.key] = self._num_by_caller.get(principal.key, 0) + 1
         try:
             with self._watch.watching(topics):
                 await self._watch.look()
@@ -196,53 +198,53 @@ class Streams:
                 marks = dict(self._watch.marks)
                 hello = {lane: {"seq": mark.seq, "rev": mark.rev} for lane, mark in marks.items()}
                 for lane, mark in marks.items():
-                    stream.told[lane] = mark._replace(seq=min(mark.seq, seen.get(lane, mark.seq)))
-                yield _event("hello", {"lanes": hello}, stream.told)
+                    stream.sent[lane] = mark._replace(seq=min(mark.seq, seen.get(lane, mark.seq)))
+                yield _event("hello", {"lanes": hello}, stream.sent)
                 while True:
-                    now = self._access.again(who, cookie)
+                    now = self._access.renewed(principal, cookie)
                     if now is None or not now.may("read"):
-                        yield _event("bye", {"reason": "you may read no more"}, stream.told)
+                        yield _event("bye", {"reason": "you may read no more"}, stream.sent)
                         return
-                    stream.who = now
+                    stream.principal = now
                     for data in await run_in_threadpool(self._changes, stream, dict(self._watch.marks)):
                         yield data
                     if self._watch.is_closed:
-                        yield _event("bye", {"reason": "the server ends"}, stream.told)
+                        yield _event("bye", {"reason": "the server ends"}, stream.sent)
                         return
                     news = self._watch.marks
                     await self._watch.wait()
                     if self._watch.marks is news:
                         yield b": still here\n\n"
         finally:
-            self._num_by_caller[who.key] -= 1
-            if not self._num_by_caller[who.key]:
-                del self._num_by_caller[who.key]
+            self._num_by_caller[principal.key] -= 1
+            if not self._num_by_caller[principal.key]:
+                del self._num_by_caller[principal.key]
 
     def _changes(self, stream: _Stream, marks: dict[str, Mark]) -> list[bytes]:
         """Events for all that changed since the last; runs in a thread."""
         found: list[bytes] = []
         for lane, mark in marks.items():
-            told = stream.told.get(lane)
-            if told == mark:
+            sent = stream.sent.get(lane)
+            if sent == mark:
                 continue
-            since = told.seq if told is not None else 0
-            events = self._changes_of(lane, stream.who, stream.topics, told, mark, since)
-            stream.told[lane] = mark
+            since = sent.seq if sent is not None else 0
+            events = self._changes_of(lane, stream.principal, stream.topics, sent, mark, since)
+            stream.sent[lane] = mark
             found += [_event(name, value) for name, value in events[:-1]]
-            found += [_event(name, value, stream.told) for name, value in events[-1:]]
+            found += [_event(name, value, stream.sent) for name, value in events[-1:]]
         return found
 
     def _changes_of(
-        self, lane: str, who: Who, topics: Topics, told: Mark | None, mark: Mark, since: int
+        self, lane: str, principal: Principal, topics: Topics, sent: Mark | None, mark: Mark, since: int
     ) -> list[tuple[str, dict[str, Any]]]:
         events: list[tuple[str, dict[str, Any]]] = []
         if topics.has_lanes:
-            events.append(("lane", self._reads.lane_row(lane, who)))
+            events.append(("lane", self._reads.lane_row(lane, principal)))
         if lane not in topics.lanes:
             return events
-        if told is None or told.rev != mark.rev:
+        if sent is None or sent.rev != mark.rev:
             return [*events, ("reset", {"lane": lane, "reason": "the index was made anew"})]
-        with contextlib.suppress(ProblemError), self._reads.open(lane, who) as reader:
+        with contextlib.suppress(ProblemError), self._reads.open(lane, principal) as reader:
             rows = reader.rows("SELECT name, json FROM pipeline WHERE seq > ? ORDER BY place", since)
             for name, text in rows:
                 if lane in topics.pipelines or (lane, name) in topics.details:
@@ -263,15 +265,15 @@ class Streams:
                 facts = reader.facts
                 keys = {"seq": "seq", "rev": "rev", "start_s": "start_s", "end_s": "end_s", "open_from": "open_from_s"}
                 shown = {key: facts[name] for key, name in keys.items()}
-                is_next = told.seq == since
+                is_next = sent.seq == since
                 changed_from_s = facts["changed_from_s"] if is_next else facts["start_s"]
                 events.append(("timeline", {"lane": lane, **shown, "changed_from": changed_from_s}))
         return events
 
 
-def _event(name: str, value: Any, told: Mapping[str, Mark] | None = None) -> bytes:
-    """`told`: given with the last of the events that belong together: a reader comes back with the last id it got."""
-    id_ = ",".join(f"{quote(lane, safe='')}={mark.seq}" for lane, mark in (told or {}).items())
+def _event(name: str, value: Any, sent: Mapping[str, Mark] | None = None) -> bytes:
+    """`sent`: given with the last of the events that belong together: a reader comes back with the last id it got."""
+    id_ = ",".join(f"{quote(lane, safe='')}={mark.seq}" for lane, mark in (sent or {}).items())
     return format_sse_event(data_str=dumps(value), event=name, id=id_ or None)
 
 

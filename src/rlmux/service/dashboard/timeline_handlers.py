@@ -62,8 +62,8 @@ class TimelineReads:
             get(f"{_ADDRESS}/gap", self.gap, "One moment of a device"),
         )
 
-    def timeline(self, asked: Caller, lane: str) -> Timeline:
-        with self._reads.open(lane, asked.who) as reader:
+    def timeline(self, caller: Caller, lane: str) -> Timeline:
+        with self._reads.open(lane, caller.principal) as reader:
             facts = reader.facts
             (num,) = reader.rows("SELECT count(*) FROM chunk")[0]
             devices = reader.rows("SELECT json FROM device ORDER BY place")
@@ -88,14 +88,14 @@ class TimelineReads:
 
     def tiles(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         t0: Seconds = None,
         t1: Seconds = None,
         rev: Rev = None,
         level: Annotated[int, Query(ge=0, le=len(LEVELS) - 1)] = 0,
     ) -> Binary:
-        with self._reads.open(lane, asked.who) as reader:
+        with self._reads.open(lane, caller.principal) as reader:
             start_s, end_s = _window(t0, t1, reader)
             width_s = LEVELS[level]
             first, last = math.floor(start_s / width_s), math.ceil(end_s / width_s)
@@ -113,18 +113,18 @@ class TimelineReads:
                 "num_buckets": num,
                 "num_devices": planes.busy.shape[0],
             }
-            return _told(_packed(header, planes.to_bytes()), rev, reader, last * width_s)
+            return _binary(_packed(header, planes.to_bytes()), rev, reader, last * width_s)
 
     def intervals(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         t0: Seconds = None,
         t1: Seconds = None,
         rev: Rev = None,
         device: Devices = None,
     ) -> Binary:
-        with self._reads.open(lane, asked.who) as reader:
+        with self._reads.open(lane, caller.principal) as reader:
             start_s, end_s = _window(t0, t1, reader)
             found = _of_devices(reader.intervals(start_s, end_s), device, reader)
             if len(found) > MAX_INTERVALS:
@@ -136,35 +136,35 @@ class TimelineReads:
                 )
             columns, data = _columns(found)
             header = {**_header(reader, start_s, end_s), **_names(), "count": len(found), "columns": columns}
-            return _told(_packed(header, data), rev, reader, end_s)
+            return _binary(_packed(header, data), rev, reader, end_s)
 
     def measure(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         t0: Seconds = None,
         t1: Seconds = None,
         rev: Rev = None,
         device: Devices = None,
     ) -> Measured:
-        with self._reads.open(lane, asked.who) as reader:
+        with self._reads.open(lane, caller.principal) as reader:
             start_s, end_s = _window(t0, t1, reader)
             found = without_overlaps(_of_devices(reader.intervals(start_s, end_s), device, reader))
             items = charges(_sums(found, start_s, end_s, reader.facts["pipelines"]))
             device_s = math.fsum(float(item["seconds"]) for item in items)
-            told = {"t0": start_s, "t1": end_s, "device_s": device_s, "items": items, "as_of_seq": reader.seq}
-            return Measured.model_validate(told)
+            measured = {"t0": start_s, "t1": end_s, "device_s": device_s, "items": items, "as_of_seq": reader.seq}
+            return Measured.model_validate(measured)
 
     # ------------------------------------------------------------------ one moment of one device
 
     def gap(
         self,
-        asked: Caller,
+        caller: Caller,
         lane: str,
         device: Annotated[str, Query(max_length=512, description="an id of a device")],
         t: Annotated[float, SECONDS],
     ) -> Gap:
-        with self._reads.open(lane, asked.who) as reader:
+        with self._reads.open(lane, caller.principal) as reader:
             at_s, devices = t, reader.facts["devices"]
             place = _device(device, reader)
             here = reader.intervals(at_s, np.nextafter(at_s, math.inf))
@@ -361,7 +361,7 @@ def _packed(header: Mapping[str, Any], data: bytes) -> bytes:
     return struct.pack("<I", len(text)) + text + data
 
 
-def _told(data: bytes, rev: int | None, reader: IndexReader, until_s: float) -> Binary:
+def _binary(data: bytes, rev: int | None, reader: IndexReader, until_s: float) -> Binary:
     """The answer, which is kept for good where the same address never has another one."""
     open_from_s = reader.facts["open_from_s"]
     is_settled = open_from_s is None or until_s <= open_from_s

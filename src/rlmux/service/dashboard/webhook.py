@@ -62,9 +62,9 @@ class Webhook:
         self._opener = _opener(self._url)
         self._body = body_of(webhook)
         self._now_s = now_s
-        self._told: dict[Key, dict[str, Any]] = {}
+        self._notified: dict[Key, dict[str, Any]] = {}
         self._dropped: set[Key] = set()
-        """Keys of `_told` that were not delivered: their ends are not sent either."""
+        """Keys of `_notified` that were not delivered: their ends are not sent either."""
         self._tries: dict[tuple[Key, str], tuple[int, float]] = {}
         """(number of tries, time of the next) of each message that was not taken, by alert and state."""
         self._is_reachable = True
@@ -89,8 +89,8 @@ class Webhook:
     def look(self) -> None:
         """Send what has changed since the last look."""
         firing = self._firing()
-        began = [(key, "firing", alert) for key, alert in firing.items() if key not in self._told]
-        ended = [(key, "resolved", alert) for key, alert in self._told.items() if key not in firing]
+        began = [(key, "firing", alert) for key, alert in firing.items() if key not in self._notified]
+        ended = [(key, "resolved", alert) for key, alert in self._notified.items() if key not in firing]
         messages = [(key, state, alert) for key, state, alert in [*began, *ended] if self._is_due(key, state)]
         self._tries = {one: each for one, each in self._tries.items() if (one[0] in firing) == (one[1] == "firing")}
         for key, state, alert in messages[:_MAX_AT_ONCE]:
@@ -119,10 +119,10 @@ class Webhook:
     def _note(self, key: Key, state: str, alert: dict[str, Any], *, is_dropped: bool) -> None:
         """The message was taken, or dropped."""
         if state == "resolved":
-            del self._told[key]
+            del self._notified[key]
             self._dropped.discard(key)
             return
-        self._told[key] = alert
+        self._notified[key] = alert
         if is_dropped:
             self._dropped.add(key)
 
@@ -134,7 +134,9 @@ class Webhook:
                 with self._reads.open(lane, SERVER) as reader:
                     alerts = reader.facts["alerts"]
             except (ProblemError, LogError):
-                found.update({key: alert for key, alert in self._told.items() if key[0] == lane and key[2] != _DOWN})
+                found.update(
+                    {key: alert for key, alert in self._notified.items() if key[0] == lane and key[2] != _DOWN}
+                )
                 alerts = self._reads.lane_alerts(lane)
             found.update({(lane, alert["pipeline"], alert["rule"]): alert for alert in alerts})
         return found

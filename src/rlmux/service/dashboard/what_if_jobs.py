@@ -46,7 +46,7 @@ class Questions:
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
-        self._asking = LongWork(at_once=1, waiting=_MOST_WAITING)
+        self._asking = LongWork(max_running=1, max_waiting=_MOST_WAITING)
 
     def addresses(self) -> tuple[Address, ...]:
         return (
@@ -56,13 +56,13 @@ class Questions:
             ),
         )
 
-    def ask(self, asked: Caller, lane: str, body: Question) -> Answer:
+    def ask(self, caller: Caller, lane: str, body: Question) -> Answer:
         """The answer of `rlmux whatif`, `command` with it."""
         folder, index = self._reads.folders(lane)
-        if self._reads.sight(lane, asked.who).hides_some:
+        if self._reads.sight(lane, caller.principal).hides_some:
             raise ProblemError(403, "the lane has pipelines that you are not shown", accepted="the role operator")
         question = body.model_dump(exclude_none=True, exclude_unset=True)
-        if asked.who is not None and not asked.who.may_run_code and _may_name_code(question):
+        if caller.principal is not None and not caller.principal.may_run_code and _may_name_code(question):
             why = "a file, a setting or a policy may name code, which you may not run"
             raise ProblemError(403, why, accepted=f"a question without; policies: {', '.join(POLICIES)}")
         answer = _answer(folder, question)

@@ -250,9 +250,9 @@ class _Lane:
         begun_s = time.monotonic()
         try:
             self._catch_up(begun_s)
-            self._say(None)
+            self._report(None)
         except (LogError, sqlite3.Error, OSError) as error:
-            self._say(f"{self.folder.name}: the index is not up to date: {error}")
+            self._report(f"{self.folder.name}: the index is not up to date: {error}")
             self.forget()
             self.due_s = time.monotonic() + _SCAN_EVERY_S
             return
@@ -281,7 +281,7 @@ class _Lane:
             self.indexer.close()
             self.indexer = None
 
-    def _say(self, trouble: str | None) -> None:
+    def _report(self, trouble: str | None) -> None:
         if trouble != self.trouble:
             self.trouble = trouble
             print(json.dumps({"folder": str(self.folder), "trouble": trouble}), flush=True)

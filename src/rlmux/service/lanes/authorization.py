@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from rlmux.config.load import Spec
 from rlmux.rl.config import ENGINES, TrainingConfig
-from rlmux.service.dashboard.auth.access import Who
+from rlmux.service.dashboard.auth.access import Principal
 from rlmux.service.dashboard.problems import ProblemError
 
 
-def check_rights(spec: Spec, who: Who | None) -> None:
+def check_rights(spec: Spec, principal: Principal | None) -> None:
     """Raises ProblemError for the first pipeline that the caller may not submit."""
-    if who is None or who.may("admin"):
+    if principal is None or principal.may("admin"):
         return
     for one in spec.pipelines:
         name, of = one.name, one.pipeline
-        if of.user != who.user:
-            why = f"pipeline {name!r} is not said to be of user {who.user!r}"
-            raise ProblemError(403, why, where="text", accepted=f"user: {who.user}")
-        if who.is_limited and of.project and of.project not in who.projects:
+        if of.user != principal.user:
+            why = f"pipeline {name!r} is not said to be of user {principal.user!r}"
+            raise ProblemError(403, why, where="text", accepted=f"user: {principal.user}")
+        if principal.is_limited and of.project and of.project not in principal.projects:
             raise ProblemError(
                 403,
-                f"pipeline {name!r} is of project {of.project!r}, which {who.user!r} is not in",
+                f"pipeline {name!r} is of project {of.project!r}, which {principal.user!r} is not in",
                 where="text",
-                accepted=", ".join(sorted(who.projects)) or "no project",
+                accepted=", ".join(sorted(principal.projects)) or "no project",
             )
         code = _code_of(one.config)
         if code is not None:
-            check_may_run_code(who, f"pipeline {name!r} with {code}")
+            check_may_run_code(principal, f"pipeline {name!r} with {code}")
 
 
-def check_may_run_code(who: Who | None, what: str) -> None:
+def check_may_run_code(principal: Principal | None, what: str) -> None:
     """Raises ProblemError where the caller may not run code on the server's machine."""
-    if who is not None and not who.may_run_code:
-        raise ProblemError(403, f"{what} runs code, which {who.user!r} may not", accepted="built-in tasks and rewards")
+    if principal is not None and not principal.may_run_code:
+        raise ProblemError(
+            403, f"{what} runs code, which {principal.user!r} may not", accepted="built-in tasks and rewards"
+        )
 
 
 def _code_of(config: TrainingConfig) -> str | None:

@@ -45,7 +45,7 @@ class Bundles:
     def __init__(self, root: Path) -> None:
         self._folder = root / BUNDLES
         self.no_code = self._folder / NO_CODE
-        self._unpacking = LongWork(at_once=2, waiting=8)
+        self._unpacking = LongWork(max_running=2, max_waiting=8)
         for left in self._folder.glob(".*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -68,8 +68,8 @@ class Bundles:
             raise ProblemError(404, "no such bundle", accepted=f"POST {_ADDRESS}")
         return Bundle(sha256=sha256)
 
-    async def upload(self, asked: Caller, request: Request, response: Response) -> Bundle:
-        check_may_run_code(asked.who, "a bundle")
+    async def upload(self, caller: Caller, request: Request, response: Response) -> Bundle:
+        check_may_run_code(caller.principal, "a bundle")
         aside = self._folder / f".{secrets.token_hex(8)}"
         packed = aside.with_suffix(".tgz")
         try:

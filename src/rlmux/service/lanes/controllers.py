@@ -1,6 +1,6 @@
 """A lane's controller: a process of its own, which the service starts, finds again, and starts again where it ended.
 
-    service ── tend, twice a second ──▶ its child lives          nothing to do
+    service ── poll, twice a second ──▶ its child lives          nothing to do
                                     ──▶ the folder is locked     a child of the server before: adopted
                                     ──▶ neither                  start: `rlmux run`, or `rlmux resume` of a run there
 
@@ -38,7 +38,7 @@ _STEADY_S = 600.0
 _SHOWN_BYTES = 2000
 MAX_DEATHS = 5
 _DEATHS_WITHIN_S = 3600.0
-ASK_EVERY_S = 5.0
+CHECK_EVERY_S = 5.0
 ANSWER_LIMIT_S = 5.0
 _MAX_SILENT = 2
 """Questions in a row without an answer after which a controller counts as not answering."""
@@ -68,7 +68,7 @@ class LaneController:
         self._now_s = now_s
         self._deaths_s: list[float] = []
         """Times of the last ends of controllers that were started here."""
-        self._asked_s = -math.inf
+        self._checked_s = -math.inf
         self._num_silent = 0
         """Questions in a row that the controller has not answered."""
         if self._has_begun():
@@ -96,22 +96,22 @@ class LaneController:
             return f"{ends}, and is started no more{self._ended}; to try again, start the service again"
         return None
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         """Start the controller where none lives and its time has come."""
         if self._process is not None:
             if self._process.poll() is None:
-                self._ask()
+                self._check_answering()
                 return
             self._note_end(self._process.returncode)
             self._process = None
         if self._is_locked():
-            self._ask()
+            self._check_answering()
         elif self._now_s() >= self._not_before_s and len(self._deaths_s) < MAX_DEATHS:
             self._start()
 
-    def _ask(self) -> None:
+    def _check_answering(self) -> None:
         """Whether a controller that has begun to listen still answers."""
-        if self._now_s() < self._asked_s + ASK_EVERY_S or not (self.folder / SOCKET_NAME).exists():
+        if self._now_s() < self._checked_s + CHECK_EVERY_S or not (self.folder / SOCKET_NAME).exists():
             return
         num_silent = 0
         try:
@@ -121,7 +121,7 @@ class LaneController:
         except RlmuxError:
             pass  # it is about to end: that is seen otherwise
         self._num_silent = num_silent
-        self._asked_s = self._now_s()
+        self._checked_s = self._now_s()
 
     def _note_end(self, code: int) -> None:
         """Wait before the next start, longer each time."""

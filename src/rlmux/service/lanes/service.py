@@ -22,7 +22,7 @@ from rlmux.service.lanes.devices import parts_of
 from rlmux.service.lanes.submission_ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
 
-_TEND_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 
 
 class Lanes:
@@ -70,12 +70,12 @@ class Lanes:
     def _tend(self, lane: LaneController) -> None:
         while not self._is_over.is_set():
             try:
-                lane.tend()
+                lane.poll()
                 self._submissions.deliver(lane.name)
                 self._failure_by_lane.pop(lane.name, None)
             except Exception as error:  # a full disk, for one: it may have room again; no fault ends this thread
                 self._failure_by_lane[lane.name] = f"lane {lane.name} is not looked after: {error or repr(error)}"
-            self._is_over.wait(_TEND_EVERY_S)
+            self._is_over.wait(_POLL_EVERY_S)
 
 
 def serve_lanes(

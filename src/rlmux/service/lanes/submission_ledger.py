@@ -113,10 +113,10 @@ class Ledger:
         (found,) = self._rows("WHERE key = ?", key)
         return found
 
-    def of_key(self, key: str) -> Submitted | None:
+    def find_key(self, key: str) -> Submitted | None:
         return next(iter(self._rows("WHERE key = ?", key)), None)
 
-    def of_id(self, id: str) -> Submitted | None:
+    def find_id(self, id: str) -> Submitted | None:
         return next(iter(self._rows("WHERE id = ?", id)), None)
 
     def accepted(self, lane: str) -> list[Submitted]:

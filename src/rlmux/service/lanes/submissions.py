@@ -23,7 +23,7 @@ from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import OverQuotaError, RlmuxError, SpecError, UserError
 from rlmux.runtime.control.control_requests import Check, Submit
 from rlmux.runtime.control.control_socket import NotRunningError, ask
-from rlmux.service.dashboard.auth.access import Who
+from rlmux.service.dashboard.auth.access import Principal
 from rlmux.service.dashboard.parameters import Caller, Limit
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
@@ -47,7 +47,7 @@ class Submissions:
         self._lanes = lanes
         self._ledger = ledger
         self._bundles = bundles
-        self._handing_over = LongWork(at_once=8, waiting=64)
+        self._handing_over = LongWork(max_running=8, max_waiting=64)
         self._sending = {name: threading.Lock() for name in lanes}
 
     def addresses(self) -> tuple[Address, ...]:
@@ -65,42 +65,42 @@ class Submissions:
         )
 
     def submit(
-        self, asked: Caller, body: shapes.Submission, response: Response
+        self, caller: Caller, body: shapes.Submission, response: Response
     ) -> shapes.Submitted | shapes.Checked:
         fields = body.model_dump(exclude_unset=True, exclude={"dry_run"})
         if len(body.text.encode("utf-8", "replace")) > MAX_TEXT_BYTES:
             raise ProblemError(413, "the file is too large", where="text", accepted=f"{MAX_TEXT_BYTES >> 10} KiB")
         if body.dry_run:
-            return shapes.Checked.model_validate(self._checked(fields, asked.who))
-        key = asked.headers.get("idempotency-key", "")
+            return shapes.Checked.model_validate(self._checked(fields, caller.principal))
+        key = caller.headers.get("idempotency-key", "")
         if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_CHARS:
             accepted = f"1 to {_MAX_KEY_CHARS} characters, new for each submission and the same when it is sent again"
             raise ProblemError(400, "not a key", where="Idempotency-Key", accepted=accepted)
-        if asked.who is not None:  # a key is its user's own
-            key = f"{asked.who.user} {key}"
+        if caller.principal is not None:  # a key is its user's own
+            key = f"{caller.principal.user} {key}"
         sha256 = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-        found = self._ledger.of_key(key) or self._add(key, sha256, fields, asked.who)
+        found = self._ledger.find_key(key) or self._add(key, sha256, fields, caller.principal)
         if found.body_sha256 != sha256:
             raise ProblemError(
                 422, "this key came with another body before", where="Idempotency-Key", accepted="a new key"
             )
         if found.state == ACCEPTED:
             self.deliver(found.lane)
-            found = self._ledger.of_id(found.id) or found
+            found = self._ledger.find_id(found.id) or found
         if found.state in (REFUSED, OVER_QUOTA):
             raise ProblemError(_STATUS[found.state], str(found.reason), where="text")
         response.status_code = _STATUS.get(found.state, 201)
         return shapes.Submitted.model_validate(found.fields())
 
-    def newest(self, asked: Caller, limit: Limit = 100) -> shapes.Submissions:
-        user = None if asked.who is None or asked.who.sees_all else asked.who.user
+    def newest(self, caller: Caller, limit: Limit = 100) -> shapes.Submissions:
+        user = None if caller.principal is None or caller.principal.sees_all else caller.principal.user
         items = [shapes.Submitted.model_validate(one.fields()) for one in self._ledger.newest(limit, user)]
         return shapes.Submissions(items=items, as_of_seq=None)
 
-    def one(self, asked: Caller, id: str) -> shapes.Submitted:
-        found = self._ledger.of_id(id)
-        is_seen = found is not None and asked.who is not None and (asked.who.sees_all or asked.who.user == found.user)
-        if found is None or not is_seen:
+    def one(self, caller: Caller, id: str) -> shapes.Submitted:
+        found = self._ledger.find_id(id)
+        principal = caller.principal
+        if found is None or principal is None or not (principal.sees_all or principal.user == found.user):
             raise ProblemError(404, f"no submission {id[:80]!r}", accepted=f"those of {_ADDRESS}")
         return shapes.Submitted.model_validate(found.fields())
 
@@ -131,18 +131,18 @@ class Submissions:
             self._ledger.take(one.id, answer["pipelines"])
         return True
 
-    def _checked(self, fields: dict[str, Any], who: Who | None) -> dict[str, Any]:
+    def _checked(self, fields: dict[str, Any], principal: Principal | None) -> dict[str, Any]:
         """Whether the lane would take it; nothing is kept. What is wrong with the file is the answer, not an error."""
         lane = self._lane(fields)
-        told: dict[str, Any] = {"lane": lane.name, "pipelines": [], "is_lane_asked": False, "wrong": None}
+        result: dict[str, Any] = {"lane": lane.name, "pipelines": [], "is_lane_asked": False, "wrong": None}
         try:
             spec = self._parsed(lane, fields)
-            check_rights(spec, who)
-            told["is_lane_asked"] = _is_free(lane, spec, fields["source"])
+            check_rights(spec, principal)
+            result["is_lane_asked"] = _is_free(lane, spec, fields["source"])
         except ProblemError as problem:
-            return {**told, "wrong": {"detail": problem.detail, "line": problem.line, "accepted": problem.accepted}}
+            return {**result, "wrong": {"detail": problem.detail, "line": problem.line, "accepted": problem.accepted}}
         pipelines = [{"pipeline": one.name, "num_steps": one.config.num_steps} for one in spec.pipelines]
-        return {**told, "pipelines": pipelines}
+        return {**result, "pipelines": pipelines}
 
     def _lane(self, fields: Mapping[str, Any]) -> LaneController:
         lane = self._lanes.get(fields["lane"])
@@ -150,16 +150,16 @@ class Submissions:
             raise ProblemError(404, f"no lane {fields['lane'][:80]!r}", where="lane", accepted=", ".join(self._lanes))
         return lane
 
-    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], who: Who | None) -> Submitted:
+    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], principal: Principal | None) -> Submitted:
         """Check a new submission and keep it."""
         lane = self._lane(fields)
         spec = self._parsed(lane, fields)
-        check_rights(spec, who)
+        check_rights(spec, principal)
         try:
             return self._ledger.add(
                 key,
                 body_sha256=sha256,
-                user=who.user if who else "",
+                user=principal.user if principal else "",
                 lane=lane.name,
                 source=fields["source"],
                 text=spec.resolved,

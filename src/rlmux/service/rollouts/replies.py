@@ -87,8 +87,8 @@ def chat_choice(
             for token, logprob in zip(tokens, sampled.logprobs, strict=True)
         ]
         logprobs = {"content": content, "refusal": None}
-    said = {"delta" if is_chunk else "message": message}
-    return {"index": index, **said, "finish_reason": sampled.finish_reason, "logprobs": logprobs}
+    choice = {"delta" if is_chunk else "message": message}
+    return {"index": index, **choice, "finish_reason": sampled.finish_reason, "logprobs": logprobs}
 
 
 def envelope(kind: str, request_id: str, model: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def usage(num_prompt_tokens: int, sampled: Sequence[Sampled]) -> dict[str, int]:
 
 def stream(answer: Mapping[str, Any], usage: Mapping[str, int] | None) -> Iterator[str]:
     """Server-sent events: each choice in one piece, as sequences are kept whole. `usage`: a last event, if any."""
-    told = {} if usage is None else {"usage": None}
+    usage_field = {} if usage is None else {"usage": None}
     for choice in answer["choices"]:
-        yield f"data: {json.dumps({**answer, **told, 'choices': [choice]})}\n\n"
+        yield f"data: {json.dumps({**answer, **usage_field, 'choices': [choice]})}\n\n"
     if usage is not None:
         yield f"data: {json.dumps({**answer, 'usage': usage, 'choices': []})}\n\n"
     yield "data: [DONE]\n\n"

@@ -75,7 +75,7 @@ class Streamed(Params):
             raise UserError("stream_options: accepted with stream: true")
 
     @property
-    def tells_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """Whether the stream ends with the tokens that were read and written."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -171,8 +171,8 @@ class Chat(Streamed):
         refuse(refused)
 
 
-def refuse(is_asked_by_name: Mapping[str, bool]) -> None:
+def refuse(is_requested_by_name: Mapping[str, bool]) -> None:
     """Raises UserError for the first that is asked."""
-    for name, is_asked in is_asked_by_name.items():
-        if is_asked:
+    for name, is_requested in is_requested_by_name.items():
+        if is_requested:
             raise UserError(f"{name} is not served: leave it out")

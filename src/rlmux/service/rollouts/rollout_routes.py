@@ -68,13 +68,13 @@ class _Door:
             bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
             try:
                 self._front.expire(time.time())
-                told = await handler(request, self._keys.project(request.headers.get("x-api-key", bearer)))
+                response = await handler(request, self._keys.project(request.headers.get("x-api-key", bearer)))
             except REFUSALS as error:
                 status, text = refusal(request.url.path, error)
                 kind = "rate_limit_error" if status == 429 else "invalid_request_error"
                 body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
                 return JSONResponse(body, status, headers=headers_of(status))
-            return told if isinstance(told, Response) else JSONResponse(told)
+            return response if isinstance(response, Response) else JSONResponse(response)
 
         return answer
 
@@ -105,7 +105,7 @@ class _Door:
         read = [prompt for prompt, (_, of_prompt) in zip(prompts, answers, strict=True) for _ in of_prompt]
         self._add_tokens(body, choices, sampled, read)
         answer = replies.envelope("text_completion", answers[0][0], body.model, choices)
-        return _told(answer, sum(map(len, prompts)), sampled, body)
+        return _completion_response(answer, sum(map(len, prompts)), sampled, body)
 
     async def chat(self, request: Request, project: str) -> Any:
         body = Chat.model_validate_json(await request.body())
@@ -129,7 +129,7 @@ class _Door:
         self._add_tokens(body, choices, sampled, [prompt] * len(sampled))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         answer = replies.envelope(kind, request_id, body.model, choices)
-        return _told(answer, len(prompt), sampled, body)
+        return _completion_response(answer, len(prompt), sampled, body)
 
     async def models(self, request: Request, project: str) -> Any:
         registry = self._front.registry
@@ -140,8 +140,8 @@ class _Door:
             if each.session.project == project and not each.is_gone and each.session.user_metadata != _MARK
         ]
         names = [*self._front.models, *checkpoints, *samplers]
-        told = [{"id": name, "object": "model", "created": 0, "owned_by": "rlmux"} for name in names]
-        return {"object": "list", "data": told}
+        response = [{"id": name, "object": "model", "created": 0, "owned_by": "rlmux"} for name in names]
+        return {"object": "list", "data": response}
 
     # --- samplers ---------------------------------------------------------------------------------------------
 
@@ -167,9 +167,9 @@ class _Door:
         for each in of_session:
             if (each.path or each.served.name) == name:
                 return each
-        asked = {"session_id": session_id, "sampling_session_seq_id": len(of_session)}
-        asked |= {"model_path": name} if is_path else {"base_model": name}
-        made = self._front.take("create_sampling_session", json.dumps(asked).encode(), project)
+        fields = {"session_id": session_id, "sampling_session_seq_id": len(of_session)}
+        fields |= {"model_path": name} if is_path else {"base_model": name}
+        made = self._front.take("create_sampling_session", json.dumps(fields).encode(), project)
         return registry.samplers[made["sampling_session_id"]]
 
     def _session(self, project: str) -> str:
@@ -203,7 +203,7 @@ class _Door:
         settled = asyncio.Event()
         self._front.promises.when_settled(request_id, settled.set)
         while (result := self._front.promises.result(request_id)) is None:
-            self._front.heard_of(sampler.session.id, project, time.monotonic())
+            self._front.record_activity(sampler.session.id, project, time.monotonic())
             if await request.is_disconnected():
                 self._front.cancel(request_id, project)
                 raise UserError("the client went away")
@@ -211,7 +211,7 @@ class _Door:
                 await asyncio.wait_for(settled.wait(), _LOOK_S)
         if result.is_error:
             raise UserError(result.body.decode())
-        self._front.promises.tell(request_id, result)
+        self._front.promises.mark_delivered(request_id, result)
         return request_id, replies.read_sampled(result.body)
 
     # --- text -------------------------------------------------------------------------------------------------
@@ -252,9 +252,11 @@ def _stop_texts(params: Params) -> list[str]:
     return [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
 
 
-def _told(answer: dict[str, Any], num_prompt_tokens: int, sampled: Sequence[Sampled], body: Streamed) -> Any:
+def _completion_response(
+    answer: dict[str, Any], num_prompt_tokens: int, sampled: Sequence[Sampled], body: Streamed
+) -> Any:
     usage = replies.usage(num_prompt_tokens, sampled)
     if body.stream:
-        pieces = replies.stream(answer, usage if body.tells_usage else None)
+        pieces = replies.stream(answer, usage if body.includes_usage else None)
         return StreamingResponse(pieces, media_type="text/event-stream")
     return {**answer, "usage": usage}

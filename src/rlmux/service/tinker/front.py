@@ -39,8 +39,8 @@ from rlmux.service.tinker.requests import (
     ConflictError,
     RequestChecks,
     choose,
+    deferred_response,
     is_repeated,
-    promise,
     read,
     request_id_of,
 )
@@ -133,23 +133,23 @@ class TinkerFront:
         that another request has, FloodError where too many wait, and BudgetError where nothing is left today. The same
         request again gets the same answer.
         """
-        said = read(path, body)
-        chosen = choose(path, said, self.registry, self._keep_snapshots)
-        request_id = request_id_of(path, said, chosen)
-        known = self._ledger.request(request_id) if self.knows(request_id, project) else None
+        parsed = read(path, body)
+        chosen = choose(path, parsed, self.registry, self._keep_snapshots)
+        request_id = request_id_of(path, parsed, chosen)
+        known = self._ledger.request(request_id) if self.owns_request(request_id, project) else None
         if known is not None:
             if not is_repeated(path, known, body):
                 raise ConflictError(f"{request_id} was another request; accepted: the same one again")
-            return promise(request_id, path, said)
+            return deferred_response(request_id, path, parsed)
         taken = Taken(request_id, path, body, chosen, project, time.time())
-        self._checks.check(taken, said)
+        self._checks.check(taken, parsed)
         self._ledger.take(taken)
         try:
-            told = self._apply(taken, said)
+            response = self._apply(taken, parsed)
         except BaseException:
             self._ledger.forget(request_id)
             raise
-        return promise(request_id, path, said) if told is None else told
+        return deferred_response(request_id, path, parsed) if response is None else response
 
     def repeat(self, taken: Taken) -> None:
         """Take a request as another front took it, whose ledger has it."""
@@ -173,19 +173,19 @@ class TinkerFront:
                 self.promises.skip(taken.id, str(error))
         self._files.are_kept = False
 
-    def _apply(self, taken: Taken, said: Any) -> dict[str, Any] | None:
-        told = self._apply_by_path[taken.path](taken, said)
+    def _apply(self, taken: Taken, parsed: Any) -> dict[str, Any] | None:
+        response = self._apply_by_path[taken.path](taken, parsed)
         if (session := self.registry.sessions.get(taken.id.partition(":")[0])) is not None:
-            session.hear(_clock_s(taken.at_s))
-        return told
+            session.record_activity(_clock_s(taken.at_s))
+        return response
 
-    def knows(self, request_id: str, project: str) -> bool:
+    def owns_request(self, request_id: str, project: str) -> bool:
         """Whether the project asked this; another's request does not exist for it."""
         return self._ledger.project(request_id) == project
 
     def cancel(self, request_id: str, project: str) -> None:
         """Forget a sampling request of the project that has not begun."""
-        promised = self.promises.pending(request_id) if self.knows(request_id, project) else None
+        promised = self.promises.pending(request_id) if self.owns_request(request_id, project) else None
         if promised is not None and promised.sampler is not None:
             self._host.withdraw(promised.pipeline, [request_id])
 
@@ -210,9 +210,9 @@ class TinkerFront:
 
     # --- sessions -------------------------------------------------------------------------------------------
 
-    def heard_of(self, session_id: str, project: str, now_s: float) -> None:
+    def record_activity(self, session_id: str, project: str, now_s: float) -> None:
         """A session showed life. Raises UnknownIdError, GoneError."""
-        self.registry.session(session_id, project).hear(now_s)
+        self.registry.session(session_id, project).record_activity(now_s)
 
     def expire(self, now_s: float) -> None:
         """Delete checkpoints whose time is over. `now_s`: seconds since 1970."""
@@ -226,7 +226,7 @@ class TinkerFront:
         self._files.collect_all()
         for session in list(self.registry.sessions.values()):
             limit_s = max(since_s, leaving_since_s) if session.is_leaving else since_s
-            if not session.is_over and session.heard_s < limit_s:
+            if not session.is_over and session.last_active_s < limit_s:
                 self.take("finish_session", json.dumps({"session_id": session.id}).encode(), session.project)
 
     def end_session(self, session: Session) -> None:
@@ -247,7 +247,7 @@ class TinkerFront:
             name=name,
             hints=read_tags(body.tags),
             user_metadata=body.user_metadata or {},
-            heard_s=_clock_s(taken.at_s),
+            last_active_s=_clock_s(taken.at_s),
         )
         return {
             "type": "create_session",

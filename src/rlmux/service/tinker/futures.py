@@ -83,10 +83,10 @@ class Promises:
             raise KeyError(request_id)
         return found
 
-    def tell(self, request_id: str, result: Result) -> None:
+    def mark_delivered(self, request_id: str, result: Result) -> None:
         """A client gets this result."""
         if result.kind == PROTOBUF:
-            self._ledger.tell(request_id, time.time())
+            self._ledger.mark_delivered(request_id, time.time())
 
     def when_settled(self, request_id: str, then: Callable[[], None]) -> None:
         """Call back once the request has a result."""

@@ -149,7 +149,7 @@ class Ledger:
                 found = _losses(database, number)
                 behind = [each for each in found if _is_behind(database, each.id)]
                 losses = _up_to(behind, half)
-                results = _up_to(_told_results(database, now_s - _RETRY_S), half)
+                results = _up_to(_delivered_results(database, now_s - _RETRY_S), half)
                 number = (losses if len(losses) < len(behind) else found)[-1].number if found else number
                 has_more = bool(found or results)
                 _empty(database, losses, results, head)
@@ -193,7 +193,7 @@ class Ledger:
         row = self._database.execute("SELECT body, kind FROM results WHERE id = ?", (request_id,)).fetchone()
         return None if row is None else Result(*row)
 
-    def tell(self, request_id: str, at_s: float) -> None:
+    def mark_delivered(self, request_id: str, at_s: float) -> None:
         """A client gets the protobuf result of a request. `at_s`: seconds since 1970."""
         self._database.execute("INSERT OR IGNORE INTO told (id, at_s) VALUES (?, ?)", (request_id, at_s))
 
@@ -273,7 +273,7 @@ def _is_behind(database: sqlite3.Connection, request_id: str) -> bool:
     return newest is not None and int(number) <= newest[0]
 
 
-def _told_results(database: sqlite3.Connection, before_s: float) -> list[_Bulk]:
+def _delivered_results(database: sqlite3.Connection, before_s: float) -> list[_Bulk]:
     """The oldest results that clients got before this time."""
     rows = database.execute(
         "SELECT number, id, length(body) FROM told JOIN results USING (id) WHERE at_s <= ? ORDER BY number LIMIT ?",

@@ -59,21 +59,21 @@ class ServedModel:
             )
         return None
 
-    def adapter(self, asked: LoraConfig | None) -> AdapterConfig | None:
+    def adapter(self, requested: LoraConfig | None) -> AdapterConfig | None:
         """The adapter of a new model; None: all its parameters are trained.
 
         Raises UserError for a rank, or a choice of matrices, that is not served.
         """
-        rank = 0 if asked is None else asked.rank
+        rank = 0 if requested is None else requested.rank
         if self.parameters == "refuse-lora" and rank:
             raise UserError(f"lora_config.rank is {rank}: this server trains all parameters; accepted: 0")
         if self.parameters != "lora":
             return None
-        if asked is None or not 1 <= rank <= self.max_lora_rank:
+        if requested is None or not 1 <= rank <= self.max_lora_rank:
             raise UserError(
                 f"lora_config.rank is {rank}: this server trains LoRA adapters; accepted: 1 to {self.max_lora_rank}"
             )
-        chosen = ((_ATTENTION, asked.train_attn), (_MLP, asked.train_mlp), (_UNEMBED, asked.train_unembed))
+        chosen = ((_ATTENTION, requested.train_attn), (_MLP, requested.train_mlp), (_UNEMBED, requested.train_unembed))
         targets = tuple(target for targets, is_chosen in chosen if is_chosen for target in targets)
         if not targets:
             raise UserError("lora_config: no matrix is chosen; accepted: train_attn, train_mlp or train_unembed")

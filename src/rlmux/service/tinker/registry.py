@@ -37,7 +37,7 @@ class Session:
     """First part of the names of its pipelines."""
     hints: Hints
     user_metadata: Mapping[str, Any]
-    heard_s: float
+    last_active_s: float
     """Time of the last sign of life, on the front's clock."""
     is_over: bool = False
     is_leaving: bool = False
@@ -48,13 +48,13 @@ class Session:
     num_samplers_by_origin: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Samplers by the model that made their weights, and its updates until then."""
 
-    def hear(self, now_s: float) -> None:
+    def record_activity(self, now_s: float) -> None:
         """It showed life: a program that said that it ends may go on, as one that catches an error does."""
-        self.heard_s, self.is_leaving = max(self.heard_s, now_s), False
+        self.last_active_s, self.is_leaving = max(self.last_active_s, now_s), False
 
     def leave(self, now_s: float) -> None:
         """Its program says that it ends."""
-        self.heard_s, self.is_leaving = max(self.heard_s, now_s), True
+        self.last_active_s, self.is_leaving = max(self.last_active_s, now_s), True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -77,38 +77,38 @@ def read(path: str, body: bytes) -> Any:
     return _READ[path](body)
 
 
-def request_id_of(path: str, said: Any, chosen: str) -> str:
-    """Id of a request. `said`: of `read`. `chosen`: what the front drew at random for it."""
+def request_id_of(path: str, parsed: Any, chosen: str) -> str:
+    """Id of a request. `parsed`: of `read`. `chosen`: what the front drew at random for it."""
     match path:
         case "create_model":
-            return f"{model_id(said.session_id, said.model_seq_id)}:create"
+            return f"{model_id(parsed.session_id, parsed.model_seq_id)}:create"
         case "asample":
-            return f"{said.sampling_session_id}:{said.seq_id}"
+            return f"{parsed.sampling_session_id}:{parsed.seq_id}"
         case "create_sampling_session":
-            return f"{sampler_id(said.session_id, said.sampling_session_seq_id)}:create"
-        case "load_weights" if said.model_id is None:
-            return f"{model_id(said.session_id or '', said.model_seq_id or 0)}:0"
+            return f"{sampler_id(parsed.session_id, parsed.sampling_session_seq_id)}:create"
+        case "load_weights" if parsed.model_id is None:
+            return f"{model_id(parsed.session_id or '', parsed.model_seq_id or 0)}:0"
         case "create_session":
             return f"session:{chosen}"
         case "finish_session" | "delete_checkpoint" | "set_ttl":
             return f"{path}:{secrets.token_hex(8)}"
-    return f"{said.model_id}:{said.seq_id or 0}"
+    return f"{parsed.model_id}:{parsed.seq_id or 0}"
 
 
-def choose(path: str, said: Any, registry: Registry, keep_snapshots: int) -> str:
+def choose(path: str, parsed: Any, registry: Registry, keep_snapshots: int) -> str:
     """What the front adds to a request that it takes, so that a replay comes to the same: a session's random part, the
     folder of a save, how many snapshots are kept beside a new one, the file that a checkpoint's path names now."""
     match path:
         case "create_session":
             return secrets.token_hex(3)
         case "save_weights":
-            return f"state-{said.seq_id}-{said.path}"
-        case "save_weights_for_sampler" if said.path is None:
+            return f"state-{parsed.seq_id}-{parsed.path}"
+        case "save_weights_for_sampler" if parsed.path is None:
             return str(keep_snapshots)
         case "load_weights" | "delete_checkpoint" | "set_ttl":
-            return registry.file_named(said.path)
+            return registry.file_named(parsed.path)
         case "create_sampling_session":
-            return registry.file_named(said.model_path)
+            return registry.file_named(parsed.model_path)
     return ""
 
 
@@ -123,7 +123,7 @@ def is_repeated(path: str, known: Taken, body: bytes) -> bool:
     return again.model_copy(update={"sampling_session_seq_id": first.sampling_session_seq_id}) == first
 
 
-def promise(request_id: str, path: str, said: Any) -> dict[str, Any]:
+def deferred_response(request_id: str, path: str, parsed: Any) -> dict[str, Any]:
     """The answer to a request that was taken."""
     match path:
         case "finish_session" | "delete_checkpoint" | "set_ttl":
@@ -133,7 +133,7 @@ def promise(request_id: str, path: str, said: Any) -> dict[str, Any]:
         case "load_weights":
             return {"request_id": request_id, "model_id": request_id.rpartition(":")[0]}
         case "asample":
-            names = [f"{request_id}:{index}" for index in range(said.num_samples)]
+            names = [f"{request_id}:{index}" for index in range(parsed.num_samples)]
             return {"request_id": request_id, "sample_sequence_ids": names}
         case "create_sampling_session":
             return {"type": "create_sampling_session", "sampling_session_id": request_id.removesuffix(":create")}
@@ -151,34 +151,34 @@ class RequestChecks:
         self._promises = promises
         self._models = models
 
-    def check(self, taken: Taken, said: Any) -> None:
+    def check(self, taken: Taken, parsed: Any) -> None:
         """Raises UserError, UnknownIdError, GoneError or ConflictError for a request that is refused, FloodError or
-        BudgetError for one that may come again. `said`: of `read`."""
+        BudgetError for one that may come again. `parsed`: of `read`."""
         project = taken.project
         if taken.path in _CHARGED:
             self._budgets.check(project)
         match taken.path:
             case "create_session":
-                _check_sdk(said.sdk_version)
-                read_tags(said.tags)
+                _check_sdk(parsed.sdk_version)
+                read_tags(parsed.tags)
                 self._check_sessions(project)
             case "set_ttl":
-                self._registry.checkpoint(said.path, project)
-                _check_ttl(said.ttl_seconds)
+                self._registry.checkpoint(parsed.path, project)
+                _check_ttl(parsed.ttl_seconds)
             case "create_model":
-                self._check_create(said, project)
+                self._check_create(parsed, project)
             case "forward_backward" | "optim_step":
-                self._check_number(said.model_id, said.seq_id, project)
+                self._check_number(parsed.model_id, parsed.seq_id, project)
             case "save_weights":
-                self._check_save(said, project)
+                self._check_save(parsed, project)
             case "save_weights_for_sampler":
-                self._check_keep(said, project)
+                self._check_keep(parsed, project)
             case "load_weights":
-                self._check_load(said, project)
+                self._check_load(parsed, project)
             case "create_sampling_session":
-                self._check_sampler(said, project)
+                self._check_sampler(parsed, project)
             case "asample":
-                self._check_sample(said, project)
+                self._check_sample(parsed, project)
 
     def _check_create(self, body: bodies.CreateModel, project: str) -> None:
         self._registry.session(body.session_id, project)
@@ -254,9 +254,10 @@ class RequestChecks:
             model = self._registry.model(body.model_id, project)
             base = model.served.name
             if model.adapter != checkpoint.adapter:
+                saved, trained = _describe_adapter(checkpoint.adapter), _describe_adapter(model.adapter)
                 raise UserError(
-                    f"{body.path} is {_told(checkpoint.adapter)}, and {model.id} is {_told(model.adapter)}; accepted: "
-                    "a checkpoint of the same rank and matrices, or create_training_client_from_state"
+                    f"{body.path} is {saved}, and {model.id} is {trained}; accepted: a checkpoint of the same "
+                    "rank and matrices, or create_training_client_from_state"
                 )
         else:
             self._registry.session(body.session_id or "", project)
@@ -285,7 +286,7 @@ def _check_ttl(ttl_s: int | None) -> None:
         raise UserError(f"ttl_seconds: {ttl_s}; accepted: 1 to {MAX_TTL_S}, or none for a checkpoint that stays")
 
 
-def _told(adapter: AdapterConfig | None) -> str:
+def _describe_adapter(adapter: AdapterConfig | None) -> str:
     if adapter is None:
         return "a whole model"
     return f"an adapter of rank {adapter.rank} beside {', '.join(adapter.targets)}"

@@ -138,15 +138,15 @@ class _Door:
             try:
                 self._front.expire(time.time())
                 project = self._keys.project(request.headers.get("x-api-key", ""))
-                told = await handler(request, project)
+                response = await handler(request, project)
             except REFUSALS as error:
                 status, text = refusal(request.url.path, error)
                 if status in _LOGGED:
                     path = request.url.path
-                    told = text.removeprefix(f"{path}: ")
-                    self._lines.write(f"project {project}: {request.method} {path}: {status}: {told}")
+                    response = text.removeprefix(f"{path}: ")
+                    self._lines.write(f"project {project}: {request.method} {path}: {status}: {response}")
                 return _refusal(status, text)
-            return told if isinstance(told, Response) else JSONResponse(told)
+            return response if isinstance(response, Response) else JSONResponse(response)
 
         return answer
 
@@ -160,7 +160,7 @@ class _Door:
 
     async def heartbeat(self, request: Request, project: str) -> Mapping[str, Any]:
         body = bodies.OfSession.model_validate_json(await _body(request))
-        self._front.heard_of(body.session_id, project, time.monotonic())
+        self._front.record_activity(body.session_id, project, time.monotonic())
         return {"type": "session_heartbeat"}
 
     async def finish(self, request: Request, project: str) -> Mapping[str, Any]:
@@ -197,7 +197,7 @@ class _Door:
 
     async def retrieve(self, request: Request, project: str) -> Response:
         request_id = bodies.OfRequest.model_validate_json(await _body(request)).request_id
-        if not self._front.knows(request_id, project):
+        if not self._front.owns_request(request_id, project):
             return _refusal(410 if ":sample:" in request_id else 404, f"no request {request_id!r}")
         result = self._front.promises.result(request_id)
         if result is None:
@@ -224,7 +224,7 @@ class _Door:
             return JSONResponse({"error": result.body.decode(), "category": category})
         if result.kind == EMPTIED:
             return _refusal(410, f"the result of {request_id} was delivered, and emptied since: serve.ledger_gb")
-        self._front.promises.tell(request_id, result)
+        self._front.promises.mark_delivered(request_id, result)
         is_protobuf = result.kind == PROTOBUF
         return Response(result.body, media_type="application/x-protobuf" if is_protobuf else "application/json")
 
@@ -243,13 +243,17 @@ class _Door:
             "model_id": body.model_id,
             "model_data": {"model_name": name, "arch": "rlmux", "tokenizer_id": name},
             "model_name": name,
-            **_told_rank(model.adapter),
+            **_rank_fields(model.adapter),
         }
 
     async def weights_info(self, request: Request, project: str) -> Mapping[str, Any]:
         body = bodies.WeightsInfo.model_validate_json(await _body(request))
         checkpoint = self._front.registry.checkpoint(body.tinker_path, project)
-        return {"base_model": checkpoint.served.name, **_told_rank(checkpoint.adapter), **_matrices(checkpoint.adapter)}
+        return {
+            "base_model": checkpoint.served.name,
+            **_rank_fields(checkpoint.adapter),
+            **_matrices(checkpoint.adapter),
+        }
 
     async def sampler(self, request: Request, project: str) -> Mapping[str, Any]:
         sampler = self._front.registry.sampler(request.path_params["sampler_id"], project)
@@ -265,11 +269,11 @@ class _Door:
 
     async def checkpoints_of(self, request: Request, project: str) -> Mapping[str, Any]:
         model = self._model(request, project)
-        found = [_told(each) for each in self._checkpoints(project) if each.path.run == model.id]
+        found = [_checkpoint_row(each) for each in self._checkpoints(project) if each.path.run == model.id]
         return {"checkpoints": found}
 
     async def checkpoints(self, request: Request, project: str) -> Mapping[str, Any]:
-        page, cursor = _page(request, [_told(each) for each in reversed(self._checkpoints(project))])
+        page, cursor = _page(request, [_checkpoint_row(each) for each in reversed(self._checkpoints(project))])
         return {"checkpoints": page, "cursor": cursor}
 
     async def delete_checkpoint(self, request: Request, project: str) -> Mapping[str, Any]:
@@ -280,8 +284,8 @@ class _Door:
 
     async def set_ttl(self, request: Request, project: str) -> Mapping[str, Any]:
         ttl_s = bodies.Ttl.model_validate_json(await _body(request)).ttl_seconds
-        said = bodies.SetTtl(path=self._checkpoint_path(request), ttl_seconds=ttl_s)
-        self._front.take("set_ttl", said.model_dump_json().encode(), project)
+        parsed = bodies.SetTtl(path=self._checkpoint_path(request), ttl_seconds=ttl_s)
+        self._front.take("set_ttl", parsed.model_dump_json().encode(), project)
         return {}
 
     async def not_served(self, request: Request) -> Response:
@@ -310,11 +314,11 @@ class _Door:
             "training_run_id": model.id,
             "base_model": model.served.name,
             "model_owner": model.session.project,
-            **_told_rank(model.adapter),
+            **_rank_fields(model.adapter),
             "corrupted": False,
             "last_request_time": _date(model.requested_s),
-            "last_checkpoint": _told(training[-1]) if training else None,
-            "last_sampler_checkpoint": _told(sampling[-1]) if sampling else None,
+            "last_checkpoint": _checkpoint_row(training[-1]) if training else None,
+            "last_sampler_checkpoint": _checkpoint_row(sampling[-1]) if sampling else None,
             "user_metadata": model.user_metadata,
         }
 
@@ -331,7 +335,7 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _told(checkpoint: Checkpoint) -> dict[str, Any]:
+def _checkpoint_row(checkpoint: Checkpoint) -> dict[str, Any]:
     is_sampler = checkpoint.path.kind == SAMPLER_WEIGHTS
     return {
         "checkpoint_id": checkpoint.path.checkpoint_id,
@@ -345,7 +349,7 @@ def _told(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _told_rank(adapter: AdapterConfig | None) -> dict[str, Any]:
+def _rank_fields(adapter: AdapterConfig | None) -> dict[str, Any]:
     return {"is_lora": False} if adapter is None else {"is_lora": True, "lora_rank": adapter.rank}
 
 

@@ -28,8 +28,8 @@ def check_sample(body: Sample, model: ServedModel) -> None:
         "target_prompt_logprobs": (body.target_prompt_logprobs is not None, "use prompt_logprobs"),
         "prompt_alt_tokens_k": (body.prompt_alt_tokens_k > 0, "leave it at 0"),
     }
-    for name, (is_asked, instead) in refused.items():
-        if is_asked:
+    for name, (is_requested, instead) in refused.items():
+        if is_requested:
             raise UserError(f"{name} is not served: {instead}")
     tokens = prompt_tokens(body)
     if not 1 <= len(tokens) <= model.max_prompt_tokens:

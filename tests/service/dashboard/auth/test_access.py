@@ -149,8 +149,8 @@ def test_a_request_for_another_name_gets_nothing(pages, host):
 
 def test_names_of_this_machine_are_known():
     hosts = Hosts("127.0.0.1", ["Lab.Example"])
-    assert all(hosts.knows(host) for host in ("127.0.0.1:7460", "localhost", "[::1]:1", "lab.example", "LOCALHOST."))
-    assert not Hosts("127.0.0.1").knows("lab.example")
+    assert all(hosts.allows(host) for host in ("127.0.0.1:7460", "localhost", "[::1]:1", "lab.example", "LOCALHOST."))
+    assert not Hosts("127.0.0.1").allows("lab.example")
 
 
 def test_every_answer_has_the_headers_that_browsers_obey(pages):

@@ -36,7 +36,7 @@ _MAX_KNOWN = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Who:
+class Principal:
     """A caller that is known."""
 
     user: str
@@ -66,9 +66,9 @@ class Who:
         return scope in self.scopes or "admin" in self.scopes
 
 
-SERVER = Who(user="", scopes=frozenset({"admin"}), key="")
+SERVER = Principal(user="", scopes=frozenset({"admin"}), key="")
 """The server itself, where it reads what no user is told by name."""
-NOBODY = Who(user="", scopes=frozenset(), key="", is_limited=True, role="", may_run_code=False)
+ANONYMOUS = Principal(user="", scopes=frozenset(), key="", is_limited=True, role="", may_run_code=False)
 """A caller that is not known."""
 
 
@@ -95,8 +95,8 @@ class Access:
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.time) -> None:
         self._limits = limits or Limits()
         self._clock = clock
-        self._tokens: dict[str, Who] = {}
-        self._kept: dict[str, Who] = {}
+        self._tokens: dict[str, Principal] = {}
+        self._kept: dict[str, Principal] = {}
         """Tokens of the folder's file, by hash; `expires_at` is when each ends."""
         self._folder: Path | None = None
         self._stamps: tuple[object, object] = (None, None)
@@ -108,7 +108,7 @@ class Access:
     def add_token(self, token: str, *, scopes: Collection[str], user: str | None = None) -> None:
         key = _hash(token)
         id = tokens.id_of(token)
-        self._tokens[key] = Who(user=user or _user(), scopes=frozenset(scopes), key=key, token=id)
+        self._tokens[key] = Principal(user=user or _user(), scopes=frozenset(scopes), key=key, token=id)
 
     def watch(self, folder: Path) -> None:
         """Accept the tokens of the folder's file too, as it is at each request, and keep sessions there. Raises
@@ -128,30 +128,36 @@ class Access:
         self._people = People(users={}, projects={})
         self._people = users.read(self._folder)
         for one in tokens.read(self._folder):
-            who = Who(user=one.user, scopes=frozenset(one.scopes), key=one.sha256, expires_at=one.ends_at, token=one.id)
-            self._kept[one.sha256] = self._limited(who)
+            principal = Principal(
+                user=one.user, scopes=frozenset(one.scopes), key=one.sha256, expires_at=one.ends_at, token=one.id
+            )
+            self._kept[one.sha256] = self._limited(principal)
 
-    def _limited(self, who: Who) -> Who:
+    def _limited(self, principal: Principal) -> Principal:
         """The caller within the role that its user has; one who is no user may do nothing."""
         if self._people is None:
-            return who
-        person = self._people.users.get(who.user)
+            return principal
+        person = self._people.users.get(principal.user)
         may = frozenset(users.ROLES[person.role]) if person else frozenset[str]()
         return replace(
-            who,
-            scopes=may if who.may("admin") else who.scopes & may,
+            principal,
+            scopes=may if principal.may("admin") else principal.scopes & may,
             is_limited=True,
             role=person.role if person else "",
-            projects=self._people.projects_of(who.user),
+            projects=self._people.projects_of(principal.user),
             may_run_code=person is not None and person.may_run_code,
         )
 
-    def _accepted(self) -> dict[str, Who]:
+    def _accepted(self) -> dict[str, Principal]:
         """Every token that is accepted now, by hash."""
         with contextlib.suppress(UserError):
             self._read_again()
         now = self._clock()
-        kept = {key: who for key, who in self._kept.items() if who.expires_at is not None and now < who.expires_at}
+        kept = {
+            key: principal
+            for key, principal in self._kept.items()
+            if principal.expires_at is not None and now < principal.expires_at
+        }
         return {**kept, **self._tokens}
 
     def revoke(self, token: str) -> None:
@@ -167,23 +173,23 @@ class Access:
         self._tickets[_hash(ticket)] = self._clock() + TICKET_S
         return ticket
 
-    def of_token(self, token: str) -> Who | None:
+    def of_token(self, token: str) -> Principal | None:
         key = _hash(token)
-        found = [who for known, who in self._accepted().items() if hmac.compare_digest(known, key)]
+        found = [principal for known, principal in self._accepted().items() if hmac.compare_digest(known, key)]
         return found[0] if found else None
 
-    def of_session(self, cookie: str) -> Who | None:
+    def of_session(self, cookie: str) -> Principal | None:
         """The caller of a session, which lasts on from now."""
         key = _hash(cookie)
         session = self._sessions.find(key)
         if session is None:
             return None
-        who = self._accepted().get(session.token) if session.token else _owner()
-        if who is None:
+        principal = self._accepted().get(session.token) if session.token else _owner()
+        if principal is None:
             self._sessions.end(key)
             return None
         self._sessions.use(session)
-        return replace(who, key=key, expires_at=session.ends, is_session=True, token="")
+        return replace(principal, key=key, expires_at=session.ends, is_session=True, token="")
 
     def login(self, *, ticket: str | None = None, token: str | None = None) -> str | None:
         """The cookie of a new session; None where neither is good."""
@@ -201,29 +207,29 @@ class Access:
         self._sessions.begin(_hash(cookie), of_token)
         return cookie
 
-    def of_proxy(self, user: str) -> Who:
+    def of_proxy(self, user: str) -> Principal:
         """The caller that a proxy names: with what its role says; without users, all but what is an administrator's."""
         with contextlib.suppress(UserError):
             self._read_again()
         if self._people is None:
-            return Who(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"{_PROXY}{user}")
+            return Principal(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"{_PROXY}{user}")
         named = self._people.of_login(user)
         return self._limited(
-            Who(user=named or user, scopes=frozenset({"admin"} if named else ()), key=f"{_PROXY}{user}")
+            Principal(user=named or user, scopes=frozenset({"admin"} if named else ()), key=f"{_PROXY}{user}")
         )
 
-    def again(self, who: Who, cookie: str) -> Who | None:
+    def renewed(self, principal: Principal, cookie: str) -> Principal | None:
         """The caller as it is now, for a request that lasts; None for one that is no longer known."""
-        if who.is_session:
+        if principal.is_session:
             return self.of_session(cookie)
-        if who.key.startswith(_PROXY):
-            return self.of_proxy(who.key.removeprefix(_PROXY))
-        return self._accepted().get(who.key)
+        if principal.key.startswith(_PROXY):
+            return self.of_proxy(principal.key.removeprefix(_PROXY))
+        return self._accepted().get(principal.key)
 
     def logout(self, cookie: str) -> None:
         self._sessions.end(_hash(cookie))
 
-    def may_ask(self, caller: str) -> bool:
+    def is_within_rate(self, caller: str) -> bool:
         """Count a request of a caller: a key, or an address."""
         return self._take(caller, self._limits.requests_per_s, self._limits.burst)
 
@@ -268,9 +274,9 @@ def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _owner() -> Who:
+def _owner() -> Principal:
     """The caller of a ticket: the user who started the server."""
-    return Who(user=_user(), scopes=frozenset({"admin"}), key="")
+    return Principal(user=_user(), scopes=frozenset({"admin"}), key="")
 
 
 def _user() -> str:

@@ -48,7 +48,7 @@ class Hosts:
             names.add(socket.gethostname())
         self._names = {name.lower().rstrip(".") for name in names}
 
-    def knows(self, host: str) -> bool:
+    def allows(self, host: str) -> bool:
         """`host`: the header's value, with or without a port."""
         name = _name_of(host)
         if name is None:
@@ -108,7 +108,7 @@ class Gate:
             await send(message)
 
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if len(given) != 1 or not self._hosts.knows(given[0]):
+        if len(given) != 1 or not self._hosts.allows(given[0]):
             answer = ProblemError(
                 421,
                 f"this server is not {given[0] if given else 'named'}",

@@ -22,12 +22,12 @@ from rlmux.config.load import without_pipelines
 from rlmux.service.index.store import IndexReader, dumps
 
 if TYPE_CHECKING:
-    from rlmux.service.dashboard.auth.access import Who
+    from rlmux.service.dashboard.auth.access import Principal
 
 ANOTHER = "another pipeline"
 ANOTHER_OF = {"project": "another project", "user": "another user"}
 """Words that stand for accounts that are not shown, by key."""
-_NOT_SAID = {**ANOTHER_OF, "reason": "not shown"}
+_WITHHELD = {**ANOTHER_OF, "reason": "not shown"}
 """Words that stand for what is not shown of a hidden pipeline."""
 _CLOSED_WORDS = frozenset(
     (
@@ -64,9 +64,9 @@ _VIEWS = {
 class Sight:
     """See the module. Of the pipelines that the index knows; one that is newer is not shown yet."""
 
-    def __init__(self, who: Who, rows: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, principal: Principal, rows: Iterable[Mapping[str, Any]]) -> None:
         """`rows`: name, user, project and visibility of every pipeline, in the log's order."""
-        self._who = who
+        self._who = principal
         self._rows = {str(row["name"]): row for row in rows}
         self._aliases: dict[str, str] = {}
         for name, row in self._rows.items():
@@ -133,19 +133,19 @@ class Sight:
         name = row.get("pipeline")
         if not isinstance(name, str) or self.shows(name):
             return row
-        return {key: _NOT_SAID.get(key, value) for key, value in row.items()}
+        return {key: _WITHHELD.get(key, value) for key, value in row.items()}
 
     def cover_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """What users and projects have used, with the names of those that the caller knows. The figures are all there:
         they add up to what was held."""
         aliases: dict[str, dict[str, str]] = {key: {} for key in ANOTHER_OF}
 
-        def told(row: dict[str, Any]) -> dict[str, Any]:
+        def covered(row: dict[str, Any]) -> dict[str, Any]:
             if self._shows_account(row["project"], row["user"]):
                 return row
             return {**row, **{key: _alias_in(aliases[key], str(row[key]), word) for key, word in ANOTHER_OF.items()}}
 
-        return {**usage, "accounts": [told(row) for row in usage["accounts"]]}
+        return {**usage, "accounts": [covered(row) for row in usage["accounts"]]}
 
     def _shows_account(self, project: str, user: str) -> bool:
         """Whether the account is the caller's own, of its project, or that of a pipeline that the caller sees."""
@@ -188,9 +188,9 @@ def _alias_in(aliases: dict[str, str], name: str, word: str) -> str:
     return aliases.setdefault(name, word if number == 1 else f"{word} {number}")
 
 
-def is_close(who: Who, row: Mapping[str, Any]) -> bool:
+def is_close(principal: Principal, row: Mapping[str, Any]) -> bool:
     """Whether a pipeline is the caller's own, or open to it: public, of its project, or of no project at all."""
-    if not who.is_limited or (row["user"] and row["user"] == who.user):
+    if not principal.is_limited or (row["user"] and row["user"] == principal.user):
         return True
     match row.get("visibility"):
         case "public":
@@ -198,4 +198,4 @@ def is_close(who: Who, row: Mapping[str, Any]) -> bool:
         case "private":
             return False
         case _:
-            return not row["project"] or row["project"] in who.projects
+            return not row["project"] or row["project"] in principal.projects
