@@ -69,9 +69,19 @@ def test_an_out_that_is_a_file_is_refused(rlmux, folder):
 
 
 def test_without_a_command_the_help_is_shown(rlmux):
-    said = rlmux()
-    assert said.code == 0
-    assert "Commands:" in said.out
+    assert rlmux() == rlmux("--help")
+
+
+def test_help_lists_commands_in_five_groups_with_whole_sentences(rlmux):
+    _, _, *groups = rlmux("--help").out.strip().split("\n\n")[1:]
+    assert [group.splitlines()[0] for group in groups] == [
+        "Train:",
+        "Watch and steer:",
+        "Predict:",
+        "Serve and share:",
+        "Machine:",
+    ]
+    assert all("..." not in group and group.endswith(".") for group in groups)
 
 
 def test_plan_prints_a_row_for_each_pipeline_and_the_cost(rlmux):

@@ -1,10 +1,4 @@
-"""Every command: its words, the function of another room that does the work, and the display of what came out.
-
-training      run, compare, resume, chaos                      prediction    simulate, plan, whatif, reproduce
-runs          report, submit, cancel, stop, why, hold, release, rank, park, unpark, notice, usage, status, logs, verify
-lookups       queue, samples, alerts, export
-machine       doctor, profile, version
-sharing       broker, serve, budget
+"""Every command: its options, the function of another room that does the work, and the display of the result.
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 
@@ -13,12 +7,28 @@ Reading order: training, prediction, runs, lookups, serving, sharing, people, ma
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from rlmux.cli.commands import lookups, machine, people, prediction, runs, serving, sharing, training
 
+
+class _GroupedHelp(TyperGroup):
+    """Lists the commands under the names of their groups, each with its first sentence in full."""
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+        """Typer groups commands by `rich_help_panel` only in a rich markup mode, which draws boxes."""
+        for group, commands in _COMMANDS_BY_GROUP.items():
+            with formatter.section(group):
+                names = [command.__name__ for command in commands]
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(200)) for name in names])
+
+
 app = typer.Typer(
     name="rlmux",
+    cls=_GroupedHelp,
     help="Run many LLM RL post-training pipelines together on the GPUs you have.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -33,46 +43,42 @@ def _no_command(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+_COMMANDS_BY_GROUP = {
+    "Train": (training.run, training.compare, training.resume, runs.submit, runs.verify, training.chaos),
+    "Watch and steer": (
+        runs.status,
+        lookups.queue,
+        runs.why,
+        runs.logs,
+        lookups.samples,
+        lookups.alerts,
+        runs.usage,
+        runs.report,
+        lookups.export,
+        runs.stop,
+        runs.cancel,
+        runs.hold,
+        runs.release,
+        runs.rank,
+        runs.park,
+        runs.unpark,
+        runs.notice,
+    ),
+    "Predict": (prediction.simulate, prediction.plan, prediction.whatif, prediction.reproduce),
+    "Serve and share": (
+        serving.serve,
+        sharing.broker,
+        sharing.token,
+        people.user,
+        people.project,
+        people.audit,
+        serving.budget,
+    ),
+    "Machine": (machine.doctor, machine.profile, machine.version),
+}
+"""In the order of `rlmux --help`."""
 _NEGATIVE = {"ignore_unknown_options": True}
 """Words such as -5 are arguments."""
 
-for _command in (
-    training.run,
-    training.compare,
-    serving.serve,
-    prediction.simulate,
-    prediction.plan,
-    prediction.whatif,
-    runs.report,
-    training.resume,
-    sharing.broker,
-    sharing.token,
-    people.user,
-    people.project,
-    people.audit,
-    serving.budget,
-    runs.submit,
-    runs.cancel,
-    runs.stop,
-    runs.why,
-    runs.hold,
-    runs.release,
-    runs.rank,
-    runs.park,
-    runs.unpark,
-    runs.notice,
-    runs.usage,
-    lookups.queue,
-    runs.status,
-    runs.logs,
-    lookups.samples,
-    lookups.alerts,
-    lookups.export,
-    runs.verify,
-    training.chaos,
-    machine.doctor,
-    machine.profile,
-    prediction.reproduce,
-    machine.version,
-):  # in the order of `rlmux --help`
+for _command in (each for group in _COMMANDS_BY_GROUP.values() for each in group):
     app.command(context_settings=_NEGATIVE if _command is runs.rank else None)(_command)

@@ -12,7 +12,7 @@ PipelineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of one o
 
 
 def queue(place: Place, json: Json = False) -> None:
-    """Show what waits in a run that is going on, in the order in which it is offered room, and why.
+    """Show a run's waiting pipelines in scheduling order, and why each waits.
 
     \b
     Example: rlmux queue runs/demo
@@ -26,23 +26,23 @@ def samples(
     place: Place,
     name: PipelineName,
     at: Annotated[
-        str | None, typer.Option("--at", metavar="STEP/PROMPT/SAMPLE", help="Print this one, with its text.")
+        str | None, typer.Option("--at", metavar="STEP/PROMPT/SAMPLE", help="Print this sample with its text.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, max=2**20, help="Of this step.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, max=2**20, help="Only this step.")] = None,
     prompt: Annotated[
-        int | None, typer.Option("--prompt", min=0, max=2**20, help="Of this prompt of its step.")
+        int | None, typer.Option("--prompt", min=0, max=2**20, help="Only this prompt of its step.")
     ] = None,
-    least: Annotated[float | None, typer.Option("--least", help="With at least this reward.")] = None,
-    most: Annotated[float | None, typer.Option("--most", help="With at most this reward.")] = None,
-    stop: Annotated[str | None, typer.Option("--stop", help="That ended so: stop, length.")] = None,
-    text: Annotated[str | None, typer.Option("--text", help="With these words after each other.")] = None,
+    least: Annotated[float | None, typer.Option("--least", help="Smallest reward.")] = None,
+    most: Annotated[float | None, typer.Option("--most", help="Largest reward.")] = None,
+    stop: Annotated[str | None, typer.Option("--stop", help="Stop reason: stop or length.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="Words that follow one another in the text.")] = None,
     sort: Annotated[
-        str, typer.Option("--sort", help="step, reward or tokens; with - in front, the largest first.")
+        str, typer.Option("--sort", help="step, reward or tokens; prefix - sorts in descending order.")
     ] = "-step",
-    limit: Annotated[int, typer.Option("--limit", min=1, max=200, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=200, help="Largest number of samples.")] = 20,
     json: Json = False,
 ) -> None:
-    """Show what a pipeline's model was asked and what it said, with rewards.
+    """Show a pipeline's prompts, completions and rewards.
 
     \b
     Example: rlmux samples runs/demo sort --step 61 --most 0.3
@@ -63,13 +63,13 @@ def samples(
 
 def alerts(
     place: Place,
-    ack: Annotated[
-        str | None, typer.Option("--ack", metavar="RULE", help="Say that this rule's alert was seen.")
+    ack: Annotated[str | None, typer.Option("--ack", metavar="RULE", help="Acknowledge this rule's alerts.")] = None,
+    pipeline: Annotated[
+        str | None, typer.Option("--pipeline", metavar="NAME", help="Only alerts of this pipeline.")
     ] = None,
-    pipeline: Annotated[str | None, typer.Option("--pipeline", metavar="NAME", help="Of this pipeline alone.")] = None,
     json: Json = False,
 ) -> None:
-    """Show what is wrong with a run, by rule, with advice; over or going on.
+    """Show a run's alerts with advice, or acknowledge one.
 
     \b
     Example: rlmux alerts runs/demo --ack reward_collapse
@@ -82,13 +82,13 @@ def alerts(
 def export(
     place: Place,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of its pipelines; by default all.")] = None,
-    to: Annotated[str, typer.Option("--to", help="jsonl, csv; wandb, mlflow, trackio.")] = "jsonl",
+    to: Annotated[str, typer.Option("--to", help="Format: jsonl, csv, wandb, mlflow or trackio.")] = "jsonl",
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="FILE", help="File, or a tracker's folder; what is there gets what it has not."),
+        typer.Option("--out", metavar="FILE", help="File, or a tracker's folder; an existing one is completed."),
     ] = None,
 ) -> None:
-    """Write the table of steps: seconds, weights' hashes, metrics, seconds by stage.
+    """Export the step table: times, weight hashes and metrics.
 
     \b
     Example: rlmux export runs/demo sort --to csv --out steps.csv

@@ -28,10 +28,10 @@ def doctor(
     ] = 64,
     json: Json = False,
 ) -> None:
-    """Say what this machine can do, and what is missing.
+    """Report what this machine supports and what is missing.
 
-    Everything that is missing comes with what that means and what to do about it. With --engine: what a rollout engine
-    can do and promise here, found by trying it.
+    Each missing feature comes with its effect and its fix. With --engine, the command probes a rollout engine's
+    features and determinism on this machine.
 
     \b
     Example: rlmux doctor
@@ -60,7 +60,7 @@ def profile(
     quick: Annotated[bool, typer.Option("--quick", help="Measure briefly: too noisy to plan with.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure what sharing a device and switching cost here.
+    """Measure the cost of device sharing and of switches on this machine.
 
     Measures how each pair of prefill, decoding, log-probs and updates slow each other: on one device, at every device
     fraction that can be made here, and decoding and updates on two neighbouring devices. Then how long the file's own

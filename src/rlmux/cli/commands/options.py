@@ -1,4 +1,4 @@
-"""Words that several commands take."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; may be repeated."),
 ]
-PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy that decides; by default the file's own.")]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="Scheduling policy; by default the file's.")]
 PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, separated by commas.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys, and nothing else, on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON with stable keys on stdout.")]
 Out = Annotated[
     str | None,
     typer.Option("--out", metavar="DIR", help="Folder to make; by default runs/FILE-POLICY-TIME."),
@@ -29,23 +29,21 @@ Pictures = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
-Salvage = Annotated[
-    bool, typer.Option("--salvage", help="Rebuild a damaged log from what is readable, and from nothing else.")
-]
+Salvage = Annotated[bool, typer.Option("--salvage", help="Rebuild a damaged log from its readable part.")]
 Retry = Annotated[
     list[str] | None,
-    typer.Option("--retry", metavar="NAME", help="Have a pipeline that failed go on; may be repeated."),
+    typer.Option("--retry", metavar="NAME", help="Retry a failed pipeline; may be repeated."),
 ]
-KeepOpen = Annotated[bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more until Ctrl-C.")]
+KeepOpen = Annotated[bool, typer.Option("--keep-open", help="Keep the run open for submissions until Ctrl-C.")]
 ProfileFile = Annotated[
     Path | None,
     typer.Option(
         "--profile",
         metavar="FILE",
-        help="What `rlmux profile` measured here: sharing a device, switches.",
+        help="Measurements of `rlmux profile` on this machine.",
     ),
 ]
-BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local, ray.")]
+BackendName = Annotated[str, typer.Option("--backend", help="Workers' backend: local or ray.")]
 Address = Annotated[
     str | None,
     typer.Option("--address", metavar="HOST:PORT", help="Address of a Ray cluster; by default this machine's own."),

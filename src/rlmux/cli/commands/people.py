@@ -32,14 +32,16 @@ def user(
         ),
     ] = None,
     login: Annotated[
-        str | None, typer.Option("--login", metavar="NAME", help="Name by which --user-header knows the user.")
+        str | None, typer.Option("--login", metavar="NAME", help="The user's name in --user-header.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say which users a server has, and in which role. From the first one on, others may do nothing.
+    """Add, change, list or remove the users of a server.
+
+    Once a server has a user, only its users have access.
 
     A viewer reads, a member submits and changes pipelines of its own, an operator sees and changes all of them, an
-    admin may do everything. A server takes over every change with its next request.
+    admin may do everything. A running server applies every change at its next request.
 
     \b
     Example: rlmux user set runs/service-lanes ann --role member
@@ -84,7 +86,9 @@ def project(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say who is in which project: its members see each other's pipelines, samples and logs.
+    """Set the members of a project, list projects or remove one.
+
+    Members see each other's pipelines, samples and logs.
 
     \b
     Example: rlmux project set runs/service-lanes vision --add ann --add bob
@@ -107,11 +111,13 @@ def project(
 
 def audit(
     place: Annotated[str, typer.Argument(metavar="DIR|URL", help="Folder of a service or a run; or http://HOST:PORT.")],
-    limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="Newest requests that are shown.")] = 100,
-    user: Annotated[str | None, typer.Option("--user", help="Those of this user alone.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="Largest number of requests.")] = 100,
+    user: Annotated[str | None, typer.Option("--user", help="Only requests of this user.")] = None,
     json: Json = False,
 ) -> None:
-    """Show who asked a server for what, newest first: each request that may have an effect, and each that was refused.
+    """Show a server's audit log, newest request first.
+
+    It holds each request that may have an effect, and each refused request.
 
     \b
     Example: rlmux audit runs/service-lanes --user ann

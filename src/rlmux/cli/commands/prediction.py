@@ -38,9 +38,9 @@ def simulate(
     sets: Sets = None,
     json: Json = False,
 ) -> None:
-    """Simulate a workload under each policy: cost, slowdowns, GPUs.
+    """Simulate a workload under each policy and compare cost, slowdowns and GPUs.
 
-    Needs no GPU and no torch. With --from-run it says what that run would have taken under other policies.
+    Needs no GPU and no torch. With --from-run it predicts a finished run under other policies.
 
     \b
     Example: rlmux simulate weave --policies solo,rollmux --seeds 5
@@ -84,10 +84,10 @@ def plan(
     sets: Sets = None,
     json: Json = False,
 ) -> int:
-    """Show placement, predicted slowdowns, cost per hour, and each worker's memory by part.
+    """Show placements, predicted slowdowns, cost per hour and worker memory.
 
-    Starts nothing. Exit code 1 if a pipeline is refused: it can never run there. Workers that need more memory than a
-    device has are a mistake in the file, as for `run`.
+    Starts nothing. Exit code 1 if a pipeline is refused because it can never run there. A worker that needs more memory
+    than its device has is an error, as in `run`.
 
     \b
     Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
@@ -119,23 +119,21 @@ def whatif(
     file: Annotated[
         str | None, typer.Argument(metavar="FILE", help="YAML file whose pipelines would be submitted now.")
     ] = None,
-    add: Annotated[int | None, typer.Option("--add", min=1, help="So many more pipelines like --like.")] = None,
-    like: Annotated[
-        str | None, typer.Option("--like", metavar="NAME", help="The pipeline of the run that --add takes.")
-    ] = None,
+    add: Annotated[int | None, typer.Option("--add", min=1, help="Number of copies of --like to add.")] = None,
+    like: Annotated[str | None, typer.Option("--like", metavar="NAME", help="Pipeline that --add copies.")] = None,
     remove: Annotated[
         list[str] | None, typer.Option("--remove", metavar="NAME", help="Cancel this pipeline; may be repeated.")
     ] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help="Another policy would decide.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="Policy of the changed run.")] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another cluster; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a cluster key; may be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Predict the rest of a run that goes on: as it is, and with a change.
+    """Predict the rest of a running run, unchanged and with a change.
 
-    Simulates what is left of each pipeline from its measured steps. Nothing of the run changes.
+    Simulates each pipeline's remaining steps from its measured ones. The run does not change.
 
     \b
     Example: rlmux whatif runs/demo --add 40 --like sort
@@ -155,7 +153,7 @@ def reproduce(
     out: Pictures = None,
     json: Json = False,
 ) -> None:
-    """Recompute a paper's figures: published, ours, deviation.
+    """Recompute a paper's figures and show their deviation from the published ones.
 
     \b
     Example: rlmux reproduce rollmux --seeds 5

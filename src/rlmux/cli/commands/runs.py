@@ -1,4 +1,4 @@
-"""Commands on the folder of a run, finished or going on: its reports, its queue, its pipelines."""
+"""Commands on one run: its report, its pipelines and their state."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def submit(
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="DIR|URL", help="Folder of a run that goes on, or http://HOST:PORT/lanes/NAME of a server."
+            "--to", metavar="DIR|URL", help="Folder of a running run, or http://HOST:PORT/lanes/NAME of a server."
         ),
     ],
     sets: Sets = None,
     json: Json = False,
 ) -> None:
-    """Add the file's pipelines to a run while it runs.
+    """Add the file's pipelines to a running run.
 
-    The run's cluster, policy and shares hold, not those of the file. A server gets the file's code and rows with it,
-    and takes a submission once, whatever ends in between.
+    The run keeps its own cluster, policy and shares. A server receives the file's code and rows too, and accepts a
+    submission exactly once, even across restarts.
 
     \b
     Example: rlmux submit examples/04_tool_use.yaml --to runs/demo
@@ -67,7 +67,7 @@ def submit(
 
 
 def cancel(place: Place, name: PipelineName) -> None:
-    """End one pipeline of a run that is going on.
+    """Cancel one pipeline of a running run.
 
     The pipeline ends at its next safe point and keeps its checkpoints; the others take over its devices.
 
@@ -83,9 +83,9 @@ def stop(
     place: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a run, a server, a lane or a broker.")],
     json: Json = False,
 ) -> None:
-    """End what runs in a folder, as Ctrl-C would: a run, a server, a lane or a broker; wait until it has ended.
+    """Stop a run, server, lane or broker, as Ctrl-C would, and wait for its end.
 
-    Nothing that was finished is lost, and what it prints says how it goes on. Lanes go on without their server.
+    Finished work is kept; the output names the command that resumes it. Lanes keep running without their server.
 
     \b
     Example: rlmux stop runs/demo
@@ -96,7 +96,7 @@ def stop(
 
 
 def why(place: Place, name: PipelineName, json: Json = False) -> None:
-    """Say why a pipeline of a run that is going on waits, and what would start it now.
+    """Explain why a pipeline waits, and what would start it now.
 
     \b
     Example: rlmux why runs/demo sort
@@ -107,7 +107,7 @@ def why(place: Place, name: PipelineName, json: Json = False) -> None:
 
 
 def hold(place: Place, name: PipelineName) -> None:
-    """Keep a waiting pipeline from starting until it is released.
+    """Keep a waiting pipeline from starting until `release`.
 
     \b
     Example: rlmux hold runs/demo sort
@@ -118,7 +118,7 @@ def hold(place: Place, name: PipelineName) -> None:
 
 
 def release(place: Place, name: PipelineName) -> None:
-    """Let a pipeline that is held start.
+    """Allow a held pipeline to start.
 
     \b
     Example: rlmux release runs/demo sort
@@ -131,9 +131,9 @@ def release(place: Place, name: PipelineName) -> None:
 def rank(
     place: Place,
     name: PipelineName,
-    rank: Annotated[int, typer.Argument(metavar="RANK", help="Lower ones are offered room first.")],
+    rank: Annotated[int, typer.Argument(metavar="RANK", help="Lower ranks are placed first.")],
 ) -> None:
-    """Put a waiting pipeline before or behind its user's others.
+    """Move a waiting pipeline forward or back among its user's pipelines.
 
     \b
     Example: rlmux rank runs/demo sort -3
@@ -144,7 +144,7 @@ def rank(
 
 
 def park(place: Place, name: PipelineName) -> None:
-    """Have a pipeline give its devices back at its next step boundary, with a checkpoint.
+    """Checkpoint a pipeline at its next step boundary and free its devices.
 
     It waits until it is unparked, and trains the same weights as if it had never been parked.
 
@@ -160,13 +160,14 @@ def notice(
     folder: Folder,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Node, such as rollout-0.")],
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0, help="Seconds until it is gone; what is there then begins anew.")
+        float, typer.Option("--seconds", min=0, help="Seconds until the node is lost; unfinished steps there restart.")
     ] = 120.0,
-    back: Annotated[bool, typer.Option("--back", help="It is there again, or stays after all.")] = False,
+    back: Annotated[bool, typer.Option("--back", help="The node is back, or stays.")] = False,
 ) -> None:
-    """Say that a node is about to go: pipelines leave it at their next step boundaries.
+    """Announce that a node will be lost, so that its pipelines leave it.
 
-    Nothing is placed there any more. Pipelines go on elsewhere from a checkpoint, to the same weights.
+    Nothing new is placed there. Pipelines leave at their next step boundaries and resume elsewhere from a checkpoint,
+    with the same weights.
 
     \b
     Example: rlmux notice runs/demo rollout-0 --seconds 120
@@ -183,7 +184,7 @@ def notice(
 
 
 def unpark(place: Place, name: PipelineName) -> None:
-    """Let a parked pipeline go on.
+    """Resume a parked pipeline.
 
     \b
     Example: rlmux unpark runs/demo sort
@@ -196,11 +197,11 @@ def unpark(place: Place, name: PipelineName) -> None:
 def usage(
     place: Place,
     shares: Annotated[
-        str | None, typer.Option("--set", metavar="FILE", help="Have this file's section shares hold from now on.")
+        str | None, typer.Option("--set", metavar="FILE", help="Apply the section shares of this file.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what users and projects have used, and whether that is more than their share.
+    """Show the usage of users and projects against their fair shares.
 
     \b
     Example: rlmux usage runs/demo
@@ -217,9 +218,9 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Print the tables once, on a terminal too.")] = False,
     json: Json = False,
 ) -> None:
-    """Show a run's pipelines, and what holds each device.
+    """Show a run's pipelines and the holder of each device.
 
-    On a terminal the tables are redrawn while the run goes on; Ctrl-C leaves the run alone.
+    On a terminal the tables are redrawn while the run lasts; Ctrl-C does not stop the run.
 
     \b
     Example: rlmux status runs/demo
@@ -236,9 +237,7 @@ def logs(
     name: PipelineName,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the pipeline is over.")] = False,
 ) -> None:
-    """Print a pipeline's own output, tracebacks included.
-
-    It is what the pipeline's processes printed, your code among them.
+    """Print the output of a pipeline's processes, tracebacks included.
 
     \b
     Example: rlmux logs runs/demo sort -f
@@ -253,9 +252,9 @@ def verify(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of its pipelines; by default all.")] = None,
     json: Json = False,
 ) -> None:
-    """Train a finished run's pipelines again, each alone, and compare the weights step by step.
+    """Retrain a finished run's pipelines alone and compare weights step by step.
 
-    "equal at all 61 steps" is the receipt that sharing changed nothing. Exit code 1 where a step differs.
+    "equal at all 61 steps" proves that sharing changed nothing. Exit code 1 if a step differs.
 
     \b
     Example: rlmux verify runs/demo sort

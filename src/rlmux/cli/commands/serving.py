@@ -27,7 +27,7 @@ Listen = Annotated[
     typer.Option(
         "--listen",
         metavar="HOST:PORT",
-        help=f"Address of the server; by default {DEFAULT_LISTEN}, or the one that a resumed server had.",
+        help=f"Address of the server; by default {DEFAULT_LISTEN}, or a resumed server's former address.",
     ),
 ]
 Served = Annotated[
@@ -57,11 +57,11 @@ TlsCert = Annotated[
 TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Key of --tls-cert (PEM).")]
 BehindProxy = Annotated[
     list[str] | None,
-    typer.Option("--behind-proxy", metavar="CIDR", help="Network of a proxy that is believed; may be repeated."),
+    typer.Option("--behind-proxy", metavar="CIDR", help="Network of a trusted proxy; may be repeated."),
 ]
 UserHeader = Annotated[
     str | None,
-    typer.Option("--user-header", metavar="NAME", help="Header in which the proxy says who asks."),
+    typer.Option("--user-header", metavar="NAME", help="Header in which the proxy names the user."),
 ]
 ServeOut = Annotated[
     str | None,
@@ -69,9 +69,7 @@ ServeOut = Annotated[
         "--out", metavar="DIR", help="Folder; by default runs/FILE-POLICY-TIME, with lanes runs/service-FILE."
     ),
 ]
-Resume = Annotated[
-    Path | None, typer.Option("--resume", metavar="DIR", help="Go on with a server that was stopped or killed.")
-]
+Resume = Annotated[Path | None, typer.Option("--resume", metavar="DIR", help="Resume a stopped or killed server.")]
 
 
 def serve(
@@ -88,11 +86,11 @@ def serve(
     behind_proxy: BehindProxy = None,
     user_header: UserHeader = None,
 ) -> None:
-    """Show runs in a browser; keep lanes running that pipelines are submitted to; or serve models to Tinker clients.
+    """Serve a run's pages, lanes for submissions, or models for Tinker clients.
 
-    A folder is shown: every device's timeline, pipelines, curves, steps and logs, while the run goes on and after.
-    A file with lanes keeps a run open for each: they go on without the server, which finds them again.
-    A file with models is served: training loops written for the Tinker API run unchanged and share its devices.
+    DIR: pages with device timelines, pipelines, curves, steps and logs, during the run and after it.
+    FILE with lanes: one open run per lane. Lanes outlive the server, which finds them again at its next start.
+    FILE with models: training loops written for the Tinker API run unchanged and share the devices.
 
     \b
     Example: rlmux serve runs/demo --open
@@ -118,7 +116,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The options that say how the server is reached."""
+    """Options of the server's address."""
 
     listen: str | None = None
     tls_cert: Path | None = None
@@ -127,7 +125,7 @@ class _Way:
     user_header: str | None = None
 
     def listening(self, default: str = DEFAULT_LISTEN) -> Listening:
-        """Raises UserError for what is not installed, and for options that make no sense."""
+        """Raises UserError for missing packages and contradictory options."""
         host, port = _address(self.listen or default)
         _check_installed(*_PAGES_NEED)
         from rlmux.service.addresses import listening_of
@@ -258,7 +256,7 @@ def _serve_models(
 def resume_server(
     folder: Path, way: _Way | None = None, *, opens: bool = False, allow_host: Sequence[str] = ()
 ) -> None:
-    """Serve from the folder of a server that was stopped or killed; by default where it was, as clients know it."""
+    """Resume a stopped or killed server, by default at its former address."""
     from rlmux.policies import POLICIES, make_policy
 
     _check_installed(*_SERVING_NEEDS)
@@ -285,9 +283,9 @@ def budget(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what the projects of a model server may compute today and have; with PROJECT and HOURS, change it.
+    """Show the daily compute budgets of a model server's projects, or set one.
 
-    A change holds at once: clients that were asked to wait go on. It is kept when the server is started again.
+    A change applies at once, waiting clients included, and survives a restart of the server.
 
     \b
     Example: rlmux budget runs/served vision 40
@@ -314,7 +312,7 @@ def budget(
 
 
 def _hours(text: str) -> float:
-    """Raises UserError for what is no number of hours."""
+    """Raises UserError for an invalid number of hours."""
     try:
         hours = math.inf if text == "none" else float(text)
     except ValueError:
@@ -348,7 +346,7 @@ def _check_installed(*names: str) -> None:
 
 
 def _print_addresses(url: str, doors: Doors, opens: bool) -> None:
-    """The lines that a client and a program of one's own need, and the pages' address."""
+    """Print the environment of clients and programs, and the pages' address."""
     typer.echo(f"export TINKER_BASE_URL={url}/tinker")
     typer.echo("export TINKER_API_KEY=tml-anything")
     if doors.permits is not None:

@@ -1,4 +1,4 @@
-"""Commands for programs that keep their own trainers: broker."""
+"""Commands for programs with their own trainers: broker, token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def broker(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="DIR", help="Folder of the log; by default runs/broker-FILE. One is gone on with."
+            "--out", metavar="DIR", help="Folder of the log; by default runs/broker-FILE. An existing one is resumed."
         ),
     ] = None,
     sets: Sets = None,
 ) -> None:
-    """Hand out permits for the file's pools, so that programs of your own take turns.
+    """Grant permits for the file's pools, so that your own programs take turns.
 
     A program joins with `rlmux.share`; Ctrl-C ends the broker, and programs wait until it is started again.
 
@@ -65,11 +65,11 @@ def token(
     scope: Annotated[
         list[str] | None, typer.Option("--scope", help="read, samples, submit, control, metrics or admin; repeat it.")
     ] = None,
-    days: Annotated[float, typer.Option("--days", help="Days after which it is refused.")] = 90.0,
+    days: Annotated[float, typer.Option("--days", help="Days until the token expires.")] = 90.0,
 ) -> None:
-    """Give users tokens of their own for a server, with what each may do; list and revoke them.
+    """Add, list or revoke the access tokens of a server's users.
 
-    A token is printed once, and kept as a hash. A server takes over every change with its next request.
+    A token is printed once and stored as a hash. A running server applies every change at its next request.
 
     \b
     Example: rlmux token add runs/service-lanes ann --scope read --scope submit --scope control

@@ -45,7 +45,7 @@ def run(
     sets: Sets = None,
     json: Json = False,
 ) -> None:
-    """Train the file's pipelines here or on a Ray cluster.
+    """Train the file's pipelines on this machine or on a Ray cluster.
 
     \b
     Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
@@ -83,9 +83,9 @@ def compare(
     sets: Sets = None,
     json: Json = False,
 ) -> None:
-    """Train under several policies, and compare them.
+    """Train the file under several policies and compare them.
 
-    Every policy gets the same file and seeds, one after another on the same devices; ratios are to the first policy.
+    Policies run one after another, with the same seeds and devices; ratios are relative to the first policy.
 
     \b
     Example: rlmux compare examples/01_two_pipelines.yaml --policies solo,colocated,rollmux
@@ -125,10 +125,10 @@ def resume(
     salvage: Salvage = False,
     json: Json = False,
 ) -> None:
-    """Continue a run that was stopped or that crashed.
+    """Resume a stopped or crashed run.
 
-    Every pipeline goes on from its newest checkpoint; the weights come out as if nothing had happened.
-    One that failed goes on with --retry, once the cause is mended.
+    Every pipeline resumes from its newest checkpoint and ends with the same weights as an undisturbed run.
+    A failed pipeline resumes with --retry, once its cause is fixed.
 
     \b
     Example: rlmux resume runs/demo
@@ -160,7 +160,7 @@ def resume(
 
 
 def _serve_again(folder: Path, given: Sequence[str]) -> None:
-    """A server goes on where its clients know it. Raises UserError for options of runs."""
+    """Resume a server at its former address. Raises UserError for options of runs."""
     from rlmux.cli.commands import serving
 
     if given:
@@ -169,7 +169,7 @@ def _serve_again(folder: Path, given: Sequence[str]) -> None:
 
 
 def _salvage(folder: Path) -> None:
-    """Rebuild the log, and say what is missing."""
+    """Rebuild the log and print what is missing."""
     from rlmux.runtime import launch
     from rlmux.runtime.records import end_records
 
@@ -189,9 +189,9 @@ def chaos(
     sets: Sets = None,
     json: Json = False,
 ) -> None:
-    """Kill parts of a run at random; compare the weights.
+    """Kill parts of a run at random and compare the weights.
 
-    Runs the file undisturbed once, then with SIGKILLs of workers and the controller, resumed each time.
+    Runs the file once undisturbed, then with random SIGKILLs of workers and controller and a resume after each.
 
     \b
     Example: rlmux chaos examples/01_two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
