@@ -4,12 +4,12 @@
     a bare name: the entry point of an installed package ──┴▶ find(kind, text) ─▶ the class or function
 
     kind        entry points      what it is
-    policy      rlmux.policies    a frozen dataclass as `core/policy.py` says
-    task        rlmux.tasks       a class made from (params, seed), as `rl/tasks/base.py` says
+    policy      rlmux.policies    a frozen dataclass as in `core/policy.py`
+    task        rlmux.tasks       a class made from (params, seed), as in `rl/tasks/base.py`
     engine      rlmux.engines     a function or class that makes a `RolloutEngine` (`engines/user_engine.py`)
     workload    rlmux.workloads   a function of `seed` and of parameters with default values that returns a Workload
 
-Built-in names come first: no plug-in can take one. Nothing is imported before it is asked for by name.
+Built-in names come first: no plug-in can take one. Each is imported at its first use by name.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
             rewards()
         job.safe_point()                gives way here where another waits
 
-The program's thread asks and computes. A thread of the library reads the broker's messages, and makes the connection
-anew where it breaks; what was not answered is asked again. An `evict`, for a program that computes nothing while its
-state is still on the device, runs the same hook in a thread of its own, never while a phase of the program runs.
+The program's thread sends requests and computes. A thread of the library reads the broker's messages and reconnects
+after a failure; unanswered requests are repeated. An `evict`, for an idle program whose state is still on the device,
+runs the same hook in a thread of its own, never while a phase of the program runs.
 
 Invariant: between `granted` and `after` the program holds the pools, and nothing else of it touches them.
 Python 3.9, standard library only. What names torch, TRL or an engine is in `share_adapters.py`, beside this file.
@@ -41,7 +41,7 @@ WIRE_VERSION = 1
 MAX_WEIGHT = 100.0
 """Largest weight of a program."""
 PING_S = 10.0
-"""Seconds of silence until the library asks whether the broker lives; after three times as many it connects anew."""
+"""Seconds of silence until the library pings the broker; after three times as many it reconnects."""
 CONNECT_LIMIT_S = 15.0
 """Seconds for which `join` waits for a broker that does not answer. Later on there is no limit."""
 _LEAVE_LIMIT_S = 2.0
@@ -55,11 +55,11 @@ class ShareError(RuntimeError):
 
 
 class RefusedError(ShareError):
-    """The broker does not take this program; the text says why, and what it would take."""
+    """The broker refuses this program; the text has the reason and the accepted values."""
 
 
 def __getattr__(name: str) -> Any:
-    """The adapters, from the file beside this one, when one of them is asked for."""
+    """Load the adapters from the file beside this one on first use."""
     if name not in _ADAPTERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     beside = f"{__name__.rpartition('.')[0]}.share_adapters".lstrip(".")
@@ -70,17 +70,17 @@ class Hooks(NamedTuple):
     """How a program leaves a pool, and comes back."""
 
     offload: Callable[[], Any]
-    """Frees the pool's memory. Returns the bytes that became free, or None where it cannot tell."""
+    """Frees the pool's memory. Returns the freed bytes, or None if unknown."""
     onload: Callable[[], Any]
     """Brings back what `offload` took away."""
     resident_bytes: Callable[[], Any] = lambda: None
-    """Bytes that lie on the pool now; None where it cannot tell."""
+    """Bytes resident on the pool; None if unknown."""
     finish: Callable[[], Any] = lambda: None
     """Waits until the device has done what it was given; called at the end of each phase."""
 
 
 class _Region(NamedTuple):
-    """What a phase asks for. No pool: a region that needs none."""
+    """Pools of a phase; empty for a region without a pool."""
 
     pools: frozenset[str] = frozenset()
     phase: str = ""
@@ -103,7 +103,7 @@ def join(
     no thread, no socket, and every phase begins at once.
 
     `pools`: pool of each role that `phase` names; without it, the pools of the broker's file by their phases.
-    `rank`, `world`: of a program of several processes (by default RANK and WORLD_SIZE), which all ask for the same.
+    `rank`, `world`: of a program of several processes (by default RANK and WORLD_SIZE), which all request the same.
     `slo`: largest slowdown of its steps that it accepts, 1.0 or more.
     `weight`: safe points to a turn, 1 to 100; a region without a pool counts as one, and gives way in any case.
     `need_bytes`: bytes that it needs on each pool at most, over all ranks; a pool without one it fills.
@@ -162,7 +162,7 @@ def _default_hooks(offload: str, pools: dict[str, str]) -> Hooks:
 
 
 class Job:
-    """This program as the broker knows it. One phase is open at a time: work that overlaps joins twice."""
+    """This program's membership. One phase is open at a time: overlapping work joins twice."""
 
     def __init__(self, name: str, pools: dict[str, Any], weight: float) -> None:
         self.name = name
@@ -302,11 +302,11 @@ class Job:
         done["resident_bytes"] = {pool: size for pool, size in sizes.items() if size is not None}
         after = self._link_now.call(("done", self._fence), done)
         for pool in after["pools"] if after["leave"] else ():
-            with self._one_hook():  # a broker that was started again may ask for the same meanwhile
+            with self._one_hook():  # a restarted broker may send the same eviction meanwhile
                 self._offload(pool)
 
     def _offload(self, pool: str) -> None:
-        """Run the hook and tell the broker what came of it. Raises what the hook raises."""
+        """Run the hook and report its outcome to the broker. Raises what the hook raises."""
         link = self._link_now
         if pool in self._away:
             link.send({"t": "left", "pool": pool})
@@ -342,7 +342,7 @@ class Job:
         os.register_at_fork(after_in_child=link.forget)
 
     def _holding(self) -> dict[str, Any]:
-        """What a broker that was started again has to know of it."""
+        """State for a restarted broker."""
         with self._changed:
             resident = sorted(self._used - self._away)
             return {"fence": self._fence, "holds": sorted(self._held), "resident": resident, "waited_s": self.waited_s}
@@ -392,7 +392,7 @@ class Phase:
         self._reported_s = 0.0
 
     def done(self, count: int) -> None:
-        """Say how many of its units are done. Told to the broker at most twice a second."""
+        """Report the number of finished units; sent at most twice a second."""
         job, now_s = self._job, time.monotonic()
         if job.is_shared and job._fence is not None and now_s - self._reported_s >= _PROGRESS_EVERY_S:
             self._reported_s = now_s
@@ -449,7 +449,7 @@ class _Link:
         self._socket: socket.socket | None = None
         self._buffer = b""
         self._open: dict[Any, dict[str, Any]] = {}
-        """Questions without an answer, by their keys, in the order in which they were asked."""
+        """Unanswered requests by key, oldest first."""
         self._answers: dict[Any, dict[str, Any]] = {}
         self._end: ShareError | None = None
         """Why there will be no answer any more; None while there may be."""
@@ -465,7 +465,7 @@ class _Link:
         threading.Thread(target=self._read, name="rlmux-share", daemon=True).start()
 
     def call(self, key: tuple[Any, ...], message: dict[str, Any]) -> dict[str, Any]:
-        """Send a question and wait for its answer. Raises ShareError where the broker answers with an error."""
+        """Send a request and wait for its answer. Raises ShareError where the broker answers with an error."""
         with self._changed:
             self._open[key] = message
             self._send(message)
@@ -483,13 +483,13 @@ class _Link:
         return answer
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send something that has no answer. Lost where the connection is: `hello` says all that counts."""
+        """Send a message without an answer. A lost one is covered by the next `hello`."""
         with self._changed:
             self._send(message)
 
     def close(self) -> None:
         with self._changed:
-            self._is_leaving = True  # a broken connection is tried once more, so that the broker hears of it
+            self._is_leaving = True  # one more try, so that the broker receives it
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._socket is not None or self._end is not None, _LEAVE_LIMIT_S)
             self._end = ShareError("this program has left")
@@ -515,7 +515,7 @@ class _Link:
             self._socket = None
 
     def _try_connect(self) -> bool:
-        """Whether the broker took the program in. Raises RefusedError where it does not want it."""
+        """Whether the broker accepted the program. Raises RefusedError for a refusal."""
         connection = socket.socket(self._family, socket.SOCK_STREAM)
         connection.settimeout(PING_S)
         self._buffer = b""
@@ -612,7 +612,7 @@ def _key_of(message: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def prove(token: str, nonce: str) -> str:
-    """What shows that one knows the token, without saying it."""
+    """A proof of the token that does not reveal it."""
     return hmac.new(token.encode(), nonce.encode(), "sha256").hexdigest()
 
 

@@ -10,7 +10,7 @@
 
 Memory is given back by making the storage of tensors empty and filling it again: tensors, views of them and what
 the optimizer refers to stay the objects they are. Storage that another owner shares (NumPy, a safetensors file, another
-process) cannot be emptied; its tensors get other storage in its place, and that is said once.
+process) cannot be emptied; its tensors get other storage in its place, with one warning.
 Python 3.9; torch and the frameworks are imported by the functions that need them.
 """
 
@@ -36,7 +36,7 @@ _TRL_METHODS = ("train", "_generate", "_calculate_rewards", "training_step")
 class TorchOffload:
     """Hooks that move tensors to host memory and back; see the module.
 
-    `tensors` is asked each time: an optimizer's state is there after its first step only.
+    `tensors` is called each time: an optimizer's state exists only after its first step.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Any]]) -> None:
@@ -229,7 +229,7 @@ class CudaCheckpoint:
     """Hooks that move all that processes have on their GPUs to host memory and back, without their help.
 
     The driver stops their CUDA calls (`lock`), copies and frees (`checkpoint`), brings all back (`restore`) and lets
-    them go on (`unlock`). A step that fails is undone as far as it came, and raised with what the tool said.
+    them go on (`unlock`). A failed step is undone and raised with the tool's output.
     """
 
     def __init__(self, pids: Iterable[int], tool: str, limit_s: float) -> None:
@@ -253,7 +253,7 @@ class CudaCheckpoint:
                     done.append((undo, pid))
         except BaseException:  # an interrupt, too, must not leave a process locked
             for undo, pid in reversed(done):
-                with contextlib.suppress(RuntimeError):  # the first failure is what is told
+                with contextlib.suppress(RuntimeError):  # the first failure is reported
                     self._act(undo, pid)
             raise
 
@@ -261,10 +261,10 @@ class CudaCheckpoint:
         words = [self._tool, "--action", action, "--pid", str(pid)]
         if action == "lock":
             words += ["--timeout", str(int(1000 * self._limit_s))]
-        said = subprocess.run(words, capture_output=True, text=True)
-        if said.returncode != 0:
-            text = " ".join((said.stderr or said.stdout).split())[:200]
-            raise RuntimeError(f"{' '.join(words)} ended with {said.returncode}: {text}")
+        process = subprocess.run(words, capture_output=True, text=True)
+        if process.returncode != 0:
+            text = " ".join((process.stderr or process.stdout).split())[:200]
+            raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}: {text}")
 
 
 def cuda_checkpoint(
@@ -316,7 +316,7 @@ def http_sleep(url: str, engine: str, limit_s: float = 120.0) -> EngineSleep:
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Through the proxy of the environment, if any; what is on this machine is asked directly."""
+    """Use the environment's proxy, except for this machine's addresses."""
     host = urllib.parse.urlsplit(url).hostname or ""
     is_here = host in ("localhost", "::1") or host.startswith("127.")
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
@@ -421,14 +421,14 @@ def verl_trainer(base: Any, join: Callable[..., Any]) -> Any:
     class RlmuxTrainer(base):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             _check_verl_offload(config)
-            self._job = join("verl", rank=0, world=1)  # the driver asks for all its workers
+            self._job = join("verl", rank=0, world=1)  # one job for the driver and all its workers
             if self._job.pools.get("rollout") != self._job.pools.get("train"):
                 raise TypeError(f"pools {self._job.pools}: sync trainers of verl are colocated; accepted: one pool")
             self._synced_step: Any = None
             self._job.on_leave("train", self._sleep, self._wake)
             self._job.phase("train").__enter__()  # workers are made on the device, and held until the process ends
             super().__init__(config, *args, **kwargs)
-            self.trainer_mode = "sync"  # verl asks for this name where colocated trainers differ from others
+            self.trainer_mode = "sync"  # verl's name for colocated trainers
 
         def on_init_end(self) -> None:
             super().on_init_end()

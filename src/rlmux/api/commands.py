@@ -100,13 +100,13 @@ def run(
     display: Display | None = None,
     on_warning: OnWarning = warn,
 ) -> Run:
-    """Train the file's pipelines, and return when all are over or the run is stopped (`Run.is_over` tells).
+    """Train the file's pipelines, and return when all are over or the run is stopped (see `Run.is_over`).
 
     `out`: the run's folder, by default a new one under runs/. `backend`, `address`, `profile`, `keep_open`: as
     `rlmux run` has them.
-    `listeners`: told of every event as it comes (`runtime/controller.py`); `display`: makes one from the checked file.
+    `listeners`: receive every event (`runtime/controller.py`); `display`: makes one from the checked file.
     In the main thread Ctrl-C and SIGTERM stop the run at the next safe point; it goes on with `Run.resume`.
-    `on_warning`: told what of the file or the profile is old or of no use; by default a warning of the logger `rlmux`.
+    `on_warning`: receives old keys of the file and unusable parts of the profile; by default the logger `rlmux`.
     Raises UserError before anything starts. A pipeline's own failure is in `Run.summary`, not raised.
     """
     from rlmux.runtime.records import folders

@@ -1,10 +1,10 @@
-"""A run that goes on in another process or on a server: submit pipelines to it, cancel them, see where it is.
+"""A run in another process or on a server: submit pipelines, cancel them, read their status.
 
 connect(DIR) ─▶ Connection ── control socket ──▶ the run's controller
 connect(URL) ─▶ Connection ── HTTP ──▶ rlmux serve ── control socket ──▶ the lane's controller
 
-A server that is away when the connection is made is an error at once. One that goes away later, as it is updated or was
-killed, is asked again for `patience_s`; a warning of the logger `rlmux.connect` says so.
+A server that is away when the connection is made is an error at once. Later calls retry for `patience_s`, with a
+warning of the logger `rlmux.connect`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LOG = logging.getLogger("rlmux.connect")
 
 
 class Connection:
-    """A run that goes on. Each call asks it anew, so that nothing has to be closed."""
+    """A running run. Each call connects anew, so nothing has to be closed."""
 
     def __init__(self, place: str | Path, *, patience_s: float = PATIENCE_S) -> None:
         """Raises UserError for a folder without a run, one that nothing runs in now, and a URL that does not answer.
 
-        `patience_s`: seconds for which each call asks a server again that is away by then.
+        `patience_s`: seconds of each call's retries.
         """
         if not patience_s >= 0:
             raise UserError(f"patience_s is {patience_s}; accepted: a number of seconds, 0 or more")
@@ -81,19 +81,19 @@ class Connection:
         return str(self._send_command("hold", pipeline)["outcome"])
 
     def release(self, pipeline: str) -> str:
-        """Let a pipeline that is held start."""
+        """Allow a held pipeline to start."""
         return str(self._send_command("release", pipeline)["outcome"])
 
     def rank(self, pipeline: str, rank: int) -> str:
-        """Put a waiting pipeline before or behind its user's others: lower ones are offered room first."""
+        """Order a waiting pipeline among its user's: lower ranks are placed first."""
         return str(self._send_command("rank", pipeline, rank=rank)["outcome"])
 
     def park(self, pipeline: str) -> str:
-        """Have a pipeline give its devices back at its next step boundary, until `unpark`; weights stay the same."""
+        """Free a pipeline's devices from its next step boundary until `unpark`; weights stay the same."""
         return str(self._send_command("park", pipeline)["outcome"])
 
     def unpark(self, pipeline: str) -> str:
-        """Let a parked pipeline go on."""
+        """Resume a parked pipeline."""
         return str(self._send_command("unpark", pipeline)["outcome"])
 
     def usage(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Connection:
 def connect(place: str | Path, *, patience_s: float = PATIENCE_S) -> Connection:
     """A connection to the run in this folder, or to a lane: `http://HOST:PORT/lanes/NAME`, with RLMUX_TOKEN set.
 
-    Raises UserError where nothing answers now. `patience_s`: seconds for which each later call asks a server again that
-    is away; 0: it raises at once.
+    Raises UserError where nothing answers now. `patience_s`: seconds of each later call's retries; 0: it raises at
+    once.
     """
     return Connection(place, patience_s=patience_s)

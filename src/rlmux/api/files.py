@@ -73,7 +73,8 @@ def load_file(
 def load_workload(
     workload: File | Workload, overrides: Sequence[str] = (), on_warning: OnWarning = warn
 ) -> Workload | str:
-    """What a YAML file says, or a CSV file on another cluster; a name stays as it is, for the simulator to look up."""
+    """The workload of a YAML file, or of a CSV file on another cluster; a name is returned for the simulator to look
+    up."""
     from rlmux.sim.workloads import spec_file, trace_csv
     from rlmux.sim.workloads.arrivals import Workload, h20_h800_cluster
 
@@ -106,7 +107,7 @@ def look_for_plugin(policy: str, folder: Path) -> None:
 def policy_and_switches(
     spec: Spec, profile: str | Path | None, on_warning: OnWarning = warn
 ) -> tuple[Policy, EstimateSwitch]:
-    """The file's policy, told what the profile has for its pipelines, and what estimates switches.
+    """The file's policy with the profile's measurements, and the switch estimator.
 
     `on_warning`: receives each unusable part of the profile and its replacement.
     """
@@ -134,8 +135,8 @@ def _load(file: File, **how: Any) -> Spec:
         return load_spec(file, **how)
     text, source, folder = _text_of(file)
 
-    def without_line(said: str) -> str:  # the lines are of a text that is not the caller's
-        return re.sub(rf"^{re.escape(source)}:\d+", source, said)
+    def without_line(message: str) -> str:  # the lines are of a text that is not the caller's
+        return re.sub(rf"^{re.escape(source)}:\d+", source, message)
 
     try:
         loaded = parse_spec(text, source=source, folder=folder, **how)

@@ -1,10 +1,10 @@
-"""A run's folder as Python values: what its log holds at the moment of asking, while the run goes on and after it.
+"""A run's folder as Python values, during the run and after it.
 
     open_run(DIR) ─▶ Run ─┬▶ summary, status()                              dictionaries, the keys of `--json`
                           ├▶ pipelines, steps, orders, devices, intervals   tables: rows, and .to_pandas()
                           └▶ resume()
 
-Nothing is kept between two questions: each table is read from the log anew.
+Nothing is cached: each access reads the log.
 """
 
 from __future__ import annotations
@@ -215,10 +215,10 @@ class Run:
         display: Display | None = None,
         on_warning: OnWarning = warn,
     ) -> Run:
-        """Train what is left of a run that was stopped or killed; `retry`: pipelines that failed and go on.
+        """Resume a stopped or killed run; `retry`: failed pipelines to resume.
 
-        The others are those of `rlmux.run`. Raises UserError where the run goes on in a process, and for what `retry`
-        names that did not fail.
+        Other parameters as in `rlmux.run`. Raises UserError while a process runs it, and for names in `retry` that did
+        not fail.
         """
         from rlmux.runtime import launch
         from rlmux.runtime.checks.preflight import complaints_about

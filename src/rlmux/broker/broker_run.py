@@ -2,7 +2,7 @@
 
     BrokerSpec ──▶ run_broker ──▶ EmbeddedBroker, a backend without workers ──▶ drive: scheduler, controller, log
 
-A folder that holds the log of a broker is gone on with: what it knew of programs that still live is taken up.
+An existing broker's folder is resumed: its live programs are restored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run_broker(
 
     `address`: "unix:PATH" or "tcp://HOST:PORT"; None for a socket in the folder.
     `on_listening`: receives the address once the broker listens.
-    Raises UserError, before anything is made, for a folder or an address that cannot be had.
+    Raises UserError, before anything is created, for an unavailable folder or address.
     """
     address = address or f"unix:{folder / SOCKET_NAME}"
     if address.startswith("tcp:") and not token:
@@ -82,7 +82,7 @@ def run_broker(
 
 
 def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tuple[RunLog, Server]:
-    """A new log, and the socket. Where that cannot be had, a folder that was made for it is gone again."""
+    """Create the log and the socket; on failure a folder created for them is removed."""
     was_there = folder.exists()
     lock = prepare_folder(folder, is_overwriting=False)
     try:
@@ -97,7 +97,7 @@ def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tupl
 
 
 def _take_up(folder: Path, address: str) -> tuple[RunLog, Server]:
-    """The log of a broker that ended, and its socket again."""
+    """Reopen the log and the socket of an ended broker."""
     with LogReader(folder) as log:
         backend = log.header.get("backend")
     if backend != BACKEND:
@@ -119,7 +119,7 @@ def _take_no_file(text: str, source: str) -> Sequence[Submission]:
 
 
 def default_folder(file: str) -> Path:
-    """The folder of a broker without --out: one for each file, so that a broker that was killed goes on in it."""
+    """The default folder: one per file, so that a killed broker resumes in it."""
     return Path("runs") / f"broker-{Path(file).stem}"
 
 

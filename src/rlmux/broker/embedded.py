@@ -1,14 +1,14 @@
 """The broker in a server's or a command's process: programs take turns with its pipelines, under one scheduler.
 
     programs ── socket ─▶ EmbeddedBroker (a thread) ── events, notes ─▶ Inbox ─▶ ExternalPrograms ─▶ controller
-        ▲                     │  Desk                                                   │
+        ▲                     │  PermitManager                                          │
         └── granted, evict ───┘◀──────── begin, evict ── _ExternalProgram ◀─────────────┘
 
-The scheduler says which states leave a device for an order, whatever pipeline they belong to. A message goes to a
-program once the notes behind it are in the log: `update`, a listener of the controller, counts them.
+The scheduler decides which states leave a device for an order, in any pipeline. A message goes to a program once the
+notes behind it are in the log: `update`, a listener of the controller, counts them.
 
-A broker that was killed finds programs that still hold a pool, or lie on it. To the scheduler, which begins anew, the
-device is free: an order for it waits until they have left (`ExternalPrograms.add_leftover`).
+After a kill, programs may still hold a pool or be resident on it. The restarted scheduler counts the device as free:
+its orders wait until they have left (`ExternalPrograms.add_leftover`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from rlmux.share import prove
 
 _LOOK_EVERY_S = 0.1
 _MAX_ERRORS = 100
-"""Lines that are no messages, after which a connection is dropped."""
+"""Invalid lines after which a connection is dropped."""
 
 
 class EmbeddedBroker:
     """The thread that programs talk to; see the module's picture."""
 
     def __init__(self, cluster: Cluster, inbox: Inbox, server: Server, **options: Any) -> None:
-        """`options`: those of a Desk, but its clock."""
+        """`options`: of the PermitManager, except its clock."""
         self._cluster = cluster
         self._inbox = inbox
         self._server = server
@@ -53,19 +53,19 @@ class EmbeddedBroker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._looked_s = 0.0
         self._num_noted = 0
-        """Notes that were given to the controller."""
+        """Notes passed to the controller."""
         self._num_committed = 0
-        """Those of them that are in the log."""
+        """Notes committed to the log."""
         self._is_closing = False
         self.thread = SupervisedThread(self._run, "permits")
 
     @property
     def address(self) -> str:
-        """What RLMUX_BROKER has to be."""
+        """Value of RLMUX_BROKER."""
         return self._server.address
 
     def restore(self, folder: Path) -> None:
-        """Go on with what the log of a server that was killed knows of programs; before `start`."""
+        """Restore the programs in a killed server's log; before `start`."""
         restore_programs(folder, self.manager, time.monotonic())
         for pool, lodgers in self.manager.ledger.lodgers.items():
             for name in lodgers:
@@ -79,7 +79,7 @@ class EmbeddedBroker:
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread, and every connection. Programs go on, and wait for the next server."""
+        """End the thread and every connection. Programs continue and wait for the next server."""
         self._is_closing = True
         self._server.wake()
         if self.thread.is_alive():
@@ -87,23 +87,23 @@ class EmbeddedBroker:
         self._server.close()
 
     def do(self, command: Callable[[], None]) -> None:
-        """Have the thread make this call; from any other."""
+        """Run this call in the broker's thread. Thread-safe."""
         self._commands.put(command)
         self._server.wake()
 
     def pool_of(self, phase: Phase, devices: Sequence[DeviceId]) -> str:
-        """The pool of these devices on which a program's state for the phase lies."""
+        """The pool of these devices and the phase."""
         serving = self._cluster.pool_serving(phase)
         return next((one.pool for one in devices if serving and one.pool == serving.name), devices[0].pool)
 
     def call_controller(self, command: Command) -> None:
-        """Have the controller's thread make this call."""
+        """Run this call in the controller's thread."""
         self._inbox.call_soon(command)
 
     # --- as a listener of the controller ------------------------------------------------------------------------
 
     def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note]) -> None:
-        """These notes are in the log: messages that rest on them may go out. Raises ThreadDiedError."""
+        """Count committed notes, which releases the messages behind them. Raises ThreadDiedError."""
         self.thread.check()
         for each in (*events, *actions):
             match each:
@@ -158,7 +158,7 @@ class EmbeddedBroker:
         self._inbox.call_soon(lambda backend: backend.external.add(pipeline, program))
 
     def _sized(self, pipeline: Pipeline) -> Pipeline:
-        """A program of unknown size fills its device; where the file gives devices no memory, it takes none."""
+        """A program of unknown size fills its device; it takes no memory if the file gives devices none."""
         if not all(math.isinf(pool.device_memory_bytes) for pool in self._cluster.pools.values()):
             return pipeline
         footprint = replace(pipeline.footprint, rollout_device_bytes=0.0, train_device_bytes=0.0)
@@ -184,7 +184,7 @@ class _ExternalProgram:
 
 
 def take_line(manager: PermitManager, server: Server, connection: Connection, line: bytes | None) -> None:
-    """Act on a line that has come; None: the connection has ended."""
+    """Handle a received line; None: the connection has ended."""
     if line is None:
         manager.lose_connection(connection)
         return
@@ -201,7 +201,7 @@ def take_line(manager: PermitManager, server: Server, connection: Connection, li
 
 
 def token_check(token: str) -> Callable[[Connection, str | None], bool]:
-    """Whether a connection may say hello: on a unix socket any that got there, over TCP one that knows the token."""
+    """Whether a connection may register: any on a unix socket, one with the token over TCP."""
 
     def is_allowed(connection: Connection, proof: str | None) -> bool:
         return not connection.nonce or hmac.compare_digest(prove(token, connection.nonce), proof or "")

@@ -1,18 +1,17 @@
-"""The ledger of a broker: which programs lie on which pool, and which one holds it.
+"""The ledger of a broker: the programs resident on each pool, and its holder.
 
     grant      nothing else holds the pools                                       a fence is given
     end        the permit is over; its program stays where it is: there may be room for all
-    leaving    it was told to leave
-    stuck      it could not leave: an order that waits for that waits on, until it leaves or is gone
+    leaving    an eviction was sent
+    stuck      it could not leave: orders wait until it leaves or is gone
 
-    a program on a pool:    absent ── grant ─▶ HOLDS ── end ─▶ STAYS ── told to leave ─▶ LEAVING ── left ─▶ absent
+    a program on a pool:    absent ── grant ─▶ HOLDS ── end ─▶ STAYS ──── evicted ────▶ LEAVING ── left ─▶ absent
                                                   ▲              │                          │
                                                   └──── grant ───┴──────── STUCK ◀── failed ┘
 
 Invariants, checked by `check`: a pool has one holder; fences rise.
 
-What this module does not do: it sends nothing, knows no clock, and chooses neither whom to grant nor who leaves: the
-scheduler does.
+This module sends nothing, has no clock, and chooses neither grants nor evictions: the scheduler does.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rlmux.core.errors import IllegalTransitionError
 
 
 class PoolState(StrEnum):
-    """How a program lies on a pool."""
+    """State of a program on a pool."""
 
     HOLDS = "holds"
     STAYS = "stays"
@@ -38,7 +37,7 @@ class Lodger:
     """One program on one pool."""
 
     num_bytes: float
-    """Its need while it holds the pool, afterwards what it says still lies there; 0 where it says nothing."""
+    """Bytes needed while it holds the pool, then the reported resident bytes; 0 without a report."""
     state: PoolState
     reason: str = ""
     """Why it is stuck; empty otherwise."""
@@ -46,10 +45,10 @@ class Lodger:
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """What was granted and is not over."""
+    """An open permit."""
 
     fence: int
-    """Number of the permit, higher than that of any before it."""
+    """Number of the permit, higher than every earlier one."""
     job: str
     pools: tuple[str, ...]
 
@@ -63,7 +62,7 @@ class Residency:
     lodgers: dict[str, dict[str, Lodger]] = field(default_factory=dict)
     """Programs on each pool, least recently granted first."""
     permits: dict[int, Permit] = field(default_factory=dict)
-    """Permits that are not over, by their fences."""
+    """Open permits by fence."""
 
     def __post_init__(self, pools: Iterable[str]) -> None:
         self.lodgers = {pool: {} for pool in pools}
@@ -77,22 +76,22 @@ class Residency:
         return all(self.holder(pool) in (None, job) for pool in pools)
 
     def request_leave(self, job: str, pool: str) -> None:
-        """It was asked to leave; one that is stuck may try again. Raises IllegalTransitionError for any other."""
+        """Record an eviction, also of a stuck program. Raises IllegalTransitionError in any other state."""
         lodger = self._lodger(job, pool, PoolState.STAYS, PoolState.STUCK)
         lodger.state, lodger.reason = PoolState.LEAVING, ""
 
     def left(self, job: str, pool: str) -> None:
-        """Its bytes are free."""
+        """Record that the program has left the pool."""
         self._lodger(job, pool, PoolState.STAYS, PoolState.LEAVING, PoolState.STUCK)
         del self.lodgers[pool][job]
 
     def fail_to_leave(self, job: str, pool: str, reason: str) -> None:
-        """It is there still, and no other program gets the pool."""
+        """Record a failed eviction: no other program gets the pool."""
         lodger = self._lodger(job, pool, PoolState.STAYS, PoolState.LEAVING, PoolState.STUCK)
         lodger.state, lodger.reason = PoolState.STUCK, reason
 
     def grant(self, job: str, need_by_pool: Mapping[str, float | None]) -> Permit:
-        """A permit for all of these pools. Raises IllegalTransitionError where one is held, or is being left."""
+        """Grant a permit for all of these pools. Raises IllegalTransitionError if one is held or being left."""
         if not self.is_free(job, need_by_pool):
             pools = ", ".join(sorted(need_by_pool))
             raise IllegalTransitionError(f"a permit of {pools} for {job}, while another holds one")
@@ -104,17 +103,17 @@ class Residency:
         return self._permit(job, tuple(need_by_pool), self.next_fence)
 
     def adopt(self, job: str, pools: Collection[str], fence: int) -> Permit:
-        """A permit that a broker before this one granted, and that its program still holds."""
+        """Adopt a permit of an earlier broker that its program still holds."""
         for pool in pools:
             self._put(job, pool, 0.0)
         return self._permit(job, tuple(pools), fence)
 
     def lodge(self, job: str, pool: str) -> None:
-        """It says that it lies on the pool, of which this ledger knows nothing yet."""
+        """Record a program that reports an unrecorded residency on the pool."""
         self.lodgers[pool].setdefault(job, Lodger(0.0, PoolState.STAYS))
 
     def end(self, fence: int, resident_bytes: Mapping[str, float]) -> Permit:
-        """The permit is over, and its program stays on its pools with these bytes, or as many as it needed."""
+        """End a permit. Its program stays on the pools with these bytes, by default those it needed."""
         permit = self.permits.pop(fence)
         for pool in permit.pools:
             lodger = self.lodgers[pool][permit.job]
@@ -123,14 +122,14 @@ class Residency:
         return permit
 
     def remove(self, job: str) -> None:
-        """The program is gone, and all that it had with it."""
+        """Remove a program with its permits and residencies."""
         for lodgers in self.lodgers.values():
             lodgers.pop(job, None)
         for fence in [fence for fence, permit in self.permits.items() if permit.job == job]:
             del self.permits[fence]
 
     def check(self) -> None:
-        """Raises IllegalTransitionError where an invariant does not hold."""
+        """Raises IllegalTransitionError for a violated invariant."""
         for pool, lodgers in self.lodgers.items():
             holders = [job for job, one in lodgers.items() if one.state is PoolState.HOLDS]
             permitted = [permit.job for permit in self.permits.values() if pool in permit.pools]

@@ -1,16 +1,16 @@
-"""The broker between programs and the scheduler: what programs say becomes events, what is ordered becomes permits.
+"""The broker between programs and the scheduler: messages become events, orders become permits.
 
     program ── ask ──▶ WorkArrived ──▶ scheduler ── RunStage ──▶ begin ──▶ others leave ──▶ granted ──▶ program
             ── done ─▶ StageFinished ─▶ scheduler ── RunStage for another? ──▶ settle ──▶ after: leave or stay
             ── left ─▶ the order that waited for its room begins
             gone ────▶ PipelineFailed | ClientFinished
 
-The scheduler decides which is next, under the policy of the file, and which have to leave for it (`evict`). Nothing is
-said to a program before the log has what it rests on: messages wait for `settle`, which comes after the commit. A
-program asks, is granted and leaves with all its ranks: it has left when all have.
+The scheduler chooses the next program, under the file's policy, and evicts others for it (`evict`). A message is sent
+after its cause is in the log: messages wait for `settle`, which follows the commit. A program requests, receives and
+leaves with all its ranks: it has left when all have.
 
-What this module does not do: it owns no socket, waits for nothing, and ends no program, but for one that holds a permit
-for longer than the file's `max_hold_s`.
+This module owns no socket and never blocks. It ends a program only for a permit held longer than the file's
+`max_hold_s`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from rlmux.runtime.backend import Note
 from rlmux.runtime.orders.external_programs import Report
 
 _ANOTHER = PipelineId("another pipeline")
-"""What a program is told that it makes room for: the order that waits may be of any."""
+"""Alias of the waiting pipeline in messages to programs."""
 
 
 class PermitManager:
-    """Takes messages and orders; see the module. `events`, `notes` and `outgoing` are what came of them."""
+    """Handles messages and orders; results are in `events`, `notes` and `outgoing`."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class PermitManager:
         max_hold_s: float | None = None,
         first_fence: int = 1,
     ) -> None:
-        """`reserve`: takes the name of a program before it joins; raises UserError where a pipeline has it.
-        `is_allowed`: whether a connection may say hello, with what it gave as proof."""
+        """`reserve`: reserves a program's name before it joins; raises UserError for a pipeline's name. `is_allowed`:
+        whether a connection may register with this proof."""
         self._reserve = reserve
         self._cluster = cluster
         self._policy = policy
@@ -72,20 +72,20 @@ class PermitManager:
         self._roles = roles_of(cluster)
         self.ledger = Residency(cluster.pools, next_fence=first_fence)
         self._on_left_callbacks: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
-        """Calls that wait for a program to leave a pool."""
+        """Callbacks for a program's departure from a pool."""
         self.roster = Roster(lease_s=lease_s)
         self._rank_by_connection: dict[Connection, tuple[Program, Rank]] = {}
         self.events: list[PipelineSubmitted | Report] = []
         self.notes: list[Note] = []
         self.outgoing: list[tuple[Connection, bytes]] = []
-        """Messages that may go out, oldest first."""
+        """Messages ready to send, oldest first."""
         self._held_back: list[tuple[Rank, bytes]] = []
-        """Messages that wait for the log."""
+        """Messages waiting for the log's commit."""
 
     # ------------------------------------------------------------------ from the programs
 
     def take_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Act on a message of `read_message`. Raises WireError for one that does not fit; nothing has changed then."""
+        """Handle a message of `read_message`. Raises WireError, without any change, for an invalid one."""
         kind = message["t"]
         if kind == "hello":
             self._on_hello(connection, message)
@@ -110,13 +110,13 @@ class PermitManager:
         handlers[kind](program, rank, message)
 
     def lose_connection(self, connection: Connection) -> None:
-        """The connection has ended: what the program asked for goes; what it holds, when its processes are gone."""
+        """Record a lost connection; the program's permits last until its processes are gone."""
         found = self._rank_by_connection.pop(connection, None)
         if found is not None and found[1].connection is connection:
             found[1].connection, found[1].lost_s = None, self._now_s()
 
     def poll_programs(self) -> None:
-        """Find programs that are gone, that are slow to leave, or that hold their permit for very long."""
+        """Find programs that are gone, slow to leave or overdue with their permit."""
         now_s = self._now_s()
         for program, rank in self.roster.gone_ranks(now_s):
             if not program.is_over:
@@ -151,7 +151,7 @@ class PermitManager:
         self._take_over(program, rank, hello)
 
     def _join(self, connection: Connection, hello: dict[str, Any]) -> tuple[Program, Rank]:
-        """The program and its rank, new or known. Raises UserError where it is not taken."""
+        """The program and its rank, new or known. Raises UserError for a refused one."""
         if not self._is_allowed(connection, hello.get("proof")):
             raise UserError("the token is not this broker's; accepted: RLMUX_TOKEN as the broker has it")
         known = self.roster.of_session(hello["session"])
@@ -173,14 +173,13 @@ class PermitManager:
         return program
 
     def submit(self, program: Program) -> None:
-        """Make a program known to the scheduler. Raises UserError for a name that a pipeline has: that program alone is
-        refused."""
+        """Submit a program to the scheduler. Raises UserError for a pipeline's name; only this program is refused."""
         self._reserve(program.id)
         self.roster.add(program)
         self.events.append(PipelineSubmitted(pipeline=pipeline_of(program)))
 
     def _take_over(self, program: Program, rank: Rank, hello: dict[str, Any]) -> None:
-        """What a process holds that connected before: this broker may be another one than then."""
+        """Restore what a reconnected process holds; an earlier broker may have granted it."""
         fence, held = hello.get("fence"), [pool for pool in hello.get("holds", []) if pool in self._cluster.pools]
         for pool in hello.get("resident", []):
             if pool not in held:
@@ -189,12 +188,11 @@ class PermitManager:
             self._adopt(program, fence, held)
         elif fence is None and program.fence is not None and hello.get("asking") != _number(program.request):
             self._end_permit_of(program, rank, {"used_s": 0.0})
-        if fence is None:  # where it is not, the answer to `done` says what to leave
+        if fence is None:  # else the answer to `done` lists the evictions
             self._held_back += [(rank, _evict(pool)) for pool, ranks in program.leaving.items() if rank.number in ranks]
 
     def _adopt(self, program: Program, fence: int, held: list[str]) -> None:
-        """A permit that this broker does not know. Where the log of the broker before it says that it is over, only the
-        answer to `done` was lost."""
+        """Adopt an unknown permit. If an earlier broker logged its end, only the answer to `done` was lost."""
         if any(self.ledger.holder(pool) not in (None, program.id) for pool in held):
             program.last_fence = fence
             return
@@ -222,7 +220,7 @@ class PermitManager:
         self._repeat(program, rank, program.request)
 
     def _repeat(self, program: Program, rank: Rank, request: PhaseRequest) -> None:
-        """A rank asks, for the first time or again after its connection broke."""
+        """Handle a rank's request, new or repeated after a lost connection."""
         if rank.number in request.ranks and program.fence is not None:
             self._send_granted(program, rank)
         request.ranks.add(rank.number)
@@ -240,7 +238,7 @@ class PermitManager:
         self._withdraw(program)
 
     def _withdraw(self, program: Program) -> None:
-        """Take back what it asks for; an order that there is for it already ends at once."""
+        """Withdraw the program's request and end its order, if any."""
         request, program.request = program.request, None
         if program.order is not None:
             self._finish_order(program, 0.0, 0.0)
@@ -260,13 +258,13 @@ class PermitManager:
             self._end_permit_of(program, rank, message)
         elif program.last_fence != fence:
             raise WireError("old_fence", f"done with fence {fence}; accepted: {program.fence or 'ask first'}")
-        elif program.unanswered is None:  # it did not hear the answer: its connection broke
+        elif program.unanswered is None:  # the answer was lost with its connection
             leaving = [pool for pool, ranks in program.leaving.items() if rank.number in ranks]
             line = write_message("after", fence=fence, leave=bool(leaving), pools=leaving)
             self._held_back.append((rank, line))
 
     def _end_permit_of(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
-        """One rank is done with the permit; with the last one it is over."""
+        """Record that a rank is done; the last rank ends the permit."""
         program.done[rank.number] = message
         fence = program.fence
         if len(program.done) < program.world or fence is None:
@@ -321,20 +319,20 @@ class PermitManager:
     # ------------------------------------------------------------------ from the scheduler
 
     def begin(self, order: RunStage) -> None:
-        """The program is next on these devices, which others have left: grant it its ask once none holds them."""
+        """Start an order on devices that others have left: grant the request once none holds them."""
         program = self.roster.programs.get(order.pipeline)
         if program is None:
             return
         program.order, program.begun_s = order, self._now_s()
-        if program.request is None or not program.request.is_open:  # it was taken back meanwhile
+        if program.request is None or not program.request.is_open:  # it was withdrawn meanwhile
             self._finish_order(program, 0.0, 0.0)
             return
         self._try_to_grant()
 
     def evict(self, name: PipelineId, pool: str, on_left: Callable[[], None]) -> None:
-        """Have a program leave a pool for another pipeline; `on_left` is called once it has, or is gone.
+        """Evict a program from a pool for another pipeline; `on_left` is called once it has left or is gone.
 
-        Where nothing of it lies there, or the file says nothing of the pool's memory, it has to end its permit only.
+        Without a resident state, or a memory size in the file, it has to end its permit only.
         """
         if name not in self.roster.programs or name not in self.ledger.lodgers[pool]:
             on_left()
@@ -343,7 +341,7 @@ class PermitManager:
         self._have_left(name, pool)
 
     def release(self, pipeline: PipelineId, reason: str) -> None:
-        """The scheduler has done with the program: cancelled, or refused. It gets no permit any more."""
+        """Refuse all further permits: the scheduler has cancelled or refused the program."""
         program = self.roster.programs.get(pipeline)
         if program is None:
             return
@@ -356,7 +354,7 @@ class PermitManager:
                     self._held_back.append((rank, _refusal(request.number, reason)))
 
     def settle(self) -> None:
-        """Everything up to now is in the log, and its orders have begun: say what was held back."""
+        """Send the held-back messages: the log has everything up to now, and its orders have begun."""
         for program in self.roster.programs.values():
             if program.unanswered is not None:
                 fence, program.unanswered = program.unanswered, None
@@ -371,7 +369,7 @@ class PermitManager:
         self._held_back.clear()
 
     def drain(self) -> tuple[list[PipelineSubmitted | Report], list[Note]]:
-        """What has happened since the last call."""
+        """Take the events and notes since the last call."""
         events, notes = self.events, self.notes
         self.events, self.notes = [], []
         return events, notes
@@ -379,7 +377,7 @@ class PermitManager:
     # ------------------------------------------------------------------ who leaves, who is granted
 
     def _try_to_grant(self) -> None:
-        """Grant every order that waits and whose pools no other holds, the oldest first."""
+        """Grant every waiting order with free pools, oldest first."""
         waiting = [one for one in self.roster.programs.values() if one.order is not None and one.fence is None]
         for program in sorted(waiting, key=lambda one: (one.begun_s, one.order.order if one.order else 0)):
             request = program.request
@@ -403,7 +401,7 @@ class PermitManager:
         self._held_back.append((rank, line))
 
     def _have_left(self, name: PipelineId, pool: str) -> None:
-        """Tell a program to leave a pool that others wait for; one that holds it is told at its phase's end."""
+        """Evict a program from a pool that others wait for; a holder leaves at its phase's end."""
         lodger = self.ledger.lodgers[pool].get(name)
         if lodger is None or (lodger.state is PoolState.STAYS and self._has_room(pool)):
             self._call_waiting(name, pool)
@@ -428,7 +426,7 @@ class PermitManager:
             self._held_back += [(rank, _evict(pool, _ANOTHER)) for rank in program.ranks.values()]
 
     def _get_stuck(self, program: Program, pool: str, reason: str) -> None:
-        """It is on the pool and does not leave: no other is granted the pool until it leaves, or is gone."""
+        """Mark a program that does not leave: no other is granted the pool until it has left or is gone."""
         self.ledger.fail_to_leave(program.id, pool, reason)
         if program.leave_until_s.get(pool, math.inf) > self._now_s():
             program.forget_leaving(pool)
@@ -467,7 +465,7 @@ class PermitManager:
             self.outgoing.append((rank.connection, _refusal(message["id"], text)))
 
     def _mark(self, program: Program, what: str, reason: str) -> None:
-        if program.mark(what, reason):  # what is wrong with it, or that it is not any more
+        if program.mark(what, reason):  # a new problem, or the end of one
             self._note(program, "marked", reason="; ".join(program.marks.values()))
 
     def _note(self, program: Program, what: str, **fields: Any) -> None:

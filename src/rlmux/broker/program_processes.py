@@ -1,7 +1,6 @@
-"""Whether a process that once was there still is: by its number and the moment of its start, as /proc has them.
+"""Identity of processes: number and start time in /proc.
 
-A number is used again one day; a process with another start is another process. One that has ended and whose parent has
-not asked for its end yet (a zombie) is gone: it has no memory any more.
+Numbers are reused; a process with another start time is another process. A zombie counts as gone: it has no memory.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def end_process(process: Process) -> None:
     except OSError:
         return
     try:
-        if is_alive(process):  # the handle is of the process that had the number before this was asked
+        if is_alive(process):  # the handle was opened before this check, so it is that very process's
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     except OSError:
         pass

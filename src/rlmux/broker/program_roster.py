@@ -1,10 +1,10 @@
-"""The programs that joined: their processes, what they ask for, and whether they are still there.
+"""The joined programs: their processes, requests and liveness.
 
     hello ─▶ Roster.join ─▶ Program ── ranks ─▶ Rank ── connection, process
-                                    ── ask, order, fence        one phase at a time
+                                    ── request, order, fence    one phase at a time
 
 A program ends when all its processes are gone: on this machine the process itself, behind TCP its connection and the
-lease after it. A connection that ends is no end: the library connects anew and says the same session again.
+lease after it. A lost connection is no end: the library reconnects with the same session.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, PipelineId
 
-NO_MORE = "this program gets no permit any more: rlmux status says why"
-"""What a program is told that was cancelled, or is over to the scheduler."""
+NO_MORE = "this program gets no permit any more: rlmux status has the reason"
+"""Reason sent to a cancelled or ended program."""
 _SEEN_HOLDS = 20
 _OVERDUE_FACTOR = 10.0
 
@@ -31,16 +31,16 @@ class Rank:
 
     number: int
     session: str
-    """Random text that the process made up, the same in all its connections."""
+    """Random id of the process, the same in all its connections."""
     process: Process | None
-    """The process on this machine; None behind TCP, or where it cannot be seen."""
+    """The process on this machine; None behind TCP or if invisible."""
     connection: Connection | None = None
     lost_s: float | None = None
-    """Time at which its connection ended; None while there is one."""
+    """Time of the lost connection; None while connected."""
     has_signed_off: bool = False
 
     def is_gone(self, now_s: float, lease_s: float) -> bool:
-        """Whether nothing of it can be on a device any more."""
+        """Whether it can hold nothing on a device any more."""
         if self.process is not None:
             return not is_alive(self.process)
         return self.lost_s is not None and (self.has_signed_off or now_s - self.lost_s > lease_s)
@@ -48,28 +48,28 @@ class Rank:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PhaseRequest:
-    """What a program asks for."""
+    """A program's request for the pools of one phase."""
 
     number: int
-    """Number that the program gave it."""
+    """Number given by the program."""
     pools: tuple[str, ...]
     phase: str
     kind: tuple[Phase, ...]
-    """Phases whose devices it needs all, as the scheduler knows them."""
+    """The scheduler's phases whose devices it needs."""
     units: int = 0
     need_bytes: dict[str, int] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
-    """Ranks that have asked."""
+    """Ranks that have sent the request."""
     is_open: bool = False
-    """Whether all ranks have, and the scheduler knows of it."""
+    """Whether all ranks have sent it, so that the scheduler has it."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Program:
-    """One program as the broker knows it."""
+    """One joined program."""
 
     id: PipelineId
-    """Name under which the log has it: its own, or with a number where an earlier program had that."""
+    """Name in the log: its own, with a number if an earlier program had that."""
     world: int
     pools: dict[str, str]
     """Pool of each role."""
@@ -78,35 +78,35 @@ class Program:
     slo: float | None = None
     """Largest slowdown of its steps that it accepts; None: any."""
     weight: float = 1.0
-    """Turns that it takes for one of a program of weight 1, by its own account."""
+    """Turns per turn of a program of weight 1."""
     ranks: dict[int, Rank] = field(default_factory=dict)
     request: PhaseRequest | None = None
     order: RunStage | None = None
-    """Order of the scheduler that the ask became; None before it, and for a permit of an earlier broker."""
+    """The scheduler's order for the request; None before it and for an earlier broker's permit."""
     begun_s: float = 0.0
     """Time of that order."""
     fence: int | None = None
     """Permit that it holds."""
     granted_s: float = 0.0
     done: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What the ranks said that are done with the permit."""
+    """`done` messages of the finished ranks."""
     unanswered: int | None = None
-    """Fence of a permit that is over, and of which the ranks wait to hear whether they have to leave."""
+    """Fence of an ended permit whose ranks still wait for `after`."""
     last_fence: int | None = None
     """Its last permit that is over."""
     pools_to_leave: list[str] = field(default_factory=list)
-    """Pools that they are told to leave in that answer."""
+    """Pools to leave, named in that answer."""
     leaving: dict[str, set[int]] = field(default_factory=dict)
     """Ranks that have not left yet, by the pool that they are to leave."""
     leave_until_s: dict[str, float] = field(default_factory=dict)
     holds_s: list[float] = field(default_factory=list)
     """Seconds of its last permits."""
     marks: dict[str, str] = field(default_factory=dict)
-    """What is wrong with it, by the pool that it is wrong with."""
+    """Problems by pool."""
     refusal: str = ""
-    """Why it gets no permit any more; empty while it does."""
+    """Reason for no further permits; empty while it gets them."""
     end_reason: str = ""
-    """Why the broker ended it; empty where it did not."""
+    """Reason why the broker ended it; empty if it did not."""
     is_over: bool = False
 
     @property
@@ -114,35 +114,35 @@ class Program:
         return [rank for rank in self.ranks.values() if rank.connection is not None]
 
     def described(self) -> dict[str, Any]:
-        """What the log has to know of it, for a broker that is started again."""
+        """The log's fields for a restarted broker."""
         names = ("world", "pools", "need_bytes", "host_bytes", "slo", "weight")
         return {name: getattr(self, name) for name in names}
 
     def end_processes(self, reason: str) -> None:
-        """End it; those of its processes that are on another machine cannot be."""
+        """End its processes on this machine."""
         self.end_reason = reason
         for rank in self.ranks.values():
             if rank.process is not None:
                 end_process(rank.process)
 
     def need(self, pool: str) -> int | None:
-        """Bytes that it needs on the pool for what it asks; None: it fills the pool."""
+        """Bytes that its request needs on the pool; None: the whole pool."""
         own = self.need_bytes.get(pool)
         return own if self.request is None else self.request.need_bytes.get(pool, own)
 
     def is_overdue(self, now_s: float) -> bool:
-        """Whether it holds its pools for ten times as long as it mostly does."""
+        """Whether it has held its pools for ten times its median."""
         if self.fence is None or len(self.holds_s) < 3:
             return False
         return now_s - self.granted_s > _OVERDUE_FACTOR * max(1e-3, statistics.median(self.holds_s))
 
     def forget_leaving(self, pool: str) -> None:
-        """It has left the pool, or cannot."""
+        """End an eviction: the program has left or cannot."""
         self.leaving.pop(pool, None)
         self.leave_until_s.pop(pool, None)
 
     def mark(self, what: str, reason: str) -> bool:
-        """Set what is wrong, or with no reason that it is not any more. Whether that is news."""
+        """Set a problem, or clear it with an empty reason. Returns whether it changed."""
         was = self.marks.pop(what, "")
         if reason:
             self.marks[what] = reason
@@ -182,7 +182,7 @@ class Roster:
         return PipelineId(free)
 
     def of_session(self, session: str) -> tuple[Program, Rank] | None:
-        """The process that said this session before."""
+        """The program and rank of this session."""
         for program in self.programs.values():
             for rank in program.ranks.values():
                 if rank.session == session:
@@ -190,7 +190,7 @@ class Roster:
         return None
 
     def gang_of(self, name: str, world: int, rank: int) -> Program | None:
-        """The program of that name that still misses this rank. Raises UserError where a living one has it."""
+        """The program of that name without this rank. Raises UserError if a live process has it."""
         for program in self.programs.values():
             base = str(program.id)
             if base != name and not (base.startswith(f"{name}-") and base[len(name) + 1 :].isdigit()):
@@ -204,7 +204,7 @@ class Roster:
         return None
 
     def gone_ranks(self, now_s: float) -> list[tuple[Program, Rank]]:
-        """Processes that are there no more."""
+        """Ranks whose processes are gone."""
         return [
             (program, rank)
             for program in self.programs.values()
@@ -214,6 +214,6 @@ class Roster:
 
 
 def rank_of(hello: dict[str, Any], connection: Connection) -> Rank:
-    """The process at the other end. The system's word on its number counts, not its own."""
+    """The rank at the other end, with the process number that the system reports."""
     process = None if connection.pid is None else process_of(connection.pid)
     return Rank(number=hello["rank"], session=hello["session"], process=process, connection=connection)

@@ -1,9 +1,9 @@
-"""What the log of a broker that ended says of the programs that may still be there.
+"""Recovery of programs from an ended broker's log.
 
-    log ── notes `permit` ──▶ recall ──▶ Desk: programs with their processes, permits, and where their states lie
+    log ── notes `permit` ──▶ restore_programs ──▶ PermitManager: programs, processes, permits, residencies
 
-A program whose process has ended since is taken up all the same: the desk finds it gone, and the log gets its end. One
-that was cancelled or refused stays so: it is no pipeline any more, and what it holds is its until its process is gone.
+A program whose process has ended since is restored too: the manager finds it gone and logs its end. A cancelled or
+refused program stays so: it is no pipeline any more, but keeps what it holds until its process is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlmux.log.run_log import LogReader
 
 
 def restore_programs(folder: Path, manager: PermitManager, now_s: float) -> None:
-    """Take up what the folder's log knows, before any message is taken."""
+    """Restore the log's programs, before any message is handled."""
     programs: dict[str, Program] = {}
     lodged: dict[str, dict[str, None]] = {}
     refusals: dict[str, str] = {}
@@ -93,7 +93,7 @@ def _rank(fields: dict[str, Any], now_s: float) -> Rank:
 
 
 def _granted_request(fields: dict[str, Any], program: Program) -> PhaseRequest:
-    """The ask that was granted: its program may not have heard, and ask again."""
+    """The granted request, which its program may repeat if it missed the answer."""
     return PhaseRequest(
         number=fields.get("ask", 0),
         pools=tuple(fields["pools"]),

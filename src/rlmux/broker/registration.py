@@ -1,4 +1,4 @@
-"""What a program has to say when it joins, and what it is to the scheduler: a pipeline whose work arrives.
+"""Registration of a program, and its form for the scheduler: an on-demand pipeline.
 
 hello ── check_hello ─▶ Program ── pipeline_of ─▶ Pipeline(work_arrives)
 ask   ── kind_of ─▶ phases of the batch
@@ -22,7 +22,7 @@ _MAX_WORLD = 1024
 
 
 def check_hello(hello: Mapping[str, Any], cluster: Cluster, programs: Sequence[Program]) -> None:
-    """Raises UserError, with what would be accepted. `programs`: those that have joined and are not over."""
+    """Raises UserError with the accepted values. `programs`: joined and not over."""
     if hello["v"] != WIRE_VERSION:
         raise UserError(f"it speaks version {hello['v']} of the wire; accepted: {WIRE_VERSION} (copy share.py anew)")
     if not _NAME.fullmatch(hello["job"]):
@@ -48,7 +48,7 @@ def check_hello(hello: Mapping[str, Any], cluster: Cluster, programs: Sequence[P
 
 
 def check_need(cluster: Cluster, pool: str, need_bytes: int) -> None:
-    """Raises UserError for a need that no permit can meet."""
+    """Raises UserError for a need above the pool's memory."""
     capacity = capacity_of(cluster.pools[pool]) if pool in cluster.pools else 0.0
     if need_bytes > capacity:
         raise UserError(f"it needs {need_bytes / 1e9:g} GB on {pool}, which has {capacity / 1e9:g} GB; accepted: less")
@@ -60,7 +60,7 @@ def capacity_of(pool: Pool) -> float:
 
 
 def program_of(hello: Mapping[str, Any], name: PipelineId, roles: Mapping[str, str]) -> Program:
-    """A new program, without ranks yet. `roles`: pools of those that name none."""
+    """A new program without ranks. `roles`: default pools."""
     return Program(
         id=name,
         world=hello["world"],
@@ -73,7 +73,7 @@ def program_of(hello: Mapping[str, Any], name: PipelineId, roles: Mapping[str, s
 
 
 def pipeline_of(program: Program) -> Pipeline:
-    """The program as the scheduler knows it: on one device, which stands for the whole pool."""
+    """The scheduler's pipeline of the program, on one device that stands for the whole pool."""
     need = max(program.need_bytes.values(), default=None)
     return Pipeline(
         id=program.id,
@@ -90,13 +90,13 @@ def pipeline_of(program: Program) -> Pipeline:
 
 
 def roles_of(cluster: Cluster) -> dict[str, str]:
-    """The pool of each phase, for programs that name no roles of their own."""
+    """Default roles: the pool of each phase."""
     pools = {phase: cluster.pool_serving(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN)}
     return {phase.value: pool.name for phase, pool in pools.items() if pool is not None}
 
 
 def parse_request(message: Mapping[str, Any], cluster: Cluster) -> PhaseRequest:
-    """What a program asks for. Raises UserError for pools that there are not, and for needs that cannot be met."""
+    """A program's request for the pools of one phase. Raises UserError for unknown pools and unmet needs."""
     pools = list(dict.fromkeys(message["pools"]))
     unknown = [pool for pool in pools if pool not in cluster.pools]
     if unknown or not pools:
@@ -115,7 +115,7 @@ def parse_request(message: Mapping[str, Any], cluster: Cluster) -> PhaseRequest:
 
 
 def kind_of(cluster: Cluster, pools: Sequence[str], phase: str) -> tuple[Phase, ...]:
-    """Phases whose devices an ask needs. Where a pool serves both, the phase's own name says which."""
+    """Phases whose devices a request needs. A pool of both phases takes the one of the request's name."""
     of_both = Phase.ROLLOUT if phase == Phase.ROLLOUT else Phase.TRAIN
     requested = [cluster.pools[name] for name in pools]
     kinds = {of_both if pool.serves_both_phases else pool.phase for pool in requested}

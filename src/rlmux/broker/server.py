@@ -3,8 +3,8 @@
     listen ── accept ─▶ Connection ── receive(timeout) ─▶ [(connection, line or None)]     None: the connection ended
                             ▲──────── send(bytes) ──────   what does not go out at once is kept, up to a bound
 
-A unix socket is the owner's alone (0600), and the system says which process is at the other end. Over TCP a program
-shows that it knows the token, by a nonce that it is sent first; the token itself never travels.
+A unix socket is private to its owner (0600), and the system reports the process at the other end. Over TCP a program
+proves the token with a nonce; the token itself is never sent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Connection:
 
     socket: socket.socket
     pid: int | None
-    """Process at the other end of a unix socket, as the system says it; None over TCP, or where it cannot be seen."""
+    """Process at the other end of a unix socket, from the system; None over TCP or if invisible."""
     nonce: str = ""
-    """What the program has to answer with its token; empty on a unix socket."""
+    """Nonce to prove the token with; empty on a unix socket."""
     num_errors: int = 0
     """Lines of it that were answered with an error."""
     received: bytes = b""

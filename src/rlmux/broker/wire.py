@@ -12,7 +12,7 @@
 
 A line is bounded, and a message is flat: its values are numbers, strings, lists of strings, and mappings from strings
 to numbers or strings. Whatever else arrives is answered with `error{code, text}`, and nothing changes. Unknown keys
-are ignored: a newer library may say more than an older broker understands.
+are ignored: a newer library may send more than an older broker understands.
 """
 
 from __future__ import annotations

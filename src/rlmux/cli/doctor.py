@@ -3,7 +3,7 @@
     examine() ──▶ [Finding]        each check looks at one thing and never raises
                                    torch is looked at from a process of its own: it is slow, and may be broken
 
-A finding that is not ok says what cannot be done without it, and the command that mends it.
+A finding that is not ok names the missing feature and the command that fixes it.
 """
 
 from __future__ import annotations
@@ -326,15 +326,17 @@ def check_fractions(torch: dict[str, Any] | None) -> Finding:
     found = (torch or {}).get("fractions", [])
     if not found:
         return Finding(name=name, is_ok=False, value="unknown", meaning="every order has its devices alone")
-    told = []
+    parts = []
     for one in found:
         fractions = ", ".join(f"{fraction:.0%}" for fraction in one["prepared"])
-        told.append(f"{one['device']}: " + (f"{fractions} by {one['how']}" if fractions else f"none: {one['missing']}"))
+        parts.append(
+            f"{one['device']}: " + (f"{fractions} by {one['how']}" if fractions else f"none: {one['missing']}")
+        )
     is_ok = any(one["prepared"] for one in found)
     return Finding(
         name=name,
         is_ok=is_ok,
-        value="; ".join(told),
+        value="; ".join(parts),
         meaning="" if is_ok else "one device cannot be divided between two pipelines: each order has it alone",
     )
 
@@ -367,15 +369,15 @@ def check_cuda_checkpoint(tool: str = "cuda-checkpoint", driver: Path = Path("/p
 
 
 def _version_of_tool(path: str) -> tuple[str, str]:
-    """(what it says of its version, what is wrong with it; empty where nothing is)"""
+    """(its version; its problem, or empty)"""
     try:
-        said = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
+        process = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"cannot be run: {error}"
-    text = said.stdout + said.stderr
+    text = process.stdout + process.stderr
     version = re.search(r"Version (\d[\d.]*\d)", text)
-    told = version[1] if version else "unknown version"
-    return told, "" if "--action" in text else f"{told} has no --action"
+    label = version[1] if version else "unknown version"
+    return label, "" if "--action" in text else f"{label} has no --action"
 
 
 def _cpu_quota() -> float | None:

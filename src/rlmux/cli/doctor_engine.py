@@ -1,4 +1,4 @@
-"""`rlmux doctor --engine`: what a rollout engine can do and promise on this machine, asked and shown.
+"""`rlmux doctor --engine`: a rollout engine's features and determinism on this machine.
 
 words ──▶ config ──▶ profiling.engine_probe ──▶ a table, or JSON
 """

@@ -1,4 +1,4 @@
-"""What the process's exit code says.
+"""Exit codes of the process.
 
 0    done                                2    the user's mistake: one line on stderr, nothing was started
 1    it ran and something failed       130    Ctrl-C, at the next safe point

@@ -40,7 +40,7 @@ def load(
 
 
 def print_notice(text: str) -> None:
-    """Tell people what is no result."""
+    """Print a message on stderr."""
     print(f"rlmux: {text}", file=sys.stderr)
 
 
@@ -122,7 +122,7 @@ def workload_or_run(
 
 
 def recorded_for_split(run: Path | None, split: int | None) -> Workload | None:
-    """The finished run whose answers say how long rollouts take on other devices; None without one."""
+    """The finished run whose completions predict rollout times on other devices; None without one."""
     if run is None:
         return None
     if split is None:

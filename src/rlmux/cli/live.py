@@ -67,7 +67,7 @@ class Live:
     """A context manager around a run, and its listener."""
 
     def __init__(self, spec: Spec, *, is_quiet: bool, is_resuming: bool = False) -> None:
-        """`is_resuming`: the step from which each pipeline goes on is told."""
+        """`is_resuming`: print the step from which each pipeline resumes."""
         self._is_quiet = is_quiet
         self._is_resuming = is_resuming
         self._rows = {given.pipeline.id: _row(given.config) for given in spec.pipelines}

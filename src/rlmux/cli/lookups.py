@@ -1,4 +1,4 @@
-"""Commands that look into a run, in a folder or on a server: its queue, alerts, trajectories, the table of its steps.
+"""Displays of a run's queue, alerts, trajectories and step table, from a folder or a server.
 
 queue, alerts, samples, export     one Target answers them all (rlmux/client)
 """
@@ -23,7 +23,7 @@ FORMATS = ("jsonl", "csv")
 
 
 def show_queue(place: str, *, as_json: bool) -> None:
-    """Print what waits, in the order in which it is offered room."""
+    """Print the waiting pipelines in scheduling order."""
     with closing(target_of(place)) as target:
         queue = target.queue()
     if as_json:
@@ -49,7 +49,7 @@ def show_queue(place: str, *, as_json: bool) -> None:
 
 
 def show_alerts(place: str, acknowledged: str | None, pipeline: str | None, *, as_json: bool) -> None:
-    """Print what is wrong now; with `acknowledged`, the name of a rule, say first that it was seen."""
+    """Print the firing alerts; `acknowledged`: a rule to acknowledge first."""
     with closing(target_of(place)) as target:
         alerts = target.alerts() if acknowledged is None else target.acknowledge(acknowledged, pipeline)
     alerts = [one for one in alerts if pipeline is None or one["pipeline"] == pipeline]
@@ -135,7 +135,7 @@ def export(place: str, name: str | None, to: str, out: str | None) -> None:
 
 
 def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -> None:
-    """Tell a tracker of the steps that its files have not."""
+    """Export the missing steps to a tracker."""
     check_installed(to)
     with closing(target_of(place)) as target:
         every, header, shown = target.steps(name), target.header(), target.status()

@@ -16,7 +16,7 @@ from rlmux.rl.memory.memory_parts import Parts, total
 from rlmux.rl.memory.model_shape import shape_of
 
 MemoryOfPipeline = dict[str, Any]
-"""What `memory_of` says of one pipeline."""
+"""Value of `memory_of` for one pipeline."""
 
 
 def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:

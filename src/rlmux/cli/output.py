@@ -14,7 +14,7 @@ def check_is_read() -> None:
     """Raises BrokenPipeError where the reader of stdout or stderr has ended, or their terminal was closed."""
     poll = select.poll()
     for descriptor in _descriptors(sys.stdout, sys.stderr):
-        poll.register(descriptor, 0)  # errors and hang-ups are told without being asked for
+        poll.register(descriptor, 0)  # errors and hang-ups are always reported
     if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 

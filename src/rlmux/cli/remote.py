@@ -1,4 +1,4 @@
-"""Commands on a run that goes on elsewhere, in a folder or on a server: what is asked of it, and what is shown of it.
+"""Commands on a running run, in a folder or on a server, and their displays.
 
 submit, cancel, hold, release, rank, park, unpark, usage, why, status, logs   a Target answers all
 """
@@ -35,13 +35,13 @@ def submit(file: str, place: str, sets: Sequence[str] | None) -> list[dict[str, 
 
 
 def send_command(place: str, request: str, name: str, **fields: Any) -> str:
-    """Ask for something of one pipeline; returns the outcome in words."""
+    """Send a command for one pipeline; returns the outcome in words."""
     with closing(target_of(place)) as target:
         return str(target.send_command(request, name, **fields)["outcome"])
 
 
 def stop(place: str, *, as_json: bool) -> None:
-    """End what runs in a folder of this machine, and print how it goes on."""
+    """Stop a folder's process on this machine and print the command that resumes it."""
     if is_url(place):
         raise UserError(f"{place}: a server is ended where it runs; accepted: its folder, on the machine where it runs")
     stopped = in_folder.stop(Path(place))

@@ -301,7 +301,7 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
 
 
 def _show_splits(splits: Sequence[Row]) -> None:
-    """The best split of each pipeline, beside the nodes that it asks for."""
+    """The best split of each pipeline, beside its requested nodes."""
     print("\nbest split of the nodes for each pipeline by itself, without switches and sync:")
     print_rows(
         [

@@ -12,7 +12,7 @@ from rlmux.runtime.records.folders import is_of_server
 
 
 def chosen(folder: Path) -> Callable[..., list[Verdict]]:
-    """What verifies a folder: that of a run, or that of a server."""
+    """The verification for a run's or a server's folder."""
     if is_of_server(folder):
         from rlmux.service.served_verification import verify_served
 

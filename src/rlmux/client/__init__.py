@@ -1,4 +1,4 @@
-"""Runs that go on elsewhere: in a folder of this machine, or on a server; the same questions, the same answers.
+"""Running runs, in a folder of this machine or on a server, through one interface.
 
 Reading order: target, in_folder, on_server, bundle, trackers.
 """

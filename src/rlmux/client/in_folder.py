@@ -25,7 +25,7 @@ from rlmux.runtime.records import folders
 
 _LOOK_EVERY_S = 0.1
 _SERVE = "rlmux serve FILE --out {}"
-"""How a service goes on, whose folder is that of no run."""
+"""The command that resumes a service, whose folder is no run's."""
 
 
 class InFolder:
@@ -126,10 +126,10 @@ class InFolder:
 
 
 def stop(folder: Path) -> dict[str, Any]:
-    """End what runs in this folder (a run, a server, a lane, a broker) as Ctrl-C would, and wait until it has ended.
+    """Stop the folder's run, server, lane or broker, as Ctrl-C would, and wait for its end.
 
-    Returns the keys of `rlmux stop --json`. Raises UserError where nothing runs, on another machine, and for a lane
-    that its server would start again.
+    Returns the keys of `rlmux stop --json`. Raises UserError for a folder without a process, a process of another
+    machine, and a lane that its server would restart.
     """
     has_run, owner = (folder / folders.RUN_LOG).is_file(), living_owner(folder)
     if owner is None or not _is_locked(folder):

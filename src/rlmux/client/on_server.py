@@ -2,8 +2,8 @@
 
     RLMUX_TOKEN, or the file that RLMUX_TOKEN_FILE names ─▶ bearer token
 
-A submission has a key of its own and is sent again, with it, while the server is away: it is taken once. A question may
-be asked again at any time; what changes something is sent again only where it cannot have arrived.
+A submission is retried with its own key while the server is away, and is accepted once. A read may be retried at any
+time, a change only if it cannot have arrived.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LIMIT_S = 60.0
 _AWAY_S = 30.0
-"""Seconds for which a submission is sent again to a server that does not answer, or that is not ready."""
+"""Seconds of a submission's retries while the server is away or not ready."""
 _AGAIN_S = 0.5
 CA_FILE = "SSL_CERT_FILE"
 
@@ -39,7 +39,7 @@ class OnServer:
         """`on_notice`: receives one line for each upload and each lost connection. `patience_s`: seconds of retries of
         an unreachable server; at least 30 for a submission.
 
-        Raises UserError for what is no address of a lane, and without a token. Asks the server nothing yet.
+        Raises UserError for an invalid lane URL and without a token. Sends no request.
         """
         import httpx
 
@@ -58,7 +58,7 @@ class OnServer:
             base_url=f"{self._url}/api/v1",
             headers=headers,
             timeout=_LIMIT_S,
-            trust_env=False,  # a proxy would be asked for this machine's own address
+            trust_env=False,  # a proxy would receive requests for this machine
             verify=_trusted() if parts.scheme == "https" else False,
             limits=httpx.Limits(max_keepalive_connections=0),  # a server that was killed meanwhile has no stale ones
         )
@@ -159,7 +159,7 @@ class OnServer:
         return parsed
 
     def audit(self, limit: int, user: str | None) -> list[dict[str, Any]]:
-        """Who asked the server for what, newest first."""
+        """Rows of the server's audit log, newest first."""
         rows: list[dict[str, Any]] = []
         cursor: str | None = "0"
         while cursor is not None and len(rows) < limit:
@@ -211,9 +211,9 @@ class OnServer:
         may_repeat: bool | None = None,
         **more: Any,
     ) -> httpx.Response:
-        """One answer. A request is sent again for `patience_s` while the server is away or not ready.
+        """The response. Retried for `patience_s` while the server is away or not ready.
 
-        `may_repeat`: it may arrive twice; None: a question may. Else it is sent again only where it did not arrive.
+        `may_repeat`: whether it may arrive twice; None: reads may. Others are retried only if they did not arrive.
         """
         import httpx
 
@@ -245,7 +245,7 @@ class OnServer:
             time.sleep(_AGAIN_S)
 
     def _parsed(self, answer: httpx.Response) -> Any:
-        """The JSON of an answer. Raises UserError with what the server says is wrong."""
+        """The JSON of a response. Raises UserError with the server's error."""
         try:
             parsed = answer.json()
         except ValueError:
@@ -261,7 +261,7 @@ class OnServer:
 
 
 def _may_answer_later(answer: httpx.Response) -> bool:
-    """Whether the server is not ready, or is asked too often. A quota that is reached is an answer."""
+    """Whether the server is not ready or limits the rate. A reached quota is final."""
     return answer.status_code == 503 or (answer.status_code == 429 and "retry-after" in answer.headers)
 
 

@@ -1,4 +1,4 @@
-"""What can be asked of a run that goes on, wherever it is.
+"""The interface of a running run, local or remote.
 
 target_of("runs/demo")                       ─▶ InFolder    its control socket and its log
 target_of("http://127.0.0.1:7460/lanes/cpu") ─▶ OnServer    the API of `rlmux serve`
@@ -14,13 +14,13 @@ from rlmux.config import Spec
 
 
 class Target(Protocol):
-    """A run. Each call asks anew. Raises UserError, one line, for what is refused or cannot be reached."""
+    """A run. No call is cached. Raises UserError, one line, for a refused or unreachable one."""
 
     def spec(self) -> Spec:
-        """The file that it began with: its cluster holds for all that is submitted."""
+        """The run's original file: its cluster applies to every submission."""
 
     def submit(self, spec: Spec, source: str) -> list[dict[str, Any]]:
-        """Add the file's pipelines; returns what became of each."""
+        """Submit the file's pipelines; returns the outcome of each."""
 
     def send_command(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
         """`cancel`, `hold`, `release`, `rank`, `park`, `unpark` or `why` of one pipeline."""
@@ -29,7 +29,7 @@ class Target(Protocol):
         """What `rlmux usage --json` prints."""
 
     def set_shares(self, text: str, source: str) -> dict[str, Any]:
-        """Have the section `shares` of a file hold from now on."""
+        """Apply the section `shares` of a file."""
 
     def status(self) -> dict[str, Any]:
         """What `rlmux status --json` prints."""
@@ -38,13 +38,13 @@ class Target(Protocol):
         """What waits, in the order of offers (`items`), and what is to come (`upcoming`)."""
 
     def alerts(self) -> list[dict[str, Any]]:
-        """What is wrong now, by rule."""
+        """The firing alerts, by rule."""
 
     def acknowledge(self, rule: str, pipeline: str | None) -> list[dict[str, Any]]:
-        """Say of a rule's alerts that they were seen, of one pipeline or of all; returns them."""
+        """Acknowledge a rule's alerts, of one pipeline or of all; returns them."""
 
     def samples(self, name: str, filters: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
-        """Trajectories of a pipeline that meet what is asked, a page of them: 200 at most."""
+        """A page of a pipeline's trajectories that match the filters, at most 200."""
 
     def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
         """One of them, with its text."""

@@ -3,9 +3,9 @@
     rows of steps ── figures_of ─▶ {"reward/mean": ...} ── Tracker.add ─▶ its library ─▶ its own files
                         steps that the files have ◀── Tracker.known
 
-Nothing but the tracker's files says what was exported: each step is in them once, whatever ended an export before.
-It is a process beside the run, which reads the log; where it fails, training does not notice. A library is imported
-when it is asked for, and no other.
+The tracker's files are the only record of exported steps, so an interrupted export never duplicates one. An export is a
+process beside the run that reads its log; its failure does not affect training. Only the chosen tracker's library is
+imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 
 
 class Origin(NamedTuple):
-    """What a tracker is told of a pipeline beside its steps."""
+    """Metadata of a pipeline for a tracker."""
 
     run_id: str
     """Id of the run, of its log's header."""
@@ -98,21 +98,21 @@ def tracker_of(to: str, out: str | None, origin: Origin) -> Tracker:
 
 
 @contextlib.contextmanager
-def _parsed(to: str) -> Iterator[None]:
+def _one_line_errors(to: str) -> Iterator[None]:
     """An error of a tracker's library, of whatever kind, as one line."""
     try:
         yield
     except RlmuxError:
         raise
     except Exception as error:  # a library of others: its errors share no root
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RlmuxError(f"{to} failed, and what it has of the run stays as it is: {said}") from error
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RlmuxError(f"{to} failed, and what it has of the run stays as it is: {message}") from error
 
 
 class _Wandb:
     """A folder of W&B's for each export, moved to its place when it is whole: `wandb sync` sends them in order.
 
-    part/wandb/offline-run-TIME-ID ── finished ─▶ OUT/wandb/offline-run-TIME-ID/rlmux.json says which steps
+    part/wandb/offline-run-TIME-ID ── finished ─▶ OUT/wandb/offline-run-TIME-ID/rlmux.json lists its steps
     """
 
     def __init__(self, out: str | None, origin: Origin) -> None:
@@ -126,7 +126,7 @@ class _Wandb:
         return found
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        with _parsed("wandb"):
+        with _one_line_errors("wandb"):
             import wandb
 
             origin = self._origin
@@ -158,7 +158,7 @@ class _Mlflow:
 
     def __init__(self, out: str | None, origin: Origin) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without it, 3.17 takes no files
-        with _parsed("mlflow"):
+        with _one_line_errors("mlflow"):
             from mlflow.tracking import MlflowClient
 
             uri = out if out is not None and "://" in out else Path(out or "mlruns").absolute().as_uri()
@@ -171,11 +171,11 @@ class _Mlflow:
 
     def known(self) -> set[int]:
         """Those that have the number that is written last."""
-        with _parsed("mlflow"):
+        with _one_line_errors("mlflow"):
             return self._steps_of("time/end_s")
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        with _parsed("mlflow"):
+        with _one_line_errors("mlflow"):
             from mlflow.entities import Metric
 
             origin, client = self._origin, self._client
@@ -213,13 +213,13 @@ class _Trackio:
         self._origin = origin
 
     def known(self) -> set[int]:
-        with _parsed("trackio"):
+        with _one_line_errors("trackio"):
             from trackio.sqlite_storage import SQLiteStorage
 
             return {int(row["step"]) for row in SQLiteStorage.get_logs(PROJECT, self._origin.name)}
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        with _parsed("trackio"):
+        with _one_line_errors("trackio"):
             import trackio
 
             quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

@@ -1,11 +1,11 @@
-"""Where a server listens, what keeps others from reading on the way, and which proxies stand before it.
+"""A server's listening address, transport security and trusted proxies.
 
 --listen HOST:PORT ── other machines reach it ── TLS of its own, or a proxy's ── else refused
 
     peer within --behind-proxy? ── yes ─▶ X-Forwarded-For and -Proto are the caller's; --user-header names the user
                                └── no  ─▶ they count for nothing; without TLS, and from another machine: 403
 
-Nothing here reads a request's body, and no address of the table is known here: all of it happens before the first door.
+This layer runs before every router. It reads no request body and knows no route.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from rlmux.core.errors import UserError
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_USER_CHARS = 200
 PROXY_USER = "proxy_user"
-"""Name, in a request's state, of the user that a proxy names."""
+"""Key in a request's state of the user that a proxy names."""
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """A certificate that was read once, to see that it is one."""
+    """A certificate, validated by reading it once."""
 
     cert: Path
-    """PEM of the certificate, and of those between it and its authority."""
+    """PEM of the certificate chain."""
     key: Path
     """PEM of its key, without a password."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """How a server is reached."""
+    """A server's listening address and transport security."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -51,15 +51,15 @@ class Listening:
     proxies: tuple[_Network, ...] = ()
     """Networks of the proxies whose forwarded headers count."""
     user_header: str | None = None
-    """Name of the header in which a proxy says who asks, in lower case."""
+    """Lower-case name of the header in which a proxy names the user."""
 
     @property
     def is_private(self) -> bool:
-        """Whether no other machine reads what goes over the network."""
+        """Whether traffic is hidden from other machines."""
         return self.host in LOOPBACK or self.tls is not None or bool(self.proxies)
 
     def check_private(self) -> None:
-        """Raises UserError for an address that other machines would read in the clear."""
+        """Raises UserError for an address with unencrypted traffic from other machines."""
         if not self.is_private:
             raise UserError(
                 f"--listen {self.host}: other machines would read the pages in the clear; accepted: 127.0.0.1, and "
@@ -77,7 +77,7 @@ def listening_of(
     behind_proxy: Sequence[str] = (),
     user_header: str | None = None,
 ) -> Listening:
-    """What the options of `rlmux serve` say. Raises UserError for those that do not go together, and for bad files."""
+    """The options of `rlmux serve`. Raises UserError for contradictory options and bad files."""
     if (tls_cert is None) != (tls_key is None):
         given, missing = ("--tls-cert", "--tls-key") if tls_key is None else ("--tls-key", "--tls-cert")
         raise UserError(f"{given}: needs {missing} FILE too")
@@ -112,7 +112,7 @@ def _tls(cert: Path, key: Path) -> Tls:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal."""
+    """Replaces a prompt on the terminal."""
     return ""
 
 
@@ -126,7 +126,7 @@ def _network(text: str) -> _Network:
 
 
 class Proxied:
-    """An ASGI application around another, that knows what was said by a proxy of ours."""
+    """ASGI middleware that applies the headers of trusted proxies."""
 
     def __init__(self, app: ASGIApp, listening: Listening) -> None:
         self._app = app
@@ -150,7 +150,7 @@ class Proxied:
             await PlainTextResponse("This server is asked through its proxy.\n", 403)(scope, receive, send)
 
     def _user_of(self, scope: Scope) -> str | None:
-        """The user that the proxy names; None where it names none, more than one, or what is no name."""
+        """The user that the proxy names; None for no name, several names or an invalid one."""
         wanted = (self._listening.user_header or "").encode()
         given = [value for name, value in scope["headers"] if wanted and name == wanted]
         try:
@@ -161,7 +161,7 @@ class Proxied:
 
 
 def _address(peer: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The peer's address: an IPv4 one as such, by whichever socket it came."""
+    """The peer's address; an IPv4 address is never in its IPv6 form."""
     try:
         found = ipaddress.ip_address(peer)
     except ValueError:

@@ -1,10 +1,10 @@
-"""`rlmux serve`: one controller, one HTTP server, and the doors under it, until it is stopped.
+"""`rlmux serve`: one controller and one HTTP server with its APIs.
 
     file ─▶ ServeSpec ─▶ run folder ─┬─ controller (this thread) ◀── Inbox ──┐
                                      └─ HTTP server (a thread) ── doors ─▶ TinkerFront (its event loop)
 
-The folder is that of a run: its log has every decision, `tinker.db` every request and result. A server that was stopped
-or killed goes on from its folder, and its clients with it.
+The folder is a run's folder: the log has every decision, `tinker.db` every request and result. A stopped or killed
+server resumes from its folder, and its clients continue.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ ADDRESS = "listen"
 """File with the address of the folder's newest server."""
 _SWEEP_S = 1.0
 _RETURN_S = 60.0
-"""Seconds after the server's start in which no session ends by itself: its client, which shows life every 10 s, may
-have had no server to show it to."""
+"""Seconds after the server's start in which no session expires: clients send a heartbeat every 10 s, and it may have
+had no receiver."""
 _LEAVING_S = 30.0
-"""Seconds without a sign of life after which the session of a program that said that it ends is over."""
+"""Seconds without a heartbeat until the session of a program that announced its end expires."""
 
 OnReady = Callable[[str, "Doors"], None]
-"""Gets the server's URL, and its doors: pages and permits, where it has some."""
+"""Receives the server's URL and its optional APIs: pages and permits."""
 
 
 def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
-    """The file that a server's folder began with. Raises UserError for the folder of another command."""
+    """The file that a server was started with. Raises UserError for another command's folder."""
     with LogReader(folder) as log:
         header = log.header
     written = header.get("spec") or {}
@@ -69,7 +69,7 @@ def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
         raise UserError(f"{folder}: not the folder of `rlmux serve`; accepted: rlmux resume {folder}")
     spec = parse_serve_file(written["resolved"], source=str(folder), folder=folder.absolute(), policies=policies)
     policy = str(header["policy"])
-    if plugins.is_plugin("policy", policy):  # beside the file that the server began with, or in the working folder
+    if plugins.is_plugin("policy", policy):  # beside the server's file, or in the working folder
         for place in (Path.cwd(), Path(written["source"]).absolute().parent):
             plugins.look_in(place)
     return replace(spec, policy=policy)
@@ -77,7 +77,7 @@ def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
 
 @contextlib.contextmanager
 def open_budgets(folder: Path, policies: Sequence[str]) -> Iterator[tuple[Budgets, list[str]]]:
-    """The budgets of a server's folder, whether it runs or not, and its projects' names. Raises UserError."""
+    """Budgets and project names of a running or stopped server. Raises UserError."""
     spec = spec_of(folder, policies)
     ledger = Ledger(folder / LEDGER)
     try:
@@ -88,9 +88,9 @@ def open_budgets(folder: Path, policies: Sequence[str]) -> Iterator[tuple[Budget
 
 
 def permit_server(spec: ServeSpec) -> PermitServer | None:
-    """What listens at the address that the file names for permits; None where it names none: then the folder has it.
+    """The listener for permits at the file's address; None if the file has no address.
 
-    Raises UserError for one that cannot be had, or that any program could reach.
+    Raises UserError for an address that is unavailable, or open to any program.
     """
     address = spec.serve.permits.listen if spec.serve.permits else None
     if address is None:
@@ -101,7 +101,7 @@ def permit_server(spec: ServeSpec) -> PermitServer | None:
 
 
 def last_address(folder: Path) -> str | None:
-    """HOST:PORT of the folder's newest server; None for one that never answered."""
+    """HOST:PORT of the folder's newest server; None before its first request."""
     file = folder / ADDRESS
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
@@ -116,16 +116,16 @@ def serve(
     allowed_hosts: Collection[str] = (),
     is_resuming: bool = False,
 ) -> RunResult:
-    """Serve until Ctrl-C or SIGTERM. `on_ready`: gets the server's URL once it answers, and its pages.
+    """Serve until Ctrl-C or SIGTERM. `on_ready`: receives the server's URL and its APIs once they answer.
 
-    An address that other machines read in the clear has no pages.
+    An address with unencrypted traffic from other machines has no pages.
 
-    Raises UserError, before anything is made, for an address or a folder that cannot be had.
+    Raises UserError, before anything is created, for an unavailable address or folder.
     """
     server = Server(listening)
     try:
         doors = Doors(spec, folder, server, allowed_hosts if listening.is_private else None)
-    except BaseException:  # an interrupt, too, leaves no address taken; it goes on up
+    except BaseException:  # an interrupt frees the address too, and propagates
         server.close()
         raise
     try:
@@ -145,7 +145,7 @@ def _refuse(text: str, source: str) -> Sequence[Submission]:
 
 
 class _Starter:
-    """A listener that opens the doors with the controller's first tick, and has projects charged for their orders."""
+    """A listener that opens the APIs at the controller's first tick and charges projects for their orders."""
 
     def __init__(self, doors: Doors, on_ready: OnReady, *, is_resuming: bool) -> None:
         self._doors = doors
@@ -165,10 +165,10 @@ class _Starter:
 
 
 class Doors:
-    """The doors of one server, and what is behind them."""
+    """The APIs of one server and their backends."""
 
     def __init__(self, spec: ServeSpec, folder: Path, server: Server, allowed_hosts: Collection[str] | None) -> None:
-        """`allowed_hosts`: names that browsers reach the pages by, beside the machine's own; None: no pages."""
+        """`allowed_hosts`: additional host names of the pages; None: no pages."""
         self.dashboard: Dashboard | None = None
         self.permits: EmbeddedBroker | None = None
         self._allowed_hosts = allowed_hosts
@@ -182,7 +182,7 @@ class Doors:
         self._permit_server = permit_server(spec)
 
     def open(self, *, is_resuming: bool) -> str:
-        """Take in what the ledger holds, and answer requests from now on; returns the server's URL."""
+        """Replay the ledger and start to answer requests. Returns the server's URL."""
         self._open_permits(is_resuming=is_resuming)
         front, self._events = self._serving.furnish(self._server.call_soon)
         self._tinker = front
@@ -202,7 +202,7 @@ class Doors:
         return self._server.url
 
     def _open_permits(self, *, is_resuming: bool) -> None:
-        """Called before all else: programs of a server that was killed may be on the devices still."""
+        """Called first: programs of a killed server may still be on the devices."""
         given = self._spec.serve.permits
         if given is None:
             return
@@ -221,7 +221,7 @@ class Doors:
         self.permits.start()
 
     def close(self) -> None:
-        """End what was opened, and give back an address that was taken for it."""
+        """Close the APIs and free their addresses."""
         if self.permits is not None:
             self.permits.close()
         elif self._permit_server is not None:
@@ -230,11 +230,11 @@ class Doors:
             self.dashboard.close()
 
     def listeners(self) -> list[Listener]:
-        """What follows the controller behind the open doors."""
+        """Listeners of the controller."""
         return [each for each in (self.permits, self._events) if each is not None]
 
     def check(self) -> None:
-        """Raises ThreadDiedError or StorageError where a thread behind the doors has ended."""
+        """Raises ThreadDiedError or StorageError if a background thread has ended."""
         for part in (self._server, self.permits):
             if part is not None:
                 part.thread.check()
@@ -242,13 +242,13 @@ class Doors:
             self.dashboard.check()
 
     def charge(self, pipeline: PipelineId, device_s: float) -> None:
-        """A pipeline's work took so many device-seconds. Called by the controller's thread."""
+        """Charge device-seconds to a pipeline's project. Called by the controller's thread."""
         front = self._tinker
         if front is not None:
             self._server.call_soon(lambda: front.charge(pipeline, device_s))
 
     def _write_tokenizers(self) -> None:
-        """Clients find the tokenizer of a new model in a folder of its name; nothing else has it."""
+        """Write the tokenizer of a new model, the only copy, to a folder of the model's name."""
         for name, served in self._serving.models.items():
             folder = self._folder / TOKENIZERS / name
             if served.model.path is None and not folder.exists():
@@ -257,23 +257,23 @@ class Doors:
 
 
 async def _fold(fold: Callable[[], int]) -> None:
-    """Have another thread wait for the disk, so that no request does."""
+    """Sync to disk in another thread, so that no request waits."""
     while True:
         await asyncio.sleep(_SWEEP_S)
-        with contextlib.suppress(sqlite3.OperationalError):  # a disk that is full or busy: the next time will do
+        with contextlib.suppress(sqlite3.OperationalError):  # a full or busy disk: the next call retries
             await asyncio.to_thread(fold)
 
 
 def silence_limits(now_s: float, begun_s: float, timeout_s: float) -> tuple[float, float]:
-    """Times since which a session, and one whose program said that it ends, must have shown life. `begun_s`: when the
-    server began."""
+    """Oldest accepted heartbeats: of an ordinary session, and of one whose program announced its end. `begun_s`: start
+    of the server."""
     if now_s < begun_s + min(timeout_s, _RETURN_S):
         return -math.inf, -math.inf
     return now_s - timeout_s, now_s - _LEAVING_S
 
 
 async def _sweep(front: TinkerFront, timeout_s: float) -> None:
-    """Delete checkpoints whose time is over, and end sessions that have shown no life for too long."""
+    """Delete expired checkpoints and end sessions without a recent heartbeat."""
     begun_s = time.monotonic()
     while True:
         await asyncio.sleep(_SWEEP_S)

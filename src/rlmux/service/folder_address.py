@@ -1,4 +1,4 @@
-"""`rlmux serve DIR`: the pages of one run or of a folder of runs, to read, until Ctrl-C.
+"""`rlmux serve DIR`: read-only pages of one run or of a folder of runs.
 
 DIR ─▶ Server ◀─ Dashboard ─▶ on_ready(an address that logs a browser in)   of a run only index.db is written
 """

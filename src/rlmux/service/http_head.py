@@ -2,13 +2,13 @@
 
     bytes ─▶ head (request line, headers), at most MAX_HEAD_BYTES ─▶ uvicorn ─▶ doors
                ├── longer ─▶ 400, and the connection ends
-               └── asks for another protocol ─▶ h11 reads on
+               └── requests another protocol ─▶ h11 reads on
     body, in chunks ─▶ trailers ─▶ dropped
 
 A small request costs httptools a fraction of the CPU time of h11, uvicorn's other reader. What h11 does better is made
 good here. httptools sets no bound. It hands trailers over as further headers: a request that came in one piece could
-add some that a proxy has not seen. And where a client asks for another protocol (Java's does, for HTTP/2), it takes the
-body for that protocol's; none is spoken here, so the body is one.
+add some that a proxy has not seen. And for a client that requests another protocol (Java's requests HTTP/2) it hands
+the body to that protocol, although none is supported here.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _should_upgrade(self) -> bool:
-        """uvicorn asks it of a request for another protocol; then it starts nothing, and calls the method below."""
+        """Whether to upgrade: uvicorn calls the method below instead of starting a request."""
         return True
 
     def handle_websocket_upgrade(self) -> None:
-        """Called while the error is handled that says where the head ended."""
+        """Called in the handler of the error that marks the end of the head."""
         error = sys.exc_info()[1]
         if error is None or (self.cycle is not None and not self.cycle.response_complete):
             self.send_400_response(_REFUSAL)

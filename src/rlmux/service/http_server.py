@@ -110,7 +110,7 @@ class Server:
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_graceful_shutdown=2,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            proxy_headers=False,  # by default uvicorn believes what any program of this machine says of its address
+            proxy_headers=False,  # by default uvicorn trusts any local program's forwarded address
             ssl_certfile=None if tls is None else tls.cert,
             ssl_keyfile=None if tls is None else tls.key,
         )
@@ -151,7 +151,7 @@ class Server:
 
 
 class _ByPath:
-    """Passes what is asked under a path to the application there, and all else on."""
+    """Routes requests under a path to its application, and all others on."""
 
     def __init__(self, app_by_path: Mapping[str, ASGIApp], other: ASGIApp) -> None:
         self._app_by_path = app_by_path

@@ -84,7 +84,7 @@ def _fold(ledger: Ledger, max_bytes: int) -> int:
 
 
 def budgets_of(spec: ServeSpec, ledger: Ledger) -> Budgets:
-    """What the file's projects may use, and what the ledger says of them."""
+    """Budgets of the file's projects, with the ledger's usage."""
     return Budgets(ledger, {name: given.device_hours_a_day for name, given in spec.serve.projects.items()})
 
 
@@ -170,7 +170,7 @@ class _Host:
 
 
 class ClientEvents:
-    """Tells the front, in its own thread, about its pipelines: a client of theirs, and a listener of the controller."""
+    """Notifies the front, in its own thread, of its pipelines: their client, and a listener of the controller."""
 
     front: TinkerFront
 

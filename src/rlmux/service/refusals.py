@@ -1,10 +1,10 @@
-"""What a request is refused with, whichever door it came to.
+"""Refusals of requests, the same in every API.
 
 | error                                         | status                                   |
 |-----------------------------------------------|------------------------------------------|
 | UserError, a body that is malformed           | 400                                      |
 | a key that is not known                       | 401                                      |
-| BudgetError                                   | 402: the SDK waits and asks again        |
+| BudgetError                                   | 402: the SDK waits and retries        |
 | UnknownIdError, an address that is not served | 404                                      |
 | ConflictError                                 | 409                                      |
 | GoneError                                     | 410                                      |

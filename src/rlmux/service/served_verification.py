@@ -42,7 +42,7 @@ _COMPARED = ("forward_backward", "asample")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """What one model was asked, and what came of it."""
+    """The recorded requests and results of one model."""
 
     pipeline: str
     model: str
@@ -62,7 +62,7 @@ class _Record:
 
 
 def verify_served(folder: Path, names: Sequence[str], *, say: Say) -> list[Verdict]:
-    """Carry out the requests of these models again, one model after another; of all where no name is given.
+    """Replay the requests of these models, or of all, one model after another.
 
     Raises UserError, before anything starts, for a server that runs, and for an unknown name.
     """
@@ -119,7 +119,7 @@ def _path_in(taken: Taken) -> str | None:
 def _verify_one(spec: ServeSpec, record: _Record, on_progress: Say) -> Verdict:
     verdict = Verdict(
         pipeline=record.pipeline, num_equal=0, num_steps=len(record.hashes), difference=None, promise=None,
-        reason="its client asked for no update",
+        reason="its client requested no update",
     )  # fmt: skip
     if not record.hashes:
         return verdict

@@ -1,12 +1,12 @@
-"""Who asked for what: a line before a request has its effect, and a line with what came of it.
+"""The audit log: one line before a request takes effect, and one with its outcome.
 
     Door ── may have an effect? ─▶ begin ─ on disk, or 507 and nothing is done ─▶ effect ─▶ end, with the status
          ── refused? ───────────▶ refused: one line                               └─ killed: there is no second line
 
     audit.jsonl (0600), appended, never rewritten; at 16 MiB it becomes audit.1.jsonl, audit.2.jsonl ...
 
-Reads that are refused are written ten times a second at most, with the number of those that were not: any program that
-reaches the server can make them.
+Refused reads are written at most ten times a second, with a count of the omitted ones: any program that reaches the
+server can cause them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rlmux.core.errors import UserError
 
 NAME = "audit.jsonl"
 _MAX_PATH = 512
-"""Characters of an address that are kept."""
+"""Longest kept address, in characters."""
 _MAX_BYTES = 16 << 20
 _REFUSED_READS_PER_S = 10
 
 
 class Audit:
-    """Writes the file; may be used by any thread."""
+    """Writes the file. Thread-safe."""
 
     def __init__(self, folder: Path, max_bytes: int = _MAX_BYTES) -> None:
         self._folder = folder
@@ -44,25 +44,25 @@ class Audit:
         self._num_left_out = 0
 
     def begin(self, **caller: str) -> str:
-        """Note a request that is let in; returns the id of its line. Raises OSError where it cannot be written."""
+        """Record an admitted request; returns the id of its line. Raises OSError on a failed write."""
         id = secrets.token_hex(6)
         self._append({"id": id, **_row(**caller), "status": None})
         return id
 
     def end(self, id: str, status: int, *, user: str = "") -> None:
-        """Note what came of it, and who logged in by it.
+        """Record the outcome, and the user of a login.
 
-        What cannot be written is left out: the effect is there, and so is its first line.
+        A failed write is ignored: the effect and its first line exist already.
         """
         with contextlib.suppress(OSError):
             self._append({"id": id, "ended": _now(), "status": status, **({"user": user} if user else {})})
 
     def refused(self, status: int, **caller: str) -> None:
-        """Note a request that may have had an effect, and has none. Raises OSError where it cannot be written."""
+        """Record a refused request that could have had an effect. Raises OSError on a failed write."""
         self._append({**_row(**caller), "status": status})
 
     def refused_read(self, status: int, **caller: str) -> None:
-        """Note a read that is refused, unless there are too many of them, or no room."""
+        """Record a refused read, unless there are too many or the disk is full."""
         with self._is_written:
             second = int(time.monotonic())  # the wall clock may be set back
             if second != self._second:
@@ -99,9 +99,9 @@ class Audit:
 def read(
     folder: Path, *, skip: int = 0, limit: int = 100, user: str | None = None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """(requests, newest first, whether there are more). `status` is null where the server ended before the request did.
+    """(requests, newest first; whether there are more). `status` is null if the server ended first.
 
-    Raises UserError where the file cannot be read.
+    Raises UserError for an unreadable file.
     """
     found: list[dict[str, Any]] = []
     for number, row in enumerate(one for one in _rows(folder) if user is None or one["user"] == user):
@@ -113,7 +113,7 @@ def read(
 
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every request, newest first, each with what came of it."""
+    """Every request with its outcome, newest first."""
     end_by_id: dict[str, dict[str, Any]] = {}
     for path in [folder / NAME, *sorted(_sealed(folder), key=_number, reverse=True)]:
         try:
@@ -125,7 +125,7 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
         for line in reversed(lines):
             try:
                 row = json.loads(line)
-            except ValueError:  # the end of a line that was being written when a machine stopped
+            except ValueError:  # a line cut off by a crash
                 continue
             id = row.pop("id", None)
             if "path" not in row:
@@ -135,7 +135,7 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
             yield {
                 "at": row["at"],
                 "user": row["user"],
-                "by": "token" if row.get("token") else "",  # of a line that was written before there was the word
+                "by": "token" if row.get("token") else "",  # an older line without the key
                 **row,
                 "left_out": row.get("left_out", 0),
             }
@@ -150,8 +150,7 @@ def _number(path: Path) -> int:
 
 
 def _row(*, user: str, by: str, token: str, address: str, method: str, path: str) -> dict[str, Any]:
-    """`by`: how the user is known: `token`, `session` or `proxy`; empty where none is. `token`: its id, where it has
-    one."""
+    """`by`: the user's credential: `token`, `session`, `proxy` or empty. `token`: the token's id, if any."""
     return {
         "at": _now(),
         "user": user,

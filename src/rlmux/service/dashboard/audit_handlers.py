@@ -1,4 +1,4 @@
-"""What the address of the audit answers: `GET audit`, newest first, for administrators."""
+"""`GET audit`: the audit log, newest first, for administrators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AuditReads:
         self._folder = folder
 
     def addresses(self) -> tuple[Address, ...]:
-        return (get("/audit", self.newest, "Who asked for what, newest first", scope="admin"),)
+        return (get("/audit", self.newest, "The audit log, newest first", scope="admin"),)
 
     def newest(self, limit: Limit = 100, cursor: Cursor = 0, user: Line = None) -> Page[AuditRow]:
         try:

@@ -1,4 +1,4 @@
-"""What is asked of a run that goes on, through the control socket in its folder: the verbs of the command line.
+"""Control of a running run through the control socket in its folder: the verbs of the command line.
 
 GET  lanes/L/status  queue  usage  pipelines/L/NAME/why        keys of `rlmux status --json`, `queue`, `usage`, `why`
 GET  lanes/L/spec                                              the file that the run began with
@@ -82,7 +82,7 @@ class Control:
         return Status.model_validate(self._covered(caller, shown))
 
     def spec(self, caller: Caller, lane: str) -> File:
-        """The file that the run began with, whose cluster holds for all that is submitted."""
+        """The run's original file, whose cluster applies to every submission."""
         folder = self._reads.run_folder(lane)
         with LogReader(folder) as log:
             written = log.header.get("spec") or {}
@@ -100,7 +100,7 @@ class Control:
         return Queue.model_validate(self._request_covered(caller, "queue"))
 
     def usage(self, caller: Caller, lane: str) -> Usage:
-        """What the controller says now; of a run that does not go on, what its log said last."""
+        """Usage from the controller, or from the log of a run that has ended."""
         sight = self._reads.sight(lane, caller.principal)
         try:
             return Usage.model_validate(sight.cover_usage(self._request(caller, "usage")))
@@ -128,7 +128,7 @@ class Control:
         return Outcome.model_validate(self._request_covered(caller, verb, name=caller.path["name"], **fields))
 
     def _check_seen(self, caller: CallerContext) -> None:
-        """A pipeline that is to come is in no index: its controller says whose it is."""
+        """Ask the controller for the owner: an upcoming pipeline is in no index."""
         if caller.principal is not None and not caller.principal.sees_all:
             name = caller.path["name"]
             if not self._reads.sight(caller.path["lane"], caller.principal).sees(
@@ -137,7 +137,7 @@ class Control:
                 raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=SHOWN_ONLY)
 
     def _check_own(self, caller: CallerContext) -> None:
-        """Neither operator nor administrator: one changes one's own pipelines alone."""
+        """Only operators and administrators may change other users' pipelines."""
         if caller.principal is not None and not caller.principal.may("admin") and caller.principal.role != "operator":
             user = self._request(caller, "account", name=caller.path["name"])["user"]
             if user != caller.principal.user:
@@ -146,7 +146,7 @@ class Control:
                 )
 
     def _request_covered(self, caller: CallerContext, request: str, **fields: Any) -> dict[str, Any]:
-        """What the controller says, as far as the caller may know it."""
+        """The controller's response, filtered for the caller."""
         return self._covered(caller, self._request(caller, request, **fields))
 
     def _request(self, caller: CallerContext, request: str, **fields: Any) -> dict[str, Any]:
@@ -169,19 +169,19 @@ class Control:
         return answer
 
     def _refusal(self, caller: CallerContext, request: str, text: str) -> ProblemError:
-        """What the controller refuses, without names that the caller is not shown."""
+        """The controller's refusal without hidden names."""
         sight = self._reads.sight(caller.path["lane"], caller.principal)
         if sight.is_limited and request == "account":  # its text names every pipeline
             return ProblemError(404, f"no pipeline {caller.path['name'][:80]!r}", accepted=SHOWN_ONLY)
         return ProblemError(409, str(sight.cover(text)))
 
     def _covered(self, caller: CallerContext, answer: dict[str, Any]) -> dict[str, Any]:
-        """What a controller says, as far as the caller may know it."""
+        """A controller's response, filtered for the caller."""
         sight = self._reads.sight(caller.path["lane"], caller.principal)
         if not sight.is_limited:
             return answer
         rows = {name: row for name, row in answer.get("pipelines", {}).items() if sight.shows(name)}
-        upcoming = [row for row in answer.get("upcoming", ()) if sight.sees(row)]  # in no index: none would be shown
+        upcoming = [row for row in answer.get("upcoming", ()) if sight.sees(row)]  # in no index
         covered: dict[str, Any] = sight.cover({**answer, "pipelines": rows, "upcoming": upcoming})
         kept = {**covered, "upcoming": upcoming}
         return {key: value for key, value in kept.items() if key in answer}

@@ -1,10 +1,10 @@
-"""What a lane cost over time, beside what its pipelines would have held alone and what computing alone would cost.
+"""A lane's cost over time, compared with exclusive devices per pipeline and with busy time only.
 
     paid       nodes that a pipeline is pinned to, each once
     alone      the nodes that each pipeline is pinned to, once for each of them: the price without sharing
     computing  the busy part of the devices: with devices that are never idle the same work costs no less
 
-Each is a mean over a bucket of the index's tiles, in dollars an hour; in devices where no pool has a price.
+Each is a mean over a bucket of the index's tiles, in dollars an hour; in devices if no pool has a price.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class CostReads:
         return (get("/lanes/{lane}/cost", self.cost, "What the lane cost over time, and would have cost"),)
 
     def cost(self, lane: str) -> Cost:
-        """No pipeline is named, so that all are counted.
+        """All pipelines count, since none is named.
 
-        `sums`: of the whole run, in dollars or device-hours. Alone a pipeline would have been over sooner: its time is
-        divided by its mean slowdown.
+        `sums`: of the whole run, in dollars or device-hours. A pipeline's time alone is its time divided by its mean
+        slowdown.
         """
         with self._reads.open(lane, SERVER) as reader:
             start_s, end_s = float(reader.facts["start_s"]), float(reader.facts["end_s"])
@@ -79,7 +79,7 @@ class CostReads:
 
 
 class Pin(NamedTuple):
-    """A pipeline's nodes, and when it held them."""
+    """A pipeline's nodes and the interval in which it held them."""
 
     pipeline: str
     nodes: Sequence[str]
@@ -88,11 +88,11 @@ class Pin(NamedTuple):
 
 
 Held = tuple[float, float, float]
-"""Begin and end in seconds, and the price an hour, of what was held."""
+"""Begin and end in seconds, and price per hour, of a held node."""
 
 
 def _edges(start_s: float, end_s: float) -> tuple[Array, int, int]:
-    """Edges of the buckets that touch a run, their level and the number of the first."""
+    """Edges of the buckets that overlap a run, their level and the first number."""
     for level, width_s in enumerate(LEVELS):
         first, last = math.floor(start_s / width_s), max(math.ceil(end_s / width_s), math.floor(start_s / width_s) + 1)
         if last - first <= MOST_BUCKETS or level + 1 == len(LEVELS):
@@ -101,7 +101,7 @@ def _edges(start_s: float, end_s: float) -> tuple[Array, int, int]:
 
 
 def _nodes(reader: IndexReader) -> tuple[dict[str, tuple[float, float]], bool]:
-    """(price of each device, of the whole node) by node, and whether they are dollars: else each device is 1."""
+    """(price per device, per node) by node, and whether prices are dollars; else each device costs 1."""
     pools: Mapping[str, Any] = reader.facts["lane"]["pools"]
     usd = {name: float(pool.get("usd_per_node_hour") or 0.0) for name, pool in pools.items()}
     is_priced = any(usd.values())
@@ -120,18 +120,18 @@ def _pool_of(node: str) -> str:
 
 
 def _slowdowns(reader: IndexReader) -> dict[str, float]:
-    """Mean slowdown of each pipeline's steps, at least 1; of those that have ended a step."""
+    """Mean step slowdown of each pipeline with a finished step, at least 1."""
     rows = (json.loads(text) for (text,) in reader.rows("SELECT json FROM pipeline"))
     return {row["name"]: max(1.0, row["step_slowdown"]) for row in rows if row["step_slowdown"] is not None}
 
 
 def _each(pins: Iterable[Pin], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
-    """Each node once for each pipeline that is pinned to it."""
+    """Each node, once per pinned pipeline."""
     return [(pin.begin_s, pin.over_s, nodes[node][1]) for pin in pins for node in pin.nodes if node in nodes]
 
 
 def _merged(pins: Iterable[Pin], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
-    """Each node once, as long as any pipeline is pinned to it."""
+    """Each node, once while any pipeline is pinned to it."""
     spans: dict[str, list[tuple[float, float]]] = {}
     for pin in pins:
         for node in pin.nodes:
@@ -149,7 +149,7 @@ def _merged(pins: Iterable[Pin], nodes: Mapping[str, tuple[float, float]]) -> li
 
 
 def _mean(held: Sequence[Held], edges_s: Array, widths_s: Array) -> Array:
-    """The mean price of what was held in each bucket. `widths_s`: the part of each bucket that is of the run."""
+    """Mean price of the held nodes in each bucket. `widths_s`: seconds of each bucket within the run."""
     if not held:
         return np.zeros(len(widths_s))
     times_s = np.array([[begin_s, over_s] for begin_s, over_s, _ in held]).ravel()

@@ -1,4 +1,4 @@
-"""The dashboard of a folder, on a server: everything wired, and the table of all addresses.
+"""The dashboard of a folder: the wiring of its parts, and its route table.
 
 folder ─▶ Dashboard ─▶ server ── gate ── /api/v1: the table ─▶ reads, timeline, stream
                │                      └─ everything else ─▶ pages
@@ -48,7 +48,7 @@ _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
 
 
 class Dashboard:
-    """Mounted on a server before that one starts; close it after the server."""
+    """Mount it before the server starts; close it after the server."""
 
     def __init__(
         self,
@@ -62,11 +62,10 @@ class Dashboard:
         lanes: Collection[str] = (),
         more: Sequence[Address] = (),
     ) -> None:
-        """`folder`: of a run, or of many. `trouble`: what is wrong with a lane beside its index. `down`: why a
-        lane's controller needs a person. `lanes`: names of
-        lanes that may have no log yet. `more`: addresses beside those of every dashboard.
+        """`folder`: of one run, or of several. `trouble`: a lane's problem outside its index. `down`: a controller's
+        problem that needs an operator. `lanes`: lanes that may have no log yet. `more`: additional routes.
 
-        Raises UserError where its token is not kept from others.
+        Raises UserError if others can read its token.
         """
         self._server = server
         self._spare = tempfile.TemporaryDirectory(prefix="rlmux-serve-")
@@ -75,7 +74,7 @@ class Dashboard:
         self.token_path = token_folder / TOKEN_NAME
         try:
             self.token = token_of(token_folder)
-        except BaseException:  # an interrupt, too, leaves no folder behind; it goes on up
+        except BaseException:  # an interrupt removes the folder too, and propagates
             self._spare.cleanup()
             raise
         self.access = Access(limits)
@@ -107,19 +106,19 @@ class Dashboard:
         server.before_close(watch.close)
 
     def start(self) -> None:
-        """Begin to index."""
+        """Start the indexer."""
         self.indexing.start()
 
     def check(self) -> None:
-        """Raises ThreadDiedError or StorageError where the thread that minds the indexer has ended."""
+        """Raises ThreadDiedError or StorageError if the indexer's supervising thread has ended."""
         self.indexing.thread.check()
 
     def login_url(self) -> str:
-        """An address that logs a browser in, once, within a minute. What follows the # is sent to no server."""
+        """A URL that logs a browser in once, within a minute. Browsers do not send the part after the #."""
         return f"{self._server.url}/login#t={self.access.make_ticket()}"
 
     def send_alerts(self, url: str) -> None:
-        """Tell an address of alerts, from now on."""
+        """Send alerts to a webhook."""
         self._webhook = Webhook(self._reads, url)
         self._webhook.start()
 
@@ -132,7 +131,7 @@ class Dashboard:
 
 
 class _Sessions:
-    """Login, logout, and who asks."""
+    """Routes of login, logout and the current user."""
 
     def __init__(self, access: Access, port: int) -> None:
         self._access = access
@@ -187,13 +186,13 @@ def _version() -> Version:
 
 
 def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
-    """Addresses of the service, its lanes and its pipelines; other handlers name their own."""
+    """Routes of the service, its lanes and its pipelines; other handlers list their own."""
     return (
         get("/health", reads.health, "That the server lives; with a token, each lane's state", scope=None),
         get("/version", _version, "Versions of the program, the API and the log", scope=None),
         post("/login", sessions.login, "Begin a session, by a ticket or a token", scope=None),
         post("/logout", sessions.logout, "End the session", scope="read", status=204),
-        get("/whoami", sessions.whoami, "Who asks, and what that user may do"),
+        get("/whoami", sessions.whoami, "The current user and its rights"),
         get("/lanes", reads.lanes, "Every lane"),
         get(_LANE, reads.lane, "One lane: state, sums by kind and name"),
         get(f"{_LANE}/devices", reads.devices, "What each device does now"),

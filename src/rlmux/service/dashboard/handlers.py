@@ -1,4 +1,4 @@
-"""What the addresses under /api/v1 answer, read from indexes: one reader a request, all of one moment.
+"""Handlers of /api/v1 that read indexes: one reader, and so one snapshot, per request.
 
 lanes  lanes/L  devices  events     pipelines  pipelines/L/NAME  steps  metrics  logs
 """
@@ -35,28 +35,28 @@ from rlmux.service.index.store import IndexReader
 
 LOG_FILE = "workers.log"
 MAX_LOG_BYTES = 256 << 10
-"""Most of a log that one answer has."""
+"""Largest part of a log in one response, in bytes."""
 MAX_SEARCHED_BYTES = 16 << 20
-"""Most of a log that one request searches."""
+"""Largest part of a log that one request searches, in bytes."""
 _SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
 _SORTS_HELP = f"{', '.join(_SORTS)}; with '-' in front, the largest first"
 Sort = Annotated[str, Query(pattern=f"^-?({'|'.join(_SORTS)})$", description=_SORTS_HELP)]
 SHOWN_ONLY = "one that you are shown"
-"""What is accepted instead of a pipeline that the caller is not shown, and of one that there is not: alike."""
+"""Accepted values in the error for a hidden pipeline, the same as for an unknown one."""
 _ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
 _BANNER = "the indexer has ended; pages are as of row {seq}"
 
 _TWO = Query(min_length=2, max_length=2, description="of=L/NAME, each quoted as in addresses, twice")
 
 Trouble = Callable[[Path], str | None]
-"""What is wrong with a lane's index, in one sentence; None: nothing is."""
+"""Problem of a lane's index, in one sentence; None without a problem."""
 
 
 class Reads:
     """The handlers."""
 
     def __init__(self, root: Root, trouble: Trouble, down: Trouble = lambda folder: None) -> None:
-        """`down`: why a lane's controller needs a person; what is wrong with it or its index is in `trouble`, too."""
+        """`down`: a controller's problem that needs an operator; also part of `trouble`."""
         self._root = root
         self._trouble = trouble
         self._down = down
@@ -64,14 +64,14 @@ class Reads:
     # ------------------------------------------------------------------ lanes
 
     def open(self, lane: str, principal: Principal | None) -> IndexReader:
-        """A reader of what the caller may see of the lane's index: the one way to what a lane's pages show.
+        """A reader of the caller's visible part of the lane's index, the only access to a lane's pages.
 
-        Raises ProblemError where there is no such lane, or no index yet.
+        Raises ProblemError for an unknown lane, or one without an index.
         """
         folder, index = self.folders(lane)
-        with contextlib.suppress(LogError):  # it is being made
+        with contextlib.suppress(LogError):  # it is being built
             reader = IndexReader(index)
-            if "lane" in reader.facts:  # else it is empty, and being filled
+            if "lane" in reader.facts:  # else it is empty and being filled
                 reader.facts = {**reader.facts, "alerts": [*self.lane_alerts(lane), *reader.facts.get("alerts", ())]}
                 if principal is None or not principal.sees_all:
                     _sight(principal, reader).conceal(reader)
@@ -80,11 +80,11 @@ class Reads:
         raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
 
     def down(self, lane: str) -> str | None:
-        """Why the lane's controller needs a person, in one sentence; None where it does not."""
+        """The controller's problem that needs an operator, in one sentence; None without one."""
         return self._down(self.folders(lane)[0])
 
     def lane_alerts(self, lane: str) -> list[dict[str, Any]]:
-        """Alerts that no log has: those of the lane's controller."""
+        """Alerts outside the log, about the lane's controller."""
         down = self.down(lane)
         if down is None:
             return []
@@ -92,16 +92,16 @@ class Reads:
         return [alert.to_json()]
 
     def sight(self, lane: str, principal: Principal | None) -> Sight:
-        """What the caller may see of the lane, for what is read elsewhere than in its index."""
+        """The caller's visibility filter of the lane, for data outside the index."""
         if principal is not None and principal.sees_all:
             return Sight(principal, ())
         with self.open(lane, SERVER) as reader:
             return _sight(principal, reader)
 
     def mask(self, caller: CallerContext, value: Any) -> Any:
-        """An answer without names that the caller is not shown, whatever they stand in: the last look at it.
+        """A response without hidden names; the last check before it is sent.
 
-        JSON that names its lane, or is of that of the address. A lane without an index has nothing to hide yet.
+        The lane comes from the JSON or the path. A lane without an index has nothing to hide.
         """
         if caller.principal is None or caller.principal.sees_all:
             return value
@@ -120,7 +120,7 @@ class Reads:
             return value
 
     def check_visible(self, caller: CallerContext, scope: str | None) -> None:
-        """Raises ProblemError for a pipeline in the address that the caller may not see, or not so closely."""
+        """Raises ProblemError if the caller may not see the path's pipeline, or not with this scope."""
         if caller.principal is None or (
             caller.principal.sees_all and (scope != "samples" or caller.principal.may("admin"))
         ):
@@ -142,7 +142,7 @@ class Reads:
         return lanes[lane]
 
     def run_folder(self, lane: str) -> Path:
-        """The folder of a lane that has begun."""
+        """The folder of a started lane."""
         folder, _ = self.folders(lane)
         if not (folder / LOG_NAME).is_file():
             raise ProblemError(503, self._trouble(folder) or f"the log of {lane} is being made; ask again")
@@ -160,7 +160,7 @@ class Reads:
         return (run_schemas.NewLane if row["state"] == "unknown" else run_schemas.Lane).model_validate(row)
 
     def lane_row(self, lane: str, principal: Principal | None) -> dict[str, Any]:
-        """What is said of one lane; with a banner alone where it has no index."""
+        """The row of one lane; only a banner if it has no index."""
         folder, _ = self.folders(lane)
         more = {"takes_submissions": self._root.takes_submissions(folder)}
         try:
@@ -214,7 +214,7 @@ class Reads:
             return run_schemas.Listed[run_schemas.Alert].model_validate({"items": items, "as_of_seq": reader.seq})
 
     def acknowledge(self, caller: Caller, lane: str, body: run_schemas.Acknowledge) -> run_schemas.AlertsSeen:
-        """Say of a rule's alerts that they were seen; answers them."""
+        """Acknowledge a rule's alerts and return them."""
         with self.open(lane, caller.principal) as reader:
             alerts = reader.facts["alerts"]
         by = caller.principal.user if caller.principal else ""
@@ -390,7 +390,7 @@ class Reads:
         )
 
     def folder_of(self, caller: CallerContext) -> Path:
-        """The folder of the address's pipeline. The name is one of the log's: no path that a caller made up."""
+        """The folder of the path's pipeline. The name is in the log, so a caller cannot forge a file path."""
         lane, name = caller.path["lane"], caller.path["name"]
         with self.open(lane, caller.principal) as reader:
             self._pipeline(reader, name)
@@ -403,7 +403,7 @@ def _sight(principal: Principal | None, whole: IndexReader) -> Sight:
 
 
 def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
-    """Rows ordered by a key, those without it at the end; in the log's order where no key is given."""
+    """Rows sorted by a key, rows without it last; in log order without a key."""
     if not sort:
         return rows
     key, is_turned = sort.removeprefix("-"), sort.startswith("-")
@@ -413,7 +413,7 @@ def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
 
 
 def _place_of(text: str) -> tuple[str, str]:
-    """Lane and pipeline of `L/NAME`, each quoted as in addresses. Raises ProblemError."""
+    """Lane and pipeline of `L/NAME`, each URL-quoted. Raises ProblemError."""
     lane, _, name = text.partition("/")
     if not lane or not name or "/" in name:
         raise ProblemError(400, f"of is {text[:80]!r}", where="?of", accepted="L/NAME, each quoted as in addresses")
@@ -421,9 +421,9 @@ def _place_of(text: str) -> tuple[str, str]:
 
 
 def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> run_schemas.Curve:
-    """A curve of at most so many points, each for a run of steps: the mean, the least and the most of its values.
+    """A curve of at most `points` points, each with mean, minimum and maximum of consecutive steps.
 
-    `points`: None for all. Nothing is skipped: the least and the most are those of all values.
+    `points`: None for all steps. No step is skipped.
     """
     if points is None or len(x) <= points:
         return run_schemas.Curve(x=list(x), y=list(y))
@@ -445,7 +445,7 @@ def _age_s(folder: Path) -> float:
 
 
 def _newest_with(words: bytes, data: bytes) -> tuple[bytes, int]:
-    """(lines with the words, the newest where they are too many to send; bytes of `data` before the first of those)."""
+    """(lines with the words, only the newest if too many; bytes of `data` before the first one)."""
     found: list[bytes] = []
     room, end = MAX_LOG_BYTES, len(data)
     while end > 0 and (at := data.rfind(words, 0, end)) >= 0:

@@ -1,7 +1,7 @@
-"""The indexer's process, from the server's side: started, started again where it ended, and heard.
+"""Supervisor of the indexer's process: starts and restarts it, and reads its reports.
 
 start ─▶ process ─▶ lines of JSON: what is wrong with which folder ─▶ trouble(folder)
-it ended: again after 1, 2, 4 ... 60 s; meanwhile every lane says so
+it ended: restart after 1, 2, 4 ... 60 s; meanwhile every lane reports it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Indexing:
 
     @property
     def pid(self) -> int | None:
-        """Process id, while there is one."""
+        """Process id; None while no process runs."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
@@ -39,18 +39,18 @@ class Indexing:
         self.thread.start()
 
     def trouble(self, folder: Path) -> str | None:
-        """What is wrong with a run folder's index, in one sentence; None where nothing is."""
+        """Problem of a run folder's index, in one sentence; None without one."""
         if self._is_down:
             return "the indexer has ended and is being started again; what is shown may be old"
         return self._trouble.get(str(folder))
 
     def kill(self) -> None:
-        """End the process at once; it is started again."""
+        """Kill the process; it is restarted."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """The process ends when its input does."""
+        """The process ends at the end of its input."""
         self._is_closed.set()
         process = self._process
         if process is not None:
@@ -72,7 +72,7 @@ class Indexing:
     def _run(self) -> None:
         wait_s = 1.0
         while True:
-            with contextlib.suppress(OSError), self._process or self._begin() as process:  # no room for it: later
+            with contextlib.suppress(OSError), self._process or self._begin() as process:  # no room: retried later
                 self._process, self._is_down = process, False
                 assert process.stdout is not None
                 for line in process.stdout:

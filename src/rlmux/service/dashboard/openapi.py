@@ -1,6 +1,5 @@
-"""The document of the API (OpenAPI 3.1): FastAPI's, of the routes that the server has.
+"""The OpenAPI 3.1 document: FastAPI's, with this project's error responses and access rules.
 
-A problem is not of FastAPI's kind, and who may ask is this project's: both are added.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def document(router: APIRouter) -> dict[str, Any]:
 
 
 class Document:
-    """The handler; the document is made when it is first asked for."""
+    """The handler; the document is built at the first request."""
 
     def __init__(self) -> None:
         self.address = get("/openapi.json", self.answer, "This document")

@@ -1,8 +1,8 @@
-"""The built pages as files: a program in `assets`, and one page that starts it under every address.
+"""The built pages as static files: scripts in `assets`, and one HTML page under every other path.
 
-/assets/NAME-HASH.js   kept by browsers, as another content has another name
+/assets/NAME-HASH.js   cached by browsers: the name has a content hash
 /favicon.svg, ...      any other file
-everything else        index.html: the address says which page it shows
+everything else        index.html: shows the page of the path
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from rlmux.service.dashboard.problems import ProblemError
 
 DIST = Path(__file__).parents[1] / "pages" / "dist"
-"""Where `make pages` puts what it builds."""
+"""Output folder of `make pages`."""
 
 _NOT_BUILT = (
     'The pages are not built: run "make pages" in the checkout (it needs Node.js), or install a wheel.\n'

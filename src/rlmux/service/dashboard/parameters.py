@@ -1,4 +1,4 @@
-"""What handlers take: who asks, and the query parameters that several addresses have."""
+"""Shared handler parameters: the caller, and common query parameters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rlmux.service.dashboard.auth.access import Principal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerContext:
-    """One request that was let in."""
+    """Context of one admitted request."""
 
     path: Mapping[str, str]
-    """Parts of the address that have a name."""
+    """Path parameters by name."""
     principal: Principal | None
     address: str
     """Network address of the caller."""
     headers: Mapping[str, str]
     cookie: str
-    """The session's secret; empty without."""
+    """The session's secret; empty without one."""
     is_https: bool
-    """Whether the caller's end speaks TLS, to this server or to a proxy before it."""
+    """Whether the caller uses TLS, to this server or to its proxy."""
 
 
 async def _caller_context(request: Request) -> CallerContext:
@@ -33,7 +33,7 @@ async def _caller_context(request: Request) -> CallerContext:
 
 
 Caller = Annotated[CallerContext, Depends(_caller_context)]
-"""What a handler takes to know who asks."""
+"""Handler parameter with the caller's context."""
 Limit = Annotated[int, Query(ge=1, le=500)]
 Cursor = Annotated[int, Query(ge=0, le=2**53)]
 Line = Annotated[str | None, Query(max_length=512)]
@@ -43,5 +43,5 @@ Seconds = Annotated[float | None, SECONDS]
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a parameter of the type `Words`."""
+    """The items of a `Words` parameter."""
     return [word for word in text.split(",") if word]

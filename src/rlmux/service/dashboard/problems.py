@@ -1,4 +1,4 @@
-"""Errors as answers (RFC 9457): what, where, and what would be accepted.
+"""Error responses (RFC 9457): what, where, and accepted values.
 
 {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "no lane 'demo2'",
  "where": "/api/v1/lanes/demo2", "accepted": "demo", "request_id": "5f0c..."}
@@ -27,11 +27,11 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
     }
 }
-"""What the document of the API says of an address's problems."""
+"""Error responses in the OpenAPI document."""
 
 
 class ProblemError(Exception):
-    """A request that is not answered."""
+    """A refused request."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class ProblemError(Exception):
         """Part of the request that is wrong; its path by default."""
         self.accepted = accepted
         self.line = line
-        """Line of a file in the request that is wrong; None where it is no line of one."""
+        """Wrong line of a file in the request; None outside files."""
         self.again_s = again_s
-        """Seconds after which the same request may be answered; None where that is not known."""
+        """Seconds until a retry may succeed; None if unknown."""
 
     def response(self, path: str) -> Response:
         body: dict[str, Any] = {
@@ -73,7 +73,7 @@ class ProblemError(Exception):
 
 
 def invalid(error: RequestValidationError, route: APIRoute) -> ProblemError:
-    """The first thing that FastAPI found wrong with a request; with its path, a 404."""
+    """FastAPI's first validation error; a 404 for a wrong path."""
     first = error.errors()[0]
     place, *names = first["loc"]
     name, message = ".".join(map(str, names)), first["msg"].removeprefix("Value error, ")
@@ -101,14 +101,14 @@ def _invalid_body(first: Any, name: str, message: str, route: APIRoute) -> Probl
 
 
 def _accepted(field: FieldInfo) -> str:
-    """What a parameter says of itself; its bounds where it says nothing."""
+    """A parameter's description, or its bounds."""
     low = [one.ge for one in field.metadata if hasattr(one, "ge")]
     high = [one.le for one in field.metadata if hasattr(one, "le")]
     return field.description or (f"a whole number from {low[0]} to {high[0]}" if low and high else "")
 
 
 def of_storage(error: LogError | sqlite3.Error | OSError) -> ProblemError:
-    """What is answered where a file is not read or written. Raises an OSError that is no full disk: it is a fault."""
+    """Response to a failed read or write. Reraises an OSError other than a full disk: it is a bug."""
     is_sqlite_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     if is_sqlite_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         return ProblemError(507, "the disk is full, and nothing was kept", accepted="a disk with room")

@@ -1,10 +1,10 @@
 """Figures of every lane for Prometheus: read from the indexes at each scrape, in a registry of this server's own.
 
-    index.db of each lane ──collect──▶ registry ──▶ text    what the log says: it survives a restart of the server
+    index.db of each lane ──collect──▶ registry ──▶ text    the log's figures: they survive a restart of the server
     answered requests ────observe────▶    ┘                 the one figure of this process
 
-Counters count what is settled (`report.follow`), which no later row takes back; a run that is told anew, and steps that
-are to be done again, are the exceptions. A pipeline has series while it runs and ten minutes longer, so that their
+Counters count what is settled (`report.follow`), which no later row takes back; rebuilt runs and repeated
+steps are the exceptions. A pipeline has series while it runs and ten minutes longer, so that their
 number follows that of the running pipelines, not that of all there ever were.
 """
 
@@ -32,7 +32,7 @@ from rlmux.service.index.store import IndexReader
 
 REQUEST_BUCKETS_S = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 SHOWN_AFTER_END_S = 600.0
-"""Seconds of the run's clock for which a pipeline that has ended is still told of."""
+"""Seconds of the run's clock for which an ended pipeline still has series."""
 
 _OF_LANE = {
     "rlmux_run_seconds": ("makespan_s", "Seconds since the run's start, by its clock"),
@@ -40,7 +40,7 @@ _OF_LANE = {
     "rlmux_control_overhead_ratio": ("control_overhead", "Share of device-seconds that rlmux itself took"),
     "rlmux_slo_kept_ratio": ("slo_attainment", "Share of the pipelines with an SLO that keep it"),
 }
-"""Gauges of a lane: its key in the API, and what it says."""
+"""Gauges of a lane: its key in the API, and its help text."""
 _COUNTED = {
     "rlmux_switches": ("num_switches", "Orders that began with a switch"),
     "rlmux_migrations": ("num_migrations", "Rollouts whose tail was moved to another device"),
@@ -55,7 +55,7 @@ _OF_PIPELINE = {
 }
 """Gauges of a pipeline: a step that is done again takes its figures back."""
 _OF_LAST_STEP = ("reward_mean", "kl", "entropy", "grad_norm", "logprob_gap", "response_len_mean")
-"""Metrics of the last published step that are told, as `rlmux_pipeline_METRIC`."""
+"""Exported metrics of the last published step, as `rlmux_pipeline_METRIC`."""
 
 
 class Scrape(Collector):
@@ -74,7 +74,7 @@ class Scrape(Collector):
         self._registry.register(self)
 
     def observe(self, route: str, status: int, seconds: float) -> None:
-        """Note one answered request. `route`: the address in the table, not the one that was asked for."""
+        """Note one answered request. `route`: the route's path, without parameters."""
         self._requests.labels(route, str(status)).observe(seconds)
 
     def answer(self, caller: Caller) -> PlainTextResponse:

@@ -3,7 +3,7 @@
 Address(method="GET", path="/lanes/{lane}", scope="read", answer=..., summary=...)
     │
 Door ── method other than GET and HEAD? by token, or by a page of this server, with JSON ── else 403, 415
-     ── who asks? token or session ── else 401, 403        ── how often? ── else 429
+     ── token or session? ── else 401, 403              ── within the rate? ── else 429
      ── every query parameter known, and given once? ── else 400
      ── may the pipeline that it names be seen? ── else 404
      ── may have an effect? a line in the audit first ── else 507
@@ -11,8 +11,8 @@ Door ── method other than GET and HEAD? by token, or by a page of this serve
      ── answer: in a thread, as what it does may read a file; what may take long, in its `LongWork` ── 429, 507
      ── 304 where the caller has it already
 
-FastAPI reads a body before it asks any dependency, so that rights are not dependencies here: each address has a route
-of a class of its own, which lets a request in before FastAPI has it.
+FastAPI reads the body before it runs any dependency. Rights are therefore checked in a route class of each address,
+before FastAPI reads the request.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ _SAFE = ("GET", "HEAD")
 _MAX_JSON_DEPTH = 32
 
 Observe = Callable[[str, int, float], None]
-"""Told of each answer: the address in the table, the status, the seconds until it began."""
+"""Called after each response with the route's path, the status and the seconds until it started."""
 RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
 class VisibilityFilter(Protocol):
-    """Decides what a caller is shown."""
+    """Checks and filters what a caller sees."""
 
     def check_visible(self, caller: CallerContext, scope: str | None) -> None:
-        """Raises ProblemError where the caller may not see what the address names. `scope`: what it needs."""
+        """Raises ProblemError if the caller may not see the path's pipeline. `scope`: the route's scope."""
 
     def mask(self, caller: CallerContext, value: Any) -> Any:
-        """An answer's JSON, or a text of it, without names that the caller is not shown."""
+        """A response's JSON or text without hidden names."""
 
 
 class LongWork:
-    """Answers that may take long: some at once, which leaves other requests their threads, and some that wait."""
+    """Bounded queue for slow handlers, which leaves threads for other requests."""
 
     def __init__(self, *, max_running: int, max_waiting: int) -> None:
         self._max_running = max_running
@@ -72,7 +72,7 @@ class LongWork:
         self._num = 0
 
     async def run(self, answer: Callable[..., Any], *caller: Any) -> Any:
-        """Call it in a thread. Raises ProblemError where too many wait already. To be used on one event loop."""
+        """Run a handler in a thread. Raises ProblemError for a full queue. Bound to one event loop."""
         if self._num >= self._max_running + self._max_waiting:
             response = f"{self._max_running} at once, {self._max_waiting} waiting"
             raise ProblemError(429, "too many such requests are being answered", accepted=response, again_s=5)
@@ -91,23 +91,23 @@ class Address:
     method: str
     path: str
     scope: str | None
-    """What a caller must be allowed; None: anyone may ask."""
+    """Required scope; None: open to anyone."""
     answer: Callable[..., Any]
-    """FastAPI calls it, with what its signature says: in a thread unless it is a coroutine function."""
+    """Handler, called by FastAPI in a thread unless it is a coroutine function."""
     summary: str
-    """What the address is for."""
+    """Purpose, for the document."""
     status: int = 200
     others: Sequence[int] = ()
-    """Other statuses of an answer that is no problem."""
+    """Additional success statuses."""
     answers: type[Response] = JSONResponse
-    """Type of an answer that is no JSON."""
+    """Response type."""
     takes: str = JSON
-    """Type of the body that it takes."""
+    """Media type of the request body."""
     long_work: LongWork | None = None
-    """What it waits in where it may take long, for a controller or a process; None: in the threads of all requests."""
+    """Queue of a handler that waits for a controller or a process; None: the shared thread pool."""
 
     def add_to(self, router: APIRouter, route_class: type[APIRoute]) -> None:
-        """A GET is a HEAD, too, of which the document says nothing."""
+        """Add the route; a GET also adds an undocumented HEAD."""
         more: dict[str, Any] = {"x-scope": self.scope, "security": [] if self.scope is None else SECURITY}
         if self.takes != JSON:
             schema = {"type": "string", "format": "binary"}
@@ -147,7 +147,7 @@ SECURITY: list[Any] = [{"token": []}, {"session": []}]
 
 
 def get(path: str, answer: Callable[..., Any], summary: str, **more: Any) -> Address:
-    """An address that is read, by default with the scope `read`."""
+    """A GET route, by default with the scope `read`."""
     return Address(method="GET", path=path, answer=answer, summary=summary, **{"scope": "read", **more})
 
 
@@ -166,7 +166,7 @@ class ApiRouter:
         shown: VisibilityFilter,
         audit: Audit | None = None,
     ) -> None:
-        """`port`: the server's. `audit`: is told of every request that may have an effect; None: nothing is kept."""
+        """`port`: the server's. `audit`: records every request that may have an effect; None: no audit."""
         self._audit = audit
         self._access = access
         self._port = port
@@ -198,7 +198,7 @@ class ApiRouter:
             return response
 
         async def respond_to_admitted(request: Request) -> tuple[str | None, Response]:
-            """(the request's line in the audit, or None; what is answered)."""
+            """(line id in the audit log or None, response)."""
             caller = line = None
             try:
                 caller = request.state.caller = self._admit(address, request)
@@ -212,7 +212,7 @@ class ApiRouter:
             except RequestValidationError as error:
                 return line, invalid(error, route).response(request.url.path)
             except ProblemError as problem:
-                if caller is not None and problem.status != 404:  # that says the caller's own word, and nothing else
+                if caller is not None and problem.status != 404:  # a 404 repeats only the caller's own words
                     problem.detail = await run_in_threadpool(self._shown.mask, caller, problem.detail)
                     problem.accepted = await run_in_threadpool(self._shown.mask, caller, problem.accepted)
                 return line, problem.response(request.url.path)
@@ -229,7 +229,7 @@ class ApiRouter:
         return response
 
     def _record_start(self, request: Request) -> str | None:
-        """Write down a request that may have an effect; returns its line. Raises ProblemError where that cannot be."""
+        """Record a request that may have an effect; returns its line id. Raises ProblemError on a failed write."""
         if self._audit is None or request.method in _SAFE:
             return None
         try:
@@ -238,7 +238,7 @@ class ApiRouter:
             raise unwritten(error) from None
 
     def _record_outcome(self, request: Request, line: str | None, response: Response) -> Response:
-        """The answer, once what came of the request is written down, or that it was refused."""
+        """The response, after its outcome or refusal is recorded."""
         if self._audit is None:
             return response
         if line is not None:
@@ -293,7 +293,7 @@ class ApiRouter:
     def _authenticate(self, request: Request) -> tuple[Principal | None, str, bool]:
         """(the caller, the session's secret, whether by token).
 
-        A token that is wrong is not helped by a session that is good; a proxy's word is before that of a session.
+        A wrong token is not replaced by a valid session; a proxy's user takes precedence over a session.
         """
         cookie = request.cookies.get(cookie_name(self._port, is_https=request.url.scheme == "https"), "")
         given = request.headers.get("authorization")
@@ -307,15 +307,15 @@ class ApiRouter:
 
 
 def cookie_name(port: int, *, is_https: bool) -> str:
-    """Name of a server's cookie: a browser sends its cookies to every port of a name, so that each has one of its own.
+    """Name of a server's cookie, distinct per port because browsers share cookies between the ports of a host.
 
-    Over TLS it has the prefix with which a browser takes it from no other name, and only if it is `Secure`.
+    Over TLS its prefix binds it to this host and to `Secure`.
     """
     return f"{'__Host-' if is_https else ''}rlmux_{port}"
 
 
 def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None:
-    """Whatever may have an effect comes with a token, or from a page of this server: a browser says which."""
+    """Raises ProblemError for an effect without a token or one of this server's pages as its origin (CSRF)."""
     headers = request.headers
     if headers.get("content-type", "").partition(";")[0].strip().lower() != media_type:
         raise ProblemError(415, "a body of another type", where="Content-Type", accepted=media_type)
@@ -333,7 +333,7 @@ def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None
 
 
 def _check_query(route: APIRoute, request: Request) -> None:
-    """FastAPI passes over a parameter that it does not know, and takes the last of several."""
+    """Raises ProblemError for unknown and repeated parameters, which FastAPI ignores."""
     known = {one.alias for one in route.dependant.query_params}
     lists = {one.alias for one in route.dependant.query_params if get_origin(one.field_info.annotation) is list}
     found = set()
@@ -347,7 +347,7 @@ def _check_query(route: APIRoute, request: Request) -> None:
 
 
 def _check_json(data: bytes) -> None:
-    """Raises ProblemError for a body that is no JSON, or one that takes much to read."""
+    """Raises ProblemError for a body that is not JSON, or too complex."""
     if data.count(b"[") + data.count(b"{") > 10_000:
         raise ProblemError(400, "too many lists and objects", where="body", accepted="10,000")
     try:
@@ -363,7 +363,7 @@ def _check_json(data: bytes) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects, counted to one more than is allowed."""
+    """Nesting depth, counted to one above the limit."""
     depth, level = 0, [value]
     while level and depth <= _MAX_JSON_DEPTH:
         level = [
@@ -377,12 +377,12 @@ def _depth(value: Any) -> int:
 
 
 def _tagged(request: Request, response: Response) -> Response:
-    """The answer with its tag, or without a body where the caller has it already; one that is not kept is as it was."""
+    """The response with its ETag, or a 304 for a cached one. Uncacheable responses stay unchanged."""
     if response.status_code == 204 or response.headers.get("Cache-Control") == "no-store":
         return response
     tag = f'"{hashlib.sha256(response.body).hexdigest()[:24]}"'
     response.headers["ETag"] = tag
-    response.headers["Vary"] = "Cookie, Authorization"  # what one user was told is not kept for the next
+    response.headers["Vary"] = "Cookie, Authorization"  # no shared cache between users
     response.headers.setdefault("Cache-Control", "no-cache")
     given = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
     if response.status_code == 200 and request.method in _SAFE and tag in given:

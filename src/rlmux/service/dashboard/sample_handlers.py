@@ -1,7 +1,7 @@
-"""What the addresses of trajectories answer, read from each pipeline's own file.
+"""Handlers of trajectories, read from each pipeline's own file.
 
-pipelines/L/NAME/samples?...  ─▶ rows that meet what is asked, a page at a time
-pipelines/L/NAME/samples/STEP/PROMPT/SAMPLE  ─▶ one, with its text and the rewards of its prompt group
+pipelines/L/NAME/samples?...  ─▶ matching rows, a page at a time
+pipelines/L/NAME/samples/STEP/PROMPT/SAMPLE  ─▶ one trajectory with its text and its prompt group's rewards
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SampleReads:
     def addresses(self) -> tuple[Address, ...]:
         one = f"{_ADDRESS}/{{step}}/{{prompt}}/{{sample}}"
         return (
-            get(_ADDRESS, self.find, "Trajectories that meet what is asked", scope="samples"),
+            get(_ADDRESS, self.find, "Trajectories that match the filters", scope="samples"),
             get(one, self.one, "One trajectory with its text", scope="samples"),
         )
 

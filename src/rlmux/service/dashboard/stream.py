@@ -1,9 +1,9 @@
-"""Changes as they come: one event stream a browser, which names the last row of the log that it has shown.
+"""Live changes: one event stream per browser, resumed by the last log row that it showed.
 
     index.db ──(seq, rev) three times a second──▶ Watch ──wakes──▶ each stream ──▶ rows with a larger seq
 
-A stream asks for what changed since the row that it last told of, so that it needs no queue: a slow reader gets the
-newest state, and one that comes back with `Last-Event-ID` gets what it missed.
+A stream reads the changes since its last sent row, so it needs no queue: a slow reader gets the newest state, and one
+that reconnects with `Last-Event-ID` gets what it missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlmux.service.index.store import dumps
 
 LOOK_EVERY_S = 0.33
 QUIET_S = 15.0
-"""Seconds without news after which a comment shows that the stream lives."""
+"""Seconds without an event until a keep-alive comment."""
 MAX_STREAMS, MAX_OWN_STREAMS = 64, 5
 MAX_MISSED = 5000
 _LANES, _PIPELINES, _TIMELINE = "lanes", "pipelines", "timeline"
@@ -48,13 +48,13 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topics:
-    """What a stream tells of."""
+    """Topics of a stream."""
 
     has_lanes: bool
     pipelines: frozenset[str]
-    """Lanes all of whose pipelines are told of."""
+    """Lanes with events for every pipeline."""
     details: frozenset[tuple[str, str]]
-    """(lane, pipeline) whose steps are told of."""
+    """(lane, pipeline) with events for each step."""
     timelines: frozenset[str]
 
     @property
@@ -86,7 +86,7 @@ class Topics:
 
 
 class Watch:
-    """Looks at the lanes that streams tell of, and wakes them."""
+    """Polls the watched lanes and wakes their streams."""
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
@@ -96,11 +96,11 @@ class Watch:
         self.is_closed = False
 
     async def run(self) -> None:
-        """Look for news again and again, as long as the server lives."""
+        """Poll while the server lives."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._wanted:
-                with contextlib.suppress(LogError, OSError, sqlite3.Error):  # an index is being made anew
+                with contextlib.suppress(LogError, OSError, sqlite3.Error):  # an index is being rebuilt
                     await self.look()
 
     async def look(self) -> None:
@@ -116,12 +116,12 @@ class Watch:
         self._news = asyncio.Event()
 
     def close(self) -> None:
-        """Every stream says goodbye."""
+        """End every stream with a `bye` event."""
         self.is_closed = True
         self.wake()
 
     async def wait(self) -> None:
-        """Wait until there is news, at most as long as a stream may be quiet."""
+        """Wait for a change, at most until the next keep-alive."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), QUIET_S)
 
@@ -152,7 +152,7 @@ class Watch:
 
 @dataclass(slots=True)
 class _Stream:
-    """What one browser has been told."""
+    """State sent to one browser."""
 
     topics: Topics
     principal: Principal
@@ -221,7 +221,7 @@ class Streams:
                 del self._num_by_caller[principal.key]
 
     def _changes(self, stream: _Stream, marks: dict[str, Mark]) -> list[bytes]:
-        """Events for all that changed since the last; runs in a thread."""
+        """Events for all changes since the last call; runs in a thread."""
         found: list[bytes] = []
         for lane, mark in marks.items():
             sent = stream.sent.get(lane)
@@ -272,13 +272,13 @@ class Streams:
 
 
 def _event(name: str, value: Any, sent: Mapping[str, Mark] | None = None) -> bytes:
-    """`sent`: given with the last of the events that belong together: a reader comes back with the last id it got."""
+    """`sent`: given with the last event of a batch, whose id a reader resumes from."""
     id_ = ",".join(f"{quote(lane, safe='')}={mark.seq}" for lane, mark in (sent or {}).items())
     return format_sse_event(data_str=dumps(value), event=name, id=id_ or None)
 
 
 def parse_id(text: str) -> dict[str, int]:
-    """Rows that a stream's last id names, by lane; what is none is passed over."""
+    """Row numbers in a stream's last id, by lane; malformed parts are ignored."""
     found = {}
     for part in text[:65536].split(","):
         lane, equals, seq = part.partition("=")

@@ -302,7 +302,7 @@ def _of_devices(records: Array, devices: Sequence[str] | None, reader: IndexRead
 
 
 def _window(t0: float | None, t1: float | None, reader: IndexReader) -> tuple[float, float]:
-    """The time that is asked for; the whole run by default."""
+    """The requested window; by default the whole run."""
     start_s = reader.facts["start_s"] if t0 is None else t0
     end_s = reader.facts["end_s"] if t1 is None else t1
     if end_s < start_s:
@@ -362,7 +362,7 @@ def _packed(header: Mapping[str, Any], data: bytes) -> bytes:
 
 
 def _binary(data: bytes, rev: int | None, reader: IndexReader, until_s: float) -> Binary:
-    """The answer, which is kept for good where the same address never has another one."""
+    """The response, cached forever if its URL can never have another one."""
     open_from_s = reader.facts["open_from_s"]
     is_settled = open_from_s is None or until_s <= open_from_s
     is_final = is_settled and reader.is_whole and rev == reader.facts["rev"]

@@ -1,4 +1,4 @@
-"""Alerts sent to an address of the user's: each once when it begins to fire, and once when it is over.
+"""Alerts sent to a webhook: each once when it starts to fire and once when it is resolved.
 
     alerts of every lane ── every few seconds ──▶ what is new, what is gone ──POST──▶ address
 
@@ -6,8 +6,8 @@
     discord.com/api/webhooks, discord+URL   {"content": ...}
     any other                               the alert's fields, with `lane` and `state`
 
-What could not be delivered is tried again, `_MAX_TRIES` times in all, and then dropped with a line on stderr: an alert
-that an address refuses holds no other up. A server that starts sends what fires then.
+A failed delivery is retried, `_MAX_TRIES` tries in all, then dropped with a line on stderr, so that one refused alert
+does not block others. A started server sends the alerts that fire at that time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DOWN = "lane_down"
 """The rule of an alert that is known without the lane's index."""
 
 Key = tuple[str, str | None, str]
-"""Lane, pipeline and rule: an alert is told of once, however its numbers change."""
+"""Lane, pipeline and rule: one notification per alert, however its numbers change."""
 
 
 def url_of(webhook: str) -> str:
@@ -166,7 +166,7 @@ class Webhook:
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Through the proxy of the environment, if any; what is on this machine is asked directly."""
+    """Use the environment's proxy, except for this machine's addresses."""
     host = urlsplit(url).hostname or ""
     is_here = host in LOOPBACK or host.startswith("127.")
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))

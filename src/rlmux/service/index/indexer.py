@@ -1,7 +1,7 @@
 """Brings indexes up to date with their logs, in a process of its own.
 
     run.db ──rows after the last──▶ Follower ──look──▶ index.db          one lane: LaneIndexer
-    lanes of a folder, by turns ──▶ what is wrong, a line of JSON each, on stdout         all: `main`
+    lanes of a folder, by turns ──▶ each problem as a line of JSON on stdout         all: `main`
 
 The process ends when its standard input is closed: with the server that started it, however that one ends. A pass over
 a lane is followed by a pause of nine times its length, so that a lane takes at most a tenth of a core.
@@ -130,7 +130,7 @@ class LaneIndexer:
             self._num_pins, self._open_pins = 0, []
             self._index.restart(with_rows=self._is_first)
         elif was_closed:
-            self._index.set_facts(rev=self._index.fact("rev") + 1)  # what was said to be final goes on
+            self._index.set_facts(rev=self._index.fact("rev") + 1)  # settled intervals change
         for name in self._follower.history.pipelines:  # the log's order, whatever had been read at the first look
             self._places.pipeline(name)
         for device in dict.fromkeys(device for device, _ in [*look.settled, *look.open]):
@@ -246,7 +246,7 @@ class _Lane:
         self.trouble: str | None = None
 
     def look(self) -> None:
-        """Bring the index up to date where the log has changed. Says on stdout what is wrong, and when it is well."""
+        """Update the index of a changed log. Prints each problem, and its end, on stdout."""
         begun_s = time.monotonic()
         try:
             self._catch_up(begun_s)

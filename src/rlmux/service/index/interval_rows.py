@@ -23,7 +23,7 @@ _MAX_REWARDS = 32
 
 
 def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What is said of the whole run."""
+    """The row of the whole run."""
     history = follower.history
     every = follower.seconds()
     seconds = _by_kind([one for named in every.values() for one in named.items()])

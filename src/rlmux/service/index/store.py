@@ -4,10 +4,9 @@
     device  pipeline  step  instant  pin       rows of the pages, each with the row of the log that last changed it
     chunk       settled intervals, thousands to a row, with the time that they lie in
     open        the intervals that are not settled
-    tile        settled buckets, sixteen to a row, of the levels from `FIRST_LEVEL` on; others are made when asked for
+    tile        settled buckets, sixteen to a row, of the levels from `FIRST_LEVEL` on; others are computed on demand
 
-`rev` rises when settled intervals are told anew. A file of another run, of another version, or one that is damaged is
-removed and made again.
+`rev` rises when settled intervals change. A damaged file, or one of another run or version, is rebuilt.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ class IndexWriter:
     """The one writer of an index."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Go on with the file, or make it anew where it is not this run's."""
+        """Open the file, or rebuild one of another run."""
         self.path = path
         self._stamp = self.stamp_of(run_id)
         if not self._is_own():
@@ -193,7 +192,7 @@ class IndexWriter:
 
     @staticmethod
     def stamp_of(run_id: str) -> str:
-        """What a file says that this version made for a run."""
+        """Stamp of a file that this version made for a run."""
         return f"{INDEX_VERSION} {version('rlmux')} {run_id}"
 
     def close(self) -> None:
@@ -204,7 +203,7 @@ class IndexWriter:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:  # an interrupt, too, leaves no half transaction; it goes on up
+        except BaseException:  # an interrupt rolls back too, and propagates
             self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
@@ -221,7 +220,7 @@ class IndexWriter:
         self._connection.executemany(sql, rows)
 
     def restart(self, *, with_rows: bool) -> None:
-        """Forget what was settled: it is told anew. `with_rows`: the rows of the pages too."""
+        """Clear the settled intervals before a rebuild. `with_rows`: the rows of the pages too."""
         rows = ("device", "pipeline", "step") if with_rows else ()
         for table in ("chunk", "open", "tile", "instant", "pin", *rows):
             self._connection.execute(f"DELETE FROM {table}")

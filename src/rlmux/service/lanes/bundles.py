@@ -141,7 +141,7 @@ def _check_name(path: PurePosixPath) -> None:
 
 
 class _Bounded:
-    """A stream that ends with an error beyond the largest bundle, whatever its headers say."""
+    """A stream that raises an error beyond the largest bundle, whatever its headers claim."""
 
     def __init__(self, stream: gzip.GzipFile) -> None:
         self._stream = stream

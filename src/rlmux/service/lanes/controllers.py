@@ -6,9 +6,9 @@
 
                                     ──▶ every 5 s: does it answer on its control socket?
 
-A controller has a session of its own, and the devices of its lane; it outlives the service. What it prints goes to
-NAME.log. One that ends is started again after 1, 2, 4 ... 60 s; one that has ended `MAX_DEATHS` times within an hour is
-left alone until the service is started again. One that lives and does not answer is left alone, too: it may go on.
+A controller has its own session and its lane's devices; it outlives the service. Its output goes to NAME.log. It is
+restarted after 1, 2, 4 ... 60 s; after `MAX_DEATHS` ends within an hour, not before the service's next start. A live
+controller without an answer is left alone: it may recover.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DEATHS_WITHIN_S = 3600.0
 CHECK_EVERY_S = 5.0
 ANSWER_LIMIT_S = 5.0
 _MAX_SILENT = 2
-"""Questions in a row without an answer after which a controller counts as not answering."""
+"""Consecutive unanswered polls after which a controller counts as not answering."""
 
 
 class LaneController:
@@ -70,7 +70,7 @@ class LaneController:
         """Times of the last ends of controllers that were started here."""
         self._checked_s = -math.inf
         self._num_silent = 0
-        """Questions in a row that the controller has not answered."""
+        """Consecutive unanswered polls."""
         if self._has_begun():
             self._check_same()
 
@@ -87,7 +87,7 @@ class LaneController:
         return self.down() or f"the controller of {self.name} is being started{self._ended}"
 
     def down(self) -> str | None:
-        """Why the lane needs a person, in one sentence; None where it does not."""
+        """A problem that needs an operator, in one sentence; None without one."""
         pid = self.pid
         if self._num_silent >= _MAX_SILENT and pid is not None:
             return f"the controller of {self.name} (process {pid}) lives, and does not answer: it is stopped or hangs"
@@ -97,7 +97,7 @@ class LaneController:
         return None
 
     def poll(self) -> None:
-        """Start the controller where none lives and its time has come."""
+        """Start the controller if none lives and its delay is over."""
         if self._process is not None:
             if self._process.poll() is None:
                 self._check_answering()
@@ -119,7 +119,7 @@ class LaneController:
         except NoAnswerError:
             num_silent = self._num_silent + 1
         except RlmuxError:
-            pass  # it is about to end: that is seen otherwise
+            pass  # it is about to end: the next poll sees that
         self._num_silent = num_silent
         self._checked_s = self._now_s()
 
@@ -175,7 +175,7 @@ class LaneController:
         try:
             before = spec_of(self.folder)
         except LogError:
-            return  # its controller says what is wrong with the log
+            return  # its controller reports the damaged log
         if (before.cluster, before.policy) != (self.spec.cluster, self.spec.policy):
             raise UserError(
                 f"{self.spec.source}: lanes.{self.name}: the run in {self.folder} began with another cluster or "

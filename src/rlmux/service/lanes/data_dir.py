@@ -1,4 +1,4 @@
-"""The folder of a service: made, or taken up where a service was before; one server at a time has it.
+"""The folder of a service: created, or reused after an earlier one; one server at a time.
 
 ROOT/
   admin.token  service.db  bundles/       the service's own
@@ -20,7 +20,7 @@ NO_CODE = "none"
 
 
 def open_root(folder: Path) -> FolderLock:
-    """Make the folder, private to the user, or take it up. Raises UserError where it is another's, or in use."""
+    """Create or reuse the folder, private to the user. Raises UserError if it is another's or in use."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_ours = (folder / BUNDLES / NO_CODE).is_dir()

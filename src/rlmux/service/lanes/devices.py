@@ -65,7 +65,7 @@ def parts_of(root: Path, specs: Mapping[str, Spec], devices: Sequence[str] | Non
 
 
 def num_devices(spec: Spec) -> int:
-    """Devices that a lane's file asks for; a pool without a number of nodes counts none (`rlmux run` refuses it)."""
+    """Number of devices in a lane's file; a pool without a number of nodes counts none (`rlmux run` refuses it)."""
     return sum((pool.num_nodes or 0) * pool.devices_per_node for pool in spec.cluster.pools.values())
 
 

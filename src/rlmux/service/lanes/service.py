@@ -26,7 +26,7 @@ _POLL_EVERY_S = 0.5
 
 
 class Lanes:
-    """Every lane, each tended by a thread of its own, so that one which is busy holds no other up."""
+    """Every lane, each polled in its own thread, so that a busy lane delays no other."""
 
     def __init__(self, root: Path, specs: Mapping[str, Spec]) -> None:
         """Raises UserError for a lane whose run began with another cluster, and for more devices than there are;
@@ -63,7 +63,7 @@ class Lanes:
         return None if lane is None else self._failure_by_lane.get(lane.name) or lane.trouble()
 
     def down(self, folder: Path) -> str | None:
-        """Why the lane in this folder needs a person, in one sentence; None where it does not."""
+        """A lane's problem that needs an operator, in one sentence; None without one."""
         lane = self._by_folder.get(folder)
         return None if lane is None else lane.down()
 

@@ -1,10 +1,10 @@
 """service.db: every submission that was answered, durable before the answer.
 
     accepted ──▶ taken      its lane's controller has it in its log
-             ├─▶ refused    the controller said no, and why
+             ├─▶ refused    by the controller, with a reason
              └─▶ over_quota the same, since too many pipelines of a project or user wait: later it may be taken
 
-A row is added once for each idempotency key. The lane's log, not this file, says what has become of the pipelines.
+One row per idempotency key. The lane's log, not this file, has the pipelines' outcome.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Submitted:
     """Wall time of the submission, RFC 3339."""
 
     def fields(self) -> dict[str, Any]:
-        """What a client is told."""
+        """The row in the API's keys."""
         waiting = "kept; it goes to the lane as soon as its controller answers"
         shown = self.pipelines or [{"pipeline": name, "outcome": ACCEPTED, "reason": waiting} for name in self.names]
         return {

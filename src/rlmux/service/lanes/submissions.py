@@ -3,8 +3,8 @@
     POST submissions ─▶ checked ─▶ service.db (on disk) ─▶ controller: `submit` with the id ─▶ its log ─▶ answer
                                         └── what was not handed over, or not known to be: again, by the lane's thread
 
-The controller takes an id once, as its log says. So each of the two may be killed anywhere: what was answered is there,
-and nothing is there twice. A submission whose controller is away is kept, and answered as `accepted` (202).
+The controller's log accepts an id once, so that either process may be killed at any point: an answered submission is
+never lost or duplicated. A submission is kept as `accepted` (202) while its controller is away.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Submissions:
         return shapes.Submitted.model_validate(found.fields())
 
     def deliver(self, lane: str) -> None:
-        """Hand over all that the lane's controller is not known to have, oldest first, as far as it answers."""
+        """Send the controller every submission that it has not confirmed, oldest first."""
         controller = self._lanes.get(lane)
         if controller is None:  # the file has the lane no more
             return
@@ -125,7 +125,7 @@ class Submissions:
             return False
         except UserError as error:
             self._ledger.refuse(one.id, str(error), is_over_quota=isinstance(error, OverQuotaError))
-        except RlmuxError:  # it is busy, or ended before it answered: it is asked again, by the same id
+        except RlmuxError:  # it is busy or ended early: retried with the same id
             return False
         else:
             self._ledger.take(one.id, answer["pipelines"])
@@ -187,9 +187,9 @@ class Submissions:
 
 
 def _is_free(lane: LaneController, spec: Spec, source: str) -> bool:
-    """Whether the lane's controller says that it would take the file; False where it is away, or busy.
+    """Whether the lane's controller would accept the file; False if it is away or busy.
 
-    Raises ProblemError with what the controller says is wrong.
+    Raises ProblemError with the controller's error.
     """
     if lane.down() is not None:
         return False

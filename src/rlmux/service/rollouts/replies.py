@@ -47,7 +47,7 @@ def text_of(sampled: Sampled, vocabulary: Vocabulary, stop: Sequence[str]) -> st
 
 
 def generated(request_id: str, sampled: Sequence[Sampled], texts: Sequence[str] | None) -> dict[str, Any]:
-    """Answer of /inference/v1/generate. `texts`: where they were asked for."""
+    """Response of /inference/v1/generate. `texts`: if requested."""
     choices = [
         {
             "index": index,
@@ -62,7 +62,7 @@ def generated(request_id: str, sampled: Sequence[Sampled], texts: Sequence[str] 
 
 
 def completion_choice(index: int, sampled: Sampled, text: str, tokens: Sequence[str] | None) -> dict[str, Any]:
-    """A choice of /v1/completions. `tokens`: text of each token, where log-probs were asked for."""
+    """A choice of /v1/completions. `tokens`: text of each token, if log-probs were requested."""
     logprobs = None
     if tokens is not None:
         offsets = [0, *np.cumsum([len(each) for each in tokens]).tolist()][: len(tokens)]

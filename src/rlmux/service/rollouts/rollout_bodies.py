@@ -1,4 +1,4 @@
-"""What is asked of the rollout addresses. Other keys are ignored where they change nothing, refused where they do."""
+"""Request bodies of the rollout API. Keys without an effect are ignored, unsupported ones refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Generate(Body):
 
 
 class StreamOptions(Body):
-    """What a stream tells besides its choices."""
+    """Options of a stream."""
 
     include_usage: bool | None = False
 
@@ -172,7 +172,7 @@ class Chat(Streamed):
 
 
 def refuse(is_requested_by_name: Mapping[str, bool]) -> None:
-    """Raises UserError for the first that is asked."""
+    """Raises UserError for the first requested option."""
     for name, is_requested in is_requested_by_name.items():
         if is_requested:
             raise UserError(f"{name} is not served: leave it out")

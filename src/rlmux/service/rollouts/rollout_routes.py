@@ -62,7 +62,7 @@ class _Door:
         self._vocabularies = vocabularies
 
     def answering(self, handler: Callable[[Request, str], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler with its errors as the OpenAI API tells them."""
+        """The handler with errors in the OpenAI API's form."""
 
         async def answer(request: Request) -> Response:
             bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -173,7 +173,7 @@ class _Door:
         return registry.samplers[made["sampling_session_id"]]
 
     def _session(self, project: str) -> str:
-        """The project's session for samplers of names; it is over when nothing was asked of it for long."""
+        """The project's session for samplers by name; it expires when idle."""
         for session in self._front.registry.sessions.values():
             if session.project == project and not session.is_over and session.user_metadata == _MARK:
                 return session.id
@@ -183,7 +183,7 @@ class _Door:
     async def _sample(
         self, request: Request, project: str, sampler: Sampler, prompt: Sequence[int], params: Params
     ) -> tuple[str, list[Sampled]]:
-        """(id of the request, its samples). What a client that went away has asked for and is not begun is dropped."""
+        """(request id, samples). A request is dropped if its client disconnects before it starts."""
         params.check()
         stop = [*_stop_texts(params), *(params.stop_token_ids or ())]
         wanted = {

@@ -101,7 +101,7 @@ class OptimStep(Body):
     optimizer_params: AdamParams | None = None
 
     def step(self) -> OptimizerStep:
-        """What the engine is asked for."""
+        """The engine's sampling parameters."""
         params = self.adam_params or self.optimizer_params or AdamParams()
         return OptimizerStep(
             learning_rate=params.learning_rate,

@@ -4,7 +4,7 @@
                     sampler-8.safetensors     save_weights_for_sampler, request 8
                     weights-NAME              save_weights of a version that named folders by checkpoints alone
 
-A name points to a file, so a path says for ever which weights are meant. A file is needed by the name that points to
+A name points to a file, so the weights of a path never change. A file is needed by the name that points to
 it, by samplers of its weights, by the save that is to write it, and by a load that may have to be done again. What is
 needed is computed from the registry each time; nothing counts references.
 """

@@ -93,7 +93,7 @@ def write_forward_backward(done: ForwardBackwardDone) -> bytes:
 
 
 def write_sample(done: SampleDone, num_prompt_tokens: int | None = None) -> bytes:
-    """A SampleResponse. `num_prompt_tokens`: of a prompt whose log-probs were asked for; None: they were not."""
+    """A SampleResponse. `num_prompt_tokens`: of a prompt with requested log-probs; None without."""
     message = wire.SampleResponse()
     for sequence in done.sequences:
         message.sequences.add(

@@ -1,4 +1,4 @@
-"""The Tinker front: applies requests in the order they are taken, and keeps what becomes of them.
+"""The Tinker front: applies requests in order and keeps their results.
 
     POST ─▶ ledger ─▶ apply ─▶ promise      in the order of its channel ─▶ host.train, host.sample
                                                                                   │
@@ -162,8 +162,8 @@ class TinkerFront:
         return self._ledger.hashes(model)
 
     def replay(self) -> None:
-        """Apply what the ledger holds, after a restart. What cannot be applied any more is skipped with a line in the
-        log, and its client is told."""
+        """Replay the ledger after a restart. A request that can no longer be applied is skipped, with a log line and an
+        error for its client."""
         self._files.are_kept = True
         for taken in self._ledger.taken():
             try:
@@ -180,7 +180,7 @@ class TinkerFront:
         return response
 
     def owns_request(self, request_id: str, project: str) -> bool:
-        """Whether the project asked this; another's request does not exist for it."""
+        """Whether the request is the project's; others' requests do not exist for it."""
         return self._ledger.project(request_id) == project
 
     def cancel(self, request_id: str, project: str) -> None:
@@ -222,7 +222,7 @@ class TinkerFront:
     def end_silent_sessions(self, since_s: float, leaving_since_s: float = -math.inf) -> None:
         """End sessions that showed no life since then, and remove the files of those that ended before.
 
-        `leaving_since_s`: the same for those whose program said that it ends."""
+        `leaving_since_s`: the same for programs that announced their end."""
         self._files.collect_all()
         for session in list(self.registry.sessions.values()):
             limit_s = max(since_s, leaving_since_s) if session.is_leaving else since_s

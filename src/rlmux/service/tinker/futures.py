@@ -1,4 +1,4 @@
-"""Requests that were promised a result: who waits for it, and how an engine's answer becomes it.
+"""Futures of requests: their waiters, and the conversion of engine results.
 
 expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ all that wait
                         settle_all(...)             ─▶ one commit ─▶ all that wait
@@ -29,7 +29,7 @@ class Promised:
     sampler: Sampler | None = None
     """The sampler of a sampling request."""
     then: Callable[[bool], None] | None = None
-    """Called before the result is told; True: the request was carried out."""
+    """Called before the result is delivered; True: the request was carried out."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Promises:
             self._count(promised, 1)
 
     def then(self, request_id: str, call: Callable[[bool], None]) -> None:
-        """Call before the request's result is told; at once where it has one already."""
+        """Add a callback before the request's result is delivered; called at once for an existing result."""
         known = self._ledger.result(request_id)
         if known is not None:
             call(not known.is_error)
@@ -127,7 +127,7 @@ class Promises:
         self.settle_all([(request_id, value, error, ERROR)])
 
     def settle_all(self, ended: Sequence[tuple[str, Any, str | None, str]]) -> None:
-        """What became of requests, as (id, value, error, kind of error): written in one commit, and told after it."""
+        """Results as (id, value, error, kind of error), written in one commit and then delivered."""
         results = {}
         for request_id, value, error, kind in ended:
             promised = self._promised.pop(request_id, None)
@@ -153,7 +153,7 @@ class Promises:
         self.settle_all([(request_id, None, reason, kind) for request_id in self.of_pipeline(pipeline)])
 
     def _keep(self, results: Mapping[str, Result]) -> None:
-        """Write results, and tell them to all that wait."""
+        """Write results and notify all waiters."""
         with self._ledger.together():
             for request_id, result in results.items():
                 self._ledger.settle(request_id, result)

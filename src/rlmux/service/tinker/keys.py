@@ -16,7 +16,7 @@ class UnknownKeyError(RlmuxError):
 class Keys:
     """The keys of the file; without any, each key is a project of its own.
 
-    A key is compared with all of them, by its hash: how long an answer takes says nothing of how much of it is right.
+    Keys are compared by hash with every entry, in constant time.
     """
 
     def __init__(self, project_by_key: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What clients asked and what became of it, on disk: written before it is acted on, and before it is told.
+"""Requests and results on disk: a request is written before it is applied, a result before it is delivered.
 
     requests   number, id, path, body, what the front chose for it     in the order they were taken
     results    id, body or error
@@ -49,7 +49,7 @@ _BATCH = 50
 _KEPT_SHARE = 0.8
 """Share of the bound that is in use after `compact`."""
 _RETRY_S = 300.0
-"""Seconds for which a client may ask for a result again whose answer it did not get."""
+"""Seconds for which a client may retry an undelivered result."""
 
 
 PROTOBUF, EMPTIED = "protobuf", "emptied"
@@ -235,7 +235,7 @@ class Ledger:
         self._database.execute("INSERT OR REPLACE INTO budgets VALUES (?, ?)", (project, hours))
 
     def budget(self, project: str) -> float | None:
-        """Device-hours a day that were set last; None where only the file says."""
+        """Device-hours a day set last; None for the file's value."""
         row = self._database.execute("SELECT hours FROM budgets WHERE project = ?", (project,)).fetchone()
         return None if row is None else float(row[0])
 

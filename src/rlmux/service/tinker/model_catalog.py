@@ -52,7 +52,7 @@ class ServedModel:
 
     @property
     def warning(self) -> str | None:
-        """What a client that asks for LoRA is to know of this server; None: nothing."""
+        """A warning for clients that request LoRA; None: no warning."""
         if self.parameters == "full":
             return (
                 "this server trains all parameters: the LoRA rank is ignored; use about a tenth of a LoRA learning rate"

@@ -1,8 +1,8 @@
-"""What projects may compute in a day, and what they have: a project without anything left is asked to come back later.
+"""Daily compute budgets of projects: requests beyond a budget are refused until the next day.
 
     orders that end ─▶ charge(project, device_s) ─▶ tinker.db, by day        check(project) ─▶ BudgetError ─▶ 402
 
-A day is one of UTC. What runs is finished: a project may pass its budget by what it had begun. A budget that is set in
+Days are in UTC. Started work is finished, so a project may exceed its budget by that. A budget that is set in
 the ledger, by `rlmux budget`, holds from the next request on, instead of the file's.
 """
 
@@ -33,7 +33,7 @@ def today() -> int:
 
 
 class Budgets:
-    """Budgets of the file, and what the ledger says was used."""
+    """Budgets of the file and usage of the ledger."""
 
     def __init__(self, ledger: Ledger, hours_by_project: Mapping[str, float], today: Callable[[], int] = today) -> None:
         """`hours_by_project`: device-hours a day; a project that is not named has no limit."""
@@ -78,8 +78,7 @@ class Charges:
     A chunk whose batch had adapters of several clients is theirs by their shares of its tokens; all else of an order is
     its own pipeline's. What is charged for an order is what it held, to the second.
 
-    An order that ends without an event that names it (its worker, node or pipeline is gone) has told no seconds: it is
-    forgotten, and nothing is charged for it.
+    An order without an ending event (its worker, node or pipeline is gone) has no known seconds and is not charged.
     """
 
     def __init__(self, charge: Callable[[PipelineId, float], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a front knows: sessions, their models and samplers, and the checkpoints they made."""
+"""State of a front: sessions, their models, samplers and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Session:
     """Time of the last sign of life, on the front's clock."""
     is_over: bool = False
     is_leaving: bool = False
-    """Its program said that it ends, and has shown no life since."""
+    """Whether its program announced its end, without a heartbeat since."""
     pipelines: list[PipelineId] = field(default_factory=list)
     sampling_pipelines: dict[tuple[str, AdapterConfig | None], PipelineId] = field(default_factory=dict)
     """Pipelines for weights that none of its own models made, by the served model's name and the weights' adapter."""
@@ -49,11 +49,11 @@ class Session:
     """Samplers by the model that made their weights, and its updates until then."""
 
     def record_activity(self, now_s: float) -> None:
-        """It showed life: a program that said that it ends may go on, as one that catches an error does."""
+        """Record a heartbeat. A program that announced its end may continue, for example after a caught error."""
         self.last_active_s, self.is_leaving = max(self.last_active_s, now_s), False
 
     def leave(self, now_s: float) -> None:
-        """Its program says that it ends."""
+        """Record that its program announced its end."""
         self.last_active_s, self.is_leaving = max(self.last_active_s, now_s), True
 
 
@@ -75,7 +75,7 @@ class Model:
     requested_s: float
     """Time of its last request, in seconds since 1970."""
     num_updates: int = 0
-    """Optimizer steps that were asked for, those of a checkpoint that it went on from included."""
+    """Requested optimizer steps, including the loaded checkpoint's."""
     loads: dict[int, Path] = field(default_factory=dict)
     """Checkpoint folders that requests load, by their number: until an update that is behind them is kept."""
     snapshots: list[Sampler] = field(default_factory=list)
@@ -197,8 +197,7 @@ class Registry:
     models: dict[str, Model] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
-    """What is listed, in the order it was asked for: a path names the newest that was saved under it, until that is
-    deleted."""
+    """Listed checkpoints in request order: a path names its newest save until that is deleted."""
     being_saved: dict[Path, str] = field(default_factory=dict)
     """Files that saves are to write, with the path they are to be listed under; empty for a snapshot without one."""
     _next_expiry_s: float = math.inf

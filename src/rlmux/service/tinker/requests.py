@@ -1,10 +1,10 @@
-"""What a request is: its id, the promise it is answered with, and whether it is refused.
+"""Semantics of requests: id, deferred response and refusals.
 
-read(path, body)           ─▶ what it says          once for each request
-request_id_of(path, said)  ─▶ CHANNEL:NUMBER        the same for a request that is sent again
-choose(path, said, ...)    ─▶ what the front adds      random, or which save a name means now: kept for the replay
-promise(id, path, said)    ─▶ the answer            from the request alone, so it is the same again, too
-RequestChecks.check        ─▶ UserError, ...        before anything of the request is kept
+read(path, body)                     ─▶ the parsed body        once for each request
+request_id_of(path, parsed)          ─▶ CHANNEL:NUMBER         the same for a repeated request
+choose(path, parsed, ...)            ─▶ what the front adds    random, or which save a name means now: kept for replays
+deferred_response(id, path, parsed)  ─▶ the response           from the request alone, so a repeat gets the same
+RequestChecks.check                  ─▶ UserError, ...         before anything of the request is kept
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_MODELS_AT_ONCE = 200
 _OLDEST_SDK = (0, 25)
 """First version of the SDK that sends losses as protobuf."""
 MAX_TTL_S = 10 * 366 * 86400
-"""Seconds of the ten years that clients may ask for."""
+"""Largest accepted `ttl_seconds`: ten years."""
 
 
 class ConflictError(RlmuxError):
@@ -73,7 +73,7 @@ _READ: Mapping[str, Callable[[bytes], Any]] = {
 
 
 def read(path: str, body: bytes) -> Any:
-    """What a request's body says: a value of bodies.py, or a LossHead. Raises pydantic's ValidationError, UserError."""
+    """The parsed body: a value of bodies.py or a LossHead. Raises pydantic's ValidationError, UserError."""
     return _READ[path](body)
 
 
@@ -275,7 +275,7 @@ class RequestChecks:
 
 
 def _check_sdk(version: str) -> None:
-    """Refuses a client whose later requests could not be read; one whose version says nothing is let through."""
+    """Raises UserError for a client whose later requests could not be read; unknown versions pass."""
     found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
     if found is not None and (int(found[1]), int(found[2])) < _OLDEST_SDK:
         raise UserError(f"tinker {version[:40]} is too old for this server; accepted: tinker 0.25 or newer")

@@ -1,4 +1,4 @@
-"""Whose random numbers a sampled sequence has: a function of what is asked, not of when it arrives.
+"""Random-number keys of sampled sequences: a function of the request, not of its arrival.
 
     a seed is given    (seed, sample index)
     none is given      hash(model seed, origin of the sampler, prompt, occurrence), sample index
@@ -7,8 +7,8 @@
 the order in which its connections happened to bring them. A sampler's origin is which weights it has: of which of
 its session's models, after how many updates, and how many samplers of them came before. The number that a client gives
 a sampler does not go in, as a client counts it up with every attempt to reach the server; nor does a session's random
-id. The same program asks for the same samples in every run: alone, beside others, where the server was away in between,
-and where it goes on from a checkpoint.
+id. The same program gets the same samples in every run: alone, beside others, across a restart of the server, and from
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Draws:
-    """Counts the prompts of one sampler; asked in the order of its requests' numbers."""
+    """Counts the prompts of one sampler, in the order of its requests' numbers."""
 
     model_seed: int
     origin: str

@@ -1,7 +1,7 @@
-"""The Tinker door's addresses: who asks, what is asked, and how it is answered.
+"""Routes of the Tinker API: authentication, dispatch and responses.
 
 POST that changes something ─▶ front.take      POST retrieve_future ─▶ waits for the result, up to POLL_S
-GET, and what is only told ─▶ front.registry    anything else ─▶ 404 that names it, and a line in the log
+GET, and status reports ─▶ front.registry      anything else ─▶ 404 that names it, and a line in the log
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlmux.service.tinker.registry import Checkpoint, GoneError, Model, UnknownI
 from rlmux.service.tinker.requests import MAX_BODY_BYTES, MAX_SAMPLES_AT_ONCE
 
 POLL_S = 30.0
-"""Longest wait for a result in one request; a client gives up after 45 s and asks again."""
+"""Longest wait for a result in one request, in seconds; clients time out after 45 s and retry."""
 _CLIENT_CONFIG = {
     "proto_compress_fwdbwd": False,
     "parallel_fwdbwd_chunks": True,
@@ -55,7 +55,7 @@ _TAKEN = (
 )
 """Requests that change something; a route is found the sooner the earlier it stands."""
 _LOGGED = (400, 401, 409, 429)
-"""Refusals that an operator is told of; what is over or used up is no news."""
+"""Refusals that are logged for operators; exhausted budgets and ended sessions are not."""
 _LINES_A_MINUTE = 20
 _LINE_LENGTH = 400
 _LOG = logging.getLogger("rlmux.tinker")
@@ -110,7 +110,7 @@ class _Lines:
         if self._num <= _LINES_A_MINUTE:
             _LOG.warning("%s", "".join(char if char.isprintable() else "?" for char in text)[:_LINE_LENGTH])
         elif self._num == _LINES_A_MINUTE + 1:
-            _LOG.warning("more requests are refused in this minute; no further line says so")
+            _LOG.warning("more requests are refused in this minute; they are not logged")
 
 
 class _Door:
@@ -324,7 +324,7 @@ class _Door:
 
 
 async def _body(request: Request) -> bytes:
-    """Raises UserError for more than MAX_BODY_BYTES, once all is read: a client that still sends hears no answer."""
+    """Raises UserError above MAX_BODY_BYTES, after the whole body: a client that still sends reads no response."""
     parts, num_bytes = [], 0
     async for part in request.stream():
         num_bytes += len(part)

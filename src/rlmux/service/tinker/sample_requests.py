@@ -1,4 +1,4 @@
-"""A client's request for samples as the trajectories that an engine is asked for."""
+"""Conversion of a client's sampling request into an engine's trajectory requests."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _PREFIX = "rlmux."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What a session's tags say."""
+    """Hints in a session's tags."""
 
     slo: float | None = None
     """Largest accepted slowdown of a step against running alone; None: any."""

@@ -1,4 +1,4 @@
-"""Who may see and do what: users, sessions, tokens, hosts.
+"""Authentication and authorization: users, sessions, tokens, hosts.
 
 Reading order: access, users, sessions, tokens, visibility, host_middleware, atomic_json.
 """

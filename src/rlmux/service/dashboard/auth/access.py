@@ -1,10 +1,10 @@
-"""Who may read: tokens, one-time tickets, and the sessions of browsers.
+"""Authentication by tokens, one-time tickets and browser sessions.
 
     admin.token, tokens.json (0600) ──▶ bearer token ──────────────────────▶ Who
     ticket (60 s, once) or token ── login ──▶ session cookie ──▶ Who (12 h after the last request, 7 days at most)
 
-Secrets are kept as their SHA-256: they are random, so that a fast hash is enough. Tickets live as long as the process,
-sessions longer (sessions.py). The class is used by one thread, that of the server's event loop.
+Secrets are stored as SHA-256: they are random, so a fast hash suffices. Tickets live as long as the process, sessions
+longer (sessions.py). The class belongs to the thread of the server's event loop.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ TOKEN_NAME = "admin.token"
 TICKET_S = 60.0
 LOGINS_PER_MINUTE = 5
 _PROXY = "proxy "
-"""Beginning of the key of a caller that a proxy names; no hash has a blank."""
+"""Prefix of the key of a caller named by a proxy; no hash contains a blank."""
 _MAX_KNOWN = 10_000
-"""Addresses and tickets that are remembered."""
+"""Largest number of remembered addresses and tickets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """A caller that is known."""
+    """An authenticated caller."""
 
     user: str
     scopes: frozenset[str]
     """`read`, `admin`, ...; `admin` holds all."""
     key: str
-    """Hash of the token or session, to count its requests by."""
+    """Hash of the token or session; key of the rate limit."""
     expires_at: float | None = None
-    """Unix time at which the session ends without another request; None for a token."""
+    """Unix time at which an idle session expires; None for a token."""
     is_session: bool = False
     token: str = ""
-    """Id of the token, where it has one."""
+    """Id of the token, if any."""
     is_limited: bool = False
-    """Whether the folder has users, so that roles and projects count."""
+    """Whether roles and projects apply: the folder has users."""
     role: str = "admin"
     projects: frozenset[str] = frozenset()
     """Projects that the user is a member of."""
@@ -59,7 +59,7 @@ class Principal:
 
     @property
     def sees_all(self) -> bool:
-        """Whether every pipeline is shown."""
+        """Whether the caller may see every pipeline."""
         return not self.is_limited or self.role in users.SEES_ALL
 
     def may(self, scope: str) -> bool:
@@ -67,14 +67,14 @@ class Principal:
 
 
 SERVER = Principal(user="", scopes=frozenset({"admin"}), key="")
-"""The server itself, where it reads what no user is told by name."""
+"""The server itself, for reads that mask names later."""
 ANONYMOUS = Principal(user="", scopes=frozenset(), key="", is_limited=True, role="", may_run_code=False)
-"""A caller that is not known."""
+"""An unauthenticated caller."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Requests that a caller may make at once: they come back with time."""
+    """Token bucket of one caller's requests."""
 
     left: float
     at: float
@@ -82,7 +82,7 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How often callers may ask."""
+    """Rate limits of callers."""
 
     requests_per_s: float = 50.0
     burst: float = 100.0
@@ -97,7 +97,7 @@ class Access:
         self._clock = clock
         self._tokens: dict[str, Principal] = {}
         self._kept: dict[str, Principal] = {}
-        """Tokens of the folder's file, by hash; `expires_at` is when each ends."""
+        """Tokens of the folder's file by hash; `expires_at` is their expiry."""
         self._folder: Path | None = None
         self._stamps: tuple[object, object] = (None, None)
         self._people: People | None = None
@@ -111,14 +111,14 @@ class Access:
         self._tokens[key] = Principal(user=user or _user(), scopes=frozenset(scopes), key=key, token=id)
 
     def watch(self, folder: Path) -> None:
-        """Accept the tokens of the folder's file too, as it is at each request, and keep sessions there. Raises
+        """Accept the tokens in the folder's file as well, reread when it changes, and store sessions there. Raises
         UserError for a bad file."""
         self._folder = folder
         self._sessions.keep_in(folder)
         self._read_again()
 
     def _read_again(self) -> None:
-        """Take over the files where they have changed; one that cannot be read holds no token, or no user."""
+        """Reload changed files; an unreadable file counts as empty."""
         if self._folder is None:
             return
         stamps = (atomic_json.stamp(self._folder, tokens.NAME), atomic_json.stamp(self._folder, users.NAME))
@@ -134,7 +134,7 @@ class Access:
             self._kept[one.sha256] = self._limited(principal)
 
     def _limited(self, principal: Principal) -> Principal:
-        """The caller within the role that its user has; one who is no user may do nothing."""
+        """The caller with the scopes of its user's role; an unknown user has none."""
         if self._people is None:
             return principal
         person = self._people.users.get(principal.user)
@@ -149,7 +149,7 @@ class Access:
         )
 
     def _accepted(self) -> dict[str, Principal]:
-        """Every token that is accepted now, by hash."""
+        """Every valid token, by hash."""
         with contextlib.suppress(UserError):
             self._read_again()
         now = self._clock()
@@ -161,13 +161,13 @@ class Access:
         return {**kept, **self._tokens}
 
     def revoke(self, token: str) -> None:
-        """The token, and every session that was made from it, ends with the next request."""
+        """Revoke the token and its sessions from the next request on."""
         key = _hash(token)
         self._tokens.pop(key, None)
         self._sessions.end_of_token(key)
 
     def make_ticket(self) -> str:
-        """A secret that one login may use within a minute."""
+        """A one-time login secret, valid for a minute."""
         ticket = secrets.token_urlsafe(32)
         _drop_oldest(self._tickets)
         self._tickets[_hash(ticket)] = self._clock() + TICKET_S
@@ -179,7 +179,7 @@ class Access:
         return found[0] if found else None
 
     def of_session(self, cookie: str) -> Principal | None:
-        """The caller of a session, which lasts on from now."""
+        """The caller of a session, whose expiry is renewed."""
         key = _hash(cookie)
         session = self._sessions.find(key)
         if session is None:
@@ -192,7 +192,7 @@ class Access:
         return replace(principal, key=key, expires_at=session.ends, is_session=True, token="")
 
     def login(self, *, ticket: str | None = None, token: str | None = None) -> str | None:
-        """The cookie of a new session; None where neither is good."""
+        """The cookie of a new session; None if neither secret is valid."""
         if ticket is not None:
             ends = self._tickets.pop(_hash(ticket), 0.0)
             if self._clock() >= ends:
@@ -208,7 +208,7 @@ class Access:
         return cookie
 
     def of_proxy(self, user: str) -> Principal:
-        """The caller that a proxy names: with what its role says; without users, all but what is an administrator's."""
+        """The caller named by a proxy, with its role's scopes; without users, with all scopes but `admin`."""
         with contextlib.suppress(UserError):
             self._read_again()
         if self._people is None:
@@ -219,7 +219,7 @@ class Access:
         )
 
     def renewed(self, principal: Principal, cookie: str) -> Principal | None:
-        """The caller as it is now, for a request that lasts; None for one that is no longer known."""
+        """The caller's current rights, for a long request; None once its credential is invalid."""
         if principal.is_session:
             return self.of_session(cookie)
         if principal.key.startswith(_PROXY):
@@ -230,11 +230,11 @@ class Access:
         self._sessions.end(_hash(cookie))
 
     def is_within_rate(self, caller: str) -> bool:
-        """Count a request of a caller: a key, or an address."""
+        """Count a request of a caller (a key or an address); whether it is within the limit."""
         return self._take(caller, self._limits.requests_per_s, self._limits.burst)
 
     def may_login(self, address: str) -> bool:
-        """Count a login of an address."""
+        """Count a login of an address; whether it is within the limit."""
         per_minute = self._limits.logins_per_minute
         return self._take(f"login {address}", per_minute / 60.0, per_minute)
 
@@ -253,7 +253,7 @@ class Access:
 
 
 def token_of(folder: Path) -> str:
-    """The token in a folder's `admin.token`, which the first call makes. Raises UserError where others can read it."""
+    """The token in a folder's `admin.token`, created by the first call. Raises UserError if others can read it."""
     path = folder / TOKEN_NAME
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -275,7 +275,7 @@ def _hash(secret: str) -> str:
 
 
 def _owner() -> Principal:
-    """The caller of a ticket: the user who started the server."""
+    """The caller of a ticket: the user that started the server."""
     return Principal(user=_user(), scopes=frozenset({"admin"}), key="")
 
 
@@ -287,6 +287,6 @@ def _user() -> str:
 
 
 def _drop_oldest(known: dict[str, Any]) -> None:
-    """Make room for one more."""
+    """Evict the oldest entry of a full table."""
     while len(known) >= _MAX_KNOWN:
         del known[next(iter(known))]

@@ -1,5 +1,4 @@
-"""A file of the service's folder that commands change and a server reads: private, whole or not at all, one change at a
-time.
+"""Atomic changes of a private JSON file that commands write and a server reads.
 
 command ── changing(folder, name) ── read ─▶ write_whole ─▶ NAME (0600) ── stamp has changed? ─▶ server reads it again
                   └─ a lock of the file system: a second command waits
@@ -20,7 +19,7 @@ from rlmux.core.errors import UserError
 
 @contextlib.contextmanager
 def changing(folder: Path, name: str) -> Iterator[None]:
-    """Hold the file's lock, so that nothing is lost between its reading and its writing."""
+    """Hold the file's lock for a read and the write that follows."""
     try:
         descriptor = os.open(folder / f".{name}.lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
@@ -33,7 +32,7 @@ def changing(folder: Path, name: str) -> Iterator[None]:
 
 
 def read(folder: Path, name: str) -> Any:
-    """The file's JSON; None where there is no file. Raises UserError where it is damaged, or others can read it."""
+    """The file's JSON; None without a file. Raises UserError for a damaged file, or one that others can read."""
     path = folder / name
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
@@ -54,7 +53,7 @@ def damaged(folder: Path, name: str) -> UserError:
 
 
 def stamp(folder: Path, name: str) -> tuple[int, int, int] | None:
-    """What changes when the file does; None where there is none."""
+    """A stamp that changes with the file; None without a file."""
     try:
         found = (folder / name).stat()
     except OSError:
@@ -63,7 +62,7 @@ def stamp(folder: Path, name: str) -> tuple[int, int, int] | None:
 
 
 def write_whole(folder: Path, name: str, value: Any) -> None:
-    """The whole file, or none of it; with its lock held."""
+    """Replace the file atomically; the caller holds its lock."""
     aside = folder / f".{name}.new"
     try:
         descriptor = os.open(aside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)

@@ -1,8 +1,8 @@
-"""What every byte passes, whatever door it is for: the name that was asked for, and headers that browsers obey.
+"""Middleware around every router: host check, body limit, compression and security headers.
 
     request ─▶ Host is one of ours? no: 421 ─▶ body limit under /api ─▶ doors ─▶ compression, headers ─▶ answer
 
-A page of another site that had its name point here (DNS rebinding) asks for its own name, and gets nothing.
+The host check refuses pages of other sites whose name resolves to this server (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ANY = ("0.0.0.0", "::")
 
 
 class Hosts:
-    """The names that this server answers to."""
+    """Host names of this server."""
 
     def __init__(self, bound_to: str, others: Collection[str] = ()) -> None:
-        """`bound_to`: the address that it listens on; all of the machine's where that is 0.0.0.0 or ::."""
+        """`bound_to`: listening address; 0.0.0.0 and :: mean all of the machine's."""
         self._is_any = bound_to in _ANY
         names = {*_LOOPBACK, bound_to, *others}
         if bound_to not in _LOOPBACK:
@@ -49,7 +49,7 @@ class Hosts:
         self._names = {name.lower().rstrip(".") for name in names}
 
     def allows(self, host: str) -> bool:
-        """`host`: the header's value, with or without a port."""
+        """Whether a Host header, with or without a port, names this server."""
         name = _name_of(host)
         if name is None:
             return False
@@ -57,7 +57,7 @@ class Hosts:
 
 
 def _name_of(host: str) -> str | None:
-    """The name without the port; None for what is no host."""
+    """The name without its port; None for an invalid host."""
     if host.startswith("["):
         name, bracket, port = host[1:].partition("]")
         port = port.removeprefix(":") if port.startswith(":") or not port else "?"
@@ -79,7 +79,7 @@ def _is_address(name: str) -> bool:
 
 
 def _compressed(app: ASGIApp) -> ASGIApp:
-    """The application with its answers compressed for clients that take it; event streams stay as they are."""
+    """The application with compressed responses; event streams are not compressed."""
     return GZipMiddleware(app, minimum_size=1000, compresslevel=4)
 
 

@@ -1,9 +1,9 @@
-"""Sessions of browsers. They outlive the server in `sessions.json` of its folder (0600), which holds no secret:
+"""Browser sessions, kept across restarts in `sessions.json` of the server's folder (0600), without secrets:
 
 login ──▶ begin(hash of the cookie) ──▶ sessions.json ──▶ the next server ──▶ find(hash of the cookie)
 
-When a session was last used is written every ten minutes, so that a killed server forgets that much of it. Where the
-file cannot be written, a session ends with the server.
+The last use of a session is written every ten minutes; a killed server loses at most that. If the file cannot be
+written, sessions end with the server.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MAX_SESSIONS = 10_000
 
 @dataclass(slots=True)
 class Session:
-    """One login of a browser."""
+    """One browser login."""
 
     token: str
-    """Hash of the token that it was made from; empty for a ticket's."""
+    """Hash of the login's token; empty for a ticket."""
     begun: float
     """Unix time of the login."""
     used: float
@@ -35,22 +35,22 @@ class Session:
 
     @property
     def ends(self) -> float:
-        """Unix time at which it ends without another request."""
+        """Unix time at which it expires when idle."""
         return min(self.used + SESSION_S, self.begun + LONGEST_SESSION_S)
 
 
 class Sessions:
-    """Sessions by the hash of their cookie, the oldest first."""
+    """Sessions by the hash of their cookie, oldest first."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._folder: Path | None = None
         self._sessions: dict[str, Session] = {}
         self._written = 0.0
-        """Unix time of the last writing."""
+        """Unix time of the last write."""
 
     def keep_in(self, folder: Path) -> None:
-        """Take over the sessions of the server before, and keep them there. Raises UserError for a bad file."""
+        """Load the previous server's sessions and store changes there. Raises UserError for a bad file."""
         self._folder = folder
         found = atomic_json.read(folder, NAME) or {}
         try:
@@ -68,12 +68,12 @@ class Sessions:
         self._write()
 
     def find(self, key: str) -> Session | None:
-        """A session that has not ended."""
+        """The session of a cookie, if it has not expired."""
         session = self._sessions.get(key)
         return session if session is not None and self._clock() < session.ends else None
 
     def use(self, session: Session) -> None:
-        """It lasts on from now."""
+        """Renew the session's expiry."""
         session.used = self._clock()
         if session.used - self._written >= _WRITE_EVERY_S:
             self._write()
@@ -83,7 +83,7 @@ class Sessions:
             self._write()
 
     def end_of_token(self, token: str) -> None:
-        """End every session that was made from a token."""
+        """End every session of a token."""
         self._sessions = {key: one for key, one in self._sessions.items() if one.token != token}
         self._write()
 

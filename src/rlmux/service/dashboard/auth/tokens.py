@@ -1,9 +1,8 @@
-"""Tokens of several users, in a file of the service's folder: `rlmux token` writes it, a server reads it again when it
-has changed.
+"""Users' tokens in a file of the service's folder, written by `rlmux token` and reloaded by a server on change.
 
     rlmux token add ─▶ tokens.json (0600): id, sha256, user, scopes, ends ─▶ Access ─▶ Who, until it ends
 
-A token is shown once and kept as its hash alone. One that is revoked is refused from the next request on.
+A token is shown once and stored as a hash. Revocation applies from the next request on.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from rlmux.service.dashboard.auth import atomic_json
 
 NAME = "tokens.json"
 OF_A_USER = ("read", "samples", "submit", "control")
-"""What a user does with runs and pipelines."""
+"""Scopes for work with runs and pipelines."""
 SCOPES = (*OF_A_USER, "metrics", "admin")
-"""What a token may be for. `control`: of its user's own pipelines; `admin` holds all, of all pipelines."""
+"""Accepted scopes. `control` covers the user's own pipelines; `admin` covers everything."""
 DAY_S = 86_400.0
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptToken:
-    """A token as the file has it."""
+    """A stored token."""
 
     id: str
-    """Its part that people see."""
+    """Public part of the token."""
     sha256: str
     """Hash of the whole token."""
     user: str
     scopes: tuple[str, ...]
     ends_at: float
-    """Unix time from which on it is refused."""
+    """Unix time of expiry."""
 
 
 def make_token() -> tuple[str, str]:
@@ -47,13 +46,13 @@ def make_token() -> tuple[str, str]:
 
 
 def id_of(token: str) -> str:
-    """The part of a token that people see; empty for one of another form."""
+    """The public part of a token; empty for another format."""
     parts = token.split("_")
     return parts[1] if len(parts) == 3 else ""
 
 
 def add(folder: Path, user: str, scopes: Sequence[str], *, days: float, now: float) -> str:
-    """Keep a new token of a user; returns it. Raises UserError for scopes that there are not."""
+    """Create and return a user's token. Raises UserError for an unknown scope."""
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
         raise UserError(f"--scope {', '.join(unknown) or 'none'}: accepted: {', '.join(SCOPES)}")
@@ -73,7 +72,7 @@ def add(folder: Path, user: str, scopes: Sequence[str], *, days: float, now: flo
 
 
 def revoke(folder: Path, id: str) -> None:
-    """Refuse a token from now on. Raises UserError for one that there is not."""
+    """Revoke a token. Raises UserError for an unknown one."""
     with atomic_json.changing(folder, NAME):
         kept = read(folder)
         left = [one for one in kept if one.id != id]
@@ -83,7 +82,7 @@ def revoke(folder: Path, id: str) -> None:
 
 
 def read(folder: Path) -> list[KeptToken]:
-    """The tokens of the file, oldest first. Raises UserError where it is damaged, or others can read it."""
+    """The file's tokens, oldest first. Raises UserError for a damaged file, or one that others can read."""
     found = atomic_json.read(folder, NAME)
     try:
         rows = [] if found is None else found["tokens"]

@@ -1,12 +1,12 @@
-"""Users with roles and projects with members, in a file of the service's folder: `rlmux user` and `rlmux project`
-write it, a server reads it again when it has changed.
+"""Users with roles and projects with members, in a file of the service's folder, written by `rlmux user` and `rlmux
+project` and reloaded by a server on change.
 
     people.json (0600): users ── role, may_run_code, login     projects ── members
                                         │
     a caller's scopes: those of its token, within its role;    its sight: `visibility.py`
 
-A folder without such a file has one user, who may do all. With one, a caller that is none of its users may do nothing:
-but for `admin.token` and one-time tickets, which the folder's owner alone has.
+Without the file, the folder's one user has all rights. With it, other callers have none, except for holders of
+`admin.token` and one-time tickets: only the folder's owner can read those.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "operator": (*OF_A_USER, "metrics"),
     "admin": SCOPES,
 }
-"""Scopes that a user of a role may have."""
+"""Scopes by role."""
 SEES_ALL = ("operator", "admin")
-"""Roles that are shown every pipeline, and control any."""
+"""Roles that see and control every pipeline."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LOGIN = re.compile(r"[!-~]{1,200}")
 T = TypeVar("T")
@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
-    """A user as the file has it."""
+    """A stored user."""
 
     role: str
     may_run_code: bool = True
     """Whether the user may submit bundles, and modules by name."""
     login: str | None = None
-    """Name by which a proxy knows the user; None: the user's own."""
+    """The user's name at the proxy; None: the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class People:
     """Members by project."""
 
     def of_login(self, login: str) -> str | None:
-        """The user that a proxy means; None for one that is not in the file."""
+        """The user of a proxy's login name; None for an unknown one."""
         named = [name for name, person in self.users.items() if person.login == login]
         if named:
             return named[0]
@@ -68,7 +68,8 @@ class People:
 
 
 def read(folder: Path) -> People | None:
-    """The file's people; None where there is none. Raises UserError for a damaged file, and one that others read."""
+    """The file's users and projects; None without a file. Raises UserError for a damaged file, or one that others can
+    read."""
     found = atomic_json.read(folder, NAME)
     if found is None:
         return None
@@ -85,7 +86,7 @@ def read(folder: Path) -> People | None:
 def set_user(
     folder: Path, name: str, *, role: str | None, may_run_code: bool | None = None, login: str | None = None
 ) -> Person:
-    """Add a user, or change one; what is None stays as it is. Returns the user. Raises UserError."""
+    """Add or change a user and return it; None keeps a value. Raises UserError."""
     _check_name(name)
     if role is not None and role not in ROLES:
         raise UserError(f"--role {role}: accepted: {', '.join(ROLES)}")
@@ -109,7 +110,7 @@ def set_user(
 
 
 def remove_user(folder: Path, name: str) -> None:
-    """Refuse a user from now on. Raises UserError for one that there is not."""
+    """Remove a user. Raises UserError for an unknown one."""
     with atomic_json.changing(folder, NAME):
         people = _of(folder)
         users = _without(name, people.users, "user")
@@ -118,7 +119,7 @@ def remove_user(folder: Path, name: str) -> None:
 
 
 def set_project(folder: Path, name: str, *, add: Collection[str] = (), drop: Collection[str] = ()) -> tuple[str, ...]:
-    """Make a project, or change who is in it. Returns its members. Raises UserError for users that there are not."""
+    """Create a project or change its members, and return them. Raises UserError for unknown users."""
     _check_name(name)
     with atomic_json.changing(folder, NAME):
         people = _of(folder)
@@ -132,7 +133,7 @@ def set_project(folder: Path, name: str, *, add: Collection[str] = (), drop: Col
 
 
 def remove_project(folder: Path, name: str) -> None:
-    """Raises UserError for a project that there is not."""
+    """Remove a project. Raises UserError for an unknown one."""
     with atomic_json.changing(folder, NAME):
         people = _of(folder)
         _write(folder, replace(people, projects=_without(name, people.projects, "project")))
@@ -143,7 +144,7 @@ def _of(folder: Path) -> People:
 
 
 def _without(name: str, entries: Mapping[str, T], what: str) -> dict[str, T]:
-    """All entries but one. Raises UserError for one that there is not."""
+    """All entries but one. Raises UserError for an unknown one."""
     if name not in entries:
         raise UserError(f"no {what} {name!r}; accepted: {', '.join(entries) or 'none yet'}")
     return {key: entry for key, entry in entries.items() if key != name}

@@ -1,4 +1,4 @@
-"""What one caller is shown of a lane: every pipeline that it may see by name, the others as "another pipeline".
+"""Visibility filter of one caller and lane: hidden pipelines appear as "another pipeline".
 
     pipeline is the caller's own, public, or of a project of the caller ─┐
     no people.json, or the role operator or admin ───────────────────────┴─▶ seen
@@ -6,9 +6,8 @@
             its time on devices, its place in the queue: another pipeline
             what its project and user have used: another project, another user
 
-`conceal` puts views of the index's tables in their place, so that no question of a handler meets what is
-not to be seen; `cover` does the same to what a controller answers. `mask` is the door's last look
-at every answer.
+`conceal` replaces the index's tables by filtered views, so that no handler query meets hidden rows; `cover` filters a
+controller's responses. `mask` is the router's last check of every response.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
 ANOTHER = "another pipeline"
 ANOTHER_OF = {"project": "another project", "user": "another user"}
-"""Words that stand for accounts that are not shown, by key."""
+"""Replacements for hidden accounts, by key."""
 _WITHHELD = {**ANOTHER_OF, "reason": "not shown"}
-"""Words that stand for what is not shown of a hidden pipeline."""
+"""Replacements for a hidden pipeline's values, by key."""
 _CLOSED_WORDS = frozenset(
     (
         "status",
@@ -47,9 +46,9 @@ _CLOSED_WORDS = frozenset(
         "visibility",
     )
 )
-"""Keys whose values are words of ours, which a pipeline may have for a name."""
+"""Keys with values of our own vocabulary, which may equal a pipeline's name."""
 _OF_ONE = ("pipeline", "first")
-"""Keys whose values are names of pipelines, and nothing else."""
+"""Keys whose values are pipeline names."""
 _VIEWS = {
     "pipeline": "SELECT place, name, cover(json) AS json, cover(detail) AS detail, seq FROM main.pipeline "
     "WHERE NOT is_hidden(name)",
@@ -62,10 +61,10 @@ _VIEWS = {
 
 
 class Sight:
-    """See the module. Of the pipelines that the index knows; one that is newer is not shown yet."""
+    """The filter over the indexed pipelines; newer ones stay hidden."""
 
     def __init__(self, principal: Principal, rows: Iterable[Mapping[str, Any]]) -> None:
-        """`rows`: name, user, project and visibility of every pipeline, in the log's order."""
+        """`rows`: name, user, project and visibility of every pipeline, in log order."""
         self._who = principal
         self._rows = {str(row["name"]): row for row in rows}
         self._aliases: dict[str, str] = {}
@@ -78,15 +77,15 @@ class Sight:
         self._seen_accounts = {(row["project"], row["user"]) for row in seen}
 
     def sees(self, row: Mapping[str, Any]) -> bool:
-        """Whether the caller is shown a pipeline with this user, project and visibility."""
+        """Whether the caller may see a pipeline with this user, project and visibility."""
         return self._who.sees_all or is_close(self._who, row)
 
     def shows(self, name: str) -> bool:
-        """Whether the lane has this pipeline, for the caller."""
+        """Whether the lane has this pipeline and the caller may see it."""
         return self._who.sees_all or (name in self._rows and name not in self._aliases)
 
     def hides(self, name: str) -> bool:
-        """Whether the lane has this pipeline, and not for the caller."""
+        """Whether the lane has this pipeline and hides it from the caller."""
         return name in self._aliases
 
     def is_close(self, name: str) -> bool:
@@ -95,7 +94,7 @@ class Sight:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there may be pipelines that the caller is not shown."""
+        """Whether pipelines may be hidden from the caller."""
         return not self._who.sees_all
 
     @property
@@ -106,11 +105,11 @@ class Sight:
         return self._aliases.get(name, name if self.shows(name) else ANOTHER)
 
     def cover(self, value: Any) -> Any:
-        """JSON about the lane, as far as the caller may know it; a name that is not known counts as hidden."""
+        """The lane's JSON without hidden names; an unknown name counts as hidden."""
         return self._covered(value, "", has_names=True)
 
     def mask(self, value: Any) -> Any:
-        """JSON, or a text, in which hidden names may stand: left out as keys, replaced elsewhere."""
+        """JSON or text without hidden names: keys are dropped, values replaced."""
         return self._covered(value, "", has_names=False)
 
     def _covered(self, value: Any, key: str, *, has_names: bool) -> Any:
@@ -129,15 +128,15 @@ class Sight:
         return value if self._hidden is None else self._hidden.sub(lambda found: self._aliases[found[0]], value)
 
     def _anonymous(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row about a pipeline that is not shown, without whose it is: its reason may name that too."""
+        """A hidden pipeline's row without its owner, which its reason may name as well."""
         name = row.get("pipeline")
         if not isinstance(name, str) or self.shows(name):
             return row
         return {key: _WITHHELD.get(key, value) for key, value in row.items()}
 
     def cover_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """What users and projects have used, with the names of those that the caller knows. The figures are all there:
-        they add up to what was held."""
+        """Usage with the account names that the caller may see. No figure is dropped: they add up to all held device
+        time."""
         aliases: dict[str, dict[str, str]] = {key: {} for key in ANOTHER_OF}
 
         def covered(row: dict[str, Any]) -> dict[str, Any]:
@@ -148,12 +147,12 @@ class Sight:
         return {**usage, "accounts": [covered(row) for row in usage["accounts"]]}
 
     def _shows_account(self, project: str, user: str) -> bool:
-        """Whether the account is the caller's own, of its project, or that of a pipeline that the caller sees."""
+        """Whether the account belongs to the caller, its projects or a visible pipeline."""
         is_own = user == self._who.user and user != ""
         return self._who.sees_all or is_own or project in self._who.projects or (project, user) in self._seen_accounts
 
     def conceal(self, reader: IndexReader) -> None:
-        """Have the reader answer what is to be seen, whatever it is asked."""
+        """Restrict every query of the reader to visible rows."""
         if not self._aliases:
             return
         reader.shadow(
@@ -177,19 +176,19 @@ class Sight:
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern of any of these as a word; None for no names."""
+    """A pattern that matches any of these words; None without names."""
     words = "|".join(sorted(map(re.escape, names), key=lambda word: (-len(word), word)))
     return re.compile(rf"(?<![A-Za-z0-9_-])(?:{words})(?![A-Za-z0-9_-])") if words else None
 
 
 def _alias_in(aliases: dict[str, str], name: str, word: str) -> str:
-    """The word for a name, the same each time: `word`, `word 2`, ... in the order of asking."""
+    """A stable alias of a name: `word`, `word 2`, ... in order of first use."""
     number = len(aliases) + 1
     return aliases.setdefault(name, word if number == 1 else f"{word} {number}")
 
 
 def is_close(principal: Principal, row: Mapping[str, Any]) -> bool:
-    """Whether a pipeline is the caller's own, or open to it: public, of its project, or of no project at all."""
+    """Whether a pipeline is the caller's own or open to it: public, of its project, or without a project."""
     if not principal.is_limited or (row["user"] and row["user"] == principal.user):
         return True
     match row.get("visibility"):

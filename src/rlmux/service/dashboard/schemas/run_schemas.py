@@ -1,7 +1,7 @@
 """What the addresses answer and take, as types: the document of the API is made of them; tests hold answers to them.
 
 Seconds are of the run's clock, whose second 0 is `created`. What does not exist is null. A field with a default may be
-missing. Keys are added, never renamed: a client passes over those that it does not know.
+missing. Keys are added, never renamed: clients ignore unknown ones.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class AuditRow(Shape):
     by: str
     """How the user is known: `token`, `session` or `proxy`; empty where none is."""
     token: str
-    """Id of the token, where it has one."""
+    """Id of the token, if any."""
     address: str
     method: str
     path: str
@@ -158,7 +158,7 @@ class Lane(Shape):
     seq: int
     index_seq: int
     rev: int
-    """Number that rises when what was said to be final is told anew."""
+    """Number that rises when settled intervals change."""
     index_lag_s: float
     is_indexing: bool
     policy: str | None

@@ -78,7 +78,7 @@ class Question(Taken):
 
 
 class Prediction(Shape):
-    """What a simulation says of one pipeline; seconds from the moment that was asked about."""
+    """A simulation's prediction for one pipeline; seconds from the moment of the question."""
 
     ends_s: float | None
     queue_s: float | None
