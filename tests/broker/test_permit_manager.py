@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from rlmux.broker.permit_manager import PermitManager
-from rlmux.broker.server import Connection
+from rlmux.broker.server import ProgramConnection
 from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
 from rlmux.core.events import ClientFinished, PipelineFailed, WorkArrived
@@ -26,7 +26,7 @@ def refuse_taken(name: PipelineId) -> None:
 @pytest.fixture
 def connection():
     with socket.socket() as one:
-        yield Connection(one, pid=None)
+        yield ProgramConnection(one, pid=None)
 
 
 @pytest.fixture
@@ -47,18 +47,18 @@ def manager(connection) -> PermitManager:
     return manager
 
 
-def say_hello(manager: PermitManager, connection: Connection, job: str) -> None:
+def say_hello(manager: PermitManager, connection: ProgramConnection, job: str) -> None:
     hello = {"t": "hello", "v": 1, "job": job, "rank": 0, "world": 1, "pid": 1, "host": "h", "session": f"s-{job}"}
     manager.take_message(connection, {**hello, "pools": {"train": "gpu0"}})
 
 
-def ask(manager: PermitManager, connection: Connection) -> None:
+def ask(manager: PermitManager, connection: ProgramConnection) -> None:
     manager.take_message(connection, {"t": "ask", "id": 1, "pools": ["gpu0"], "phase": "train"})
 
 
 def test_a_program_named_like_a_pipeline_of_the_server_is_refused_and_disturbs_nobody(manager, connection):
     with socket.socket() as another:
-        late = Connection(another, pid=None)
+        late = ProgramConnection(another, pid=None)
         say_hello(manager, late, "taken")
         (line,) = [line for to, line in manager.outgoing if to is late]
         assert json.loads(line) == {

@@ -299,7 +299,7 @@ def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_
         room.kill_broker()
         room.start_broker()
     _, err = programs["a"].communicate(timeout=PATIENCE_S)
-    assert "ShareError: the broker answers: this program gets no permit any more: rlmux status says why" in err
+    assert "ShareError: the broker answers: this program gets no permit any more: rlmux status has the reason" in err
     assert result(programs["b"])["sha256"] == expected
     room.until_noted("gone", 2)
     assert {name: one["status"] for name, one in room.status().items()} == {"a": "cancelled", "b": "finished"}

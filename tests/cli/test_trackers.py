@@ -20,7 +20,7 @@ from tests.log_script import AlternatingRun, append
 import rlmux
 from rlmux.cli.main import run_command_line
 from rlmux.client import trackers
-from rlmux.client.trackers import TRACKERS, Origin, figures_of
+from rlmux.client.trackers import TRACKERS, RunOrigin, figures_of
 from rlmux.log.run_log import RunLog
 from rlmux.report.timeline.step_rows import read_step_rows
 
@@ -53,7 +53,7 @@ def test_a_step_has_the_names_of_its_tensorboard_events_and_its_seconds(folder):
 
 
 def test_a_pipeline_of_a_run_has_one_id_for_good():
-    made = [Origin(run, "2026-11-23T10:00:00+00:00", name, {}) for run in ("r", "s") for name in ("a", "b")]
+    made = [RunOrigin(run, "2026-11-23T10:00:00+00:00", name, {}) for run in ("r", "s") for name in ("a", "b")]
     assert len({one.id for one in made}) == 4
     assert all(one.id.isalnum() and one.id == one._replace(config={"a": 1}).id for one in made)
     assert made[0].time_ms(1.5) - made[0].time_ms(0.0) == 1500

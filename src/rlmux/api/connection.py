@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmux.api.files import IN_CODE, File, load_file
 from rlmux.api.run_handle import Run
-from rlmux.client.target import Target, is_url, target_of
+from rlmux.client.target import RunTarget, is_url, target_of
 from rlmux.config import Purpose
 from rlmux.core.errors import UserError
 
@@ -131,7 +131,7 @@ class Connection:
                 raise TimeoutError(f"not over after {timeout_s:g} s: {status_by_name}")
             time.sleep(_POLL_S)
 
-    def _target(self) -> Target:
+    def _target(self) -> RunTarget:
         return target_of(self._place, _LOG.warning, patience_s=self._patience_s)
 
     def _send_command(self, request: str, pipeline: str, **fields: Any) -> dict[str, Any]:

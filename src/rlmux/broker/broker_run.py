@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlmux.broker.embedded import EmbeddedBroker, token_check
-from rlmux.broker.server import Server
+from rlmux.broker.server import PermitServer
 from rlmux.config.broker_file import BrokerSpec
 from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
@@ -81,12 +81,12 @@ def run_broker(
         return drive(prepared, options)
 
 
-def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tuple[RunLog, Server]:
+def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tuple[RunLog, PermitServer]:
     """Create the log and the socket; on failure a folder created for them is removed."""
     was_there = folder.exists()
     lock = prepare_folder(folder, is_overwriting=False)
     try:
-        server = Server(address)
+        server = PermitServer(address)
     except UserError:
         lock.release()
         if not was_there:
@@ -96,7 +96,7 @@ def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tupl
     return RunLog.create(folder, header, lock=lock), server
 
 
-def _take_up(folder: Path, address: str) -> tuple[RunLog, Server]:
+def _take_up(folder: Path, address: str) -> tuple[RunLog, PermitServer]:
     """Reopen the log and the socket of an ended broker."""
     with LogReader(folder) as log:
         backend = log.header.get("backend")
@@ -104,7 +104,7 @@ def _take_up(folder: Path, address: str) -> tuple[RunLog, Server]:
         raise UserError(f"--out {folder}: it holds a run, not a broker's log; accepted: another folder")
     lock = FolderLock.take(folder)
     try:
-        server = Server(address)
+        server = PermitServer(address)
     except UserError:
         lock.release()
         raise

@@ -25,7 +25,7 @@ from typing import Any
 from rlmux.broker.permit_manager import PermitManager
 from rlmux.broker.program_roster import NO_MORE
 from rlmux.broker.recovery import restore_programs
-from rlmux.broker.server import Connection, Server
+from rlmux.broker.server import PermitServer, ProgramConnection
 from rlmux.broker.wire import WireError, read_message, write_message
 from rlmux.core.actions import Refuse, Release, RunStage
 from rlmux.core.events import PipelineCancelled, PipelineFailed, PipelineSubmitted
@@ -44,7 +44,7 @@ _MAX_ERRORS = 100
 class EmbeddedBroker:
     """The thread that programs talk to; see the module's picture."""
 
-    def __init__(self, cluster: Cluster, inbox: Inbox, server: Server, **options: Any) -> None:
+    def __init__(self, cluster: Cluster, inbox: Inbox, server: PermitServer, **options: Any) -> None:
         """`options`: of the PermitManager, except its clock."""
         self._cluster = cluster
         self._inbox = inbox
@@ -183,7 +183,7 @@ class _ExternalProgram:
         self._broker.do(lambda: self._broker.manager.evict(self._name, pool, report_left))
 
 
-def take_line(manager: PermitManager, server: Server, connection: Connection, line: bytes | None) -> None:
+def take_line(manager: PermitManager, server: PermitServer, connection: ProgramConnection, line: bytes | None) -> None:
     """Handle a received line; None: the connection has ended."""
     if line is None:
         manager.lose_connection(connection)
@@ -200,10 +200,10 @@ def take_line(manager: PermitManager, server: Server, connection: Connection, li
             connection.is_gone = True
 
 
-def token_check(token: str) -> Callable[[Connection, str | None], bool]:
+def token_check(token: str) -> Callable[[ProgramConnection, str | None], bool]:
     """Whether a connection may register: any on a unix socket, one with the token over TCP."""
 
-    def is_allowed(connection: Connection, proof: str | None) -> bool:
+    def is_allowed(connection: ProgramConnection, proof: str | None) -> bool:
         return not connection.nonce or hmac.compare_digest(prove(token, connection.nonce), proof or "")
 
     return is_allowed

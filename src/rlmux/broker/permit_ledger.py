@@ -12,6 +12,8 @@
 Invariants, checked by `check`: a pool has one holder; fences rise.
 
 This module sends nothing, has no clock, and chooses neither grants nor evictions: the scheduler does.
+
+A module of its own: its transitions and invariants are tested without programs and messages.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlmux.broker.permit_ledger import Permit, PoolState, Residency
-from rlmux.broker.program_roster import PhaseRequest, Program, Rank, Roster, rank_of
+from rlmux.broker.program_roster import PhaseRequest, Program, ProgramRank, Roster, rank_of
 from rlmux.broker.registration import check_hello, parse_request, pipeline_of, program_of, roles_of
-from rlmux.broker.server import Connection
+from rlmux.broker.server import ProgramConnection
 from rlmux.broker.wire import WIRE_VERSION, WireError, write_message
 from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
@@ -54,7 +54,7 @@ class PermitManager:
         *,
         policy: str,
         now_s: Callable[[], float],
-        is_allowed: Callable[[Connection, str | None], bool],
+        is_allowed: Callable[[ProgramConnection, str | None], bool],
         leave_limit_s: float,
         lease_s: float,
         max_hold_s: float | None = None,
@@ -74,17 +74,17 @@ class PermitManager:
         self._on_left_callbacks: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
         """Callbacks for a program's departure from a pool."""
         self.roster = Roster(lease_s=lease_s)
-        self._rank_by_connection: dict[Connection, tuple[Program, Rank]] = {}
+        self._rank_by_connection: dict[ProgramConnection, tuple[Program, ProgramRank]] = {}
         self.events: list[PipelineSubmitted | Report] = []
         self.notes: list[Note] = []
-        self.outgoing: list[tuple[Connection, bytes]] = []
+        self.outgoing: list[tuple[ProgramConnection, bytes]] = []
         """Messages ready to send, oldest first."""
-        self._held_back: list[tuple[Rank, bytes]] = []
+        self._held_back: list[tuple[ProgramRank, bytes]] = []
         """Messages waiting for the log's commit."""
 
     # ------------------------------------------------------------------ from the programs
 
-    def take_message(self, connection: Connection, message: dict[str, Any]) -> None:
+    def take_message(self, connection: ProgramConnection, message: dict[str, Any]) -> None:
         """Handle a message of `read_message`. Raises WireError, without any change, for an invalid one."""
         kind = message["t"]
         if kind == "hello":
@@ -99,7 +99,7 @@ class PermitManager:
         if kind == "bye":
             rank.has_signed_off = True
             return
-        handlers: Mapping[str, Callable[[Program, Rank, dict[str, Any]], None]] = {
+        handlers: Mapping[str, Callable[[Program, ProgramRank, dict[str, Any]], None]] = {
             "ask": self._on_ask,
             "withdraw": self._on_withdraw,
             "progress": self._on_progress,
@@ -109,7 +109,7 @@ class PermitManager:
         }
         handlers[kind](program, rank, message)
 
-    def lose_connection(self, connection: Connection) -> None:
+    def lose_connection(self, connection: ProgramConnection) -> None:
         """Record a lost connection; the program's permits last until its processes are gone."""
         found = self._rank_by_connection.pop(connection, None)
         if found is not None and found[1].connection is connection:
@@ -136,7 +136,7 @@ class PermitManager:
             if program.is_overdue(now_s) and "overdue" not in program.marks:
                 self._mark(program, "overdue", f"it holds its permit for {held_s:.1f} s, ten times its median")
 
-    def _on_hello(self, connection: Connection, hello: dict[str, Any]) -> None:
+    def _on_hello(self, connection: ProgramConnection, hello: dict[str, Any]) -> None:
         if connection in self._rank_by_connection:
             raise WireError("again", "hello, a second time on one connection")
         try:
@@ -150,7 +150,7 @@ class PermitManager:
         self.outgoing.append((connection, line))
         self._take_over(program, rank, hello)
 
-    def _join(self, connection: Connection, hello: dict[str, Any]) -> tuple[Program, Rank]:
+    def _join(self, connection: ProgramConnection, hello: dict[str, Any]) -> tuple[Program, ProgramRank]:
         """The program and its rank, new or known. Raises UserError for a refused one."""
         if not self._is_allowed(connection, hello.get("proof")):
             raise UserError("the token is not this broker's; accepted: RLMUX_TOKEN as the broker has it")
@@ -178,7 +178,7 @@ class PermitManager:
         self.roster.add(program)
         self.events.append(PipelineSubmitted(pipeline=pipeline_of(program)))
 
-    def _take_over(self, program: Program, rank: Rank, hello: dict[str, Any]) -> None:
+    def _take_over(self, program: Program, rank: ProgramRank, hello: dict[str, Any]) -> None:
         """Restore what a reconnected process holds; an earlier broker may have granted it."""
         fence, held = hello.get("fence"), [pool for pool in hello.get("holds", []) if pool in self._cluster.pools]
         for pool in hello.get("resident", []):
@@ -200,7 +200,7 @@ class PermitManager:
         program.fence, program.granted_s = fence, self._now_s()
         self._note(program, "adopted", fence=fence, pools=held)
 
-    def _on_ask(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+    def _on_ask(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         request, rank.has_signed_off = program.request, False
         if program.refusal and program.fence is None:
             self._refuse(rank, message, program.refusal)
@@ -219,7 +219,7 @@ class PermitManager:
             return
         self._repeat(program, rank, program.request)
 
-    def _repeat(self, program: Program, rank: Rank, request: PhaseRequest) -> None:
+    def _repeat(self, program: Program, rank: ProgramRank, request: PhaseRequest) -> None:
         """Handle a rank's request, new or repeated after a lost connection."""
         if rank.number in request.ranks and program.fence is not None:
             self._send_granted(program, rank)
@@ -228,7 +228,7 @@ class PermitManager:
             request.is_open = True
             self.events.append(WorkArrived(pipeline=program.id, phases=request.kind, units=request.units))
 
-    def _on_withdraw(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+    def _on_withdraw(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         request = program.request
         if request is None or request.number != message["id"]:
             return
@@ -245,14 +245,14 @@ class PermitManager:
         elif request is not None and request.is_open:
             self.events.append(WorkWithdrawn(pipeline=program.id, phases=request.kind))
 
-    def _on_progress(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+    def _on_progress(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         if program.fence != message["fence"] or program.order is None or rank.number != min(program.ranks):
             return
         left, held_s = max(0, message["total"] - message["done"]), self._now_s() - program.granted_s
         order = program.order.order
         self.events.append(ChunkFinished(order=order, num_active=left, num_waiting=0, seconds=held_s))
 
-    def _on_done(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+    def _on_done(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         fence = message["fence"]
         if program.fence == fence:
             self._end_permit_of(program, rank, message)
@@ -263,7 +263,7 @@ class PermitManager:
             line = write_message("after", fence=fence, leave=bool(leaving), pools=leaving)
             self._held_back.append((rank, line))
 
-    def _end_permit_of(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+    def _end_permit_of(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         """Record that a rank is done; the last rank ends the permit."""
         program.done[rank.number] = message
         fence = program.fence
@@ -293,7 +293,7 @@ class PermitManager:
         assert order is not None
         self.events.append(StageFinished(order=order.order, seconds=seconds, switch_s=switch_s))
 
-    def _on_left(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+    def _on_left(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         pool = message["pool"]
         if rank.number not in program.leaving.get(pool, ()):
             raise WireError("not_asked", f"left {pool!r}, which it was not told to leave")
@@ -310,7 +310,7 @@ class PermitManager:
             self._call_waiting(program.id, pool)
             self._try_to_grant()
 
-    def _on_failed_to_leave(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+    def _on_failed_to_leave(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         pool = message["pool"]
         if rank.number not in program.leaving.get(pool, ()):
             raise WireError("not_asked", f"failed to leave {pool!r}, which it was not told to leave")
@@ -394,7 +394,7 @@ class PermitManager:
         for rank in program.ranks.values():
             self._send_granted(program, rank)
 
-    def _send_granted(self, program: Program, rank: Rank) -> None:
+    def _send_granted(self, program: Program, rank: ProgramRank) -> None:
         request = program.request
         assert request is not None
         line = write_message("granted", id=request.number, fence=program.fence, pools=list(request.pools))
@@ -434,7 +434,7 @@ class PermitManager:
 
     # ------------------------------------------------------------------ ends
 
-    def _lose_rank(self, program: Program, rank: Rank) -> None:
+    def _lose_rank(self, program: Program, rank: ProgramRank) -> None:
         del program.ranks[rank.number]
         if program.ranks:
             self._mark(
@@ -460,7 +460,7 @@ class PermitManager:
 
     # ------------------------------------------------------------------ small things
 
-    def _refuse(self, rank: Rank, message: dict[str, Any], text: str) -> None:
+    def _refuse(self, rank: ProgramRank, message: dict[str, Any], text: str) -> None:
         if rank.connection is not None:
             self.outgoing.append((rank.connection, _refusal(message["id"], text)))
 
@@ -472,7 +472,7 @@ class PermitManager:
         self.notes.append(Note(type="permit", fields={"pipeline": program.id, "what": what, **fields}))
 
 
-def _how_it_ended(rank: Rank, held: Permit | None) -> str:
+def _how_it_ended(rank: ProgramRank, held: Permit | None) -> str:
     name = f"process {rank.process.pid}" if rank.process else "its connection"
     return f"{name} ended " + (f"while it held {', '.join(held.pools)}" if held else "without a word")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.broker.program_processes import Process, end_process, is_alive, process_of
-from rlmux.broker.server import Connection
+from rlmux.broker.server import ProgramConnection
 from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, PipelineId
@@ -26,7 +26,7 @@ _OVERDUE_FACTOR = 10.0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Rank:
+class ProgramRank:
     """One process of a program."""
 
     number: int
@@ -34,7 +34,7 @@ class Rank:
     """Random id of the process, the same in all its connections."""
     process: Process | None
     """The process on this machine; None behind TCP or if invisible."""
-    connection: Connection | None = None
+    connection: ProgramConnection | None = None
     lost_s: float | None = None
     """Time of the lost connection; None while connected."""
     has_signed_off: bool = False
@@ -79,7 +79,7 @@ class Program:
     """Largest slowdown of its steps that it accepts; None: any."""
     weight: float = 1.0
     """Turns per turn of a program of weight 1."""
-    ranks: dict[int, Rank] = field(default_factory=dict)
+    ranks: dict[int, ProgramRank] = field(default_factory=dict)
     request: PhaseRequest | None = None
     order: RunStage | None = None
     """The scheduler's order for the request; None before it and for an earlier broker's permit."""
@@ -110,7 +110,7 @@ class Program:
     is_over: bool = False
 
     @property
-    def connected(self) -> list[Rank]:
+    def connected(self) -> list[ProgramRank]:
         return [rank for rank in self.ranks.values() if rank.connection is not None]
 
     def described(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Roster:
             free = f"{name}-{number}"
         return PipelineId(free)
 
-    def of_session(self, session: str) -> tuple[Program, Rank] | None:
+    def of_session(self, session: str) -> tuple[Program, ProgramRank] | None:
         """The program and rank of this session."""
         for program in self.programs.values():
             for rank in program.ranks.values():
@@ -203,7 +203,7 @@ class Roster:
             )
         return None
 
-    def gone_ranks(self, now_s: float) -> list[tuple[Program, Rank]]:
+    def gone_ranks(self, now_s: float) -> list[tuple[Program, ProgramRank]]:
         """Ranks whose processes are gone."""
         return [
             (program, rank)
@@ -213,7 +213,7 @@ class Roster:
         ]
 
 
-def rank_of(hello: dict[str, Any], connection: Connection) -> Rank:
+def rank_of(hello: dict[str, Any], connection: ProgramConnection) -> ProgramRank:
     """The rank at the other end, with the process number that the system reports."""
     process = None if connection.pid is None else process_of(connection.pid)
-    return Rank(number=hello["rank"], session=hello["session"], process=process, connection=connection)
+    return ProgramRank(number=hello["rank"], session=hello["session"], process=process, connection=connection)

@@ -4,6 +4,8 @@
 
 A program whose process has ended since is restored too: the manager finds it gone and logs its end. A cancelled or
 refused program stays so: it is no pipeline any more, but keeps what it holds until its process is gone.
+
+A module of its own: it reads logs, which the permit manager never does.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 from rlmux.broker.permit_manager import PermitManager
 from rlmux.broker.program_processes import Process
-from rlmux.broker.program_roster import NO_MORE, PhaseRequest, Program, Rank
+from rlmux.broker.program_roster import NO_MORE, PhaseRequest, Program, ProgramRank
 from rlmux.core.actions import Refuse
 from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import PipelineId
@@ -82,9 +84,9 @@ def _program(fields: dict[str, Any]) -> Program:
     )
 
 
-def _rank(fields: dict[str, Any], now_s: float) -> Rank:
+def _rank(fields: dict[str, Any], now_s: float) -> ProgramRank:
     process = fields["process"]
-    return Rank(
+    return ProgramRank(
         number=fields["rank"],
         session=fields["session"],
         process=None if process is None else Process(*process),

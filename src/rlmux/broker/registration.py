@@ -2,6 +2,8 @@
 
 hello ── check_hello ─▶ Program ── pipeline_of ─▶ Pipeline(work_arrives)
 ask   ── kind_of ─▶ phases of the batch
+
+A module of its own: its functions are pure checks and conversions, while the permit manager holds state.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _MAX_PATH_BYTES = 100
 
 
 @dataclass(eq=False, slots=True)
-class Connection:
+class ProgramConnection:
     """One process at the other end."""
 
     socket: socket.socket
@@ -41,13 +41,13 @@ class Connection:
     is_gone: bool = False
 
 
-class Server:
+class PermitServer:
     """Every connection of one address; see the module. Raises UserError where it cannot listen there."""
 
     def __init__(self, address: str) -> None:
         """`address`: "unix:PATH" or "tcp://HOST:PORT"; port 0 takes a free one."""
         self._selector = selectors.DefaultSelector()
-        self._connections: list[Connection] = []
+        self._connections: list[ProgramConnection] = []
         self._path: Path | None = None
         if address.startswith("unix:"):
             self._path = Path(address.removeprefix("unix:"))
@@ -68,9 +68,9 @@ class Server:
     def is_tcp(self) -> bool:
         return self._path is None
 
-    def receive(self, timeout_s: float) -> list[tuple[Connection, bytes | None]]:
+    def receive(self, timeout_s: float) -> list[tuple[ProgramConnection, bytes | None]]:
         """What has come in `timeout_s` seconds at most: whole lines, and None for a connection that has ended."""
-        arrived: list[tuple[Connection, bytes | None]] = []
+        arrived: list[tuple[ProgramConnection, bytes | None]] = []
         for key, ready in self._selector.select(timeout_s):
             if key.fileobj is self._woken:
                 self._woken.recv(1 << 10)
@@ -92,7 +92,7 @@ class Server:
         with contextlib.suppress(OSError):  # full: it wakes all the same; closed: nothing waits
             self._waker.send(b"x")
 
-    def send(self, connection: Connection, line: bytes) -> None:
+    def send(self, connection: ProgramConnection, line: bytes) -> None:
         """Send a line; a connection that takes none for too long is dropped."""
         if connection.is_gone:
             return
@@ -118,7 +118,7 @@ class Server:
                 accepted.close()
                 return
             accepted.setblocking(False)
-            connection = Connection(accepted, None if self.is_tcp else _peer_pid(accepted))
+            connection = ProgramConnection(accepted, None if self.is_tcp else _peer_pid(accepted))
             if self.is_tcp:
                 connection.nonce = os.urandom(16).hex()
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -127,7 +127,7 @@ class Server:
             if connection.nonce:
                 self.send(connection, f'{{"t": "challenge", "nonce": "{connection.nonce}"}}\n'.encode())
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: ProgramConnection) -> None:
         with contextlib.suppress(BlockingIOError):
             try:
                 sent = connection.socket.send(connection.unsent) if connection.unsent else 0
@@ -141,7 +141,7 @@ class Server:
             self._selector.modify(connection.socket, wanted, connection)
 
 
-def _read(connection: Connection) -> list[bytes]:
+def _read(connection: ProgramConnection) -> list[bytes]:
     """Whole lines that have come. A line without an end is cut where it is too long, and the rest goes with it."""
     try:
         data = connection.socket.recv(1 << 16)

@@ -1,6 +1,6 @@
 """Displays of a run's queue, alerts, trajectories and step table, from a folder or a server.
 
-queue, alerts, samples, export     one Target answers them all (rlmux/client)
+queue, alerts, samples, export     one RunTarget answers them all (rlmux/client)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from rlmux.cli import tables
 from rlmux.client.target import target_of
-from rlmux.client.trackers import TRACKERS, Origin, check_installed, tracker_of
+from rlmux.client.trackers import TRACKERS, RunOrigin, check_installed, tracker_of
 from rlmux.core.errors import UserError
 
 FORMATS = ("jsonl", "csv")
@@ -143,7 +143,7 @@ def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -
         row = shown["pipelines"].get(pipeline, {})
         config = {"run_id": header["run_id"], "policy": shown["policy"], "pipeline": pipeline}
         config |= {key: row[key] for key in ("num_steps", "promise") if row.get(key) is not None}
-        origin = Origin(run_id=header["run_id"], created=header["created"], pipeline=pipeline, config=config)
+        origin = RunOrigin(run_id=header["run_id"], created=header["created"], pipeline=pipeline, config=config)
         tracker = tracker_of(to, out, origin)
         known = tracker.known()
         new = [one for one in rows if one["step"] not in known]

@@ -1,6 +1,6 @@
 """Commands on a running run, in a folder or on a server, and their displays.
 
-submit, cancel, hold, release, rank, park, unpark, usage, why, status, logs   a Target answers all
+submit, cancel, hold, release, rank, park, unpark, usage, why, status, logs   a RunTarget answers all
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import inputs, tables
 from rlmux.client import in_folder
-from rlmux.client.target import Target, is_url, target_of
+from rlmux.client.target import RunTarget, is_url, target_of
 from rlmux.core.errors import UserError
 from rlmux.report.slos import slo_words
 
@@ -178,7 +178,7 @@ def show_status(place: str, *, as_json: bool, is_once: bool) -> None:
             _redraw(target)
 
 
-def _redraw(target: Target) -> None:
+def _redraw(target: RunTarget) -> None:
     from rich.live import Live
 
     shown = target.status()
@@ -305,7 +305,7 @@ def show_logs(place: str, name: str, *, is_following: bool) -> None:
                 time.sleep(_FOLLOW_S)
 
 
-def _until_over(target: Target, name: str, away_s: float) -> Iterator[bool]:
+def _until_over(target: RunTarget, name: str, away_s: float) -> Iterator[bool]:
     """False while the pipeline may still print, then True: it is over, or nothing has run it for `away_s`."""
     stopped_s: float | None = None
     while True:

@@ -4,6 +4,8 @@ code_folder/rewards.py            ─▶ code/rewards.py
 code_folder/tools/ (one is used)  ─▶ code/tools/...            a package goes as a whole
 rows.jsonl, anywhere              ─▶ data/HASH-rows.jsonl
 a model's folder                      is not sent: its path is one of the server's machine
+
+A module of its own: it packs local files and needs no connection.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rlmux.config import Spec
 
 
-class Target(Protocol):
+class RunTarget(Protocol):
     """A run. No call is cached. Raises UserError, one line, for a refused or unreachable one."""
 
     def spec(self) -> Spec:
@@ -67,7 +67,7 @@ def is_url(place: str | Path) -> bool:
 
 def target_of(
     place: str | Path, on_notice: Callable[[str], None] = lambda text: None, *, patience_s: float = 0.0
-) -> Target:
+) -> RunTarget:
     """The run in a folder, or the lane of a URL. Raises UserError for any other place.
 
     `on_notice`: receives progress lines. `patience_s`: seconds of retries of a server that cannot be reached.

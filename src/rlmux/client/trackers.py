@@ -32,7 +32,7 @@ _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 """Package to install, by tracker."""
 
 
-class Origin(NamedTuple):
+class RunOrigin(NamedTuple):
     """Metadata of a pipeline for a tracker."""
 
     run_id: str
@@ -91,9 +91,13 @@ def check_installed(to: str) -> None:
         raise UserError(f"--to {to}: it is not installed; accepted: pip install {_PACKAGES[to]}")
 
 
-def tracker_of(to: str, out: str | None, origin: Origin) -> Tracker:
+def tracker_of(to: str, out: str | None, origin: RunOrigin) -> Tracker:
     """`out`: where its files lie; None: where the tracker itself would put them."""
-    made: dict[str, Callable[[str | None, Origin], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
+    made: dict[str, Callable[[str | None, RunOrigin], Tracker]] = {
+        "wandb": _Wandb,
+        "mlflow": _Mlflow,
+        "trackio": _Trackio,
+    }
     return made[to](out, origin)
 
 
@@ -115,7 +119,7 @@ class _Wandb:
     part/wandb/offline-run-TIME-ID ── finished ─▶ OUT/wandb/offline-run-TIME-ID/rlmux.json lists its steps
     """
 
-    def __init__(self, out: str | None, origin: Origin) -> None:
+    def __init__(self, out: str | None, origin: RunOrigin) -> None:
         self._folder = Path(out or ".") / "wandb"
         self._origin = origin
 
@@ -156,7 +160,7 @@ class _Wandb:
 class _Mlflow:
     """A run of the experiment, found by its tag. A number of a step that is there is not written again."""
 
-    def __init__(self, out: str | None, origin: Origin) -> None:
+    def __init__(self, out: str | None, origin: RunOrigin) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without it, 3.17 takes no files
         with _one_line_errors("mlflow"):
             from mlflow.tracking import MlflowClient
@@ -207,7 +211,7 @@ class _Mlflow:
 class _Trackio:
     """A run of the project in trackio's own database, a row a step."""
 
-    def __init__(self, out: str | None, origin: Origin) -> None:
+    def __init__(self, out: str | None, origin: RunOrigin) -> None:
         if out is not None:
             os.environ["TRACKIO_DIR"] = str(Path(out).absolute())
         self._origin = origin

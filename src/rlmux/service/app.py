@@ -21,7 +21,7 @@ from pathlib import Path
 from rlmux import plugins
 from rlmux.broker.broker_run import SOCKET_NAME, environment_token
 from rlmux.broker.embedded import EmbeddedBroker, token_check
-from rlmux.broker.server import Server as PermitServer
+from rlmux.broker.server import PermitServer
 from rlmux.config.serve_file import ServeSpec, parse_serve_file
 from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
@@ -40,7 +40,7 @@ from rlmux.service.rollouts.rollout_routes import routes as rollout_routes
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import Ledger
-from rlmux.service.tinker.project_budgets import Budgets, Charges
+from rlmux.service.tinker.project_budgets import Charges, ProjectBudgets
 from rlmux.service.tinker.routes import routes
 
 TINKER = "/tinker"
@@ -76,7 +76,7 @@ def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
 
 
 @contextlib.contextmanager
-def open_budgets(folder: Path, policies: Sequence[str]) -> Iterator[tuple[Budgets, list[str]]]:
+def open_budgets(folder: Path, policies: Sequence[str]) -> Iterator[tuple[ProjectBudgets, list[str]]]:
     """Budgets and project names of a running or stopped server. Raises UserError."""
     spec = spec_of(folder, policies)
     ledger = Ledger(folder / LEDGER)

@@ -9,6 +9,8 @@ A small request costs httptools a fraction of the CPU time of h11, uvicorn's oth
 good here. httptools sets no bound. It hands trailers over as further headers: a request that came in one piece could
 add some that a proxy has not seen. And for a client that requests another protocol (Java's requests HTTP/2) it hands
 the body to that protocol, although none is supported here.
+
+A module of its own: it depends on uvicorn's and httptools' internals, and nothing else does.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from rlmux.service.tinker.codec import write_head
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.ledger import ERROR, SERVER_ERROR, Ledger
 from rlmux.service.tinker.model_catalog import ServedModel
-from rlmux.service.tinker.project_budgets import Budgets
+from rlmux.service.tinker.project_budgets import ProjectBudgets
 from rlmux.service.tinker.session_tags import Hints
 
 LEDGER = "tinker.db"
@@ -83,9 +83,9 @@ def _fold(ledger: Ledger, max_bytes: int) -> int:
     return ledger.fold()
 
 
-def budgets_of(spec: ServeSpec, ledger: Ledger) -> Budgets:
+def budgets_of(spec: ServeSpec, ledger: Ledger) -> ProjectBudgets:
     """Budgets of the file's projects, with the ledger's usage."""
-    return Budgets(ledger, {name: given.device_hours_a_day for name, given in spec.serve.projects.items()})
+    return ProjectBudgets(ledger, {name: given.device_hours_a_day for name, given in spec.serve.projects.items()})
 
 
 def with_bases(spec: ServeSpec) -> Cluster:

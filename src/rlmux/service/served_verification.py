@@ -31,7 +31,7 @@ from rlmux.service.app import spec_of
 from rlmux.service.model_serving import LEDGER, Serving
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
-from rlmux.service.tinker.ledger import EMPTIED, Ledger, Taken
+from rlmux.service.tinker.ledger import EMPTIED, Ledger, LoggedRequest
 from rlmux.service.tinker.names import TinkerPath
 
 _SKIPPED = ("finish_session", "delete_checkpoint", "set_ttl")
@@ -46,7 +46,7 @@ class _Record:
 
     pipeline: str
     model: str
-    requests: Sequence[Taken]
+    requests: Sequence[LoggedRequest]
     """Requests of its session, and of those whose checkpoints that loads, in the order they were taken."""
     hashes: Mapping[int, str]
     """Hash of the weights after each update, by the number of its request, in their order."""
@@ -82,7 +82,7 @@ def verify_served(folder: Path, names: Sequence[str], *, say: Say) -> list[Verdi
             ledger.close()
 
 
-def _models(requests: Iterable[Taken]) -> dict[str, str]:
+def _models(requests: Iterable[LoggedRequest]) -> dict[str, str]:
     """Id of every model by the name of its pipeline."""
     name_by_session: dict[str, str] = {}
     found = {}
@@ -98,7 +98,7 @@ def _models(requests: Iterable[Taken]) -> dict[str, str]:
     return found
 
 
-def _record(pipeline: str, model: str, requests: Sequence[Taken], ledger: Ledger) -> _Record:
+def _record(pipeline: str, model: str, requests: Sequence[LoggedRequest], ledger: Ledger) -> _Record:
     sessions = {model.partition(":")[0]}
     for each in reversed(requests):  # a checkpoint is made before it is loaded
         if each.id.partition(":")[0] in sessions and (path := _path_in(each)) is not None:
@@ -107,7 +107,7 @@ def _record(pipeline: str, model: str, requests: Sequence[Taken], ledger: Ledger
     return _Record(pipeline=pipeline, model=model, requests=kept, hashes=ledger.hashes(model), ledger=ledger)
 
 
-def _path_in(taken: Taken) -> str | None:
+def _path_in(taken: LoggedRequest) -> str | None:
     """The checkpoint that a request needs."""
     if taken.path == "load_weights":
         return bodies.LoadWeights.model_validate_json(taken.body).path
@@ -231,12 +231,12 @@ class _Again:
         self.reason = self.reason or reason
 
 
-def _is_due(taken: Taken, front: TinkerFront) -> bool:
+def _is_due(taken: LoggedRequest, front: TinkerFront) -> bool:
     """What the request names is there."""
     path = _path_in(taken)
     if path is not None:
         return front.registry.was_saved(path, taken.chosen)
     if taken.path != "asample":
         return True
-    sampler = front.registry.samplers.get(bodies.Sample.model_validate_json(taken.body).sampling_session_id)
+    sampler = front.registry.samplers.get(bodies.SampleBody.model_validate_json(taken.body).sampling_session_id)
     return sampler is not None and (sampler.weights is None or sampler.weights.exists())

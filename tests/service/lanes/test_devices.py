@@ -12,7 +12,7 @@ from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderLock
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.devices import NOT_HELD, Part, check_devices, parts_of
+from rlmux.service.lanes.devices import NOT_HELD, LaneDevices, check_devices, parts_of
 
 GPUS = [f"GPU {index}" for index in range(4)]
 CORES = [f"core {index}" for index in range(4)]
@@ -27,13 +27,16 @@ def lanes(tmp_path, **devices: int):
 
 
 def test_lanes_have_devices_of_their_own_in_the_files_order(tmp_path):
-    assert parts_of(tmp_path, lanes(tmp_path, a=2, b=1), GPUS) == {"a": Part(gpus=("0", "1")), "b": Part(gpus=("2",))}
+    assert parts_of(tmp_path, lanes(tmp_path, a=2, b=1), GPUS) == {
+        "a": LaneDevices(gpus=("0", "1")),
+        "b": LaneDevices(gpus=("2",)),
+    }
 
 
 def test_a_lane_keeps_its_devices_when_others_come_before_it(tmp_path):
     parts_of(tmp_path, lanes(tmp_path, b=1, c=1), CORES)
     found = parts_of(tmp_path, lanes(tmp_path, a=1, c=1, b=1), CORES)
-    assert found == {"a": Part(cores=(2,)), "b": Part(cores=(0,)), "c": Part(cores=(1,))}
+    assert found == {"a": LaneDevices(cores=(2,)), "b": LaneDevices(cores=(0,)), "c": LaneDevices(cores=(1,))}
 
 
 def test_one_lane_alone_may_have_more_devices_than_the_machine_and_is_not_held(tmp_path):
@@ -60,16 +63,16 @@ def test_a_lane_that_left_the_file_keeps_its_devices_as_long_as_its_controller_l
     (tmp_path / "gone").mkdir()
     with FolderLock.take(tmp_path / "gone") as lock:
         lock.sign()
-        assert parts_of(tmp_path, lanes(tmp_path, a=1, b=1), CORES)["b"] == Part(cores=(3,))
+        assert parts_of(tmp_path, lanes(tmp_path, a=1, b=1), CORES)["b"] == LaneDevices(cores=(3,))
         with pytest.raises(UserError, match=r"lanes gone \(2\), a \(1\), b \(2\)"):
             parts_of(tmp_path, lanes(tmp_path, a=1, b=2), CORES)
-    assert parts_of(tmp_path, lanes(tmp_path, a=1, b=2), CORES)["b"] == Part(cores=(0, 1))
+    assert parts_of(tmp_path, lanes(tmp_path, a=1, b=2), CORES)["b"] == LaneDevices(cores=(0, 1))
     assert set(json.loads((tmp_path / "devices.json").read_text())) == {"a", "b"}
 
 
 def test_a_controller_computes_on_the_cores_of_its_lane(tmp_path):
     core = max(os.sched_getaffinity(0))
-    lane = LaneController(tmp_path, "a", lanes(tmp_path, a=1)["a"], Part(cores=(core,)))
+    lane = LaneController(tmp_path, "a", lanes(tmp_path, a=1)["a"], LaneDevices(cores=(core,)))
     lane.poll()
     process = lane._process
     assert process is not None

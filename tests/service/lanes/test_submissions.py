@@ -22,7 +22,7 @@ from rlmux.service.dashboard.schemas.timeline_schemas import Submission
 from rlmux.service.lanes import submissions
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
-from rlmux.service.lanes.submission_ledger import Ledger
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
 
 BODY = {"lane": "cpu", "source": "a.yaml", "text": "pipelines: [{name: a, task: sort, steps: 1}]"}
 
@@ -56,13 +56,13 @@ def lane(tmp_path: Path) -> Iterator[Lane]:
         one.close()
 
 
-def server(lane: Lane) -> submissions.Submissions:
+def server(lane: Lane) -> submissions.LaneSubmissions:
     """What a server makes of the folder when it starts."""
     root = lane.folder.parent
-    return submissions.Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
+    return submissions.LaneSubmissions({"cpu": lane}, SubmissionLedger(root), Bundles(root))  # type: ignore[dict-item]
 
 
-def post(server: submissions.Submissions, body: object = BODY, key: str = "k") -> tuple[int, Any]:
+def post(server: submissions.LaneSubmissions, body: object = BODY, key: str = "k") -> tuple[int, Any]:
     """(status, what is told)."""
     asked, response = SimpleNamespace(headers={"idempotency-key": key}, principal=None), Response()
     told = server.submit(asked, Submission.model_validate(body), response)  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_over_the_quota_of_what_waits_429_comes_at_once_with_the_numbers_and_is_
 ):
     root = tmp_path / "root"
     with open_root(root), closing(Lane(root, "solo", Endless(), FairShares())) as lane:
-        one = submissions.Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
+        one = submissions.LaneSubmissions({"cpu": lane}, SubmissionLedger(root), Bundles(root))  # type: ignore[dict-item]
         served = dashboard(root, lanes=["cpu"], more=(*one.addresses(), *Bundles(root).addresses()))
         shares = {"text": "shares: {users: {ann: {quota: {waiting: 1}}}}", "source": "s.yaml"}
         assert served.client.post("/lanes/cpu/shares", json=shares).status_code == 200

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.service.tinker.test_random_requests import PROMPT, Place, Working, as_json
 
-from rlmux.service.tinker.ledger import Result, Taken
+from rlmux.service.tinker.ledger import LoggedRequest, Result
 
 
 class Client:
@@ -136,7 +136,7 @@ def test_a_save_of_an_older_version_is_found_where_that_wrote_it(client):
         path = f"tinker://{model}/weights/7"
         await client.ask("optim_step")
         body = as_json(model_id=model, seq_id=2, path="7")
-        client.place.ledger.take(Taken(f"{model}:2", "save_weights", body, "", client.project, 1.0))
+        client.place.ledger.take(LoggedRequest(f"{model}:2", "save_weights", body, "", client.project, 1.0))
         client.place.ledger.settle(f"{model}:2", Result(as_json(path=path), "json"))
         old = client.place.folder / "s0-0" / "weights-7"
         old.mkdir()

@@ -22,8 +22,8 @@ from rlmux.runtime.workers.request_workers import RequestResult
 from rlmux.service.model_serving import ClientEvents
 from rlmux.service.tinker import routes
 from rlmux.service.tinker.keys import Keys
-from rlmux.service.tinker.ledger import SERVER_ERROR, Ledger, Result, Taken
-from rlmux.service.tinker.project_budgets import Budgets, Charges
+from rlmux.service.tinker.ledger import SERVER_ERROR, Ledger, LoggedRequest, Result
+from rlmux.service.tinker.project_budgets import Charges, ProjectBudgets
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def test_a_name_that_came_in_by_another_door_is_refused_and_nothing_of_the_reque
 def test_a_request_that_cannot_be_applied_again_is_skipped_and_its_client_is_told(place, caplog):
     async def ask() -> None:
         session = await place.begin()
-        place.ledger.take(Taken("x:1", "create_model", as_json(session_id="x", model_seq_id=1, base_model="org/gone"),
-                                "", "lab", 0.0))  # fmt: skip
+        body = as_json(session_id="x", model_seq_id=1, base_model="org/gone")
+        place.ledger.take(LoggedRequest("x:1", "create_model", body, "", "lab", 0.0))
         await place.begin("after")
         resumed = place.resumed()
         assert list(resumed.host.opened) == ["s0-0", "s0-sampling-0", "after-0", "after-sampling-0"]
@@ -320,13 +320,13 @@ def test_commits_leave_the_disk_to_another_thread_which_brings_all_of_them_into_
     ledger = Ledger(tmp_path / "tinker.db")
     ledger.leave_folding()
     for number in range(300):  # more than SQLite's log holds by itself: 1,000 pages of 4 KB
-        ledger.take(Taken(f"s:{number}", "asample", b"x" * 20_000, "", "lab", 0.0))
+        ledger.take(LoggedRequest(f"s:{number}", "asample", b"x" * 20_000, "", "lab", 0.0))
     before = (tmp_path / "tinker.db").stat().st_size
     with ThreadPoolExecutor(1) as pool:
         num_pages = pool.submit(ledger.fold).result()
     assert num_pages > 1000
     assert before < 4096 * 10 < 300 * 20_000 < (tmp_path / "tinker.db").stat().st_size
-    ledger.take(Taken("s:after", "asample", b"", "", "lab", 0.0))
+    ledger.take(LoggedRequest("s:after", "asample", b"", "", "lab", 0.0))
     assert ledger.request("s:after").body == b""
 
 
@@ -375,12 +375,12 @@ def test_a_budget_that_is_raised_lets_the_refused_request_through_and_outlives_t
         place.front.charge(PipelineId("s0-0"), 3600.0)
         assert (await place.http.post("asample", content=sample(session, 0))).status_code == 402
         elsewhere = Ledger(place.folder / "tinker.db")
-        Budgets(elsewhere, {}).set_hours(project, 1.5)
+        ProjectBudgets(elsewhere, {}).set_hours(project, 1.5)
         elsewhere.close()
         assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200
 
     asyncio.run(go_on())
-    assert Budgets(Ledger(place.folder / "tinker.db"), {project: 1.0}).hours(project) == 1.5
+    assert ProjectBudgets(Ledger(place.folder / "tinker.db"), {project: 1.0}).hours(project) == 1.5
 
 
 def test_what_an_order_took_is_charged_on_all_its_devices_and_kept(tmp_path):
@@ -396,7 +396,7 @@ def test_what_an_order_took_is_charged_on_all_its_devices_and_kept(tmp_path):
     assert charged == [("a", 5.0)]
     for _ in range(2):
         ledger = Ledger(tmp_path / "tinker.db")
-        Budgets(ledger, {}, today=lambda: 1).charge("lab", 5.0)
+        ProjectBudgets(ledger, {}, today=lambda: 1).charge("lab", 5.0)
         ledger.close()
     assert Ledger(tmp_path / "tinker.db").usage("lab", 1) == 10.0
 

@@ -16,7 +16,7 @@ from tests.service.tinker.test_random_requests import Place, Working, as_json
 
 from rlmux.service.served_verification import _record, _verify_one
 from rlmux.service.tinker.codec import read_head, write_head
-from rlmux.service.tinker.ledger import EMPTIED, Ledger, Taken
+from rlmux.service.tinker.ledger import EMPTIED, Ledger, LoggedRequest
 
 KB = 1000
 LATER_S = 1000.0
@@ -152,5 +152,5 @@ def test_a_ledger_of_an_older_version_opens_with_all_it_has(tmp_path):
         )
     for _ in range(2):
         ledger = Ledger(file)
-        assert list(ledger.taken()) == [Taken("s:1", "asample", "x", "", "lab", 2.0)]
+        assert list(ledger.taken()) == [LoggedRequest("s:1", "asample", "x", "", "lab", 2.0)]
         ledger.close()

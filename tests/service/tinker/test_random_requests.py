@@ -22,7 +22,7 @@ from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import Ledger
 from rlmux.service.tinker.model_catalog import ServedModel
-from rlmux.service.tinker.project_budgets import Budgets
+from rlmux.service.tinker.project_budgets import ProjectBudgets
 from rlmux.service.tinker.routes import routes
 
 REQUESTS = 34
@@ -146,7 +146,7 @@ class Place:
         self.keep_snapshots = keep_snapshots
         self.ledger = Ledger(folder / "tinker.db")
         self.day = 1
-        budgets = Budgets(self.ledger, hours_by_project or {}, today=lambda: self.day)
+        budgets = ProjectBudgets(self.ledger, hours_by_project or {}, today=lambda: self.day)
         self.front = TinkerFront({served.name: served}, self.ledger, folder, self.host, budgets, keep_snapshots)
         if isinstance(self.host, Working):
             self.host.front = self.front

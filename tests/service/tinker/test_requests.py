@@ -10,7 +10,7 @@ from tests.service.tinker.test_front import sample
 from tests.service.tinker.test_random_requests import SERVED, Place, as_json, training_body
 
 from rlmux.service.tinker import requests, routes
-from rlmux.service.tinker.futures import Waiting
+from rlmux.service.tinker.futures import PendingLoad
 from rlmux.service.tinker.keys import Keys
 
 
@@ -68,7 +68,7 @@ def test_floods_are_refused_by_name_for_one_project_and_room_is_given_back(place
         assert (await place.http.post("create_session", content=b"{}", headers=others)).status_code == 200
         await place.post(f"sessions/{first}/finish", b"{}")
         place.front.promises.settle(f"{second}:train:0:create", None, None)
-        assert place.front.promises.waiting_of(Keys({}).project("k")) == Waiting()
+        assert place.front.promises.waiting_of(Keys({}).project("k")) == PendingLoad()
         assert (await place.http.post("create_session", content=b"{}")).status_code == 200
         assert (await place.http.post("create_model", content=model)).status_code == 200
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rlmux.service.tinker.ledger import Taken
+from rlmux.service.tinker.ledger import LoggedRequest
 from rlmux.service.tinker.reorder_buffer import InOrder
 from rlmux.service.tinker.requests import is_repeated
 from rlmux.service.tinker.rng_keys import Draws
@@ -36,8 +36,8 @@ def test_a_save_that_is_sent_again_may_number_its_sampler_anew():
     def body(**fields: object) -> bytes:
         return json.dumps({"model_id": "s0:train:0", "seq_id": 4, **fields}).encode()
 
-    def known(**fields: object) -> Taken:
-        return Taken("s0:train:0:4", path, body(**fields), "", "lab", 0.0)
+    def known(**fields: object) -> LoggedRequest:
+        return LoggedRequest("s0:train:0:4", path, body(**fields), "", "lab", 0.0)
 
     path = "save_weights_for_sampler"
     first = known(sampling_session_seq_id=1)

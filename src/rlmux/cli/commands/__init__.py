@@ -18,7 +18,7 @@ from rlmux.cli.commands import lookups, machine, people, prediction, runs, servi
 class _GroupedHelp(TyperGroup):
     """Lists the commands under the names of their groups, each with its first sentence in full."""
 
-    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Typer groups commands by `rich_help_panel` only in a rich markup mode, which draws boxes."""
         for group, commands in _COMMANDS_BY_GROUP.items():
             with formatter.section(group):

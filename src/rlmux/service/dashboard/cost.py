@@ -48,7 +48,7 @@ class CostReads:
             nodes, is_priced = _nodes(reader)
             found = reader.rows("SELECT pipeline, nodes, start_s, end_s FROM pin ORDER BY number")
             pins = [
-                Pin(pipeline, json.loads(names), float(begin_s), min(float(over_s), end_s))
+                NodeHold(pipeline, json.loads(names), float(begin_s), min(float(over_s), end_s))
                 for pipeline, names, begin_s, over_s in found
             ]
             slowdowns = _slowdowns(reader)
@@ -78,7 +78,7 @@ class CostReads:
             )
 
 
-class Pin(NamedTuple):
+class NodeHold(NamedTuple):
     """A pipeline's nodes and the interval in which it held them."""
 
     pipeline: str
@@ -125,12 +125,12 @@ def _slowdowns(reader: IndexReader) -> dict[str, float]:
     return {row["name"]: max(1.0, row["step_slowdown"]) for row in rows if row["step_slowdown"] is not None}
 
 
-def _each(pins: Iterable[Pin], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
+def _each(pins: Iterable[NodeHold], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
     """Each node, once per pinned pipeline."""
     return [(pin.begin_s, pin.over_s, nodes[node][1]) for pin in pins for node in pin.nodes if node in nodes]
 
 
-def _merged(pins: Iterable[Pin], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
+def _merged(pins: Iterable[NodeHold], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
     """Each node, once while any pipeline is pinned to it."""
     spans: dict[str, list[tuple[float, float]]] = {}
     for pin in pins:

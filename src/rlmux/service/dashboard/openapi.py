@@ -1,6 +1,4 @@
-"""The OpenAPI 3.1 document: FastAPI's, with this project's error responses and access rules.
-
-"""
+"""The OpenAPI 3.1 document: FastAPI's, with this project's error responses and access rules."""
 
 from __future__ import annotations
 

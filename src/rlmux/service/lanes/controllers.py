@@ -30,7 +30,7 @@ from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, ask
 from rlmux.runtime.launch import spec_of
 from rlmux.runtime.records.folders import RUN_HEADER
 from rlmux.runtime.records.run_folder import empty_folder
-from rlmux.service.lanes.devices import NOT_HELD, Part
+from rlmux.service.lanes.devices import NOT_HELD, LaneDevices
 
 _LONGEST_WAIT_S = 60.0
 _STEADY_S = 600.0
@@ -48,7 +48,12 @@ class LaneController:
     """See the module. All but `trouble`, `down` and `pid` is called by one thread."""
 
     def __init__(
-        self, root: Path, name: str, spec: Spec, part: Part = NOT_HELD, now_s: Callable[[], float] = time.monotonic
+        self,
+        root: Path,
+        name: str,
+        spec: Spec,
+        part: LaneDevices = NOT_HELD,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`spec`: the lane's file, without pipelines; `part`: the devices that it is held to.
 

@@ -23,7 +23,7 @@ _KEPT = "devices.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LaneDevices:
     """What a lane's controller may use."""
 
     gpus: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class Part:
     """Cores that its processes are kept on; empty where lanes are on GPUs, or not held to a part."""
 
 
-NOT_HELD = Part()
+NOT_HELD = LaneDevices()
 """The whole machine."""
 
 
@@ -41,7 +41,7 @@ def check_devices(specs: Mapping[str, Spec], devices: Sequence[str] | None = Non
     _check({name: num_devices(spec) for name, spec in specs.items()}, _source(specs), devices)
 
 
-def parts_of(root: Path, specs: Mapping[str, Spec], devices: Sequence[str] | None = None) -> dict[str, Part]:
+def parts_of(root: Path, specs: Mapping[str, Spec], devices: Sequence[str] | None = None) -> dict[str, LaneDevices]:
     """The part of each lane, as the service's folder keeps it. Raises UserError where there are too few devices."""
     every = list(devices) if devices is not None else _devices()
     wanted = {name: num_devices(spec) for name, spec in specs.items()}
@@ -86,10 +86,10 @@ def _devices() -> list[str]:
     return [f"GPU {gpu}" for gpu in gpus] or [f"core {core}" for core in sorted(os.sched_getaffinity(0))]
 
 
-def _part(devices: Sequence[str]) -> Part:
+def _part(devices: Sequence[str]) -> LaneDevices:
     gpus = tuple(name.removeprefix("GPU ") for name in devices if name.startswith("GPU "))
     cores = tuple(int(name.removeprefix("core ")) for name in devices if name.startswith("core "))
-    return Part(gpus=gpus, cores=cores)
+    return LaneDevices(gpus=gpus, cores=cores)
 
 
 def _kept(root: Path) -> dict[str, list[str]]:

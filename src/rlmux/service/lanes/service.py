@@ -19,13 +19,13 @@ from rlmux.service.http_server import Server
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.devices import parts_of
-from rlmux.service.lanes.submission_ledger import Ledger
-from rlmux.service.lanes.submissions import Submissions
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.lanes.submissions import LaneSubmissions
 
 _POLL_EVERY_S = 0.5
 
 
-class Lanes:
+class LaneSupervisor:
     """Every lane, each polled in its own thread, so that a busy lane delays no other."""
 
     def __init__(self, root: Path, specs: Mapping[str, Spec]) -> None:
@@ -33,9 +33,9 @@ class Lanes:
         LogError for another's ledger."""
         parts = parts_of(root, specs)
         self.by_name = {name: LaneController(root, name, spec, parts[name]) for name, spec in specs.items()}
-        self._ledger = Ledger(root)
+        self._ledger = SubmissionLedger(root)
         bundles = Bundles(root)
-        self._submissions = Submissions(self.by_name, self._ledger, bundles)
+        self._submissions = LaneSubmissions(self.by_name, self._ledger, bundles)
         self.addresses = (*self._submissions.addresses(), *bundles.addresses())
         self._by_folder = {lane.folder: lane for lane in self.by_name.values()}
         self._failure_by_lane: dict[str, str] = {}
@@ -96,7 +96,7 @@ def serve_lanes(
     with lock:
         listening.check_private()
         server = Server(listening)
-        lanes = Lanes(root, specs)
+        lanes = LaneSupervisor(root, specs)
         try:
             dashboard = Dashboard(
                 root,

@@ -36,7 +36,7 @@ ACCEPTED, TAKEN, REFUSED, OVER_QUOTA = "accepted", "taken", "refused", "over_quo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
+class SubmissionRow:
     """One submission."""
 
     id: str
@@ -78,7 +78,7 @@ class Submitted:
         }
 
 
-class Ledger:
+class SubmissionLedger:
     """See the module. May be used by any thread."""
 
     def __init__(self, root: Path) -> None:
@@ -99,7 +99,7 @@ class Ledger:
     def add(
         self, key: str, *, body_sha256: str, user: str, lane: str, source: str, text: str, bundle: str | None,
         names: Sequence[str],
-    ) -> Submitted:  # fmt: skip
+    ) -> SubmissionRow:  # fmt: skip
         """The submission of this key: the one that is there, or a new one, on disk when this returns."""
         id = f"{time.time_ns() // 1_000_000:011x}{secrets.token_hex(8)}"
         created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -113,17 +113,17 @@ class Ledger:
         (found,) = self._rows("WHERE key = ?", key)
         return found
 
-    def find_key(self, key: str) -> Submitted | None:
+    def find_key(self, key: str) -> SubmissionRow | None:
         return next(iter(self._rows("WHERE key = ?", key)), None)
 
-    def find_id(self, id: str) -> Submitted | None:
+    def find_id(self, id: str) -> SubmissionRow | None:
         return next(iter(self._rows("WHERE id = ?", id)), None)
 
-    def accepted(self, lane: str) -> list[Submitted]:
+    def accepted(self, lane: str) -> list[SubmissionRow]:
         """Those that the lane's controller has not taken yet, oldest first."""
         return self._rows("WHERE state = ? AND lane = ? ORDER BY number", ACCEPTED, lane)
 
-    def newest(self, limit: int, user: str | None = None) -> list[Submitted]:
+    def newest(self, limit: int, user: str | None = None) -> list[SubmissionRow]:
         """The newest first, of one user or of all."""
         if user is None:
             return self._rows("ORDER BY number DESC LIMIT ?", limit)
@@ -146,14 +146,14 @@ class Ledger:
                 (state, reason, pipelines, id, ACCEPTED),
             )
 
-    def _rows(self, where: str, *values: Any) -> list[Submitted]:
+    def _rows(self, where: str, *values: Any) -> list[SubmissionRow]:
         with self._lock:
             rows = self._connection.execute(f"SELECT {_COLUMNS} FROM submission {where}", values).fetchall()
         return [_submitted(row) for row in rows]
 
 
-def _submitted(row: Sequence[Any]) -> Submitted:
+def _submitted(row: Sequence[Any]) -> SubmissionRow:
     named = dict(zip(_COLUMNS.split(", "), row, strict=True))
     named["names"] = tuple(json.loads(named["names"]))
     named["pipelines"] = None if named["pipelines"] is None else json.loads(named["pipelines"])
-    return Submitted(**named)
+    return SubmissionRow(**named)

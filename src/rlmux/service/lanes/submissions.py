@@ -5,6 +5,8 @@
 
 The controller's log accepts an id once, so that either process may be killed at any point: an answered submission is
 never lost or duplicated. A submission is kept as `accepted` (202) while its controller is away.
+
+A module of its own: it is one API with its delivery, while `service` starts and stops processes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from rlmux.service.dashboard.schemas import timeline_schemas as shapes
 from rlmux.service.lanes.authorization import check_rights
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.submission_ledger import ACCEPTED, OVER_QUOTA, REFUSED, Ledger, Submitted
+from rlmux.service.lanes.submission_ledger import ACCEPTED, OVER_QUOTA, REFUSED, SubmissionLedger, SubmissionRow
 
 MAX_TEXT_BYTES = 256 << 10
 _MAX_KEY_CHARS = 100
@@ -40,10 +42,10 @@ _STATUS = {ACCEPTED: 202, REFUSED: 422, OVER_QUOTA: 429}
 _ADDRESS = "/submissions"
 
 
-class Submissions:
+class LaneSubmissions:
     """See the module."""
 
-    def __init__(self, lanes: Mapping[str, LaneController], ledger: Ledger, bundles: Bundles) -> None:
+    def __init__(self, lanes: Mapping[str, LaneController], ledger: SubmissionLedger, bundles: Bundles) -> None:
         self._lanes = lanes
         self._ledger = ledger
         self._bundles = bundles
@@ -114,7 +116,7 @@ class Submissions:
                 if not self._send(controller, one):
                     return
 
-    def _send(self, lane: LaneController, one: Submitted) -> bool:
+    def _send(self, lane: LaneController, one: SubmissionRow) -> bool:
         """Whether the controller answered."""
         if lane.down() is not None:
             return False
@@ -150,7 +152,7 @@ class Submissions:
             raise ProblemError(404, f"no lane {fields['lane'][:80]!r}", where="lane", accepted=", ".join(self._lanes))
         return lane
 
-    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], principal: Principal | None) -> Submitted:
+    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], principal: Principal | None) -> SubmissionRow:
         """Check a new submission and keep it."""
         lane = self._lane(fields)
         spec = self._parsed(lane, fields)

@@ -1,4 +1,7 @@
-"""Sampled tokens as the answers of each address."""
+"""Sampled tokens as the answers of each address.
+
+A module of its own: response formats are pure functions, tested without a server.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rlmux.service.tinker import wire_pb2 as wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class ReplySequence:
     """One sequence."""
 
     tokens: Sequence[int]
@@ -26,11 +29,11 @@ class Sampled:
     """`stop` or `length`."""
 
 
-def read_sampled(body: bytes) -> list[Sampled]:
+def read_sampled(body: bytes) -> list[ReplySequence]:
     """The sequences of a SampleResponse."""
     message = wire.SampleResponse.FromString(body)
     return [
-        Sampled(
+        ReplySequence(
             tokens=np.frombuffer(each.tokens, "<i4").tolist(),
             logprobs=np.frombuffer(each.logprobs, "<f4").tolist(),
             finish_reason="stop" if each.stop_reason == wire.STOP_REASON_STOP else "length",
@@ -39,14 +42,14 @@ def read_sampled(body: bytes) -> list[Sampled]:
     ]
 
 
-def text_of(sampled: Sampled, vocabulary: Vocabulary, stop: Sequence[str]) -> str:
+def text_of(sampled: ReplySequence, vocabulary: Vocabulary, stop: Sequence[str]) -> str:
     """Its text, without the stop text that ended it."""
     text = vocabulary.decode(sampled.tokens)
     ends = [place for each in stop if (place := text.find(each)) >= 0]
     return text[: min(ends)] if ends and sampled.finish_reason == "stop" else text
 
 
-def generated(request_id: str, sampled: Sequence[Sampled], texts: Sequence[str] | None) -> dict[str, Any]:
+def generated(request_id: str, sampled: Sequence[ReplySequence], texts: Sequence[str] | None) -> dict[str, Any]:
     """Response of /inference/v1/generate. `texts`: if requested."""
     choices = [
         {
@@ -61,7 +64,7 @@ def generated(request_id: str, sampled: Sequence[Sampled], texts: Sequence[str] 
     return {"request_id": request_id, "choices": choices, "prompt_logprobs": None}
 
 
-def completion_choice(index: int, sampled: Sampled, text: str, tokens: Sequence[str] | None) -> dict[str, Any]:
+def completion_choice(index: int, sampled: ReplySequence, text: str, tokens: Sequence[str] | None) -> dict[str, Any]:
     """A choice of /v1/completions. `tokens`: text of each token, if log-probs were requested."""
     logprobs = None
     if tokens is not None:
@@ -76,7 +79,7 @@ def completion_choice(index: int, sampled: Sampled, text: str, tokens: Sequence[
 
 
 def chat_choice(
-    index: int, sampled: Sampled, text: str, tokens: Sequence[str] | None, *, is_chunk: bool
+    index: int, sampled: ReplySequence, text: str, tokens: Sequence[str] | None, *, is_chunk: bool
 ) -> dict[str, Any]:
     """A choice of /v1/chat/completions, whole or as the one chunk of a stream."""
     message = {"role": "assistant", "content": text}
@@ -96,7 +99,7 @@ def envelope(kind: str, request_id: str, model: str, choices: Sequence[Mapping[s
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
 
 
-def usage(num_prompt_tokens: int, sampled: Sequence[Sampled]) -> dict[str, int]:
+def usage(num_prompt_tokens: int, sampled: Sequence[ReplySequence]) -> dict[str, int]:
     """Tokens that were read and written."""
     written = sum(len(each.tokens) for each in sampled)
     return {
@@ -116,5 +119,5 @@ def stream(answer: Mapping[str, Any], usage: Mapping[str, int] | None) -> Iterat
     yield "data: [DONE]\n\n"
 
 
-def _pairs(sampled: Sampled) -> Iterator[tuple[int, float]]:
+def _pairs(sampled: ReplySequence) -> Iterator[tuple[int, float]]:
     return zip(sampled.tokens, sampled.logprobs, strict=True)

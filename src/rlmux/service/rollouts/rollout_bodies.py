@@ -1,4 +1,7 @@
-"""Request bodies of the rollout API. Keys without an effect are ignored, unsupported ones refused."""
+"""Request bodies of the rollout API. Keys without an effect are ignored, unsupported ones refused.
+
+A module of its own: request formats are data types, without handlers.
+"""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.vocabulary import Vocabulary
 from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.rollouts import replies
-from rlmux.service.rollouts.replies import Sampled
+from rlmux.service.rollouts.replies import ReplySequence
 from rlmux.service.rollouts.rollout_bodies import Chat, Completion, Generate, Params, Streamed
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
-from rlmux.service.tinker.registry import Sampler, UnknownIdError
+from rlmux.service.tinker.registry import ClientSampler, UnknownIdError
 
 _LOOK_S = 5.0
 """Seconds between two looks whether the client is still there."""
@@ -41,7 +41,7 @@ _MARK = {"rlmux": "rollouts"}
 
 def routes(front: TinkerFront, keys: Keys, vocabularies: Mapping[str, Vocabulary]) -> APIRouter:
     """Everything under `/v1` and `/inference/v1`. `vocabularies`: by name of the served model."""
-    door = _Door(front, keys, vocabularies)
+    door = _RolloutRoutes(front, keys, vocabularies)
     router = APIRouter()
     for method, path, handler in (
         ("POST", "/inference/v1/generate", door.generate),
@@ -53,7 +53,7 @@ def routes(front: TinkerFront, keys: Keys, vocabularies: Mapping[str, Vocabulary
     return router
 
 
-class _Door:
+class _RolloutRoutes:
     """The handlers."""
 
     def __init__(self, front: TinkerFront, keys: Keys, vocabularies: Mapping[str, Vocabulary]) -> None:
@@ -145,7 +145,7 @@ class _Door:
 
     # --- samplers ---------------------------------------------------------------------------------------------
 
-    def _sampler(self, name: str | None, project: str) -> Sampler:
+    def _sampler(self, name: str | None, project: str) -> ClientSampler:
         """The sampler that a model's name stands for. Raises UnknownIdError for a name that stands for none."""
         registry = self._front.registry
         if name is None:
@@ -181,8 +181,8 @@ class _Door:
         return str(self._front.take("create_session", json.dumps(body).encode(), project)["session_id"])
 
     async def _sample(
-        self, request: Request, project: str, sampler: Sampler, prompt: Sequence[int], params: Params
-    ) -> tuple[str, list[Sampled]]:
+        self, request: Request, project: str, sampler: ClientSampler, prompt: Sequence[int], params: Params
+    ) -> tuple[str, list[ReplySequence]]:
         """(request id, samples). A request is dropped if its client disconnects before it starts."""
         params.check()
         stop = [*_stop_texts(params), *(params.stop_token_ids or ())]
@@ -216,7 +216,7 @@ class _Door:
 
     # --- text -------------------------------------------------------------------------------------------------
 
-    def _encoded(self, sampler: Sampler, prompt: str | Sequence[int], *, is_whole: bool = False) -> Sequence[int]:
+    def _encoded(self, sampler: ClientSampler, prompt: str | Sequence[int], *, is_whole: bool = False) -> Sequence[int]:
         """Tokens of a prompt. `is_whole`: nothing goes before the text."""
         if not isinstance(prompt, str):
             return prompt
@@ -226,11 +226,11 @@ class _Door:
         except PipelineError as error:
             raise UserError(f"prompt: {error}") from None
 
-    def _texts(self, sampler: Sampler, sampled: Sequence[Sampled], params: Params) -> list[str]:
+    def _texts(self, sampler: ClientSampler, sampled: Sequence[ReplySequence], params: Params) -> list[str]:
         vocabulary = self._vocabularies[sampler.served.name]
         return [replies.text_of(each, vocabulary, _stop_texts(params)) for each in sampled]
 
-    def _pieces(self, sampler: Sampler, tokens: Sequence[int]) -> list[str]:
+    def _pieces(self, sampler: ClientSampler, tokens: Sequence[int]) -> list[str]:
         """Text of each token alone."""
         vocabulary = self._vocabularies[sampler.served.name]
         return [vocabulary.decode([token]) for token in tokens]
@@ -239,7 +239,7 @@ class _Door:
         self,
         body: Completion | Chat,
         choices: Sequence[dict[str, Any]],
-        sampled: Sequence[Sampled],
+        sampled: Sequence[ReplySequence],
         prompts: Sequence[Sequence[int]],
     ) -> None:
         """The tokens themselves, for trainers that must not encode the text again."""
@@ -253,7 +253,7 @@ def _stop_texts(params: Params) -> list[str]:
 
 
 def _completion_response(
-    answer: dict[str, Any], num_prompt_tokens: int, sampled: Sequence[Sampled], body: Streamed
+    answer: dict[str, Any], num_prompt_tokens: int, sampled: Sequence[ReplySequence], body: Streamed
 ) -> Any:
     usage = replies.usage(num_prompt_tokens, sampled)
     if body.stream:

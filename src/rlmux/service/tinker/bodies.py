@@ -122,7 +122,7 @@ class SaveWeightsForSampler(Body):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveWeights(Body):
+class SaveWeightsBody(Body):
     model_id: str
     seq_id: int = Field(ge=0)
     path: str
@@ -167,7 +167,7 @@ class SamplingParams(Body):
     top_p: float = 1.0
 
 
-class Sample(Body):
+class SampleBody(Body):
     sampling_session_id: str
     seq_id: int = Field(ge=0)
     prompt: ModelInput

@@ -7,6 +7,8 @@
 A name points to a file, so the weights of a path never change. A file is needed by the name that points to
 it, by samplers of its weights, by the save that is to write it, and by a load that may have to be done again. What is
 needed is computed from the registry each time; nothing counts references.
+
+A module of its own: it is the only code of the front that deletes files.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlmux.service.tinker.futures import Promises
+from rlmux.service.tinker.futures import Futures
 from rlmux.service.tinker.registry import Registry
 
 _OF_SAVE = re.compile(r"state-[0-9]+-.+|sampler-[0-9]+\.safetensors|weights-.+")
@@ -28,7 +30,7 @@ _ASIDE = re.compile(r"\.(tmp|old)-[0-9]+$")
 class Files:
     """The files of a front's saves."""
 
-    def __init__(self, registry: Registry, promises: Promises) -> None:
+    def __init__(self, registry: Registry, promises: Futures) -> None:
         self._registry = registry
         self._promises = promises
         self.are_kept = False

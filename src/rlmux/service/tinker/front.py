@@ -28,12 +28,12 @@ from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.checkpoint_files import Files
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
-from rlmux.service.tinker.futures import Promised, Promises
-from rlmux.service.tinker.ledger import ERROR, PROTOBUF, Ledger, Result, Taken
+from rlmux.service.tinker.futures import Futures, Promised
+from rlmux.service.tinker.ledger import ERROR, PROTOBUF, Ledger, LoggedRequest, Result
 from rlmux.service.tinker.model_catalog import ServedModel, find_served
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
-from rlmux.service.tinker.project_budgets import Budgets
-from rlmux.service.tinker.registry import Model, Registry, Sampler, Session
+from rlmux.service.tinker.project_budgets import ProjectBudgets
+from rlmux.service.tinker.registry import ClientSampler, Model, Registry, Session
 from rlmux.service.tinker.reorder_buffer import InOrder
 from rlmux.service.tinker.requests import (
     ConflictError,
@@ -48,7 +48,7 @@ from rlmux.service.tinker.sample_requests import prompt_tokens, sample_request
 from rlmux.service.tinker.session_tags import Hints, read_tags
 
 _LOG = logging.getLogger("rlmux.tinker")
-_Save = bodies.SaveWeights | bodies.SaveWeightsForSampler
+_Save = bodies.SaveWeightsBody | bodies.SaveWeightsForSampler
 
 
 class Host(Protocol):
@@ -88,23 +88,23 @@ class TinkerFront:
         ledger: Ledger,
         folder: Path,
         host: Host,
-        budgets: Budgets | None = None,
+        budgets: ProjectBudgets | None = None,
         keep_snapshots: int = 0,
     ) -> None:
         """`folder`: where models keep their checkpoints. `budgets`: None where there are none. `keep_snapshots`: newest
         snapshots of a model that can be sampled; 0: all."""
         self.registry = Registry()
-        self.promises = Promises(ledger)
+        self.promises = Futures(ledger)
         self._models = models
         self._ledger = ledger
         self._folder = folder
         self._host = host
-        self._budgets = budgets or Budgets(ledger, {})
+        self._budgets = budgets or ProjectBudgets(ledger, {})
         self._checks = RequestChecks(self.registry, self.promises, models, self._budgets)
         self._num_samples: dict[PipelineId, int] = {}
         self._keep_snapshots = keep_snapshots
         self._files = Files(self.registry, self.promises)
-        self._apply_by_path: Mapping[str, Callable[[Taken, Any], dict[str, Any] | None]] = {
+        self._apply_by_path: Mapping[str, Callable[[LoggedRequest, Any], dict[str, Any] | None]] = {
             "create_session": self._create_session,
             "finish_session": self._finish_session,
             "create_model": self._create_model,
@@ -141,7 +141,7 @@ class TinkerFront:
             if not is_repeated(path, known, body):
                 raise ConflictError(f"{request_id} was another request; accepted: the same one again")
             return deferred_response(request_id, path, parsed)
-        taken = Taken(request_id, path, body, chosen, project, time.time())
+        taken = LoggedRequest(request_id, path, body, chosen, project, time.time())
         self._checks.check(taken, parsed)
         self._ledger.take(taken)
         try:
@@ -151,7 +151,7 @@ class TinkerFront:
             raise
         return deferred_response(request_id, path, parsed) if response is None else response
 
-    def repeat(self, taken: Taken) -> None:
+    def repeat(self, taken: LoggedRequest) -> None:
         """Take a request as another front took it, whose ledger has it."""
         self._files.are_kept = True
         self._ledger.take(taken)
@@ -173,7 +173,7 @@ class TinkerFront:
                 self.promises.skip(taken.id, str(error))
         self._files.are_kept = False
 
-    def _apply(self, taken: Taken, parsed: Any) -> dict[str, Any] | None:
+    def _apply(self, taken: LoggedRequest, parsed: Any) -> dict[str, Any] | None:
         response = self._apply_by_path[taken.path](taken, parsed)
         if (session := self.registry.sessions.get(taken.id.partition(":")[0])) is not None:
             session.record_activity(_clock_s(taken.at_s))
@@ -237,7 +237,7 @@ class TinkerFront:
             self._host.finish(pipeline)
             self.promises.fail_pipeline(pipeline, f"session {session.id} is over", ERROR)
 
-    def _create_session(self, taken: Taken, body: bodies.CreateSession) -> dict[str, Any]:
+    def _create_session(self, taken: LoggedRequest, body: bodies.CreateSession) -> dict[str, Any]:
         number = len(self.registry.sessions)
         session_id = f"s{number}-{taken.chosen}"
         name = body.pipeline_name([session.name for session in self.registry.sessions.values()], number)
@@ -256,14 +256,14 @@ class TinkerFront:
             "warning_message": next((each.warning for each in self._models.values()), None),
         }
 
-    def _finish_session(self, taken: Taken, body: bodies.OfSession) -> None:
+    def _finish_session(self, taken: LoggedRequest, body: bodies.OfSession) -> None:
         session = self.registry.sessions.get(body.session_id)
         if session is not None and not session.is_over:
             self.end_session(session)
 
     # --- models ---------------------------------------------------------------------------------------------
 
-    def _create_model(self, taken: Taken, body: bodies.CreateModel) -> None:
+    def _create_model(self, taken: LoggedRequest, body: bodies.CreateModel) -> None:
         session = self.registry.session(body.session_id, taken.project)
         seed = body.lora_config.seed if body.lora_config else None
         served = find_served(self._models, body.base_model)
@@ -309,7 +309,7 @@ class TinkerFront:
 
     def _train(
         self,
-        taken: Taken,
+        taken: LoggedRequest,
         model: Model,
         seq_id: int,
         request: TrainRequest,
@@ -326,7 +326,7 @@ class TinkerFront:
             if update is None or each.number > update[0]:
                 self._host.train(model.pipeline, each.id, each.request)
 
-    def _forward_backward(self, taken: Taken, head: LossHead) -> None:
+    def _forward_backward(self, taken: LoggedRequest, head: LossHead) -> None:
         model = self.registry.model(head.model_id, taken.project)
         update = self._ledger.newest_update(model.id) if taken.sha256 else None
         if taken.sha256 and (update is None or head.seq_id > update[0]):
@@ -340,12 +340,12 @@ class TinkerFront:
         )
         self._train(taken, model, head.seq_id, request, _protobuf)
 
-    def _optim_step(self, taken: Taken, body: bodies.OptimStep) -> None:
+    def _optim_step(self, taken: LoggedRequest, body: bodies.OptimStep) -> None:
         model = self.registry.model(body.model_id, taken.project)
         metrics = lambda done: _json({"metrics": {"grad_norm:mean": done.grad_norm}})  # noqa: E731
         self._train(taken, model, body.seq_id, body.step(), metrics, model.count_update)
 
-    def _save_for_sampler(self, taken: Taken, body: bodies.SaveWeightsForSampler) -> None:
+    def _save_for_sampler(self, taken: LoggedRequest, body: bodies.SaveWeightsForSampler) -> None:
         model = self.registry.model(body.model_id, taken.project)
         file = model.folder / f"sampler-{body.seq_id}.safetensors"
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
@@ -371,7 +371,7 @@ class TinkerFront:
         model.add_snapshot(made, num_kept)
         self._files.collect([model.folder] if num_kept else [])
 
-    def _save_weights(self, taken: Taken, body: bodies.SaveWeights) -> None:
+    def _save_weights(self, taken: LoggedRequest, body: bodies.SaveWeightsBody) -> None:
         model = self.registry.model(body.model_id, taken.project)
         path = TinkerPath(model.id, WEIGHTS, body.path)
         folder = model.folder / (taken.chosen or f"weights-{body.path}")  # as a version before chose
@@ -381,7 +381,7 @@ class TinkerFront:
         request = SaveState(folder=folder)
         self._train(taken, model, body.seq_id, request, lambda _: _json(answer), when_due)
 
-    def _load_weights(self, taken: Taken, body: bodies.LoadWeights) -> None:
+    def _load_weights(self, taken: LoggedRequest, body: bodies.LoadWeights) -> None:
         checkpoint = self.registry.checkpoint(body.path, taken.project, taken.chosen)
         if body.model_id is not None:
             model, seq_id = self.registry.model(body.model_id, taken.project), body.seq_id or 0
@@ -400,7 +400,7 @@ class TinkerFront:
         when_due = lambda: model.go_on_from(checkpoint)  # noqa: E731
         self._train(taken, model, seq_id, request, lambda _: _json(answer), when_due)
 
-    def _list_once_saved(self, taken: Taken, model: Model, path: TinkerPath, folder: Path, body: _Save) -> None:
+    def _list_once_saved(self, taken: LoggedRequest, model: Model, path: TinkerPath, folder: Path, body: _Save) -> None:
         """List the checkpoint that the model makes now, once it is there."""
         made = model.checkpoint(path, folder, taken.at_s, body.user_metadata)
         checkpoint = made.lasting(taken.at_s, body.ttl_seconds)
@@ -412,21 +412,21 @@ class TinkerFront:
 
         self.promises.then(taken.id, then)
 
-    def _delete_checkpoint(self, taken: Taken, body: bodies.OfPath) -> None:
+    def _delete_checkpoint(self, taken: LoggedRequest, body: bodies.OfPath) -> None:
         """What the path named when it was deleted; a save that was under way may have its name by now."""
         checkpoint = self.registry.checkpoints.get(body.path)
         if checkpoint is not None and taken.chosen in ("", checkpoint.folder.name):
             del self.registry.checkpoints[body.path]
             self._files.collect([checkpoint.folder.parent])
 
-    def _set_ttl(self, taken: Taken, body: bodies.SetTtl) -> None:
+    def _set_ttl(self, taken: LoggedRequest, body: bodies.SetTtl) -> None:
         checkpoint = self.registry.checkpoints.get(body.path)
         if checkpoint is not None and taken.chosen == checkpoint.folder.name:
             self.registry.list_checkpoint(checkpoint.lasting(taken.at_s, body.ttl_seconds))
 
     # --- samplers -------------------------------------------------------------------------------------------
 
-    def _create_sampler(self, taken: Taken, body: bodies.CreateSamplingSession) -> None:
+    def _create_sampler(self, taken: LoggedRequest, body: bodies.CreateSamplingSession) -> None:
         session = self.registry.session(body.session_id, taken.project)
         weights, seed, source, path, origin, adapter = None, session.hints.seed or 0, None, None, (-1, 0), None
         if body.model_path is not None:
@@ -451,7 +451,7 @@ class TinkerFront:
             session.sampling_pipelines[key] = pipeline
         return session.sampling_pipelines[key]
 
-    def _sample(self, taken: Taken, body: bodies.Sample) -> None:
+    def _sample(self, taken: LoggedRequest, body: bodies.SampleBody) -> None:
         sampler = self.registry.sampler(body.sampling_session_id, taken.project)
         self.promises.expect(taken.id, _promised(taken, sampler.pipeline, _protobuf, sampler))
         order, draws = sampler.order(body.seq_id)
@@ -469,7 +469,7 @@ def _clock_s(at_s: float) -> float:
 
 
 def _promised(
-    taken: Taken, pipeline: PipelineId, encode: Callable[[Any], Result], sampler: Sampler | None = None
+    taken: LoggedRequest, pipeline: PipelineId, encode: Callable[[Any], Result], sampler: ClientSampler | None = None
 ) -> Promised:
     return Promised(
         pipeline=pipeline, encode=encode, project=taken.project, num_bytes=len(taken.body), sampler=sampler

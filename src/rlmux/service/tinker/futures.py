@@ -13,7 +13,7 @@ from typing import Any
 
 from rlmux.core.model import PipelineId
 from rlmux.service.tinker.ledger import ERROR, PROTOBUF, SERVER_ERROR, Ledger, Result
-from rlmux.service.tinker.registry import Sampler
+from rlmux.service.tinker.registry import ClientSampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +26,14 @@ class Promised:
     project: str
     num_bytes: int = 0
     """Bytes of its body that are held until it is done."""
-    sampler: Sampler | None = None
+    sampler: ClientSampler | None = None
     """The sampler of a sampling request."""
     then: Callable[[bool], None] | None = None
     """Called before the result is delivered; True: the request was carried out."""
 
 
 @dataclass(slots=True)
-class Waiting:
+class PendingLoad:
     """What a project has without a result."""
 
     num_samples: int = 0
@@ -44,14 +44,14 @@ class Waiting:
     """Bytes of their bodies."""
 
 
-class Promises:
+class Futures:
     """Everything that is promised; results are the ledger's."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._promised: dict[str, Promised] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, PendingLoad] = {}
 
     @property
     def num_pending(self) -> int:
@@ -98,9 +98,9 @@ class Promises:
         if then in waiting:
             waiting.remove(then)
 
-    def waiting_of(self, project: str) -> Waiting:
+    def waiting_of(self, project: str) -> PendingLoad:
         """What a project has without a result."""
-        return self._waiting.setdefault(project, Waiting())
+        return self._waiting.setdefault(project, PendingLoad())
 
     def _count(self, promised: Promised, sign: int) -> None:
         waiting = self.waiting_of(promised.project)
@@ -110,7 +110,7 @@ class Promises:
         else:
             waiting.num_others += sign
 
-    def samplers(self) -> list[Sampler]:
+    def samplers(self) -> list[ClientSampler]:
         """Samplers of requests without a result."""
         return [each.sampler for each in self._promised.values() if each.sampler is not None]
 

@@ -57,7 +57,7 @@ ERROR, SERVER_ERROR = "error", "server_error"
 """Kinds of results: the request's own fault, and the server's."""
 
 
-class Taken(NamedTuple):
+class LoggedRequest(NamedTuple):
     """One request as it was taken."""
 
     id: str
@@ -158,7 +158,7 @@ class Ledger:
                 self._stuck_bytes = used
             return used
 
-    def take(self, request: Taken) -> None:
+    def take(self, request: LoggedRequest) -> None:
         """Keep a request, before anything is done about it."""
         self._database.execute(f"INSERT INTO requests ({_TAKEN}) VALUES (?, ?, ?, ?, ?, ?, ?)", request)
 
@@ -166,20 +166,20 @@ class Ledger:
         """Drop a request that came to nothing: it was never taken."""
         self._database.execute("DELETE FROM requests WHERE id = ?", (request_id,))
 
-    def request(self, request_id: str) -> Taken | None:
+    def request(self, request_id: str) -> LoggedRequest | None:
         """A request; None for one that was never taken."""
         row = self._database.execute(f"SELECT {_TAKEN} FROM requests WHERE id = ?", (request_id,)).fetchone()
-        return None if row is None else Taken(*row)
+        return None if row is None else LoggedRequest(*row)
 
     def project(self, request_id: str) -> str | None:
         """Project of a request; None for one that was never taken."""
         row = self._database.execute("SELECT project FROM requests WHERE id = ?", (request_id,)).fetchone()
         return None if row is None else str(row[0])
 
-    def taken(self) -> Iterator[Taken]:
+    def taken(self) -> Iterator[LoggedRequest]:
         """All requests, in the order they were taken."""
         rows = self._database.execute(f"SELECT {_TAKEN} FROM requests ORDER BY number")
-        yield from (Taken(*row) for row in rows)
+        yield from (LoggedRequest(*row) for row in rows)
 
     def settle(self, request_id: str, result: Result) -> bool:
         """Keep a result. A request that was done again has it already: nothing changes, and False is returned."""

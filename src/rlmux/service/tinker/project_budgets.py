@@ -32,7 +32,7 @@ def today() -> int:
     return int(time.time()) // _DAY_S
 
 
-class Budgets:
+class ProjectBudgets:
     """Budgets of the file and usage of the ledger."""
 
     def __init__(self, ledger: Ledger, hours_by_project: Mapping[str, float], today: Callable[[], int] = today) -> None:

@@ -78,7 +78,7 @@ class Model:
     """Requested optimizer steps, including the loaded checkpoint's."""
     loads: dict[int, Path] = field(default_factory=dict)
     """Checkpoint folders that requests load, by their number: until an update that is behind them is kept."""
-    snapshots: list[Sampler] = field(default_factory=list)
+    snapshots: list[ClientSampler] = field(default_factory=list)
     """Samplers of its weights without a name that are kept."""
 
     def forget_loads(self, number: int) -> list[Path]:
@@ -86,7 +86,7 @@ class Model:
         folders."""
         return [self.loads.pop(each) for each in list(self.loads) if each <= number]
 
-    def add_snapshot(self, sampler: Sampler, num_kept: int) -> None:
+    def add_snapshot(self, sampler: ClientSampler, num_kept: int) -> None:
         """A sampler of its weights without a name; only the newest so many are kept, or all for 0."""
         self.snapshots.append(sampler)
         while num_kept and len(self.snapshots) > num_kept:
@@ -97,9 +97,9 @@ class Model:
 
     def checkpoint(
         self, path: TinkerPath, folder: Path, made_s: float, user_metadata: Mapping[str, str] | None
-    ) -> Checkpoint:
-        """What a save makes of it now; fields as in `Checkpoint`."""
-        return Checkpoint(
+    ) -> ClientCheckpoint:
+        """What a save makes of it now; fields as in `ClientCheckpoint`."""
+        return ClientCheckpoint(
             path=path,
             folder=folder,
             made_s=made_s,
@@ -110,12 +110,12 @@ class Model:
             num_updates=self.num_updates,
         )
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
+    def go_on_from(self, checkpoint: ClientCheckpoint) -> None:
         self.num_updates = checkpoint.num_updates
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Sampler:
+class ClientSampler:
     """One set of weights to sample with, for life."""
 
     id: str
@@ -144,7 +144,7 @@ class Sampler:
 
     def order(self, seq_id: int) -> tuple[InOrder[Any], Draws]:
         """Order and draws of the requests that a number is among: those of one copy of the client."""
-        first = seq_id - seq_id % Sampler._RANGE
+        first = seq_id - seq_id % ClientSampler._RANGE
         if first not in self._order_by_range:
             self._order_by_range[first] = InOrder(first)
             self._draws_by_range[first] = Draws(model_seed=self.seed, origin=f"{self.origin} {first}")
@@ -152,7 +152,7 @@ class Sampler:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Checkpoint:
+class ClientCheckpoint:
     """Weights that a client gave a name."""
 
     path: TinkerPath
@@ -170,7 +170,7 @@ class Checkpoint:
     expires_s: float | None = None
     """Time at which it is deleted, in seconds since 1970; None: never by itself."""
 
-    def lasting(self, from_s: float, ttl_s: int | None) -> Checkpoint:
+    def lasting(self, from_s: float, ttl_s: int | None) -> ClientCheckpoint:
         """The checkpoint, to be deleted so many seconds after a time; None: never."""
         return replace(self, expires_s=None if ttl_s is None else from_s + ttl_s)
 
@@ -186,7 +186,7 @@ class Checkpoint:
         return sum(file.stat().st_size for file in files if file.is_file())
 
 
-Kept = TypeVar("Kept", Model, Sampler)
+Kept = TypeVar("Kept", Model, ClientSampler)
 
 
 @dataclass(slots=True)
@@ -195,17 +195,17 @@ class Registry:
 
     sessions: dict[str, Session] = field(default_factory=dict)
     models: dict[str, Model] = field(default_factory=dict)
-    samplers: dict[str, Sampler] = field(default_factory=dict)
-    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    samplers: dict[str, ClientSampler] = field(default_factory=dict)
+    checkpoints: dict[str, ClientCheckpoint] = field(default_factory=dict)
     """Listed checkpoints in request order: a path names its newest save until that is deleted."""
     being_saved: dict[Path, str] = field(default_factory=dict)
     """Files that saves are to write, with the path they are to be listed under; empty for a snapshot without one."""
     _next_expiry_s: float = math.inf
     """No checkpoint expires before."""
-    _saved: dict[str, dict[str, Checkpoint]] = field(default_factory=dict)
+    _saved: dict[str, dict[str, ClientCheckpoint]] = field(default_factory=dict)
     """Everything that was ever listed, by path and by the name of its file."""
 
-    def list_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
+    def list_checkpoint(self, checkpoint: ClientCheckpoint) -> ClientCheckpoint | None:
         """Have its path name it from now on; returns what the path named before."""
         path = str(checkpoint.path)
         before, self.checkpoints[path] = self.checkpoints.get(path), checkpoint
@@ -214,7 +214,7 @@ class Registry:
         self._next_expiry_s = min(self._next_expiry_s, _expiry_s(checkpoint))
         return before
 
-    def expired(self, now_s: float) -> list[Checkpoint]:
+    def expired(self, now_s: float) -> list[ClientCheckpoint]:
         """Checkpoints that are listed and whose time is over."""
         if now_s < self._next_expiry_s:
             return []
@@ -233,12 +233,12 @@ class Registry:
         seed: int,
         path: str | None,
         origin: tuple[int, int],
-    ) -> Sampler:
+    ) -> ClientSampler:
         """`origin`: number of the model in its session, -1 for a base model; updates that made the weights."""
         occurrence = session.num_samplers_by_origin[origin]
         session.num_samplers_by_origin[origin] += 1
         its_id = sampler_id(session.id, number)
-        made = self.samplers[its_id] = Sampler(
+        made = self.samplers[its_id] = ClientSampler(
             id=its_id,
             session=session,
             pipeline=pipeline,
@@ -271,7 +271,7 @@ class Registry:
         """Raises UnknownIdError, and GoneError for one whose session is over."""
         return _present(self.models.get(model_id), "model", model_id, project)
 
-    def sampler(self, sampler_id: str, project: str) -> Sampler:
+    def sampler(self, sampler_id: str, project: str) -> ClientSampler:
         """Raises UnknownIdError, and GoneError for one whose session is over, or that newer snapshots took the place
         of."""
         sampler = _present(self.samplers.get(sampler_id), "sampler", sampler_id, project)
@@ -291,7 +291,7 @@ class Registry:
         """Whether a checkpoint was listed under the path with this file; with any, where the file is empty."""
         return file in self._saved.get(path, {}) if file else path in self.checkpoints
 
-    def checkpoint(self, path: str, project: str, file: str = "") -> Checkpoint:
+    def checkpoint(self, path: str, project: str, file: str = "") -> ClientCheckpoint:
         """What the path names, or named when its file was this one. Raises UserError for a path that is none,
         UnknownIdError for one that names nothing."""
         key = str(TinkerPath.parse(path))
@@ -301,7 +301,7 @@ class Registry:
         return found
 
 
-def _expiry_s(checkpoint: Checkpoint) -> float:
+def _expiry_s(checkpoint: ClientCheckpoint) -> float:
     return math.inf if checkpoint.expires_s is None else checkpoint.expires_s
 
 

@@ -18,11 +18,11 @@ from rlmux.core.errors import RlmuxError, UserError
 from rlmux.rl.config import AdapterConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.codec import read_head
-from rlmux.service.tinker.futures import Promises, Waiting
-from rlmux.service.tinker.ledger import Taken
+from rlmux.service.tinker.futures import Futures, PendingLoad
+from rlmux.service.tinker.ledger import LoggedRequest
 from rlmux.service.tinker.model_catalog import ServedModel, find_served
 from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
-from rlmux.service.tinker.project_budgets import Budgets
+from rlmux.service.tinker.project_budgets import ProjectBudgets
 from rlmux.service.tinker.registry import Registry
 from rlmux.service.tinker.sample_requests import check_sample
 from rlmux.service.tinker.session_tags import read_tags
@@ -63,10 +63,10 @@ _READ: Mapping[str, Callable[[bytes], Any]] = {
     "forward_backward": read_head,
     "optim_step": bodies.OptimStep.model_validate_json,
     "save_weights_for_sampler": bodies.SaveWeightsForSampler.model_validate_json,
-    "save_weights": bodies.SaveWeights.model_validate_json,
+    "save_weights": bodies.SaveWeightsBody.model_validate_json,
     "load_weights": bodies.LoadWeights.model_validate_json,
     "create_sampling_session": bodies.CreateSamplingSession.model_validate_json,
-    "asample": bodies.Sample.model_validate_json,
+    "asample": bodies.SampleBody.model_validate_json,
     "delete_checkpoint": bodies.OfPath.model_validate_json,
     "set_ttl": bodies.SetTtl.model_validate_json,
 }
@@ -112,7 +112,7 @@ def choose(path: str, parsed: Any, registry: Registry, keep_snapshots: int) -> s
     return ""
 
 
-def is_repeated(path: str, known: Taken, body: bytes) -> bool:
+def is_repeated(path: str, known: LoggedRequest, body: bytes) -> bool:
     """Whether a request with the number of a known one is that one, sent again."""
     if known.has_body(body):
         return True
@@ -144,14 +144,14 @@ class RequestChecks:
     """Refuses what is not served, by name and with what to write instead."""
 
     def __init__(
-        self, registry: Registry, promises: Promises, models: Mapping[str, ServedModel], budgets: Budgets
+        self, registry: Registry, promises: Futures, models: Mapping[str, ServedModel], budgets: ProjectBudgets
     ) -> None:
         self._registry = registry
         self._budgets = budgets
         self._promises = promises
         self._models = models
 
-    def check(self, taken: Taken, parsed: Any) -> None:
+    def check(self, taken: LoggedRequest, parsed: Any) -> None:
         """Raises UserError, UnknownIdError, GoneError or ConflictError for a request that is refused, FloodError or
         BudgetError for one that may come again. `parsed`: of `read`."""
         project = taken.project
@@ -188,7 +188,7 @@ class RequestChecks:
         if optimizer is not None and optimizer.type not in ("adam", "adamw"):
             raise UserError(f"optimizer {optimizer.type!r} is not served; accepted: adamw")
 
-    def _check_sample(self, body: bodies.Sample, project: str) -> None:
+    def _check_sample(self, body: bodies.SampleBody, project: str) -> None:
         sampler = self._registry.sampler(body.sampling_session_id, project)
         check_sample(body, sampler.served)
         waiting = self._promises.waiting_of(project)
@@ -204,7 +204,7 @@ class RequestChecks:
         if not order.is_missing(seq_id):
             self._check_room("requests of models", waiting.num_others, MAX_TRAINING_AT_ONCE, waiting)
 
-    def _check_room(self, what: str, num_waiting: int, most: int, waiting: Waiting) -> None:
+    def _check_room(self, what: str, num_waiting: int, most: int, waiting: PendingLoad) -> None:
         """Not for a request that others wait for: they could have no result without it."""
         if num_waiting >= most:
             raise FloodError(f"{most} {what} of this project wait already; accepted: this one again, later")
@@ -227,7 +227,7 @@ class RequestChecks:
                 "theirs is closed (ServiceClient.close)"
             )
 
-    def _check_save(self, body: bodies.SaveWeights, project: str) -> None:
+    def _check_save(self, body: bodies.SaveWeightsBody, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
         _check_ttl(body.ttl_seconds)
         path = TinkerPath(body.model_id, WEIGHTS, checked_name(body.path))

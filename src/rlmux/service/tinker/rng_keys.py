@@ -9,6 +9,8 @@ its session's models, after how many updates, and how many samplers of them came
 a sampler does not go in, as a client counts it up with every attempt to reach the server; nor does a session's random
 id. The same program gets the same samples in every run: alone, beside others, across a restart of the server, and from
 a checkpoint.
+
+A module of its own: reproducible sampling depends on this function alone.
 """
 
 from __future__ import annotations

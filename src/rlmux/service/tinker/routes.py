@@ -28,7 +28,7 @@ from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import EMPTIED, PROTOBUF, SERVER_ERROR
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS
-from rlmux.service.tinker.registry import Checkpoint, GoneError, Model, UnknownIdError
+from rlmux.service.tinker.registry import ClientCheckpoint, GoneError, Model, UnknownIdError
 from rlmux.service.tinker.requests import MAX_BODY_BYTES, MAX_SAMPLES_AT_ONCE
 
 POLL_S = 30.0
@@ -66,7 +66,7 @@ Reason = Callable[[PipelineId], str | None]
 
 def routes(front: TinkerFront, keys: Keys, reason: Reason) -> Router:
     """Everything that clients reach, as an application."""
-    door = _Door(front, keys, reason)
+    door = _TinkerRoutes(front, keys, reason)
     found = [
         Route(f"{_PREFIX}/retrieve_future", door.answering(door.retrieve), methods=["POST"]),
         *(Route(f"{_PREFIX}/{name}", door.taking(name), methods=["POST"]) for name in _TAKEN),
@@ -113,7 +113,7 @@ class _Lines:
             _LOG.warning("more requests are refused in this minute; they are not logged")
 
 
-class _Door:
+class _TinkerRoutes:
     """The handlers."""
 
     def __init__(self, front: TinkerFront, keys: Keys, reason: Reason) -> None:
@@ -303,7 +303,7 @@ class _Door:
             raise UnknownIdError(f"no training run {request.path_params['run']!r}")
         return model
 
-    def _checkpoints(self, project: str) -> list[Checkpoint]:
+    def _checkpoints(self, project: str) -> list[ClientCheckpoint]:
         return [each for each in self._front.registry.checkpoints.values() if each.project == project]
 
     def _run(self, model: Model) -> dict[str, Any]:
@@ -335,7 +335,7 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _checkpoint_row(checkpoint: Checkpoint) -> dict[str, Any]:
+def _checkpoint_row(checkpoint: ClientCheckpoint) -> dict[str, Any]:
     is_sampler = checkpoint.path.kind == SAMPLER_WEIGHTS
     return {
         "checkpoint_id": checkpoint.path.checkpoint_id,

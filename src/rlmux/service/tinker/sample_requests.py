@@ -8,7 +8,7 @@ from functools import partial
 from rlmux.core.errors import UserError
 from rlmux.rl.client_requests import SampleDone, SampleRequest
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
-from rlmux.service.tinker.bodies import Sample
+from rlmux.service.tinker.bodies import SampleBody
 from rlmux.service.tinker.codec import write_sample
 from rlmux.service.tinker.model_catalog import ServedModel
 
@@ -16,7 +16,7 @@ COLDEST = 1e-6
 """The temperature that 0 stands for: the likeliest token, unless two differ by less than a rounding."""
 
 
-def check_sample(body: Sample, model: ServedModel) -> None:
+def check_sample(body: SampleBody, model: ServedModel) -> None:
     """Raises UserError for what is not served, by name and with what to write instead."""
     params = body.sampling_params
     refused = {
@@ -48,7 +48,7 @@ def check_sample(body: Sample, model: ServedModel) -> None:
         raise UserError(f"prompt_logprobs_last_n: {last_n}; accepted: 1 to {len(tokens) - 1}, with prompt_logprobs")
 
 
-def prompt_tokens(body: Sample) -> Sequence[int]:
+def prompt_tokens(body: SampleBody) -> Sequence[int]:
     """All tokens of the prompt. Raises UserError for chunks that are no text."""
     tokens: list[int] = []
     for chunk in body.prompt.chunks:
@@ -65,7 +65,7 @@ def _check_tokens(where: str, tokens: Sequence[int], model: ServedModel) -> None
         raise UserError(f"{where}: token {unknown} is unknown; accepted: 0 to {model.vocab_size - 1} of {model.name}")
 
 
-def sample_request(request_id: str, body: Sample, model: ServedModel, *, number: int, key: int) -> SampleRequest:
+def sample_request(request_id: str, body: SampleBody, model: ServedModel, *, number: int, key: int) -> SampleRequest:
     """The engine's request. `number`: unique among the pipeline's requests. `key`: see rng_keys.py."""
     params, tokens = body.sampling_params, prompt_tokens(body)
     stop = params.stop

@@ -23,7 +23,7 @@ _MAX_SESSIONS = 10_000
 
 
 @dataclass(slots=True)
-class Session:
+class BrowserSession:
     """One browser login."""
 
     token: str
@@ -45,7 +45,7 @@ class Sessions:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._folder: Path | None = None
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, BrowserSession] = {}
         self._written = 0.0
         """Unix time of the last write."""
 
@@ -55,7 +55,8 @@ class Sessions:
         found = atomic_json.read(folder, NAME) or {}
         try:
             self._sessions = {
-                key: Session(str(one["token"]), float(one["begun"]), float(one["used"])) for key, one in found.items()
+                key: BrowserSession(str(one["token"]), float(one["begun"]), float(one["used"]))
+                for key, one in found.items()
             }
         except (AttributeError, KeyError, TypeError, ValueError):
             raise atomic_json.damaged(folder, NAME) from None
@@ -64,15 +65,15 @@ class Sessions:
         while len(self._sessions) >= _MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         now = self._clock()
-        self._sessions[key] = Session(token, now, now)
+        self._sessions[key] = BrowserSession(token, now, now)
         self._write()
 
-    def find(self, key: str) -> Session | None:
+    def find(self, key: str) -> BrowserSession | None:
         """The session of a cookie, if it has not expired."""
         session = self._sessions.get(key)
         return session if session is not None and self._clock() < session.ends else None
 
-    def use(self, session: Session) -> None:
+    def use(self, session: BrowserSession) -> None:
         """Renew the session's expiry."""
         session.used = self._clock()
         if session.used - self._written >= _WRITE_EVERY_S:
