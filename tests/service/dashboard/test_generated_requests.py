@@ -24,8 +24,8 @@ from tests.service.pages_server import Pages
 from rlmux.service.dashboard import what_if_jobs
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
-from rlmux.service.lanes.submission_ledger import Ledger
-from rlmux.service.lanes.submissions import Submissions
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.lanes.submissions import LaneSubmissions
 
 THERE = {"lane": "cpu", "name": "first"}
 """What right requests ask for."""
@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     with open_root(root):
         lane = Lane(root, "solo", Endless())
         bundles = Bundles(root)
-        submissions = Submissions({"cpu": lane}, Ledger(root), bundles)  # type: ignore[dict-item]
+        submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(root), bundles)  # type: ignore[dict-item]
         pages = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *bundles.addresses()))
         for name in ("first", "second"):
             assert submit(pages, {"name": name, "user": "ann"}).status_code == 201
@@ -162,7 +162,7 @@ def test_a_full_disk_is_said_and_keeps_nothing_half_written(served, monkeypatch,
     before = sorted(path.name for path in (root / "bundles").iterdir()), submissions_of(served)
     with monkeypatch.context() as patched:
         patched.setattr(tarfile, "copyfileobj", full)
-        patched.setattr(Ledger, "add", full)
+        patched.setattr(SubmissionLedger, "add", full)
         patched.setattr(what_if_jobs.tempfile, "TemporaryDirectory", full)
         answer = post()
     assert (answer.status_code, answer.json()["detail"]) == (507, "the disk is full, and nothing was kept")

@@ -18,8 +18,8 @@ from rlmux.service.dashboard.router import PREFIX
 from rlmux.service.dashboard.schemas import run_schemas
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
-from rlmux.service.lanes.submission_ledger import Ledger
-from rlmux.service.lanes.submissions import Submissions
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.lanes.submissions import LaneSubmissions
 
 TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
@@ -70,7 +70,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     with open_root(root):
         lane = Lane(root, "solo", Endless())
         bundles = Bundles(root)
-        submissions = Submissions({"cpu": lane}, Ledger(root), bundles)  # type: ignore[dict-item]
+        submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(root), bundles)  # type: ignore[dict-item]
         served = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *bundles.addresses()))
         for name, more in (("first", {}), ("second", {}), ("third", {"submit_at_s": 1e6})):
             assert submit(served, {"name": name, "user": "ann", **more}).status_code == 201

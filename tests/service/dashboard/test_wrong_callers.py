@@ -25,8 +25,8 @@ from rlmux.service.dashboard.auth.access import Access
 from rlmux.service.dashboard.router import PREFIX
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
-from rlmux.service.lanes.submission_ledger import Ledger
-from rlmux.service.lanes.submissions import Submissions
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.lanes.submissions import LaneSubmissions
 from rlmux.service.tinker.keys import Keys, UnknownKeyError
 
 OF_BOB = {"name": "tools-9", "task": "sort", "steps": 9, "user": "bob", "project": "audio"}
@@ -126,7 +126,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         lane = Lane(root, "solo", Endless(), FairShares())
         undo.callback(lane.close)
         bundles = Bundles(root)
-        submissions = Submissions({"cpu": lane}, Ledger(root), bundles)  # type: ignore[dict-item]
+        submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(root), bundles)  # type: ignore[dict-item]
         pages = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *bundles.addresses()))
         undo.callback(pages.close)
         with_people(root)

@@ -11,8 +11,8 @@ from tests.service.pages_server import Pages
 
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
-from rlmux.service.lanes.submission_ledger import Ledger
-from rlmux.service.lanes.submissions import Submissions
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.lanes.submissions import LaneSubmissions
 
 pytestmark = pytest.mark.xdist_group("browser")
 WRONG = "pipelines:\n  - name: first\n    task: sort\n    stps: 4\n"
@@ -24,7 +24,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     root: Path = tmp_path_factory.mktemp("service") / "root"
     with open_root(root):
         lane = Lane(root, "solo", Endless())
-        submissions = Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
+        submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(root), Bundles(root))  # type: ignore[dict-item]
         served = Pages(root, lanes=["cpu"], more=submissions.addresses())
         yield served
         served.close()

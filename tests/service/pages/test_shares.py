@@ -18,8 +18,8 @@ from rlmux.runtime.backend import Note
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
-from rlmux.service.lanes.submission_ledger import Ledger
-from rlmux.service.lanes.submissions import Submissions
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.lanes.submissions import LaneSubmissions
 
 pytestmark = pytest.mark.xdist_group("browser")
 SHARES = """
@@ -49,7 +49,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     root: Path = tmp_path_factory.mktemp("shares") / "root"
     with open_root(root):
         lane = Lane(root, "solo", Unhurried(), FairShares())
-        submissions = Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
+        submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(root), Bundles(root))  # type: ignore[dict-item]
         served = Pages(root, lanes=["cpu"], more=submissions.addresses())
         answer = served.client.post("/lanes/cpu/shares", json={"text": SHARES, "source": "shares.yaml"})
         assert answer.status_code == 200, answer.text
@@ -115,7 +115,7 @@ def test_the_page_has_no_serious_fault(service, enter, theme):
 def test_a_run_that_is_over_shows_what_its_log_said_last(tmp_path, dashboard):
     with open_root(tmp_path / "root"):
         lane = Lane(tmp_path / "root", "solo", queue_order=FairShares())
-        submissions = Submissions({"cpu": lane}, Ledger(tmp_path / "root"), Bundles(tmp_path / "root"))  # type: ignore[dict-item]
+        submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(tmp_path / "root"), Bundles(tmp_path / "root"))  # type: ignore[dict-item]
         served = dashboard(tmp_path / "root", lanes=["cpu"], more=submissions.addresses())
         text = "pipelines:\n  - {name: only, task: sort, steps: 2, user: ann}\n"
         served.client.post(

@@ -28,8 +28,8 @@ from rlmux.service.dashboard.auth import tokens, users
 from rlmux.service.dashboard.router import PREFIX
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
-from rlmux.service.lanes.submission_ledger import Ledger
-from rlmux.service.lanes.submissions import Submissions
+from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.lanes.submissions import LaneSubmissions
 
 HIDDEN = re.compile(rb"(?<![A-Za-z0-9])(tools|bob|audio)(?![A-Za-z0-9])")
 """Bob, his pipeline and its project, in whatever they stand."""
@@ -248,7 +248,7 @@ def service(tmp_path: Path) -> Iterator[Pages]:
     root = tmp_path / "root"
     with open_root(root):
         lane = Lane(root, "solo", Endless(), FairShares())
-        submissions = Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
+        submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(root), Bundles(root))  # type: ignore[dict-item]
         served = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *Bundles(root).addresses()))
         with_people(root)
         with client_of(served, "bob") as bob, client_of(served, "ann") as ann:
