@@ -229,7 +229,7 @@ class OnServer:
                 if not may_repeat and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                     raise UserError(
                         f"{self._url}: no answer ({str(error) or type(error).__name__}): it may have been carried out; "
-                        "accepted: the same again, once the status says that it was not"
+                        "accepted: the same again, once the status shows that it was not"
                     ) from None
                 is_distrusted = "CERTIFICATE_VERIFY_FAILED" in str(error)
                 if time.monotonic() >= end_s or is_distrusted:

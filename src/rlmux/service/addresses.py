@@ -5,7 +5,7 @@
     peer within --behind-proxy? ── yes ─▶ X-Forwarded-For and -Proto are the caller's; --user-header names the user
                                └── no  ─▶ they count for nothing; without TLS, and from another machine: 403
 
-This layer runs before every router. It reads no request body and knows no route.
+This layer runs before every router. It reads no request body and no route table.
 """
 
 from __future__ import annotations

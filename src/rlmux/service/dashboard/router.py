@@ -275,7 +275,7 @@ class ApiRouter:
             if principal is None:
                 raise ProblemError(
                     401,
-                    "who asks is not known",
+                    "the caller is not authenticated",
                     where="Authorization",
                     accepted="Bearer TOKEN of admin.token, or a login",
                 )
