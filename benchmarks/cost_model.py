@@ -32,7 +32,7 @@ from logged_engine import MEASURED_MEMORY_FRACTION, EngineLimits, ToolCalls, kv_
 from rlmux.core.model import Stage
 from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, RolloutCosts, rollout_costs, train_cost_by_size
 from rlmux.sim.models.curves import LOW_ACTIVE, DecodeCurve, HostCosts, PrefillCurve, StageCost
-from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape
+from rlmux.sim.models.hardware import ModelSize, gpu_spec, model_shape
 from rlmux.sim.models.lengths import (
     PROBABILITIES,
     LengthDistribution,
@@ -213,7 +213,7 @@ def decode_bins(folder: Path, runs: tuple[str, ...]) -> np.ndarray:
     return np.array(rows)
 
 
-def fit_decode(folder: Path, runs: list[str], shape: ModelShape) -> tuple[DecodeCurve, float]:
+def fit_decode(folder: Path, runs: list[str], shape: ModelSize) -> tuple[DecodeCurve, float]:
     """The curve of one model and its median relative error over bins, weighted by iterations."""
     bins = decode_bins(folder, tuple(runs))
     captured = bins[bins[:, 0] <= 512]

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from rlmux.core.errors import UserError
 from rlmux.sim.models.costs import MEASURED_GPU, MEASURED_NUM_GPUS, RolloutCosts, rollout_costs
-from rlmux.sim.models.hardware import ModelShape, gpu_spec
+from rlmux.sim.models.hardware import ModelSize, gpu_spec
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -133,7 +133,7 @@ class RolloutPrediction:
 
 
 def kv_pool_tokens(
-    shape: ModelShape, gpu: str = MEASURED_GPU, tp: int = MEASURED_NUM_GPUS, memory_fraction: float = 0.9
+    shape: ModelSize, gpu: str = MEASURED_GPU, tp: int = MEASURED_NUM_GPUS, memory_fraction: float = 0.9
 ) -> float:
     """Tokens of cache beside the weights when an engine may use `memory_fraction` of each GPU."""
     room = memory_fraction * gpu_spec(gpu).hbm_gb * 1e9 - shape.weight_bytes / tp
@@ -148,7 +148,7 @@ def kv_pool_tokens(
 
 def predict_rollout(
     lengths: Sequence[float] | FloatArray | IntArray,
-    model: str | ModelShape | RolloutCosts,
+    model: str | ModelSize | RolloutCosts,
     num_workers: int = 1,
     *,
     gpu: str = MEASURED_GPU,

@@ -23,7 +23,7 @@ from rlmux.core.estimation.step_bounds import StepBounds
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
 from rlmux.core.steps.cycles import PhaseLoad, meta_iteration_s
 from rlmux.sim.workloads.arrivals import at_token_limit
-from rlmux.sim.world import Drifting, Sampled, Variation, drift_curve
+from rlmux.sim.world import Drifting, RandomVariation, Variation, drift_curve
 
 MEAN = PhaseSeconds(rollout_s=200.0, train_s=160.0)
 PROBABILITIES = (0.8, 0.9, 0.95, 0.99)
@@ -105,7 +105,7 @@ Factor = Callable[[int], float]
 
 
 def _noise(generator: random.Random, num_steps: int) -> Factor:
-    return Sampled(seed=generator.getrandbits(32), cv=0.1).factor
+    return RandomVariation(seed=generator.getrandbits(32), cv=0.1).factor
 
 
 def _drift(generator: random.Random, num_steps: int) -> Factor:

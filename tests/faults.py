@@ -138,7 +138,7 @@ class BreakingBackend:
         """One order ends, pauses or reports, or a restart is told. False when there is nothing to come."""
         self.now_s += self.draw.random()
         if self.moving and (not self.orders or self.draw.random() < 0.3):
-            self._tell_restart(self.draw.choice(list(self.moving)))
+            self._report_restart(self.draw.choice(list(self.moving)))
             return True
         if self.leaving and (not self.orders or self.draw.random() < 0.3):
             pipeline = self.draw.choice(list(self.leaving))
@@ -231,7 +231,7 @@ class BreakingBackend:
 
     def restart(self) -> None:
         for pipeline in self._some(self.placements):
-            self._tell_restart(pipeline)
+            self._report_restart(pipeline)
 
     def park(self) -> None:
         for pipeline in self._some(self.placements):
@@ -323,7 +323,7 @@ class BreakingBackend:
             ]
             self.send(self.draw.choice(late))
 
-    def _tell_restart(self, pipeline: PipelineId) -> None:
+    def _report_restart(self, pipeline: PipelineId) -> None:
         self._drop_orders(pipeline)
         self.moving.pop(pipeline, None)
         published = max(self.scheduler.query.pipeline(pipeline).published_version, 0)

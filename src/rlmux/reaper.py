@@ -34,8 +34,8 @@ _LEAVE_S = 1.0
 """Seconds in which workers leave by themselves, and finish the checkpoint that they are writing."""
 _TERM_S = 2.0
 """Seconds in which a server leaves after SIGTERM, and then its children, each after its own."""
-_LOOK_EVERY_S = 0.1
-_NUM_LOOKS = 100
+_POLL_EVERY_S = 0.1
+_NUM_POLLS = 100
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -95,7 +95,7 @@ def _run_server(folder: str, *command: str) -> int | None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     while server.poll() is None:
-        if select.select([0], [], [], _LOOK_EVERY_S)[0] and not os.read(0, 1):
+        if select.select([0], [], [], _POLL_EVERY_S)[0] and not os.read(0, 1):
             break
     me = str(os.getpid())
     _end_all(lambda process: (process / "stat").read_text().rpartition(")")[2].split()[1] == me, term_s=_TERM_S)
@@ -105,9 +105,9 @@ def _run_server(folder: str, *command: str) -> int | None:
 
 def _end_all(is_theirs: Callable[[Path], bool], *, term_s: float = 0.0) -> None:
     """SIGTERM to each process of `/proc` that is theirs, SIGKILL from `term_s` seconds on, until there is none."""
-    asked: set[Path] = set()
-    for look in range(_NUM_LOOKS):
-        is_late = look * _LOOK_EVERY_S >= term_s
+    terminated: set[Path] = set()
+    for poll in range(_NUM_POLLS):
+        is_late = poll * _POLL_EVERY_S >= term_s
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -116,12 +116,12 @@ def _end_all(is_theirs: Callable[[Path], bool], *, term_s: float = 0.0) -> None:
             with contextlib.suppress(OSError):  # it is gone, or another user's
                 if is_theirs(process):
                     num_left += 1
-                    if is_late or process not in asked:
-                        asked.add(process)
+                    if is_late or process not in terminated:
+                        terminated.add(process)
                         os.kill(int(process.name), signal.SIGKILL if is_late else signal.SIGTERM)
         if num_left == 0:
             return
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.broker.room import ONE_POOL, PATIENCE_S, SIZE, Room, check_never_both
 
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.control.control_requests import Cancel
-from rlmux.runtime.control.control_socket import ask
+from rlmux.runtime.control.control_socket import send_request
 
 STEPS = 12
 TWO_POOLS = {"rollout": {"device_memory_gb": 1.5 * SIZE / 1e9}, "train": {"device_memory_gb": 1.5 * SIZE / 1e9}}
@@ -294,7 +294,7 @@ def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_
         programs[name] = room.program(name, 1000 if name == "a" else 4, "sleep=0.2")
         room.until_noted("joined", by=name)
         room.until_recorded(first, "begins")
-    assert ask(room.out, Cancel(name="a"))["outcome"]
+    assert send_request(room.out, Cancel(name="a"))["outcome"]
     if first == "a":  # it stays cancelled under the next broker
         room.kill_broker()
         room.start_broker()

@@ -277,7 +277,7 @@ def test_a_server_that_is_busy_forgetful_and_slow_changes_nothing(
     engine = new_engine("vllm")
     requests = requests_of(6)
     expected = drain_of(engine, requests)
-    engine.server.ask("POST", "/misbehave", {"busy": 3, "lose": 3, "slow_wake_s": 0.4, "late_memory_s": 0.4})
+    engine.server.request("POST", "/misbehave", {"busy": 3, "lose": 3, "slow_wake_s": 0.4, "late_memory_s": 0.4})
     engine.submit(requests)
     first = engine.run_chunk(max_decode_steps=2, max_seconds=60.0)
     awake = engine.memory_bytes()
@@ -291,11 +291,11 @@ def test_a_request_is_given_up_once_it_was_lost_more_than_five_times_without_a_t
     engine = new_engine("vllm")
     request = requests_of(1)[0]
     expected = drain_of(engine, [request])
-    engine.server.ask("POST", "/misbehave", {"lose": MAX_LOST, "lose_after": 0})
+    engine.server.request("POST", "/misbehave", {"lose": MAX_LOST, "lose_after": 0})
     assert drain_of(engine, [request]) == expected
-    engine.server.ask("POST", "/misbehave", {"lose": MAX_LOST + 1, "lose_after": 1})  # each brings a token
+    engine.server.request("POST", "/misbehave", {"lose": MAX_LOST + 1, "lose_after": 1})  # each brings a token
     assert drain_of(engine, [request]) == expected
-    engine.server.ask("POST", "/misbehave", {"lose": MAX_LOST + 1, "lose_after": 0})
+    engine.server.request("POST", "/misbehave", {"lose": MAX_LOST + 1, "lose_after": 0})
     engine.submit([request])
     with pytest.raises(ServerGoneError, match=r"vllm lost .* 6 times: its answer ended without a reason"):
         drain(engine)
@@ -303,7 +303,7 @@ def test_a_request_is_given_up_once_it_was_lost_more_than_five_times_without_a_t
 
 def test_a_server_that_leaves_out_logprobs_fails_the_pipeline(new_engine: NewEngine) -> None:
     engine = new_engine("vllm")
-    engine.server.ask("POST", "/misbehave", {"no_logprobs": True})
+    engine.server.request("POST", "/misbehave", {"no_logprobs": True})
     engine.submit(requests_of(1, max_new_tokens=12))
     with pytest.raises(PipelineError, match="0 log-probs for"):
         drain(engine)
@@ -312,7 +312,7 @@ def test_a_server_that_leaves_out_logprobs_fails_the_pipeline(new_engine: NewEng
 def test_weights_of_another_version_than_was_sent_fail_the_pipeline(new_engine: NewEngine, tmp_path: Path) -> None:
     engine = new_engine("vllm")
     other_weights(tmp_path / "1.safetensors")
-    engine.server.ask("POST", "/misbehave", {"wrong_version": True})
+    engine.server.request("POST", "/misbehave", {"wrong_version": True})
     with pytest.raises(PipelineError, match="says its weights are version 'before'; it is to be 1"):
         engine.load_weights(tmp_path / "1.safetensors", 1)
 
@@ -320,7 +320,7 @@ def test_weights_of_another_version_than_was_sent_fail_the_pipeline(new_engine: 
 def test_a_server_that_wakes_with_other_weights_is_found_by_its_canary(new_engine: NewEngine) -> None:
     engine = new_engine("vllm")
     engine.offload()
-    engine.server.ask("POST", "/misbehave", {"wakes_otherwise": True})
+    engine.server.request("POST", "/misbehave", {"wakes_otherwise": True})
     with pytest.raises(PipelineError, match="woke with other weights"):
         engine.load()
 

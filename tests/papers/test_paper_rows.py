@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlmux.papers.paper_rows import Cause, Row, row_over, within, within_points
+from rlmux.papers.paper_rows import MissCause, PaperRow, row_over, within, within_points
 
 
 def make_row(ours, cause=None, published=2.0, accepted=(1.9, 2.1), **more):
-    return Row(section="s", figure="f", published=published, ours=ours, accepted=accepted, cause=cause, **more)
+    return PaperRow(section="s", figure="f", published=published, ours=ours, accepted=accepted, cause=cause, **more)
 
 
 def test_a_range_without_the_published_figure_is_refused():
@@ -26,7 +26,7 @@ def test_a_range_without_the_replayed_figure_is_refused_where_nothing_is_publish
     [(None, "conjecture"), (1.95, "computed"), (1.6, "computed in part"), (2.7, "computed in part"), (1.4, "refuted")],
 )
 def test_a_cause_is_computed_a_conjecture_or_refuted(without, kind):
-    row = make_row(1.5, Cause(text="why", ours_without=without)).as_dict()
+    row = make_row(1.5, MissCause(text="why", ours_without=without)).as_dict()
     assert (row["reached"], row["cause"], row["cause_is"], row["ours_without_cause"]) == (False, "why", kind, without)
 
 
@@ -36,7 +36,7 @@ def test_a_missed_row_without_a_cause_says_that_none_is_known():
 
 
 def test_a_row_that_is_reached_names_no_cause():
-    row = make_row(2.05, Cause(text="why", ours_without=2.0)).as_dict()
+    row = make_row(2.05, MissCause(text="why", ours_without=2.0)).as_dict()
     assert (row["reached"], row["cause"], row["ours_without_cause"]) == (True, "", None)
 
 

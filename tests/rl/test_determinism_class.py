@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlmux.rl.determinism_class import Check, Promise, promise_of, refusal
+from rlmux.rl.determinism_class import ProbeCheck, Promise, promise_of, refusal
 
 
-def check(name: str, *, is_equal: bool, **fields: bool) -> Check:
-    return Check(name=name, failure=f"{name} differs", is_equal=is_equal, **fields)
+def check(name: str, *, is_equal: bool, **fields: bool) -> ProbeCheck:
+    return ProbeCheck(name=name, failure=f"{name} differs", is_equal=is_equal, **fields)
 
 
 REPEAT = check("repeat", is_equal=True, is_repetition=True)

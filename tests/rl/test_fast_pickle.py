@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 
-from rlmux.rl.fast_pickle import quickly_pickled
+from rlmux.rl.fast_pickle import fast_pickled
 from rlmux.rl.types import Trajectory, TrajectoryId, TrajectoryRequest
 
 REQUEST = TrajectoryRequest(
@@ -21,7 +21,7 @@ TRAJECTORY = Trajectory(
 )  # fmt: skip
 
 
-@quickly_pickled
+@fast_pickled
 @dataclass(frozen=True, slots=True)
 class Point:
     x: int

@@ -336,7 +336,7 @@ class Worker:
     address = "127.0.0.1"
     call_limit_s = 60.0
     num_beats = 0
-    asked_s: float | None = None
+    called_s: float | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -11,7 +11,7 @@ from tests.waiting import until
 
 from rlmux.core.errors import StorageError
 from rlmux.runtime.weights import checkpoints
-from rlmux.runtime.weights.checkpoints import CheckpointFolder, CheckpointWriter, prune
+from rlmux.runtime.weights.checkpoints import CheckpointStore, CheckpointWriter, prune
 
 
 def writes_at(signal: threading.Event, made: list[Path]):
@@ -104,7 +104,7 @@ def test_one_that_a_worker_completes_while_leftovers_are_removed_is_let_be(tmp_p
         return was_dir
 
     monkeypatch.setattr(Path, "is_dir", is_dir_and_completed)
-    CheckpointFolder(tmp_path).remove_leftovers()
+    CheckpointStore(tmp_path).remove_leftovers()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_2", "step_3"]
 
 

@@ -111,7 +111,7 @@ class OwnPipeline:
             RunStage(order=order, pipeline=pipeline, step=1, stage=stage, devices=devices, weight_version=0)
         )
 
-    def deal_out(self) -> None:
+    def assign_prompts(self) -> None:
         self.worker("env").answer("begin_step", self._begun)
 
     def score(self) -> None:
@@ -137,7 +137,7 @@ class OwnPipeline:
         else:
             choices.append(lambda: self._backend.execute(Pause(order=self.order)))
         if self.next_call("env") == "begin_step":
-            choices.append(self.deal_out)
+            choices.append(self.assign_prompts)
         elif not self.is_scored and self.order is not None:
             choices.append(self.score)
         if self.next_call("env") == "on_turns":
@@ -184,7 +184,7 @@ def test_a_rollout_and_a_reward_that_both_wait_too_long_are_told_of_in_one_poll(
     controller, dates = controller_of(backend)
     p.run(Stage.GENERATE)
     q.run(Stage.GENERATE)
-    q.deal_out()
+    q.assign_prompts()
     q.run(Stage.REWARD)
     clock.time_s += 2 * USER_CODE_PATIENCE_S
     for _ in range(3):

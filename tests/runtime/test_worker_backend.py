@@ -77,7 +77,7 @@ class Rollout:
             )
         )
 
-    def deal_out(self) -> None:
+    def assign_prompts(self) -> None:
         self.worker("env").answer("begin_step", (self.requests, self.is_single_turn))
 
     def worker(self, role: str | DeviceId) -> Any:
@@ -144,7 +144,7 @@ def test_a_shard_migrated_before_requests_are_dealt_out_is_sampled_by_its_target
     rollout.migrate(1, LEFT, RIGHT)
     rollout.run(2, RIGHT)
     assert not rollout.worker(LEFT).calls, "there is nothing to take yet"
-    rollout.deal_out()
+    rollout.assign_prompts()
     (moved,) = rollout.events(TrajectoriesMigrated)
     given = rollout.chunk(RIGHT, active=1)
     given += rollout.chunk(RIGHT, active=1)
@@ -154,7 +154,7 @@ def test_a_shard_migrated_before_requests_are_dealt_out_is_sampled_by_its_target
 
 def test_a_worker_is_not_asked_for_a_shard_that_it_was_not_given(rollout: Rollout) -> None:
     rollout.run(1, RIGHT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     rollout.migrate(2, LEFT, RIGHT)
     assert not rollout.worker(LEFT).calls
     (moved,) = rollout.events(TrajectoriesMigrated)
@@ -168,7 +168,7 @@ def test_a_worker_is_not_asked_for_a_shard_that_it_was_not_given(rollout: Rollou
 
 def test_a_shard_that_is_given_another_in_its_last_chunk_goes_on(rollout: Rollout) -> None:
     rollout.run(1, RIGHT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     rollout.migrate(2, LEFT, RIGHT)
     rollout.chunk(RIGHT)  # all that it had is over
     assert not rollout.events(StageFinished)
@@ -179,7 +179,7 @@ def test_a_shard_that_is_given_another_in_its_last_chunk_goes_on(rollout: Rollou
 def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rollout) -> None:
     rollout.run(1, LEFT)
     rollout.run(2, RIGHT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     first, second, third = (turn_of(rollout.requests[place]) for place in (0, 4, 8))
     rollout.chunk(LEFT, active=3, waiting=1, finished=[first])
     rollout.settle()
@@ -196,7 +196,7 @@ def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rol
 
 def test_a_devices_next_order_is_out_before_environments_are_asked(rollout: Rollout) -> None:
     rollout.run(1, LEFT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     rollout.chunk(LEFT, finished=[turn_of(request) for request in rollout.requests if request.id.prompt % 2 == 0])
     assert [type(event) for event in rollout.backend.poll(0.0)[0]] == [StageFinished]
     assert not rollout.worker("env").asked()
@@ -208,7 +208,7 @@ def test_a_devices_next_order_is_out_before_environments_are_asked(rollout: Roll
 
 def test_scores_are_asked_for_after_every_turn(rollout: Rollout) -> None:
     rollout.run(1, LEFT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[0])])
     rollout.settle()
     rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[1])])
@@ -220,7 +220,7 @@ def test_scores_are_asked_for_after_every_turn(rollout: Rollout) -> None:
 
 def test_a_paused_shard_waits_until_its_first_reply(rollout: Rollout) -> None:
     rollout.run(1, LEFT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     turn = turn_of(rollout.requests[0])
     rollout.chunk(LEFT, waiting=1, finished=[turn])
     rollout.backend.execute(Pause(order=OrderId(1)))
@@ -231,7 +231,7 @@ def test_a_paused_shard_waits_until_its_first_reply(rollout: Rollout) -> None:
 
 def test_a_lost_rollout_workers_successor_begins_anew_all_that_is_not_over(rollout: Rollout) -> None:
     rollout.run(1, LEFT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     over, thinking, *others = [request for request in rollout.requests if request.id.prompt % 2 == 0]
     rollout.chunk(LEFT, active=1, waiting=1, finished=[turn_of(over), turn_of(thinking)])
     rollout.settle()
@@ -251,7 +251,7 @@ def test_a_lost_rollout_workers_successor_begins_anew_all_that_is_not_over(rollo
 def test_a_migration_ends_with_its_sources_worker(rollout: Rollout, is_dealt_out: bool) -> None:
     if is_dealt_out:
         rollout.run(1, LEFT)
-        rollout.deal_out()
+        rollout.assign_prompts()
         rollout.backend.execute(Pause(order=OrderId(1)))
         rollout.chunk(LEFT, active=1)
         rollout.backend.poll(0.0)
@@ -259,14 +259,14 @@ def test_a_migration_ends_with_its_sources_worker(rollout: Rollout, is_dealt_out
     assert [type(event) for event in rollout.lose(LEFT)] == [WorkerLost]
     rollout.run(3, LEFT)
     if not is_dealt_out:
-        rollout.deal_out()
+        rollout.assign_prompts()
     assert not rollout.events(TrajectoriesMigrated)
     assert len(rollout.chunk(LEFT, active=1)) == len(rollout.requests) // 2
 
 
 def test_evicted_states_of_a_lost_worker_have_left(rollout: Rollout) -> None:
     rollout.run(7, LEFT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     rollout.backend.execute(Pause(order=OrderId(7)))
     rollout.chunk(LEFT, active=1)
     rollout.backend.poll(0.0)
@@ -313,7 +313,7 @@ def test_what_loses_a_race_is_cut_on_every_device_and_only_what_is_kept_is_score
     """The left device has prompts 0, 2 and 4, the right one 1 and 3; four answers of each of four prompts are kept."""
     rollout = Rollout(real, tmp_path, task="sort", tail_batching=TailBatchingConfig(num_slots=25))
     rollout.run(1, LEFT)
-    rollout.deal_out()
+    rollout.assign_prompts()
     rollout.run(2, RIGHT)
     mine = [request for request in rollout.requests if request.id.prompt % 2 == 0]
     theirs = [request for request in rollout.requests if request.id.prompt % 2 == 1]

@@ -18,7 +18,7 @@ from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.runtime.backend import Note
 from rlmux.runtime.control.control_socket import ControlServer
-from rlmux.runtime.control.run_control import RunApi
+from rlmux.runtime.control.run_control import RunControl
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.launch import parser
@@ -53,7 +53,7 @@ class Lane:
         self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
         scheduler = Scheduler(self.spec.cluster, make_policy(policy), queue_order)
         self.log = RunLog.create(self.folder, self._header(policy))
-        self.run_api = RunApi(
+        self.run_api = RunControl(
             ControlServer(self.folder),
             scheduler,
             parser(self.spec),

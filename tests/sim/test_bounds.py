@@ -14,7 +14,7 @@ from rlmux.policies import POLICIES, make_policy
 from rlmux.sim.bounds import kept_slos_usd, steady_slo_slack_usd, work_usd
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import SYNCED, Arrival, Workload, h20_h800_cluster
-from rlmux.sim.world import Drifting, Sampled, SwitchSeconds, TrueSeconds
+from rlmux.sim.world import Drifting, RandomVariation, SwitchSeconds, TrueSeconds
 
 SWITCH = SwitchSeconds(cold_rollout_s=20.0, cold_train_s=15.0, warm_rollout_s=1.0, warm_train_s=3.0)
 
@@ -31,7 +31,7 @@ def workloads(draw):
         submit_s = draw(st.floats(0, 2000))
         leaves_early = draw(st.booleans())
         sync_s = 2.0 if costs else 0.0
-        variation = draw(st.sampled_from([Sampled(seed=number, cv=0.3), Drifting(ratios=(1.0, 0.6, 1.3))]))
+        variation = draw(st.sampled_from([RandomVariation(seed=number, cv=0.3), Drifting(ratios=(1.0, 0.6, 1.3))]))
         arrivals.append(
             Arrival(
                 submit_s=submit_s,

@@ -17,7 +17,7 @@ from rlmux.sim.node_changes import NodeFailure
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
-from rlmux.sim.world import Drifting, Sampled, SwitchSeconds, TrueSeconds
+from rlmux.sim.world import Drifting, RandomVariation, SwitchSeconds, TrueSeconds
 
 
 def arrival(name, rollout_s, train_s, *, submit_s=0.0, num_steps=20, slo=10.0, footprint=None, **more):
@@ -180,9 +180,9 @@ def test_random_failures_never_lose_or_repeat_a_step():
 
 
 def test_sampled_and_drifting_steps_depend_on_the_step_alone():
-    sampled = Sampled(seed=7, cv=0.3)
+    sampled = RandomVariation(seed=7, cv=0.3)
     factors = [sampled.factor(step) for step in range(1, 4001)]
-    assert factors == [Sampled(seed=7, cv=0.3).factor(step) for step in range(1, 4001)]
+    assert factors == [RandomVariation(seed=7, cv=0.3).factor(step) for step in range(1, 4001)]
     mean = sum(factors) / len(factors)
     assert mean == pytest.approx(1.0, abs=0.02)
     assert math.sqrt(sum((f - mean) ** 2 for f in factors) / len(factors)) == pytest.approx(0.3, abs=0.03)

@@ -12,7 +12,7 @@ from rlmux.policies import POLICIES, make_policy
 from rlmux.sim.node_changes import NodeFailure
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
-from rlmux.sim.world import Sampled, SwitchSeconds, TrueSeconds
+from rlmux.sim.world import RandomVariation, SwitchSeconds, TrueSeconds
 
 SWITCH = SwitchSeconds(cold_rollout_s=20.0, cold_train_s=15.0, warm_rollout_s=1.0, warm_train_s=3.0)
 
@@ -48,7 +48,7 @@ def arrivals(draw):
                 submit_s=submit_s,
                 depart_s=submit_s + draw(st.floats(1, 3000)) if leaves_early else None,
                 pipeline=pipeline,
-                world=TrueSeconds.of_phases(phases, sync_s=2.0, variation=Sampled(seed=index, cv=0.3)),
+                world=TrueSeconds.of_phases(phases, sync_s=2.0, variation=RandomVariation(seed=index, cv=0.3)),
                 switch=SWITCH,
             )
         )

@@ -12,7 +12,7 @@ from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId,
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import simulate
-from rlmux.sim.what_if import Change, what_if
+from rlmux.sim.what_if import WhatIfChange, what_if
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.ongoing import Ongoing, ongoing
 from rlmux.sim.world import SwitchSeconds, TrueSeconds
@@ -61,7 +61,7 @@ def cut_run(folder: Path, policy: str = "rollmux") -> Ongoing:
 def test_the_rest_of_a_run_ends_when_it_would(tmp_path, policy):
     truth = ends_of(PAIR, policy)
     run = cut_run(tmp_path, policy)
-    said = what_if(run, Change())["now"]["pipelines"]
+    said = what_if(run, WhatIfChange())["now"]["pipelines"]
     for name, end_s in truth.items():
         assert run.at_s + said[name]["ends_s"] == pytest.approx(end_s, abs=0.25 * STEP_S), name
 
@@ -69,7 +69,7 @@ def test_the_rest_of_a_run_ends_when_it_would(tmp_path, policy):
 def test_a_pipeline_that_is_added_ends_when_it_would_and_holds_up_the_others_as_it_would(tmp_path):
     truth = ends_of((*PAIR, replace(arrival("long-2", 6.0, 3.0), submit_s=CUT_S)), "rollmux")
     run = cut_run(tmp_path)
-    answer = what_if(run, Change(added=run.like("long", 1)))
+    answer = what_if(run, WhatIfChange(added=run.like("long", 1)))
     assert set(answer["then"]["pipelines"]) == {"long", "short", "long-2"}
     for name, end_s in truth.items():
         assert run.at_s + answer["then"]["pipelines"][name]["ends_s"] == pytest.approx(end_s, abs=0.5 * STEP_S), name
@@ -79,7 +79,7 @@ def test_a_pipeline_that_is_added_ends_when_it_would_and_holds_up_the_others_as_
 def test_without_a_neighbour_or_with_more_devices_a_pipeline_ends_earlier(tmp_path):
     run = cut_run(tmp_path)
     more = Cluster(pools={name: replace(pool, num_nodes=2) for name, pool in CLUSTER.pools.items()})
-    for change in (Change(removed=["long"]), Change(cluster=more, policy="solo")):
+    for change in (WhatIfChange(removed=["long"]), WhatIfChange(cluster=more, policy="solo")):
         answer = what_if(run, change)
         ends = [answer[side]["pipelines"]["short"]["ends_s"] for side in ("now", "then")]
         assert ends[1] < ends[0] - STEP_S
@@ -89,7 +89,7 @@ def test_without_a_neighbour_or_with_more_devices_a_pipeline_ends_earlier(tmp_pa
 def test_a_pipeline_alone_is_not_faster_than_alone_with_staleness_neither(tmp_path):
     """Its rollouts overlap its training, alone too."""
     ends_of((arrival("stale", 6.0, 3.0, staleness=1),), "fifo", tmp_path)
-    slowdown = what_if(ongoing(tmp_path, CLUSTER), Change())["now"]["pipelines"]["stale"]["step_slowdown"]
+    slowdown = what_if(ongoing(tmp_path, CLUSTER), WhatIfChange())["now"]["pipelines"]["stale"]["step_slowdown"]
     assert 1.0 - 1e-9 <= slowdown < 1.1
 
 
@@ -100,9 +100,9 @@ def test_names_that_are_not_there_or_taken_are_refused(tmp_path):
     ):
         run.like("nobody", 1)
     with pytest.raises(UserError, match="--remove nobody: not a pipeline that goes on; accepted: long, short"):
-        what_if(run, Change(removed=["nobody"]))
+        what_if(run, WhatIfChange(removed=["nobody"]))
     with pytest.raises(UserError, match="pipeline long: the run has one of this name"):
-        what_if(run, Change(added=[PAIR[0]]))
+        what_if(run, WhatIfChange(added=[PAIR[0]]))
 
 
 def test_what_is_not_known_yet_is_left_out_with_a_note(tmp_path):
@@ -121,7 +121,7 @@ def test_a_run_of_which_nothing_is_known_or_nothing_left_is_refused(tmp_path):
         ongoing(begun, CLUSTER)
     ends_of(PAIR[:1], "rollmux", over, cut_s=1e9)
     with pytest.raises(UserError, match="nothing to predict; all its pipelines are over"):
-        what_if(ongoing(over, CLUSTER), Change(policy="solo"))
+        what_if(ongoing(over, CLUSTER), WhatIfChange(policy="solo"))
 
 
 def test_a_pipeline_that_has_just_finished_may_be_asked_for_again(tmp_path):
@@ -131,11 +131,11 @@ def test_a_pipeline_that_has_just_finished_may_be_asked_for_again(tmp_path):
     truth = ends_of(pair, "rollmux")
     ends_of(pair, "rollmux", tmp_path / "one", cut_s=truth["short"] + 1.0)
     one = ongoing(tmp_path / "one", CLUSTER)
-    answer = what_if(one, Change(added=one.like("short", 1)))
+    answer = what_if(one, WhatIfChange(added=one.like("short", 1)))
     assert set(answer["then"]["pipelines"]) == {"long", "short-2"}
     ends_of(pair, "rollmux", tmp_path / "none", cut_s=1e9)
     none = ongoing(tmp_path / "none", CLUSTER)
-    answer = what_if(none, Change(added=none.like("short", 1)))
+    answer = what_if(none, WhatIfChange(added=none.like("short", 1)))
     assert answer["now"]["pipelines"] == {}
     alone_s = ends_of((brief,), "rollmux")["short"]
     assert answer["then"]["pipelines"]["short-2"]["ends_s"] == pytest.approx(alone_s, rel=0.01)

@@ -119,7 +119,7 @@ class EmbeddedBroker:
     # --- this thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._pass_on()
+        self._forward()
         while not self._is_closing:
             for connection, line in self._server.receive(_LOOK_EVERY_S):
                 take_line(self.manager, self._server, connection, line)
@@ -128,7 +128,7 @@ class EmbeddedBroker:
             if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
                 self._looked_s = time.monotonic()
                 self.manager.poll_programs()
-            self._pass_on()
+            self._forward()
             if self._num_committed >= self._num_noted:
                 self.manager.settle()
             outgoing, self.manager.outgoing = self.manager.outgoing, []
@@ -138,7 +138,7 @@ class EmbeddedBroker:
     def _release(self, name: PipelineId, reason: str) -> None:
         self.do(lambda: self.manager.release(name, reason))
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         events, notes = self.manager.drain()
         self._num_noted += len(notes)
         for note in notes:

@@ -24,7 +24,7 @@ def answer(
     """What is left of the run, now and with the change. Raises UserError."""
     from rlmux.runtime import launch
     from rlmux.runtime.records import folders
-    from rlmux.sim.what_if import Change, what_if
+    from rlmux.sim.what_if import WhatIfChange, what_if
     from rlmux.sim.workloads.ongoing import ongoing
     from rlmux.sim.workloads.spec_file import workload_of
 
@@ -43,7 +43,7 @@ def answer(
     added = [] if number is None or like is None else now.like(like, number)
     if file is not None:
         added += workload_of(inputs.load(file, purpose=Purpose.PLAN, cluster_of=spec)).arrivals
-    change = Change(
+    change = WhatIfChange(
         added=added,
         removed=removed,
         policy=policy,

@@ -18,8 +18,8 @@ from rlmux.log.run_log import LogReader
 from rlmux.report.acknowledgements import acknowledge
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
 from rlmux.report.timeline.step_rows import read_step_rows
-from rlmux.runtime.control.control_requests import ControlRequest, ListQueue, SetShares, Submit, Usage, record_of
-from rlmux.runtime.control.control_socket import NotRunningError, ask
+from rlmux.runtime.control.control_requests import ControlRequest, GetUsage, ListQueue, SetShares, Submit, record_of
+from rlmux.runtime.control.control_socket import NotRunningError, send_request
 from rlmux.runtime.control.run_status import StatusReader
 from rlmux.runtime.records import folders
 
@@ -51,7 +51,7 @@ class InFolder:
 
     def usage(self) -> dict[str, Any]:
         try:
-            return self._request(Usage())
+            return self._request(GetUsage())
         except NotRunningError:
             with LogReader(self._folder) as log:
                 return log.state().accounts or {"accounts": []}
@@ -60,7 +60,7 @@ class InFolder:
         return self._request(SetShares(text=text, source=source))
 
     def _request(self, request: ControlRequest) -> dict[str, Any]:
-        answer = ask(self._folder, request)
+        answer = send_request(self._folder, request)
         del answer["ok"]
         return answer
 

@@ -29,7 +29,7 @@ from rlmux.engines.rollout.protocol import RolloutEngine
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.train_engine import TorchTrainEngine
-from rlmux.rl.determinism_class import Check, ProbeReport
+from rlmux.rl.determinism_class import ProbeCheck, ProbeReport
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 
 NUM_TRAJECTORIES = 8
@@ -57,8 +57,8 @@ def probe_rollout(engine: RolloutEngine, *, num_trajectories: int = NUM_TRAJECTO
     expected = _together(engine, requests)
     is_any_order_exact = not isinstance(engine, SlotRolloutEngine) or engine.is_schedule_exact
 
-    def check(name: str, failure: str, found: Sampled, **more: bool) -> Check:
-        return Check(name=name, failure=failure, is_equal=found == expected, **more)
+    def check(name: str, failure: str, found: Sampled, **more: bool) -> ProbeCheck:
+        return ProbeCheck(name=name, failure=failure, is_equal=found == expected, **more)
 
     checks = [
         check(
@@ -99,7 +99,7 @@ def probe_training(engine: TorchTrainEngine) -> ProbeReport:
     first = _gradient_fingerprint(engine, batches[0])
     _gradient_fingerprint(engine, batches[1])
     again = _gradient_fingerprint(engine, batches[0])
-    check = Check(
+    check = ProbeCheck(
         name="gradient",
         failure="the same micro-batch has other gradients when it is computed again",
         is_equal=first == again,

@@ -1,6 +1,6 @@
 """Between device and host: what both engines need to leave a device and come back.
 
-    offload:   Offloaded(tensors) ─▶ their device storage to size 0 ─▶ give_back
+    offload:   Offloaded(tensors) ─▶ their device storage to size 0 ─▶ release_storage
     load:      device storage back ─▶ Offloaded.copy_to(tensors), bit for bit
 
     HOST   copies in host memory, pinned where the device is a GPU
@@ -141,7 +141,7 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def give_back(device: torch.device) -> None:
+def release_storage(device: torch.device) -> None:
     """Give free device memory back to the device; torch, or on a CPU the C library, keeps it for this process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmux.papers.paper_rows import Cause, Range, Row, mean, row_over, within
+from rlmux.papers.paper_rows import MissCause, PaperRow, Range, mean, row_over, within
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.lengths import length_distribution
 from rlmux.sim.models.substages import SubStageWorld
@@ -44,16 +44,16 @@ _TOLERANCE = 0.1
 _SCALES = (16, 32, 64)
 _ASYNC = (GSM8K_4B, MATH_4B, MATH_06B, AIME_4B)
 _HETEROGENEOUS = ((GSM8K_06B, GSM8K_8B), (MATH_06B, MATH_8B))
-_ESTIMATED = Cause(text="slowdowns of shared devices are estimated from rooflines, not measured")
+_ESTIMATED = MissCause(text="slowdowns of shared devices are estimated from rooflines, not measured")
 _PARTS = (0.25, 0.5, 0.75)
-_POOLS = Cause(text="the best of three divisions into pools is taken; the paper does not name its own")
-_ROLLOUTS_ONLY = Cause(text="training beside decoding is where the two differ, and its gain is estimated")
-_UNLIKE = Cause(text="the small one's steps are a third as long and wait for the large one's training; no SLO is set")
-_FIXED_PART = Cause(
+_POOLS = MissCause(text="the best of three divisions into pools is taken; the paper does not name its own")
+_ROLLOUTS_ONLY = MissCause(text="training beside decoding is where the two differ, and its gain is estimated")
+_UNLIKE = MissCause(text="the small one's steps are a third as long and wait for the large one's training; no SLO")
+_FIXED_PART = MissCause(
     text="an update has a fixed part (offloaded weights come back, 17 to 51 s); a pipeline on its own half pays it at "
     "half width"
 )
-_HALVES = Cause(text=f"each pipeline has its own half of the GPUs, whole devices only; {_POOLS.text}")
+_HALVES = MissCause(text=f"each pipeline has its own half of the GPUs, whole devices only; {_POOLS.text}")
 
 _Key = tuple[str, str, int, int]
 
@@ -119,7 +119,7 @@ def _name(pair: Sequence[Recorded]) -> str:
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def _pair_rows(results: dict[_Key, SimResult], num_seeds: int) -> list[Row]:
+def _pair_rows(results: dict[_Key, SimResult], num_seeds: int) -> list[PaperRow]:
     pairs = [_name((one, one)) for one in HOMOGENEOUS]
     over_colocated = _ratios(results, pairs, "shared/colocated", "shared/jigsaw", 8, num_seeds)
     over_halves = _ratios(results, pairs, "halves/colocated", "shared/jigsaw", 8, num_seeds)
@@ -151,7 +151,7 @@ def _pair_rows(results: dict[_Key, SimResult], num_seeds: int) -> list[Row]:
     ]
 
 
-def _scale_rows(results: dict[_Key, SimResult]) -> list[Row]:
+def _scale_rows(results: dict[_Key, SimResult]) -> list[PaperRow]:
     pair = _name((MATH_4B, MATH_4B))
     rows = []
     for number in _SCALES:
@@ -162,7 +162,7 @@ def _scale_rows(results: dict[_Key, SimResult]) -> list[Row]:
     return rows
 
 
-def _async_rows(results: dict[_Key, SimResult], num_seeds: int) -> list[Row]:
+def _async_rows(results: dict[_Key, SimResult], num_seeds: int) -> list[PaperRow]:
     names = [_name((one, one)) for one in _ASYNC]
     stream = _ratios(results, names, "stream/solo", "one-off/jigsaw", 32, num_seeds)
     areal = [
@@ -202,9 +202,9 @@ def _row(
     source: str,
     values: Sequence[float],
     ours: float,
-    cause: Cause | None = None,
+    cause: MissCause | None = None,
     accepted: Range | None = None,
-) -> Row:
+) -> PaperRow:
     any_gain = (1.0, float("inf"))
     return row_over(
         values, section=section, figure=figure, published=published, source=source, ours=ours, cause=cause,

@@ -18,7 +18,7 @@ Range = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class MissCause:
     """What stands between ours and the published figure."""
 
     text: str
@@ -37,7 +37,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PaperRow:
     """One figure. Raises ValueError where the accepted range does not contain what it is compared with."""
 
     section: str
@@ -57,7 +57,7 @@ class Row:
     """Range of ours that counts as reached."""
     is_fraction: bool = False
     """Whether the figure is a fraction of something, whose deviation is given in percentage points."""
-    cause: Cause | None = None
+    cause: MissCause | None = None
     """What stands between the two where ours is not within the range."""
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Row:
         """The row as JSON has it. A reached row has no cause; a missed one has one, or states that it is missing."""
         missed: dict[str, Any] = {"cause": "", "cause_is": "", "ours_without_cause": None}
         if not self.is_reached:
-            cause = self.cause or Cause(text="not known")
+            cause = self.cause or MissCause(text="not known")
             aim = self.ours if self.aim is None else self.aim
             kind = "unknown" if self.cause is None else cause.kind(self.ours, aim, self.accepted)
             missed = {"cause": cause.text, "cause_is": kind, "ours_without_cause": _rounded(cause.ours_without)}
@@ -106,9 +106,9 @@ class Row:
         }
 
 
-def row_over(values: Sequence[float], *, ours: float | None = None, **more: Any) -> Row:
+def row_over(values: Sequence[float], *, ours: float | None = None, **more: Any) -> PaperRow:
     """A row whose `ours` is the mean of these values unless given, between the least and the largest of them."""
-    return Row(ours=mean(values) if ours is None else ours, low=min(values), high=max(values), **more)
+    return PaperRow(ours=mean(values) if ours is None else ours, low=min(values), high=max(values), **more)
 
 
 def within(figure: float, part: float) -> Range:

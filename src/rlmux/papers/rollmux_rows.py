@@ -19,7 +19,7 @@ from typing import Any
 from rlmux.papers import micro_cycles as micro
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import OfflineCost
-from rlmux.papers.paper_rows import Cause, Row, mean, row_over, within, within_points
+from rlmux.papers.paper_rows import MissCause, PaperRow, mean, row_over, within, within_points
 from rlmux.sim.results.result import SimResult
 
 Results = Mapping[tuple[Any, ...], Any]
@@ -97,7 +97,7 @@ CHOICES: Sequence[Mapping[str, str]] = (
 )
 
 
-def rows_of(done: Results, num_seeds: int, num_drift_seeds: int, *, has_solver: bool = True) -> list[Row]:
+def rows_of(done: Results, num_seeds: int, num_drift_seeds: int, *, has_solver: bool = True) -> list[PaperRow]:
     """Every row of the paper, in its order; those of Gavel+ only with the solver that they need."""
     rows = [*_solo_rows(done)]
     for nodes in (1, 2):
@@ -114,7 +114,7 @@ def charged(num_train_nodes: int) -> str:
 # ------------------------------------------------------------------ the production trace
 
 
-def _solo_rows(done: Results) -> list[Row]:
+def _solo_rows(done: Results) -> list[PaperRow]:
     return [
         row_over(
             [done["weave", 2, policy, 0].cost_usd_per_hour],
@@ -136,15 +136,15 @@ def _usd_per_hour(done: Results, nodes: int, policy: str, num_seeds: int) -> lis
     return [done["weave", nodes, policy, seed].cost_usd_per_hour for seed in range(num_seeds)]
 
 
-def _rollmux_rows(done: Results, nodes: int, num_seeds: int) -> list[Row]:
+def _rollmux_rows(done: Results, nodes: int, num_seeds: int) -> list[PaperRow]:
     label = charged(nodes)
     runs: list[SimResult] = [done["weave", nodes, "rollmux", seed] for seed in range(num_seeds)]
     dollars = _usd_per_hour(done, nodes, "rollmux", num_seeds)
-    one_node = Cause(
+    one_node = MissCause(
         text="32B is charged the two training nodes that it needs",
         ours_without=mean(_usd_per_hour(done, 1, "rollmux", num_seeds)),
     )
-    no_test = Cause(
+    no_test = MissCause(
         text="groups that are saturated before an insertion are skipped, and 32B may be charged two nodes",
         ours_without=one_node.ours_without,
     )
@@ -157,7 +157,7 @@ def _rollmux_rows(done: Results, nodes: int, num_seeds: int) -> list[Row]:
             accepted=within(_ROLLMUX, 0.03),
             cause=one_node
             if nodes == 2
-            else Cause(text="SLOs are drawn by seed, and one seed is up to 3 % off the mean"),
+            else MissCause(text="SLOs are drawn by seed, and one seed is up to 3 % off the mean"),
             **common,
         ),
         row_over(
@@ -172,7 +172,7 @@ def _rollmux_rows(done: Results, nodes: int, num_seeds: int) -> list[Row]:
     return [*rows, *_peak_rows(done, nodes, num_seeds)]
 
 
-def _quality_rows(runs: Sequence[SimResult], nodes: int) -> list[Row]:
+def _quality_rows(runs: Sequence[SimResult], nodes: int) -> list[PaperRow]:
     """SLO attainment and the mix of admissions."""
     common: dict[str, Any] = {"section": "weave", "source": "8.6", "is_fraction": True}
     rows = [
@@ -198,14 +198,14 @@ def _quality_rows(runs: Sequence[SimResult], nodes: int) -> list[Row]:
     return rows
 
 
-def _peak_rows(done: Results, nodes: int, num_seeds: int) -> list[Row]:
+def _peak_rows(done: Results, nodes: int, num_seeds: int) -> list[PaperRow]:
     rows = []
     for pool, phase, published, distance in _PEAKS:
         peaks = {
             charge: [done["weave", charge, "rollmux", seed].peak_gpus[phase] for seed in range(num_seeds)]
             for charge in (1, 2)
         }
-        two_nodes = Cause(text="32B is charged one training node, and it needs two", ours_without=mean(peaks[2]))
+        two_nodes = MissCause(text="32B is charged one training node, and it needs two", ours_without=mean(peaks[2]))
         rows.append(
             row_over(
                 peaks[nodes],
@@ -220,7 +220,7 @@ def _peak_rows(done: Results, nodes: int, num_seeds: int) -> list[Row]:
     return rows
 
 
-def _beyond_rows(done: Results, num_seeds: int) -> list[Row]:
+def _beyond_rows(done: Results, num_seeds: int) -> list[PaperRow]:
     """Our own policy: nothing is published of it, so it is held against RollMux in the same world."""
     if ("weave", 1, "rlmux", 0) not in done:
         return []
@@ -241,7 +241,7 @@ def _beyond_rows(done: Results, num_seeds: int) -> list[Row]:
                 figure=f"rlmux SLO attainment, {charged(nodes)}",
                 accepted=(1.0, 1.0),
                 is_fraction=True,
-                cause=Cause(text="a phase under way is never stopped, so a step that begins behind one may be late"),
+                cause=MissCause(text="a running phase is never stopped, so a step that begins behind one may be late"),
             ),
         ]
     return rows
@@ -255,7 +255,7 @@ def over_offline(run: SimResult, best: OfflineCost) -> float:
     return run.penalised_cost_usd_per_hour / best.usd_per_hour
 
 
-def _mix_rows(done: Results, num_seeds: int) -> list[Row]:
+def _mix_rows(done: Results, num_seeds: int) -> list[PaperRow]:
     rows = []
     for name, published in _MIX_PUBLISHED.items():
         for mix, figure in zip(MIXES, published, strict=True):
@@ -274,37 +274,37 @@ def _mix_rows(done: Results, num_seeds: int) -> list[Row]:
     return rows
 
 
-def _baseline_cause(done: Results, mix: str, name: str, published: float, ratios: Sequence[float]) -> Cause:
+def _baseline_cause(done: Results, mix: str, name: str, published: float, ratios: Sequence[float]) -> MissCause:
     """Longer stays (their ratio is seed 0's) where they bring ours nearer, else a conjecture."""
     stretched = over_offline(done["stretched", mix, name], done["stretched", mix, "offline"])
-    cause = Cause(
+    cause = MissCause(
         text=f"our sample of Philly's jobs stays shorter than the paper's {PUBLISHED_STAY_H:g} h",
         ours_without=mean(ratios) * stretched / ratios[0],
     )
     if cause.kind(mean(ratios), published, within(published, 0.1)) != "refuted":
         return cause
-    return Cause(text="the rules, of which the paper gives a sentence each, and random numbers that it does not give")
+    return MissCause(text="the paper gives a sentence for each rule, and no random numbers")
 
 
 # ------------------------------------------------------------------ micro-benchmarks, tail, drift
 
 
-def micro_rows() -> list[Row]:
+def micro_rows() -> list[PaperRow]:
     """Gain over Solo-D of each case, in both orders inside the group."""
     rows = []
     for case, (published, _) in micro.PUBLISHED.items():
         gains = {is_strict: micro.micro_gain(case, is_strict=is_strict) for is_strict in (True, False)}
-        in_order = Cause(
+        in_order = MissCause(
             text="round robin holds every member to the longest step",
             ours_without=gains[False].over_solo,
         )
-        unslowed = Cause(
+        unslowed = MissCause(
             text="C and D alternate on each rollout node, which slows D",
             ours_without=gains[False].over_solo_unslowed("d"),
         )
         for is_strict, gain in gains.items():
             rows.append(
-                Row(
+                PaperRow(
                     section="micro",
                     figure=f"{case}, {'round robin' if is_strict else 'first come, first served'}: gain over Solo-D",
                     published=published,
@@ -317,19 +317,19 @@ def micro_rows() -> list[Row]:
     return rows
 
 
-def gavel_rows() -> list[Row]:
+def gavel_rows() -> list[PaperRow]:
     """Gain of `gavel` over Solo-D on each case's nodes. Raises UserError where OR-tools is missing."""
     cold = "a turn begins with cold starts"
     causes = {
-        "micro-a": Cause(text=cold, ours_without=micro.gavel_gain("micro-a", costs=False)),
-        "micro-b": Cause(
+        "micro-a": MissCause(text=cold, ours_without=micro.gavel_gain("micro-a", costs=False)),
+        "micro-b": MissCause(
             text=f"{cold}, and rollout nodes train no pipeline, so two of three are never held",
             ours_without=micro.gavel_gain("micro-b", costs=False),
         ),
-        "micro-c": Cause(text="ours keeps two pipelines at work side by side; what Gavel+ does there is not printed"),
+        "micro-c": MissCause(text="ours runs two pipelines side by side; what Gavel+ does there is not printed"),
     }
     return [
-        Row(
+        PaperRow(
             section="micro",
             figure=f"{case}, gavel by turns: gain over Solo-D",
             published=published,
@@ -342,25 +342,25 @@ def gavel_rows() -> list[Row]:
     ]
 
 
-def tail_rows() -> list[Row]:
+def tail_rows() -> list[PaperRow]:
     """Gain of migration for each published pair."""
     rows = []
     for (first, second), published in tail.PUBLISHED.items():
         rows.append(
-            Row(
+            PaperRow(
                 section="tail",
                 figure=f"migration gain, {first} + {second}",
                 published=published,
                 source="8.5",
                 ours=tail.migration_gain(first, second).gain,
                 accepted=within(published, 0.05),
-                cause=Cause(text="which rollouts migrate, and what the next one does meanwhile, is ours in detail"),
+                cause=MissCause(text="which rollouts migrate, and what the next one does meanwhile, is ours in detail"),
             )
         )
     return rows
 
 
-def _drift_rows(done: Results, num_seeds: int) -> list[Row]:
+def _drift_rows(done: Results, num_seeds: int) -> list[PaperRow]:
     rows = []
     for drift, (ratio, attainment) in _DRIFT_PUBLISHED.items():
         runs: list[SimResult] = [done["drift", drift, "rollmux", seed] for seed in range(num_seeds)]
@@ -376,7 +376,7 @@ def _drift_rows(done: Results, num_seeds: int) -> list[Row]:
                 published=ratio,
                 source="8.8",
                 accepted=within(ratio, 0.05),
-                cause=Cause(
+                cause=MissCause(
                     text="our regrouping is an exact search over all groups; the paper samples 10,000 partitions"
                 ),
             )

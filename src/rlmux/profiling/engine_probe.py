@@ -30,7 +30,7 @@ def probe_on_this_machine(config: TrainingConfig, num_trajectories: int) -> dict
     found: dict[str, Any] = {"engine": given.name, "version": version, "device": device}
     if given.is_server:
         server = make_server_engine(
-            config, vocab_size=vocab_size, is_single_turn=True, device=device, is_measured_anew=True
+            config, vocab_size=vocab_size, is_single_turn=True, device=device, is_remeasured=True
         )
         try:
             report = probe_rollout(server, num_trajectories=num_trajectories)

@@ -89,8 +89,8 @@ def load_sharing(
 
     Raises UserError for a file that is no profile.
     """
-    asked = (*fractions.prepared, NO_SPLIT)
-    table, warnings = load_interference(path, fraction_grid_of(fractions), sub_stages, asked=asked)
+    usable = (*fractions.prepared, NO_SPLIT)
+    table, warnings = load_interference(path, fraction_grid_of(fractions), sub_stages, fractions=usable)
     if not fractions.prepared:
         reason = f"{fractions.device} has no levels ({fractions.missing}): devices are not shared"
         return SharingTable(), [*warnings, reason]

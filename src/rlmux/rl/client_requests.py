@@ -94,7 +94,7 @@ class OptimizerStepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveWeights:
+class WriteWeights:
     """Write the weights for rollout workers. Answered with their hash."""
 
     path: Path
@@ -116,7 +116,7 @@ class LoadState:
 
 
 Loss = ForwardBackward | PackedLoss
-TrainRequest = Loss | OptimizerStep | SaveWeights | SaveState | LoadState
+TrainRequest = Loss | OptimizerStep | WriteWeights | SaveState | LoadState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

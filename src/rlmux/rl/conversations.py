@@ -34,10 +34,10 @@ class Conversations:
         self._vocabulary = vocabulary
         self._limit_s = limit_s
         self._pending: PendingCalls[TrajectoryId] = PendingCalls(limit_s)
-        self._told: dict[TrajectoryId, tuple[Episode, list[str]]] = {}
+        self._pending_turns: dict[TrajectoryId, tuple[Episode, list[str]]] = {}
         """Each pending episode and all turns that its environment was told, the one without a reply last."""
 
-    def ask(self, turns: Sequence[tuple[FinishedTurn, Episode]]) -> None:
+    def send_turns(self, turns: Sequence[tuple[FinishedTurn, Episode]]) -> None:
         """Tell the environments of episodes that are not over what the model said, where that is new."""
         if self._task.is_single_turn:
             return
@@ -48,7 +48,7 @@ class Conversations:
             texts = self._turn_texts(turn)
             if episode.turns[: len(texts)] == texts or self._texts_pending(turn.id) == texts:
                 continue
-            if turn.id in self._told:  # about a turn that was taken back by a crash
+            if turn.id in self._pending_turns:  # about a turn that was taken back by a crash
                 self.drop(turn.id)
                 episode.environment = None
             environment = self._environment_after(episode, texts[:-1])
@@ -58,7 +58,7 @@ class Conversations:
         results = call_each(calls, self._limit_s, self._on_answer)
         for (episode, text, _), (name, _), result in zip(due, calls, results, strict=True):
             if inspect.isawaitable(result):
-                self._told[episode.request.id] = episode, [*episode.turns, text]
+                self._pending_turns[episode.request.id] = episode, [*episode.turns, text]
                 self._pending.begin(episode.request.id, name, result)
             else:
                 self._record(episode, text, result)
@@ -66,7 +66,7 @@ class Conversations:
     def collect(self, patience_s: float | None) -> None:
         """Record the replies that have come: wait for all (None), or for the first and `patience_s` at most."""
         for trajectory, result in self._pending.wait(patience_s).items():
-            episode, texts = self._told.pop(trajectory)
+            episode, texts = self._pending_turns.pop(trajectory)
             self._record(episode, texts[-1], result)
 
     def is_pending(self, turn: FinishedTurn) -> bool:
@@ -88,16 +88,16 @@ class Conversations:
     def drop(self, trajectory: TrajectoryId) -> None:
         """Cancel a pending reply."""
         self._pending.drop(trajectory)
-        del self._told[trajectory]
+        del self._pending_turns[trajectory]
 
     def drop_step(self, step: int) -> None:
         """Cancel the pending replies of a step that is over."""
-        for trajectory in [each for each in self._told if each.step == step]:
+        for trajectory in [each for each in self._pending_turns if each.step == step]:
             self.drop(trajectory)
 
     def _texts_pending(self, trajectory: TrajectoryId) -> list[str] | None:
-        told = self._told.get(trajectory)
-        return None if told is None else told[1]
+        pending = self._pending_turns.get(trajectory)
+        return None if pending is None else pending[1]
 
     def _environment_after(self, episode: Episode, earlier: list[str]) -> Environment | None:
         """The episode's environment after the turns `earlier`: told again to a fresh one where they differ."""

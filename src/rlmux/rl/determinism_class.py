@@ -28,14 +28,14 @@ class Promise(StrEnum):
         otherwise. Our engines in float32 are some 1e-5 apart; engines in half precision some tenths."""
         return {Promise.EXACT: 1e-3, Promise.REPLAYABLE: 1e-2, Promise.STATISTICAL: 1.0}[self]
 
-    def covers(self, asked: Promise) -> bool:
+    def covers(self, required: Promise) -> bool:
         """Whether this class promises all that the other one does."""
         strongest_first = list(Promise)
-        return strongest_first.index(self) <= strongest_first.index(asked)
+        return strongest_first.index(self) <= strongest_first.index(required)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class ProbeCheck:
     """One comparison of a probe."""
 
     name: str
@@ -54,12 +54,12 @@ class Check:
 class ProbeReport:
     """All checks of one engine."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[ProbeCheck, ...]
     seconds: float
     """Wall-clock seconds that the probe took."""
 
 
-def promise_of(checks: Iterable[Check]) -> Promise:
+def promise_of(checks: Iterable[ProbeCheck]) -> Promise:
     """The class that these checks leave."""
     failed = failures_of(checks)
     if any(check.is_repetition for check in failed):
@@ -67,21 +67,21 @@ def promise_of(checks: Iterable[Check]) -> Promise:
     return Promise.REPLAYABLE if failed else Promise.EXACT
 
 
-def failures_of(checks: Iterable[Check]) -> list[Check]:
+def failures_of(checks: Iterable[ProbeCheck]) -> list[ProbeCheck]:
     """Checks that the class depends on and that found other bits."""
     return [check for check in checks if not (check.is_equal or check.is_avoidable)]
 
 
-def refusal(pipeline: str, asked: Promise | None, checks: Iterable[Check]) -> str | None:
+def refusal(pipeline: str, required: Promise | None, checks: Iterable[ProbeCheck]) -> str | None:
     """One line that says why a pipeline that asks for more than was found is refused; None where it is not."""
     every = list(checks)
     found = promise_of(every)
-    if asked is None or found.covers(asked):
+    if required is None or found.covers(required):
         return None
     failures = "; ".join(f"{check.name}: {check.failure}" for check in failures_of(every))
     accepted = ", ".join(promise for promise in Promise if found.covers(promise))
     return (
-        f"pipelines.{pipeline}.promise: {asked} is more than its engines keep on these devices, which is {found} "
+        f"pipelines.{pipeline}.promise: {required} is more than its engines keep on these devices, which is {found} "
         f"({failures}); accepted: {accepted}, or no promise"
     )
 

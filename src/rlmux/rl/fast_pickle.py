@@ -1,6 +1,6 @@
 """Pickling of small frozen values by their fields in a row.
 
-    @quickly_pickled          dumps: (restored, (class, field, field, ...))
+    @fast_pickled          dumps: (restore, (class, field, field, ...))
     @dataclass(frozen=True, slots=True, ...)
 
 A frozen dataclass with slots is otherwise pickled by a function of Python that looks its fields up for each value. A
@@ -19,7 +19,7 @@ T = TypeVar("T")
 _SETTERS: dict[type, tuple[Callable[[Any, Any], None], ...]] = {}
 
 
-def quickly_pickled(cls: type[T]) -> type[T]:
+def fast_pickled(cls: type[T]) -> type[T]:
     """Have values of a dataclass with slots and two fields or more pickled as a row; its subclasses as before."""
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     values_of = attrgetter(*names)
@@ -28,13 +28,13 @@ def quickly_pickled(cls: type[T]) -> type[T]:
     def reduce(self: Any) -> tuple[Any, ...]:
         if type(self) is not cls:
             return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
-        return restored, (cls, *values_of(self))
+        return restore, (cls, *values_of(self))
 
     cls.__reduce__ = reduce  # type: ignore[method-assign]
     return cls
 
 
-def restored(cls: type[T], *values: Any) -> T:
+def restore(cls: type[T], *values: Any) -> T:
     """The value that was pickled."""
     value = object.__new__(cls)
     for set_field, one in zip(_SETTERS[cls], values, strict=True):

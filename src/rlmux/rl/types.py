@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlmux.core.model import SubStage
-from rlmux.rl.fast_pickle import quickly_pickled
+from rlmux.rl.fast_pickle import fast_pickled
 from rlmux.rl.origin import Origin
 
 
@@ -55,7 +55,7 @@ class Prompt:
         return self.answer if self.ground_truth is None else self.ground_truth
 
 
-@quickly_pickled
+@fast_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRequest:
     """What a rollout engine is asked to sample."""
@@ -127,7 +127,7 @@ class PartialTrajectory:
     """Origin of the tokens; None: not marked."""
 
 
-@quickly_pickled
+@fast_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One complete, scored episode. Per-token fields are those of `FinishedTurn`."""

@@ -189,16 +189,16 @@ class FolderVocabulary:
 
         Raises UserError for a template that refuses such messages, or leaves them out.
         """
-        asked = [{"role": "user", "content": "a"}]
-        answered = [*asked, {"role": "assistant", "content": "b"}]
+        prompt = [{"role": "user", "content": "a"}]
+        answered = [*prompt, {"role": "assistant", "content": "b"}]
         before = self.encode(self._render(answered))
         whole = self.encode(self._render([*answered, {"role": "tool", "content": text}], add_generation_prompt=True))
         if whole == self.encode(self._render(answered, add_generation_prompt=True)):
             raise UserError(
                 "model.path: its chat template leaves out a message of role 'tool'; accepted: one with tools"
             )
-        num_asked = len(self.encode(self._render(asked)))
-        ends = [place for place, token in enumerate(before) if place >= num_asked and token in self.stop_tokens]
+        num_prompt = len(self.encode(self._render(prompt)))
+        ends = [place for place, token in enumerate(before) if place >= num_prompt and token in self.stop_tokens]
         num_before = ends[-1] + 1 if ends else len(before)
         if whole[:num_before] != before[:num_before]:
             raise UserError(

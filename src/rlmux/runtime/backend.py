@@ -36,30 +36,30 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A pipeline as the runtime gets it: what the scheduler knows, and what the workers need."""
+    """A pipeline as submitted to the runtime: what the scheduler and the workers need."""
 
     pipeline: Pipeline
     config: TrainingConfig
     submit_at_s: float = 0.0
     origin: Origin | None = None
-    """Origin of all that the pipeline makes; None: nothing is marked, and nothing checked."""
+    """Origin marked in the pipeline's files and checked when they are read; None: neither."""
     promise: Promise | None = None
-    """The least that its engines must keep; None: whatever they keep."""
+    """Weakest determinism class that is accepted; None accepts any."""
     inputs: Sequence[Path] = ()
-    """Files of the user that the pipeline reads, whose changes are told of when it goes on."""
+    """Files of the user that the pipeline reads; a resumed run reports those that changed."""
     code_folder: Path | None = None
-    """Folder of its reward and environment modules, which its env worker looks in first; None: as its process does."""
+    """Folder that its env worker searches first for reward and environment modules; None: the process's search path."""
     call_limit_s: float | None = None
-    """As in WorkerOptions, for this pipeline; so are the next two. None: as the backend has it."""
+    """Per-pipeline override of `WorkerOptions.call_limit_s`; None uses the backend's value."""
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = None
     keeps_samples: bool = True
     """Whether its trajectories are kept as text."""
     alerts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """`level` and `steps` of rules of alerts that it has otherwise, by rule; None where it has them as all do."""
+    """Overrides of `level` and `steps` by alert rule; None keeps the default."""
 
     def worker_options(self, options: WorkerOptions) -> WorkerOptions:
-        """The backend's options with the pipeline's own in their place."""
+        """The backend's options with the pipeline's overrides."""
         own = {name: getattr(self, name) for name in ("call_limit_s", "checkpoint_every", "keep_checkpoints")}
         return replace(options, **{name: value for name, value in own.items() if value is not None})
 
@@ -71,10 +71,10 @@ class Backend(Protocol):
         """Seconds since the run began."""
 
     def add_pipeline(self, submission: Submission) -> None:
-        """Make a pipeline known, before the scheduler hears of it."""
+        """Register a pipeline before it is submitted to the scheduler."""
 
     def execute(self, action: Action) -> None:
-        """Begin to carry out an action; an event from `poll` ends it."""
+        """Start an action; an event from `poll` ends it."""
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         """Events and notes since the last poll, oldest first; waits up to `timeout_s` if there are none."""

@@ -23,7 +23,7 @@ from rlmux.core.events import Event, PipelineSubmitted, TimeReached
 from rlmux.core.scheduler import Scheduler
 from rlmux.log.run_log import RunLog
 from rlmux.runtime.backend import Backend, Note, Submission
-from rlmux.runtime.control.run_control import RunApi
+from rlmux.runtime.control.run_control import RunControl
 
 _POLL_S = 0.25
 
@@ -48,11 +48,11 @@ class Controller:
         backend: Backend,
         log: RunLog | None,
         listeners: Sequence[Listener] = (),
-        run_api: RunApi | None = None,
+        run_api: RunControl | None = None,
         has_news: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`run_api`: through which pipelines come and go while it runs. `has_news`: whether the backend has been told
-        something from outside that it has not said yet."""
+        """`run_api`: adds and removes pipelines during the run. `has_news`: whether the backend has unreported input
+        from outside."""
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
@@ -63,9 +63,9 @@ class Controller:
         self._tick_s = 0.0
         """Time of the newest events."""
         self._reminders: list[float] = []
-        """A heap of times at which the scheduler is to be told that they are there."""
+        """A heap of the times at which the scheduler gets a timer event."""
         self.control_s = 0.0
-        """CPU seconds of deciding, logging and passing on; waiting left out."""
+        """CPU seconds of deciding, logging and dispatch, without waits."""
 
     def stop(self) -> None:
         """End the loop at the next safe point. May be called from a signal handler."""
@@ -78,9 +78,9 @@ class Controller:
         first: Sequence[Event] = (),
         until: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Returns True when every pipeline is over, False when the run was stopped before.
+        """Returns True when every pipeline is over, False when the run was stopped.
 
-        A run that is kept open goes on until it is stopped. `first`: events before all others.
+        A run that is kept open continues until it is stopped. `first`: events before all others.
         """
         upcoming = sorted(submissions, key=lambda submission: submission.submit_at_s)
         for submission in upcoming:
@@ -101,7 +101,7 @@ class Controller:
         return (self._run_api is not None and self._run_api.is_kept_open) or self._has_news()
 
     def _take_requests(self, upcoming: list[Submission]) -> tuple[Sequence[Event], Sequence[Note]]:
-        """Add what clients submit to what is upcoming, and drop what they withdraw."""
+        """Add clients' submissions to `upcoming`, and drop withdrawn ones."""
         if self._run_api is None:
             return (), ()
         requested = self._run_api.take_requests(self._backend.now_s(), upcoming)
@@ -125,7 +125,7 @@ class Controller:
         return due
 
     def _seconds_to_wait(self, upcoming: Sequence[Submission]) -> float:
-        """Seconds until the loop has to look again, at most."""
+        """Most seconds until the next tick is due."""
         if not upcoming:
             return _POLL_S
         return min(_POLL_S, max(0.0, upcoming[0].submit_at_s - self._backend.now_s()))
@@ -151,12 +151,12 @@ class Controller:
             self._check_not_stuck()
 
     def _date(self, events: Sequence[Event]) -> list[Event]:
-        """The one gate at which events get their time: that of the tick they enter, which never decreases."""
+        """The one gate that dates events: with the time of their tick, which never decreases."""
         self._tick_s = max(self._tick_s, self._backend.now_s())
         return [replace(event, time_s=self._tick_s) for event in events]
 
     def _decide(self, events: Sequence[Event]) -> list[Action]:
-        """Hand every event to the scheduler; events and what they led to go to the log."""
+        """Handle every event; events and their actions go to the log."""
         actions: list[Action] = []
         for event in events:
             orders = self._scheduler.handle(event)
@@ -167,7 +167,7 @@ class Controller:
         return actions
 
     def _is_overtaken(self, action: Action) -> bool:
-        """A later event of the same tick has ended the order already: its pipeline failed or was restarted."""
+        """Whether a later event of the same tick ended the order: its pipeline failed or was restarted."""
         return isinstance(action, RunStage | MigrateShard) and not self._scheduler.query.has_order(action.order)
 
     def _check_not_stuck(self) -> None:

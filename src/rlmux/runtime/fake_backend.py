@@ -25,10 +25,10 @@ class FakeBackend:
         self._now_s = 0.0
         self._sequence = 0
         self._ends: list[tuple[float, int, OrderId, bool]] = []
-        """A heap of (end in seconds, sequence number, order, is its work whole then)."""
+        """A heap of (end in seconds, sequence number, order, whether its work is then complete)."""
         self._running: dict[OrderId, tuple[RunStage | MigrateShard, float]] = {}
         self._parked: list[PipelineId] = []
-        """Pipelines whose processes have ended, and of which that was not said yet."""
+        """Pipelines whose processes have ended, not reported yet."""
         self.executed: list[Action] = []
         """Every action, oldest first."""
 

@@ -33,7 +33,7 @@ from rlmux.runtime.records.input_files import input_files
 from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_pipelines, run_pipelines
 
 EstimateSwitch = Callable[[TrainingConfig, Cluster], SwitchEstimate | None]
-"""What is believed of a pipeline's switches before any was seen; None: nothing."""
+"""Estimate of a pipeline's switches before the first one; None: no estimate."""
 
 
 def estimate_nothing(config: TrainingConfig, cluster: Cluster) -> None:
@@ -104,7 +104,7 @@ def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, cod
 
 
 def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBackend:
-    """What makes the run's backend.
+    """The factory of the run's backend.
 
     Raises UserError, before anything is made, where the backend cannot be had: its package is not installed, it takes
     no address, no cluster answers there, or the cluster has less than the file needs.
@@ -124,7 +124,7 @@ def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBa
 
 
 def parser(run: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> ParseSubmission:
-    """What reads a file that is submitted to this run: the run's cluster holds, whatever cluster the file names."""
+    """The parser of files submitted to this run, on the run's cluster, whatever cluster they name."""
 
     def parse(text: str, source: str) -> list[Submission]:
         spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
@@ -135,7 +135,7 @@ def parser(run: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> Par
 
 
 def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> list[Submission]:
-    """The file's pipelines as the runtime takes them, with an estimate of their switches where there is one."""
+    """The file's pipelines as submissions, with an estimate of their switches if there is one."""
     taken = []
     for given in spec.pipelines:
         switch = estimate_switch(given.config, spec.cluster)
@@ -159,7 +159,7 @@ def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) 
 
 
 def header(spec: Spec) -> Mapping[str, Any]:
-    """What the log keeps of the file."""
+    """The file's part of the log header."""
     return {"source": spec.source, "resolved": spec.resolved}
 
 

@@ -195,7 +195,7 @@ class SharedMemoryFolder:
         """Descriptor that holds the folder's lock; None once it is closed."""
 
     def sign(self, run_folder: Path, devices: Collection[str]) -> None:
-        """Say which run this is, and what it computes on."""
+        """Write the run's folder and devices into the shared folder."""
         fields = {"pid": os.getpid(), "folder": str(run_folder.absolute()), "devices": sorted(devices)}
         aside = self.path / f"{_SIGNATURE}.tmp"
         aside.write_text(json.dumps(fields), encoding="utf-8")
@@ -222,7 +222,7 @@ class SharedMemoryFolder:
 
     @classmethod
     def at(cls, path: Path) -> SharedMemoryFolder:
-        """The folder at a known path; kept as it is if it was left behind."""
+        """The folder at a known path, with its contents."""
         folder = cls.__new__(cls)
         folder.path, folder.lock = path, _make_and_hold(path)
         return folder
@@ -248,7 +248,7 @@ def _make_and_hold(folder: Path) -> int:
 
 
 def _hold(folder: Path) -> int | None:
-    """The lock, or None if another run's start removed the new folder as one that was left behind."""
+    """The lock; None if another run's start removed the new folder as a leftover."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -261,7 +261,7 @@ def _hold(folder: Path) -> int | None:
 
 
 def _read_signature(folder: Path) -> Neighbour | None:
-    """None for a run that has not signed yet, or that has ended meanwhile."""
+    """None for a run without a signature yet, or one that has ended."""
     try:
         fields = json.loads((folder / _SIGNATURE).read_text(encoding="utf-8"))
         return Neighbour(pid=fields["pid"], folder=fields["folder"], devices=tuple(fields["devices"]))
@@ -270,7 +270,7 @@ def _read_signature(folder: Path) -> Neighbour | None:
 
 
 def _is_held(folder: Path) -> bool:
-    """A living run has the folder's lock."""
+    """Whether a living run holds the folder's lock."""
     with contextlib.suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

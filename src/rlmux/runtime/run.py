@@ -3,7 +3,7 @@
     run_pipelines      a new folder ──▶ log ──▶ backend ─┬▶ Prepared ──▶ drive: controller until all is over
     resume_pipelines   a folder's log ──▶ backend ───────┘                └──▶ summary, timeline
 
-A resumed pipeline goes on from its newest checkpoint. Without a backend there is no run: the new folder is removed.
+A resumed pipeline continues from its newest checkpoint. If no backend can be made, the new folder is removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checks.determinism_check import check_promises
 from rlmux.runtime.control.control_socket import ControlServer
 from rlmux.runtime.control.inbox import Inbox
-from rlmux.runtime.control.run_control import ParseSubmission, RunApi
+from rlmux.runtime.control.run_control import ParseSubmission, RunControl
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory.machine_probe import describe_machine
@@ -58,11 +58,11 @@ from rlmux.runtime.workers.worker_pool import WorkerOptions
 LOCAL = "local"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""Errors of writing where nothing reads any more: a pipe whose reader has ended, a terminal that was closed."""
+"""Errors of writing to a pipe without a reader, or to a closed terminal."""
 
 
 class MakeBackend(Protocol):
-    """How a run gets its workers, such as `local_backend`."""
+    """A factory of backends, such as `local_backend`."""
 
     def __call__(
         self, cluster: Cluster, folder: Path, *, options: WorkerOptions | None, start_s: float = 0.0
@@ -71,23 +71,23 @@ class MakeBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a run is made and followed. With the defaults it trains on this machine, and nothing watches it."""
+    """Options of a run. The defaults train on this machine, without listeners."""
 
     backend: str = LOCAL
-    """Name of the backend, as the log keeps it."""
+    """Name of the backend in the log."""
     make_backend: MakeBackend = local_backend
     workers: WorkerOptions | None = None
-    """None: as the backend chooses."""
+    """None: the backend's default."""
     listeners: Sequence[Listener] = ()
-    """Told of every event, action and note as it comes."""
+    """Notified of every event, action and note."""
     parse: ParseSubmission | None = None
-    """Reads what is submitted while the run goes on; None: nothing can be submitted."""
+    """Parser of submissions to the run in progress; None: submissions are refused."""
     is_kept_open: bool = False
-    """The run waits for more when its pipelines are over."""
+    """Whether the run waits for submissions when its pipelines are over."""
     inbox: Inbox | None = None
-    """Commands of other threads, by which on-demand pipelines and programs take part."""
+    """Commands of other threads, for on-demand pipelines and programs."""
     shares: ShareSettings | None = None
-    """What users are entitled to; None: all alike."""
+    """Entitlements of users; None: equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that may begin: its folder is locked, its log open, and its backend made."""
+    """A run that is ready to start: folder locked, log open, backend made."""
 
     cluster: Cluster
     submissions: Sequence[Submission]
@@ -132,10 +132,10 @@ def run_pipelines(
     spec: Mapping[str, Any],
     is_overwriting: bool = False,
 ) -> RunResult:
-    """Train every pipeline under a policy, by default on this machine. `spec`: what the log keeps of the user's file.
+    """Train every pipeline under a policy, by default on this machine. `spec`: the log's part of the user's file.
 
-    Raises UserError for a folder that cannot be used, StorageError where a file of
-    the run cannot be written. A pipeline's own failure is in the summary, not raised.
+    Raises UserError for an unusable folder, StorageError if a file of the run cannot be written. A pipeline's own
+    failure is in the summary, not raised.
     """
     cluster, submissions, machine = _on_machine(cluster, submissions, options)
     is_gpu = _has_gpus(machine)
@@ -170,10 +170,10 @@ def resume_pipelines(
     *,
     retry: Sequence[str] = (),
 ) -> RunResult:
-    """Train what is left of a run that was stopped or killed. Pipelines that were over stay over.
+    """Continue a run that was stopped or killed. Pipelines that are over stay over.
 
-    `retry`: names of pipelines that failed, and that go on from their newest checkpoint all the same.
-    Raises UserError, with the process, where the run goes on, and for a name in `retry` that did not fail.
+    `retry`: failed pipelines to resume from their newest checkpoint.
+    Raises UserError, with the process, for a run in progress, and for a name in `retry` that did not fail.
     """
     with contextlib.ExitStack() as held:
         lock = FolderLock.take(folder)
@@ -187,7 +187,7 @@ def resume_pipelines(
         cluster, unfinished, machine = _on_machine(cluster, unfinished, options)
         _probe_promises(cluster, unfinished, options)
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
-        unfinished = [_as_it_stood(one, state) for one in unfinished]
+        unfinished = [_with_last_standing(one, state) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
         keep_ends(folder, ended.values())
         notes = [
@@ -213,15 +213,15 @@ def resume_pipelines(
 def _on_machine(
     cluster: Cluster, submissions: Sequence[Submission], options: RunOptions
 ) -> tuple[Cluster, list[Submission], MachineMemory | None]:
-    """The cluster with the memory it has here, the submissions with what they hold, and this machine's memory; None
-    for a backend of other machines."""
+    """The cluster with this machine's memory, the submissions with footprints, and the machine's memory (None for a
+    backend of other machines)."""
     machine = describe_machine(cluster) if options.backend == LOCAL else None
     known = [_with_footprint(one, cluster, machine) for one in submissions]
     return cluster if machine is None else with_machine_memory(cluster, known, machine), known, machine
 
 
 def _probe_promises(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
-    """Raises UserError for a pipeline that asks for more than its engines keep; the run's folder is not touched."""
+    """Raises UserError for a pipeline that requires more than its engines keep; the run's folder is not touched."""
     asking = [submission for submission in submissions if submission.promise is not None]
     if not asking:
         return
@@ -234,7 +234,7 @@ def _probe_promises(cluster: Cluster, submissions: Sequence[Submission], options
 
 
 def _read_state(folder: Path) -> tuple[str | None, RunState]:
-    """(id of the run, what its log knows of its past)."""
+    """(id of the run, its state from the log)."""
     with LogReader(folder) as reader:
         return reader.header.get("run_id"), reader.state()
 
@@ -255,8 +255,8 @@ def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
     return replace(submission, pipeline=replace(submission.pipeline, first_step=newest.step + 1))
 
 
-def _as_it_stood(submission: Submission, state: RunState) -> Submission:
-    """The submission, held and ranked as its user said last, and planned with what its own steps took."""
+def _with_last_standing(submission: Submission, state: RunState) -> Submission:
+    """The submission with its user's last hold and rank, and estimates from its own steps."""
     pipeline = replace(submission.pipeline, **state.standings.get(submission.pipeline.id, {}))
     measured = state.measured.get(pipeline.id)
     if measured is not None and pipeline.estimate is None:
@@ -269,14 +269,14 @@ def _as_it_stood(submission: Submission, state: RunState) -> Submission:
 
 
 def _waits_events(state: RunState) -> list[Event]:
-    """What a scheduler is told of pipelines that waited as the run was stopped or killed."""
+    """A scheduler's events about pipelines that waited when the run was stopped or killed."""
     waits = tuple(PipelineWait(pipeline=PipelineId(name), **fields) for name, fields in sorted(state.waits.items()))
     return [WaitsRestored(waits=waits)] if waits else []
 
 
 def drive(run: Prepared, options: RunOptions) -> RunResult:
-    """Run a scheduler on a backend until all is over or the process is told to stop; then close the backend, write the
-    end into the log, and the reports beside it. Raises StorageError.
+    """Run a scheduler on a backend until every pipeline is over or a signal stops the run; then close the backend, log
+    the end, and write the reports. Raises StorageError.
     """
     folder, log, backend, inbox = run.folder, run.log, run.backend, options.inbox or Inbox()
     backend.connect(inbox)
@@ -285,7 +285,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _PromisedStarts(scheduler, log)
     run_api = None
     if options.parse is not None:
-        run_api = RunApi(
+        run_api = RunControl(
             ControlServer(folder),
             scheduler,
             _checked(options.parse, run),
@@ -303,9 +303,9 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
             is_complete = controller.run(run.submissions, first=run.first)
             watch.check()
     except (OSError, LogError, StorageError) as error:
-        watch.check()  # where the folder is gone, that is the cause, and nothing can be resumed
+        watch.check()  # a missing folder is the cause, and nothing can be resumed
         raise StorageError(_with_resume_hint(folder, str(error))) from error
-    except (IllegalTransitionError, ThreadDiedError) as error:  # a state that is wrong must not go on
+    except (IllegalTransitionError, ThreadDiedError) as error:  # a run must not continue from a wrong state
         log.note("defect", backend.now_s(), text=str(error))
         raise type(error)(_as_defect(folder, error)) from error
     finally:
@@ -324,7 +324,7 @@ def _write_end(
     ended: Mapping[PipelineId, Mapping[str, Any]],
     control_s: float,
 ) -> None:
-    """Note that the process ended on purpose. Where the disk is full, what was committed before stands."""
+    """Log that the process ended on purpose. On a full disk, earlier commits stay."""
     with contextlib.suppress(OSError, LogError):
         metrics.close()
         pipelines = {name: dict(fields) for name, fields in ended.items()}
@@ -337,7 +337,7 @@ def _with_resume_hint(folder: Path, problem: str) -> str:
 
 
 def _as_defect(folder: Path, error: RlmuxError) -> str:
-    """One line: whose defect it is, and what to do. The recent events are in the log."""
+    """One line with the defective part and the remedy. The recent events are in the log."""
     whose = "the policy" if isinstance(error, PolicyError) else "rlmux"
     found = str(error).partition("\n")[0]
     text = f"this is a defect of {whose}, not of your file: {found}; to report it, send {folder / LOG_NAME}"
@@ -346,7 +346,7 @@ def _as_defect(folder: Path, error: RlmuxError) -> str:
 
 @contextlib.contextmanager
 def _private_files() -> Iterator[None]:
-    """Files made within are readable by the user alone."""
+    """Make new files readable only by the user."""
     previous = os.umask(0o077)
     try:
         yield
@@ -355,7 +355,7 @@ def _private_files() -> Iterator[None]:
 
 
 def _with_footprint(one: Submission, cluster: Cluster, machine: MachineMemory | None) -> Submission:
-    """Bases of adapters are shared where all workers are processes of this machine's cores."""
+    """The submission with its footprint; bases of adapters are shared on this machine's cores."""
     is_gpu = _has_gpus(machine)
     return with_footprint(one, cluster, is_gpu=is_gpu, has_base=machine is None or is_gpu)
 
@@ -365,7 +365,7 @@ def _has_gpus(machine: MachineMemory | None) -> bool:
 
 
 def _checked(parse: ParseSubmission, run: Prepared) -> ParseSubmission:
-    """What reads a submission, and checks and marks it as the run's first pipelines were."""
+    """The parser, with the checks and origin marks of the run's first pipelines."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
         submissions = [with_footprint(one, run.cluster, is_gpu=run.is_gpu) for one in parse(text, source)]
@@ -376,7 +376,7 @@ def _checked(parse: ParseSubmission, run: Prepared) -> ParseSubmission:
 
 
 class _Endings:
-    """Writes each pipeline's end to the log as soon as it is over, and beside it for a log that is damaged."""
+    """Writes each pipeline's end to the log, and to a file beside it in case the log is damaged."""
 
     def __init__(
         self,
@@ -416,7 +416,7 @@ class _Endings:
 
 
 class _PromisedStarts:
-    """Writes the start that each waiting pipeline was promised to the log, so that a resumed run keeps it."""
+    """Logs the promised start of each waiting pipeline, so that a resumed run keeps it."""
 
     def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
         self._query = scheduler.query
@@ -430,7 +430,7 @@ class _PromisedStarts:
 
 
 class _UntilClosed:
-    """Passes a run's news to a display. Where nothing reads the display any more, the run ends as by Ctrl-C."""
+    """Forwards a run's updates to a display. When the display's output is closed, the run ends as by Ctrl-C."""
 
     def __init__(self, listener: Listener, stop: Callable[[], None]) -> None:
         self._listener: Listener | None = listener
@@ -452,8 +452,8 @@ class _UntilClosed:
 def _stop_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP end the run at the next safe point; a second Ctrl-C ends it at once.
 
-    SIGHUP stays ignored where it is, as under `nohup`. SIGINT does not: a script has its `&` ignore that unasked, and
-    `kill -INT` is how such a run is ended.
+    SIGHUP stays ignored if it is, as under `nohup`. SIGINT does not: shells ignore it for background jobs, and
+    `kill -INT` must still end such a run.
     """
     is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [each for each in _STOPPING if each != signal.SIGHUP or not is_hangup_ignored]

@@ -1,4 +1,4 @@
-"""The backend that runs workers: an action goes to the part that carries it out, events and notes come back.
+"""The backend that runs workers: dispatches actions to its parts and collects their events and notes.
 
                              ┌─▶ WorkerSupervisor   processes: start, watch, replace, end          (one)
     execute(action) ─────────┼─▶ RolloutDriver      rollout shards, turns, migration               (per pipeline)
@@ -14,8 +14,8 @@
     weights         train worker ──▶ a file in shared memory ──▶ rollout workers     (never through here)
     trajectories    rollout worker ──▶ here ──▶ env worker;     env worker ──▶ bytes ──▶ here ──▶ train worker
 
-An order is a generator of bounded calls (call_loop.py). Between two calls is a safe point: that is where a Pause takes
-effect, where progress is reported, and what a lost worker falls back to. Everything runs in one thread.
+An order is a generator of bounded calls (call_loop.py). Between two calls is a safe point: a Pause takes effect there,
+progress is reported there, and a lost worker falls back to it. Everything runs in one thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rlmux.core.events import Event, RewardOverdue
 from rlmux.core.model import Cluster, DeviceId, NodeId, PipelineId, Stage
 from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.runtime.backend import Note, Submission
-from rlmux.runtime.checks.determinism_check import Promises
+from rlmux.runtime.checks.determinism_check import EngineProbes
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.call_loop import CallLoop, Work
@@ -66,7 +66,7 @@ files, wait for one, or pick up trajectories that lie still (`take_partials`, wh
 
 
 class _Drivers(NamedTuple):
-    """The drivers of one pipeline, made anew whenever its processes start."""
+    """The drivers of one pipeline, created at each start of its processes."""
 
     rollout: RolloutDriver
     train: TrainDriver
@@ -110,14 +110,14 @@ class WorkerBackend:
             host_memory=host_memory,
             options=self._options,
             on_started=self._make_drivers,
-            on_replaced=self._tell_of_successor,
+            on_replaced=self._notify_successor,
             on_ending=self._end_drivers,
         )
         self._expected_losses: dict[NodeId, float] = {}
-        """Time at which each node is gone that notice was given of."""
-        self._gone: set[NodeId] = set()
-        """Nodes whose loss was told (membership tests only)."""
-        self._promises = Promises(self._calls, self._outbox)
+        """Expected time of loss, by node with a notice."""
+        self._lost_nodes: set[NodeId] = set()
+        """Nodes reported as lost (membership tests only)."""
+        self._promises = EngineProbes(self._calls, self._outbox)
         self.on_demand = OnDemandPipelines(
             Surroundings(workplace=workplace, calls=self._calls, outbox=self._outbox, options=batch_options)
         )
@@ -152,14 +152,14 @@ class WorkerBackend:
 
     def execute(self, action: Action) -> None:
         match action:
-            case RunStage() | MigrateShard() if self._supervisor.is_beginning_anew(action.pipeline):
-                pass  # the scheduler takes it back once it hears of that
+            case RunStage() | MigrateShard() if self._supervisor.is_restarting(action.pipeline):
+                pass  # the scheduler withdraws it once it handles the restart
             case RunStage():
                 self._run(action)
             case MigrateShard():
                 self._drivers[action.pipeline].rollout.migrate(action)
             case Pause():
-                if (order := self._orders.find(action.order)) is not None:  # else its end is on its way
+                if (order := self._orders.find(action.order)) is not None:  # else its end is in the outbox
                     order.pause()
             case SetDeviceFraction():
                 if (order := self._orders.find(action.order)) is not None:
@@ -167,7 +167,7 @@ class WorkerBackend:
             case ExpectLoss():
                 self._expect_loss(action)
             case Admit():
-                self._gone.difference_update(action.placement.nodes)  # a user may say that one is there again
+                self._lost_nodes.difference_update(action.placement.nodes)  # a user may report a node as back
                 if not self._is_client(action.pipeline):  # a client's workers start with its first order
                     self._supervisor.admit(action)
             case Relocate() if not self._is_client(action.pipeline):
@@ -207,14 +207,14 @@ class WorkerBackend:
         if not has_events:
             self._calls.start_later_work()  # the orders that answered the last events are out
             ready = self.workplace.wait(self._seconds_to_wait(timeout_s))
-            self._tell_node_changes()
+            self._report_node_changes()
             for worker in ready:
                 if not self.on_demand.receive(worker):
                     self._supervisor.receive(worker)
             self._supervisor.end_overdue_workers()
             self.on_demand.end_overdue_workers()
             self._calls.fire_timers()
-            self._tell_long_waits()
+            self._report_long_waits()
             self._run_commands()
         events, notes = self._outbox.take()
         self._supervisor.events_are_taken(events)
@@ -233,20 +233,20 @@ class WorkerBackend:
         else:
             self._expected_losses[action.node] = action.at_s
 
-    def _tell_node_changes(self) -> None:
-        """Nodes that the workplace has lost or found, and those whose notice is over."""
+    def _report_node_changes(self) -> None:
+        """Report nodes that the workplace lost or found, and nodes whose notice has expired."""
         now_s = self._outbox.now_s()
         due = [node for node, at_s in self._expected_losses.items() if at_s <= now_s]
         for node, is_there in (*self.workplace.node_changes(), *((node, False) for node in due)):
-            if is_there or node not in self._gone:
+            if is_there or node not in self._lost_nodes:
                 self._supervisor.change_node(node, is_there=is_there)
                 for order in () if is_there else self._orders.on_node(node):
                     self._park_client(order.action.pipeline)
             self._expected_losses.pop(node, None)
             if is_there:
-                self._gone.discard(node)
+                self._lost_nodes.discard(node)
             else:
-                self._gone.add(node)
+                self._lost_nodes.add(node)
 
     def close(self) -> None:
         for pipeline in list(self._supervisor.workers_by_pipeline):
@@ -292,7 +292,7 @@ class WorkerBackend:
         return (yield from work)
 
     def _check_lease(self, worker: Worker, method: str) -> None:
-        """Raises IllegalTransitionError for a call that touches a device which no order has a lease of.
+        """Raises IllegalTransitionError for a call that touches a device without a lease.
 
         A worker computes under an order of its own pipeline; its state leaves under the order that needs the room.
         """
@@ -300,15 +300,15 @@ class WorkerBackend:
             return
         workers = self._supervisor.owner(worker)
         if workers is None or not (devices := workers.devices_of(worker)):
-            return  # an env worker has no device; one that was ended is asked in vain
+            return  # an env worker has no device; calls to an ended worker are dropped
         orders = [order for device in devices for order in self._orders.on_device(device)]
         if method != "offload":
             orders = [order for order in orders if order.action.pipeline == workers.id]
         if not orders:
             raise IllegalTransitionError(f"{worker.name} was to {method} on {devices[0]}, which no order of it leases")
 
-    def _tell_long_waits(self) -> None:
-        """Let go of what pipelines hold that only wait for their own user code: devices, and slots in the cycle."""
+    def _report_long_waits(self) -> None:
+        """Release devices and cycle slots of pipelines that only wait for their own user code."""
         for order in self._orders.waiting_since(self._outbox.now_s() - USER_CODE_PATIENCE_S):
             order.waits_since_s = None
             if order.action.stage is Stage.REWARD:
@@ -340,7 +340,7 @@ class WorkerBackend:
         )
         self._drivers[workers.id] = _Drivers(rollout, train)
 
-    def _tell_of_successor(self, workers: PipelineWorkers, device: DeviceId) -> None:
+    def _notify_successor(self, workers: PipelineWorkers, device: DeviceId) -> None:
         self._drivers[workers.id].rollout.replace_worker(device)
 
     def _end_drivers(self, workers: PipelineWorkers) -> None:

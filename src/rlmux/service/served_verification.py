@@ -22,7 +22,7 @@ from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.scheduler import Scheduler
 from rlmux.log.folder_lock import FolderLock
 from rlmux.policies import POLICIES, make_policy
-from rlmux.runtime.checks.replay_verification import Difference, Say, Verdict
+from rlmux.runtime.checks.replay_verification import Difference, PrintLine, Verdict
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory.machine_probe import describe_machine
@@ -61,7 +61,7 @@ class _Record:
         return None
 
 
-def verify_served(folder: Path, names: Sequence[str], *, say: Say) -> list[Verdict]:
+def verify_served(folder: Path, names: Sequence[str], *, print_line: PrintLine) -> list[Verdict]:
     """Replay the requests of these models, or of all, one model after another.
 
     Raises UserError, before anything starts, for a server that runs, and for an unknown name.
@@ -77,7 +77,8 @@ def verify_served(folder: Path, names: Sequence[str], *, say: Say) -> list[Verdi
                 accepted = ", ".join(model_by_pipeline) or "none"
                 raise UserError(f"{folder}: no model of a client {unknown[0]!r}; accepted: {accepted}")
             chosen = list(dict.fromkeys(names)) or list(model_by_pipeline)
-            return [_verify_one(spec, _record(name, model_by_pipeline[name], requests, ledger), say) for name in chosen]
+            records = [_record(name, model_by_pipeline[name], requests, ledger) for name in chosen]
+            return [_verify_one(spec, record, print_line) for record in records]
         finally:
             ledger.close()
 
@@ -116,7 +117,7 @@ def _path_in(taken: LoggedRequest) -> str | None:
     return None
 
 
-def _verify_one(spec: ServeSpec, record: _Record, on_progress: Say) -> Verdict:
+def _verify_one(spec: ServeSpec, record: _Record, on_progress: PrintLine) -> Verdict:
     verdict = Verdict(
         pipeline=record.pipeline, num_equal=0, num_steps=len(record.hashes), difference=None, promise=None,
         reason="its client requested no update",
@@ -148,7 +149,7 @@ def _verify_one(spec: ServeSpec, record: _Record, on_progress: Say) -> Verdict:
 class _Again:
     """A listener that sends a record's requests, and compares what comes of them; all in the controller's thread."""
 
-    def __init__(self, serving: Serving, record: _Record, on_progress: Say) -> None:
+    def __init__(self, serving: Serving, record: _Record, on_progress: PrintLine) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._front, self.events = serving.furnish(self._calls.put)
         self._record = record

@@ -85,7 +85,7 @@ class SpotFigures:
         self.num_notices = self.num_moved = self.num_caught = 0
         self.lost_s = 0.0
 
-    def see(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """An event, before it is handled."""
         if type(event) is NoticeGiven:
             self.num_notices += 1

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from rlmux.core.events import StagePaused
 from rlmux.core.model import DeviceId, OrderId, PipelineId
 from rlmux.sim.kernel import WORK_ENDS, Kernel
-from rlmux.sim.sim_orders import RunningOrders
-from rlmux.sim.sim_state import PausedWork, RunningOrder, SimPipeline
+from rlmux.sim.sim_orders import SimOrders
+from rlmux.sim.sim_state import PausedWork, SimOrder, SimPipeline
 
 
 class SafePoint(NamedTuple):
@@ -25,7 +25,7 @@ class Pauses:
     """Stops orders; see the module."""
 
     def __init__(
-        self, kernel: Kernel, running: RunningOrders, schedule_reply: Callable[[PipelineId, DeviceId, float], None]
+        self, kernel: Kernel, running: SimOrders, schedule_reply: Callable[[PipelineId, DeviceId, float], None]
     ) -> None:
         """`schedule_reply`: lets an environment reply to a shard that is paused on a device, after so many seconds."""
         self._kernel = kernel
@@ -58,7 +58,7 @@ class Pauses:
         """Forget what was stopped of these."""
         self._stopped = {order: one for order, one in self._stopped.items() if one not in pipelines}
 
-    def _stop(self, running: RunningOrder) -> StagePaused:
+    def _stop(self, running: SimOrder) -> StagePaused:
         now_s, order = self._kernel.now_s, running.action.order
         self._running.advance(running)
         self._running.stop(running)

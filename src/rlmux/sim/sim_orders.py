@@ -19,16 +19,16 @@ from rlmux.sim.models.rates import Rates
 from rlmux.sim.models.work import SoloSeconds
 from rlmux.sim.results.metrics import Collector
 from rlmux.sim.results.result import Span
-from rlmux.sim.sim_state import RunningOrder
+from rlmux.sim.sim_state import SimOrder
 
 
-class RunningOrders:
+class SimOrders:
     """Owner of every `RunningOrder`."""
 
     def __init__(
         self,
         kernel: Kernel,
-        rates: Rates[RunningOrder],
+        rates: Rates[SimOrder],
         collector: Collector,
         *,
         reacts_to_progress: bool,
@@ -42,12 +42,12 @@ class RunningOrders:
         """Whether an order that begins or ends leaves the rates of all others as they are."""
         self._has_reports = reacts_to_progress or not self._are_independent
         self._spans_until_s = spans_until_s
-        self._order_by_id: dict[OrderId, RunningOrder] = {}
+        self._order_by_id: dict[OrderId, SimOrder] = {}
 
-    def __iter__(self) -> Iterator[RunningOrder]:
+    def __iter__(self) -> Iterator[SimOrder]:
         return iter(list(self._order_by_id.values()))
 
-    def __getitem__(self, order: OrderId) -> RunningOrder:
+    def __getitem__(self, order: OrderId) -> SimOrder:
         return self._order_by_id[order]
 
     def __contains__(self, order: OrderId) -> bool:
@@ -55,14 +55,14 @@ class RunningOrders:
 
     # ------------------------------------------------------------------ an order begins, changes, ends
 
-    def begin(self, running: RunningOrder) -> None:
+    def begin(self, running: SimOrder) -> None:
         self._order_by_id[running.action.order] = running
         if self._are_independent:
             self._schedule_end(running)
         else:
             self._update_rates(self._rates.begin(running))
 
-    def change(self, running: RunningOrder) -> None:
+    def change(self, running: SimOrder) -> None:
         """Update rates after a change of the order's work."""
         self._update_rates(self._rates.change(running))
 
@@ -72,7 +72,7 @@ class RunningOrders:
         running.device_fraction = device_fraction
         self.change(running)
 
-    def stop(self, running: RunningOrder) -> None:
+    def stop(self, running: SimOrder) -> None:
         """Remove an order whose work is advanced to now, and account for its device time."""
         del self._order_by_id[running.action.order]
         running.entry = -1
@@ -80,12 +80,12 @@ class RunningOrders:
             self._update_rates(self._rates.end(running))
         self._account(running)
 
-    def delay(self, running: RunningOrder, seconds: float) -> None:
+    def delay(self, running: SimOrder, seconds: float) -> None:
         """Let the order compute nothing for so long, before it computes again."""
         running.advanced_to_s += seconds
         running.waited_s += seconds
 
-    def hold_up(self, orders: Sequence[RunningOrder], seconds: float) -> None:
+    def delay_computing(self, orders: Sequence[SimOrder], seconds: float) -> None:
         """Delay orders that compute at this moment."""
         for running in orders:
             self.advance(running)
@@ -94,7 +94,7 @@ class RunningOrders:
 
     # ------------------------------------------------------------------ progress
 
-    def next_event(self, running: RunningOrder, entry: int) -> ChunkFinished | StageFinished | None:
+    def next_event(self, running: SimOrder, entry: int) -> ChunkFinished | StageFinished | None:
         """What an entry of the kernel means: a progress report, the end, or nothing worth an event."""
         if running.entry != entry:
             return None
@@ -108,7 +108,7 @@ class RunningOrders:
         self.change(running)
         return self._report(running)
 
-    def advance(self, running: RunningOrder) -> None:
+    def advance(self, running: SimOrder) -> None:
         """Advance its work to now, at the rate that it has had."""
         now_s = self._kernel.now_s
         elapsed_s = now_s - running.advanced_to_s
@@ -119,12 +119,12 @@ class RunningOrders:
                 running.waited_s += elapsed_s - computed_s
             running.advanced_to_s = now_s
 
-    def computed_s(self, running: RunningOrder) -> float:
+    def computed_s(self, running: SimOrder) -> float:
         """Seconds since the order in which it neither switched nor waited."""
         seconds = self._kernel.now_s - running.began_s - running.switch_s - running.waited_s
         return seconds if seconds > 0.0 else 0.0
 
-    def _report(self, running: RunningOrder) -> ChunkFinished | None:
+    def _report(self, running: SimOrder) -> ChunkFinished | None:
         counts = running.work.report()
         if counts is None or counts == running.reported:
             return None
@@ -139,7 +139,7 @@ class RunningOrders:
             seconds=self.computed_s(running),
         )
 
-    def _finish(self, running: RunningOrder) -> StageFinished:
+    def _finish(self, running: SimOrder) -> StageFinished:
         self.stop(running)
         action, now_s = running.action, self._kernel.now_s
         if action.stage is running.pipeline.last_stage:
@@ -150,12 +150,12 @@ class RunningOrders:
 
     # ------------------------------------------------------------------ rates
 
-    def _update_rates(self, orders: Sequence[RunningOrder]) -> None:
+    def _update_rates(self, orders: Sequence[SimOrder]) -> None:
         for running in orders:
             self.advance(running)
             self._schedule_end(running)
 
-    def _schedule_end(self, running: RunningOrder) -> None:
+    def _schedule_end(self, running: SimOrder) -> None:
         """Take the order's rate, and schedule its next report or its end."""
         rate = running.rate = running.device_fraction if self._are_independent else self._rates.rate(running)
         work = running.work
@@ -165,7 +165,7 @@ class RunningOrders:
             next_s = work.until_report(rate) if self._has_reports else work.until_over(rate)
         running.entry = self._kernel.schedule(running.advanced_to_s + next_s, WORK_ENDS, running)
 
-    def _account(self, running: RunningOrder) -> None:
+    def _account(self, running: SimOrder) -> None:
         """Device time that the order has taken, and its span for a Gantt chart."""
         action, now_s = running.action, self._kernel.now_s
         devices = action.devices

@@ -92,7 +92,7 @@ class SimPipeline:
 
 
 @dataclass(slots=True, eq=False)
-class RunningOrder:
+class SimOrder:
     """An order that switches, computes or waits for an environment; `RunningOrders` alone changes it."""
 
     action: RunStage

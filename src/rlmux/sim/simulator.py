@@ -74,8 +74,8 @@ from rlmux.sim.pauses import Pauses, SafePoint
 from rlmux.sim.results.decision_cost import DecisionCost
 from rlmux.sim.results.metrics import Collector
 from rlmux.sim.results.result import SimResult
-from rlmux.sim.sim_orders import RunningOrders
-from rlmux.sim.sim_state import Migration, PausedWork, RunningOrder, SimPipeline
+from rlmux.sim.sim_orders import SimOrders
+from rlmux.sim.sim_state import Migration, PausedWork, SimOrder, SimPipeline
 from rlmux.sim.spot_trace import PriceChange
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 
@@ -112,7 +112,7 @@ def simulate(
     decisions take no time.
     """
     table = interference or _estimated(workload)
-    rates: Rates[RunningOrder] = FractionRates() if table is None else InterferenceRates(table)
+    rates: Rates[SimOrder] = FractionRates() if table is None else InterferenceRates(table)
     return Simulation(
         workload,
         _with_table(policy, table),
@@ -147,7 +147,7 @@ class Simulation:
         workload: Workload,
         policy: Policy,
         *,
-        rates: Rates[RunningOrder] | None = None,
+        rates: Rates[SimOrder] | None = None,
         failures: Sequence[NodeFailure] = (),
         rescales_training: bool = False,
         spans_until_s: float = 0.0,
@@ -162,7 +162,7 @@ class Simulation:
         """Migrations by order, until their trajectories arrive."""
         self.collector = Collector(workload, policy.name, self.scheduler.query.placement)
         self._kernel = Kernel()
-        self.running = RunningOrders(
+        self.running = SimOrders(
             self._kernel,
             rates or FractionRates(),
             self.collector,
@@ -215,12 +215,12 @@ class Simulation:
         while self._num_over < num_arrivals and (event := self._next_event()) is not None:
             num_events += 1
             if has_spot:
-                self._spot_figures.see(event)
+                self._spot_figures.observe(event)
             actions = self._decide(event)
             for action in actions:
                 carry_out[type(action)](action)
             if is_watched:
-                self._look(event, actions)
+                self._observe(event, actions)
             if type(event) is NodeLost or type(event) is PipelineParked:
                 status = self.scheduler.query.status
                 waiting = [name for name in self.pipelines if status(name) is PipelineStatus.WAITING]
@@ -234,14 +234,14 @@ class Simulation:
         kernel = self._kernel
         while kernel:
             what, entry = kernel.pop()
-            event = self.running.next_event(what, entry) if type(what) is RunningOrder else self._event_of(what)
+            event = self.running.next_event(what, entry) if type(what) is SimOrder else self._event_of(what)
             if event is not None:
                 if type(event) is StageFinished and what.pipeline.client is not None:
-                    self._let_client_go_on(what.pipeline, what.pipeline.batch_of(what.action))
+                    self._resume_client(what.pipeline, what.pipeline.batch_of(what.action))
                 return event
         return None
 
-    def _look(self, event: Event, actions: list[Action]) -> None:
+    def _observe(self, event: Event, actions: list[Action]) -> None:
         if self._observer is not None:
             self._observer(event, actions)
         if self._checks:
@@ -269,7 +269,7 @@ class Simulation:
         if seconds > 0.0 and decision_cost.takes_cores:
             busy = [one for one in self.running if one.devices and not one.is_waiting]
             if len({device for one in busy for device in one.devices}) >= self._num_devices:
-                self.running.hold_up(busy, seconds / self._num_devices)
+                self.running.delay_computing(busy, seconds / self._num_devices)
         return actions
 
     # ------------------------------------------------------------------ from the kernel to events
@@ -321,7 +321,7 @@ class Simulation:
         self.collector.submit(pipeline.id, arrival)
         return PipelineSubmitted(time_s=self._kernel.now_s, pipeline=pipeline)
 
-    def _let_client_go_on(self, one: SimPipeline, ended: int | None) -> None:
+    def _resume_client(self, one: SimPipeline, ended: int | None) -> None:
         """A batch of the client has ended, or (None) its pipeline is admitted: it thinks, then announces the next."""
         client, now_s = one.client, self._kernel.now_s
         assert client is not None
@@ -392,7 +392,7 @@ class Simulation:
         )
         one.num_train_devices = sum(pools[node.pool].devices_per_node for node in placement.train_nodes)
         if one.client is not None and is_first:
-            self._let_client_go_on(one, None)
+            self._resume_client(one, None)
         arrival = one.arrival
         is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
         one.world = (arrival.colocated_world if is_colocated else None) or arrival.world
@@ -438,7 +438,7 @@ class Simulation:
         if action.switch is not Switch.NONE:
             switch_s = one.arrival.switch.seconds(PHASE_BY_STAGE[action.stage], is_warm=action.switch is Switch.WARM)
         work = one.resume(action, now_s + switch_s) or one.fresh_work(action)
-        running = RunningOrder(action, one, work, now_s, switch_s, now_s + switch_s, action.device_fraction or 1.0)
+        running = SimOrder(action, one, work, now_s, switch_s, now_s + switch_s, action.device_fraction or 1.0)
         if self._decision_cost is not None:
             self.running.delay(running, self._decision_cost.delay_s(now_s))
         self.running.begin(running)

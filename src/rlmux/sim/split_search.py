@@ -28,7 +28,7 @@ Seconds = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class NodeSplit:
     """Nodes for each phase, and what a step takes on them."""
 
     num_rollout_nodes: int
@@ -50,9 +50,9 @@ class Split:
 
 def split_of(
     rollout_s: Seconds, train_s: Seconds, num_rollout_nodes: int, num_train_nodes: int, overlaps: bool
-) -> Split:
+) -> NodeSplit:
     """A given split with its seconds."""
-    return Split(
+    return NodeSplit(
         num_rollout_nodes=num_rollout_nodes,
         num_train_nodes=num_train_nodes,
         rollout_s=rollout_s(num_rollout_nodes),
@@ -61,7 +61,7 @@ def split_of(
     )
 
 
-def best_split(rollout_s: Seconds, train_s: Seconds, num_nodes: int, *, overlaps: bool) -> Split:
+def best_split(rollout_s: Seconds, train_s: Seconds, num_nodes: int, *, overlaps: bool) -> NodeSplit:
     """The split of at most so many nodes with the shortest step. Raises ValueError for fewer than two."""
     if num_nodes < 2:
         raise ValueError(f"{num_nodes} nodes cannot be split; accepted: 2 or more")
@@ -139,17 +139,17 @@ def splits(workload: Workload, num_nodes: int, recorded: Workload | None = None)
         else:
             rollout_s, train_s = _seconds_of(arrivals[pipeline.id], recorded)
         overlaps = pipeline.staleness > 0
-        asked = split_of(rollout_s, train_s, pipeline.num_rollout_nodes, pipeline.num_train_nodes, overlaps)
+        given = split_of(rollout_s, train_s, pipeline.num_rollout_nodes, pipeline.num_train_nodes, overlaps)
         best = best_split(rollout_s, train_s, num_nodes, overlaps=overlaps)
         rows.append(
             {
                 "pipeline": str(pipeline.id),
                 "overlaps": overlaps,
                 **_row(best),
-                "asked": _row(asked),
-                "gain": asked.step_s / best.step_s if best.step_s else 1.0,
+                "asked": _row(given),
+                "gain": given.step_s / best.step_s if best.step_s else 1.0,
                 "wants_another_rollout_node": overlaps
-                and wants_another_rollout_node(rollout_s, train_s, asked.num_rollout_nodes, asked.num_train_nodes),
+                and wants_another_rollout_node(rollout_s, train_s, given.num_rollout_nodes, given.num_train_nodes),
             }
         )
     return rows
@@ -164,7 +164,7 @@ def _seconds_of(arrival: Arrival, recorded: Workload) -> tuple[Seconds, Seconds]
     )
 
 
-def _row(split: Split) -> dict[str, Any]:
+def _row(split: NodeSplit) -> dict[str, Any]:
     return {
         "rollout_nodes": split.num_rollout_nodes,
         "train_nodes": split.num_train_nodes,

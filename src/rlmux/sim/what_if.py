@@ -23,7 +23,7 @@ FEW_STEPS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class WhatIfChange:
     """What is to be different."""
 
     added: Sequence[Arrival] = ()
@@ -44,7 +44,7 @@ class Change:
         return replace(workload, arrivals=(*kept, *self.added), cluster=self.cluster or workload.cluster)
 
 
-def what_if(run: Ongoing, change: Change) -> dict[str, Any]:
+def what_if(run: Ongoing, change: WhatIfChange) -> dict[str, Any]:
     """Figures of what is left of the run, now and then; times are seconds from the log's last moment on.
 
     {"run", "at_s", "about", "notes", "now": SIDE, "then": SIDE}

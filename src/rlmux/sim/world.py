@@ -42,7 +42,7 @@ class Steady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class RandomVariation:
     """Steps drawn from a log-normal distribution of mean 1."""
 
     seed: int

@@ -25,9 +25,9 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares
-from rlmux.runtime.control.control_requests import Status
-from rlmux.runtime.control.control_socket import SOCKET_NAME, ControlServer, NotRunningError, ask, ask_words
-from rlmux.runtime.control.run_control import RunApi, submitted_to
+from rlmux.runtime.control.control_requests import GetStatus
+from rlmux.runtime.control.control_socket import SOCKET_NAME, ControlServer, NotRunningError, send_request, send_words
+from rlmux.runtime.control.run_control import RunControl, submitted_to
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.records.usage_notes import UsageNotes, shares_events
@@ -51,7 +51,7 @@ class Run:
             make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
         )
         self.log = RunLog.create(folder, run_header(policy="rollmux", backend="fake", cluster=cluster))
-        self.run_api = RunApi(
+        self.run_api = RunControl(
             ControlServer(folder),
             self.scheduler,
             parse(real),
@@ -70,7 +70,7 @@ class Run:
         def ask_all() -> None:
             for fields in asked:
                 try:
-                    self.answers.append(ask_words(self.folder, fields))
+                    self.answers.append(send_words(self.folder, fields))
                 except UserError as error:
                     self.answers.append({"refused": str(error)})
                 with LogReader(self.folder) as log:
@@ -416,14 +416,14 @@ def test_only_the_owner_gets_to_the_socket_and_it_goes_with_the_run(tmp_path):
     server.close()
     assert not (tmp_path / SOCKET_NAME).exists()
     with pytest.raises(NotRunningError, match="nothing runs there now"):
-        ask(tmp_path, Status())
+        send_request(tmp_path, GetStatus())
 
 
 def test_a_socket_that_a_killed_run_left_behind_is_taken_over(tmp_path):
     with closing(socket.socket(socket.AF_UNIX)) as dead:
         dead.bind(str(tmp_path / SOCKET_NAME))
     with pytest.raises(NotRunningError):
-        ask(tmp_path, Status())
+        send_request(tmp_path, GetStatus())
     ControlServer(tmp_path).close()
 
 
@@ -431,7 +431,7 @@ def test_a_folder_deeper_than_socket_addresses_may_be_long_works(tmp_path):
     deep = tmp_path / ("x" * 120) / ("y" * 120)
     deep.mkdir(parents=True)
     with closing(ControlServer(deep)) as server, closing(Served(server)):
-        assert ask(deep, Status())["echo"] == {"request": "status"}
+        assert send_request(deep, GetStatus())["echo"] == {"request": "status"}
 
 
 class Served:
@@ -462,7 +462,7 @@ def test_clients_that_talk_nonsense_or_nothing_or_leave_hold_up_no_other(tmp_pat
         assert b"not a JSON object" in idle[-1].recv(1000)
         idle[-2].sendall(b"x" * 1000)
         idle[-3].close()
-        assert ask(tmp_path, Status())["echo"] == {"request": "status"}
+        assert send_request(tmp_path, GetStatus())["echo"] == {"request": "status"}
         idle[-1].sendall(b'atus"}\n')
         assert json.loads(idle[-1].recv(1000))["echo"] == {"request": "status"}
         for one in idle:
@@ -475,7 +475,7 @@ def test_a_run_that_ends_before_it_answers_says_so(tmp_path):
 
     def ask_once() -> None:
         with pytest.raises(RlmuxError) as caught:
-            ask(tmp_path, Status())
+            send_request(tmp_path, GetStatus())
         failures.append(str(caught.value))
 
     client = threading.Thread(target=ask_once)
@@ -493,4 +493,4 @@ def test_json_that_is_nested_too_deeply_is_refused_like_any_nonsense(tmp_path, d
             client.connect(str(tmp_path / SOCKET_NAME))
             client.sendall(b"[" * depth + b"]" * depth + b"\n")
             assert b"not a JSON object" in client.recv(1000)
-        assert ask(tmp_path, Status())["echo"] == {"request": "status"}
+        assert send_request(tmp_path, GetStatus())["echo"] == {"request": "status"}

@@ -83,7 +83,7 @@ def test_a_lost_worker_is_an_error_in_the_work_that_waits_for_it_and_in_no_other
         yield waiting
 
     untouched = setting.calls.start(waits_for_other_things(), pipeline=MINE)
-    setting.calls.give_up(setting.worker)
+    setting.calls.fail_calls(setting.worker)
     assert setting.said == ["room is made"]
     assert (ended.is_over, untouched.is_over) == (True, False)
 

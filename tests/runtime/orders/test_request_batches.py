@@ -12,13 +12,13 @@ import pytest
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.events import Event, StageFinished, WorkArrived
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
-from rlmux.rl.client_requests import ForwardBackward, OptimizerStep, SampleRequest, SaveWeights, TrainRequest
+from rlmux.rl.client_requests import ForwardBackward, OptimizerStep, SampleRequest, TrainRequest, WriteWeights
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.request_batches import BatchOptions, OnDemandPipeline, Surroundings
 from rlmux.runtime.orders.running_orders import RunningOrder
-from rlmux.runtime.orders.shared_sampling import Samplers
+from rlmux.runtime.orders.shared_sampling import SharedSamplers
 from rlmux.runtime.workers.request_workers import BatchReport, RequestResult
 
 CHUNK_S = 1.0
@@ -172,20 +172,20 @@ def heard() -> Heard:
 
 @pytest.fixture
 def batches(heard: Heard, tmp_path: Path) -> Batches:
-    return made(heard, Calls(heard, lambda: 0.0), Samplers(), tmp_path, TrainingConfig(name="a"))
+    return made(heard, Calls(heard, lambda: 0.0), SharedSamplers(), tmp_path, TrainingConfig(name="a"))
 
 
 @pytest.fixture
 def tenants(heard: Heard, tmp_path: Path) -> list[Batches]:
     """Two pipelines, `a` and `b`, that train adapters of one base."""
-    calls, samplers = Calls(heard, lambda: 0.0), Samplers()
+    calls, samplers = Calls(heard, lambda: 0.0), SharedSamplers()
     configs = [
         TrainingConfig(name=name, adapter=AdapterConfig(rank=rank, alpha=1.0)) for rank, name in ((1, "a"), (2, "b"))
     ]
     return [made(heard, calls, samplers, tmp_path, config) for config in configs]
 
 
-def made(heard: Heard, calls: CallLoop, samplers: Samplers, folder: Path, config: TrainingConfig) -> Batches:
+def made(heard: Heard, calls: CallLoop, samplers: SharedSamplers, folder: Path, config: TrainingConfig) -> Batches:
     options = BatchOptions(batch_s=2 * CHUNK_S, step_s=5 * CHUNK_S)
     shared = Surroundings(workplace=heard, calls=calls, outbox=heard, options=options, samplers=samplers)  # type: ignore[arg-type]
     return Batches(PipelineId(config.name), config, folder, heard, shared)
@@ -316,7 +316,7 @@ def test_requests_that_come_while_their_weights_are_loaded_are_one_batch_with_th
 def test_saves_behind_an_update_are_answered_before_the_update_is_kept(batches, heard):
     batches.train("b1", loss(is_forward_only=False))
     batches.train("u1", UPDATE)
-    batches.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+    batches.train("s1", WriteWeights(path=Path("sampler-3.safetensors")))
     batches.train("b2", loss(is_forward_only=False))
     heard.said.clear()
     batches.begin(order(1, Stage.UPDATE))
@@ -331,7 +331,7 @@ def test_a_save_that_comes_while_the_update_is_made_is_answered_before_the_updat
 
     def run_chunk(self: Prompt, max_seconds: float) -> BatchReport:
         if self.ids == [("", "u1")]:
-            batches.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+            batches.train("s1", WriteWeights(path=Path("sampler-3.safetensors")))
         return chunk(self, max_seconds)
 
     monkeypatch.setattr(Prompt, "run_chunk", run_chunk)
@@ -350,7 +350,7 @@ def test_an_update_that_was_not_kept_is_done_again_with_the_saves_behind_it(batc
 
     monkeypatch.setattr(Prompt, "call", answer_until_kept)
     batches.train("u1", UPDATE)
-    batches.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+    batches.train("s1", WriteWeights(path=Path("sampler-3.safetensors")))
     batches.begin(order(1, Stage.UPDATE))
     batches.park()
     monkeypatch.undo()

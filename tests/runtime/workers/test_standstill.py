@@ -76,7 +76,7 @@ class Busy:
     """A worker with a call under way, and what its process is doing as the test has it."""
 
     name, pid, call_limit_s = "p/train", 7, 30.0
-    asked_s: float | None = 0.0
+    called_s: float | None = 0.0
     num_beats = 0
     now = Activity(state="R", cpu_s=0.0)
 
@@ -98,7 +98,7 @@ class Watch:
         for _ in range(int(seconds)):
             self.now_s += 1.0
             self.worker.now = Activity(**activity)
-            self.watch.look([self.workers])  # type: ignore[list-item]
+            self.watch.poll([self.workers])  # type: ignore[list-item]
             notes += self.outbox.take()[1]
         return notes
 
@@ -120,7 +120,7 @@ def test_a_worker_that_waits_or_computes_or_is_idle_does_not_stand_still() -> No
     assert watch.after(10.0, state="D", cpu_s=0.0) == []
     for second in range(10):
         assert watch.after(1.0, state="R", cpu_s=0.5 * second) == []
-    watch.worker.asked_s = None
+    watch.worker.called_s = None
     assert watch.after(10.0, state="T", cpu_s=5.0) == []
 
 
@@ -134,6 +134,6 @@ def test_a_worker_that_shows_life_while_a_server_starts_does_not_stand_still() -
 def test_a_standstill_ends_with_its_call() -> None:
     watch = Watch()
     watch.after(5.0, state="T", cpu_s=0.0)
-    watch.worker.asked_s = None
+    watch.worker.called_s = None
     (noted,) = watch.after(1.0, state="S", cpu_s=0.0)
     assert (noted.type, noted.fields["began_s"], noted.fields["seconds"]) == ("standstill", 0.0, 6.0)

@@ -19,8 +19,8 @@ from tests import waiting
 from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
 from rlmux.log.folder_lock import living_owner
-from rlmux.runtime.control.control_requests import Status
-from rlmux.runtime.control.control_socket import ask
+from rlmux.runtime.control.control_requests import GetStatus
+from rlmux.runtime.control.control_socket import send_request
 
 ROOT = Path(__file__).parents[3]
 FILE = """
@@ -121,7 +121,7 @@ class Service:
 
     def _answers(self) -> bool:
         try:
-            return bool(ask(self.lane, Status())["pid"])
+            return bool(send_request(self.lane, GetStatus())["pid"])
         except RlmuxError:
             return False
 

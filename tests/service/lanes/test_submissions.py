@@ -15,7 +15,7 @@ from tests.service.lane_here import LANE, Endless, Lane
 from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
 from rlmux.policies.max_min_fairness import FairShares
-from rlmux.runtime.control.control_socket import ask
+from rlmux.runtime.control.control_socket import send_request
 from rlmux.runtime.control.run_control import submitted_to
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.schemas.timeline_schemas import Submission
@@ -74,7 +74,7 @@ def post(server: submissions.LaneSubmissions, body: object = BODY, key: str = "k
 def test_a_server_killed_between_any_two_steps_takes_a_submission_once(lane, monkeypatch, step, when):
     first = server(lane)
     if step == "ask":
-        monkeypatch.setattr(submissions, "ask", dying(ask, when))
+        monkeypatch.setattr(submissions, "send_request", dying(send_request, when))
     else:
         monkeypatch.setattr(first._ledger, step, dying(getattr(first._ledger, step), when))
     with pytest.raises(Killed):
@@ -90,7 +90,7 @@ def test_a_server_killed_between_any_two_steps_takes_a_submission_once(lane, mon
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_controller_that_ends_before_its_answer_arrives_is_asked_again(lane, monkeypatch, when):
-    monkeypatch.setattr(submissions, "ask", dying(ask, when, RlmuxError))
+    monkeypatch.setattr(submissions, "send_request", dying(send_request, when, RlmuxError))
     one = server(lane)
     status, kept = post(one)
     assert (status, kept.pipelines[0].outcome) == (202, "accepted")

@@ -16,7 +16,7 @@ import pytest
 from tests.service.clients import training_body
 
 from rlmux.core.errors import UserError
-from rlmux.rl.client_requests import LoadState, OptimizerStep, OptimizerStepDone, SaveState, SaveWeights
+from rlmux.rl.client_requests import LoadState, OptimizerStep, OptimizerStepDone, SaveState, WriteWeights
 from rlmux.rl.config import ModelConfig
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
@@ -110,7 +110,7 @@ class Working(Recorded):
             case OptimizerStep():
                 self.weights[pipeline] += f" {request_id.rpartition(':')[2]}"
                 value = OptimizerStepDone(grad_norm=1.0)
-            case SaveWeights():
+            case WriteWeights():
                 request.path.write_text(self.weights[pipeline])
             case SaveState():
                 self._save(pipeline, request.folder)

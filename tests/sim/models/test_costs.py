@@ -15,7 +15,7 @@ from tests.examples import examples
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, rollout_costs, train_costs
-from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape, model_shapes
+from rlmux.sim.models.hardware import ModelSize, gpu_spec, model_shape, model_shapes
 from rlmux.sim.models.roofline import decode_step_s, estimate_curves
 
 MEASURED = ("qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen3-32b")
@@ -100,7 +100,7 @@ def test_only_measured_pairs_claim_to_be_measured():
 
 
 def test_a_shape_of_ones_own_gets_an_estimate():
-    own = ModelShape(name="own", params=2e9, layers=24, hidden=2048, kv_heads=8, head_dim=128)
+    own = ModelSize(name="own", params=2e9, layers=24, hidden=2048, kv_heads=8, head_dim=128)
     step = rollout_costs(own, "H200", 1).decode.step_s(16, 1000)
     assert 2e9 * 2 / 4.8e12 < step < 0.02
 

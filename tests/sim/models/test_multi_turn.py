@@ -14,7 +14,7 @@ from rlmux.core.model import Stage
 from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
-from rlmux.sim.models.decoder import Decoder, Turn, Unfinished
+from rlmux.sim.models.decoder import Decoder, LaterTurn, Unfinished
 from rlmux.sim.models.multi_turn import ToolUse, TurnDecoder
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, crowd
@@ -24,7 +24,7 @@ COSTS = rollout_costs("qwen3-4b")
 
 def calling(tokens: int, wait_s: float, later_tokens: int) -> Unfinished:
     """Generates, waits for its tool, generates again."""
-    return Unfinished(tokens, -100.0, (Turn(wait_s, 10, later_tokens),))
+    return Unfinished(tokens, -100.0, (LaterTurn(wait_s, 10, later_tokens),))
 
 
 def shard(*trajectories: Unfinished, slots: int = 8, **options) -> TurnDecoder:

@@ -20,7 +20,7 @@ from rlmux.sim.models.neighbour_slowdown import Neighbours
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.recorded import recorded_workload
-from rlmux.sim.world import Sampled, SwitchSeconds, TrueSeconds
+from rlmux.sim.world import RandomVariation, SwitchSeconds, TrueSeconds
 
 STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
 CLUSTER = Cluster(pools={phase.value: Pool(name=phase.value, phase=phase, num_nodes=1) for phase in list(Phase)[:2]})
@@ -31,7 +31,8 @@ def pair(num_steps: int = 4) -> Workload:
     arrivals = []
     for seed, (rollout_s, train_s) in enumerate([(6.0, 3.0), (4.0, 5.0)]):
         seconds = {Stage.REWARD: 0.2, Stage.OLD_LOGPROBS: 1.0, Stage.UPDATE: train_s, Stage.PUBLISH: 0.1}
-        world = TrueSeconds(by_stage={Stage.GENERATE: rollout_s, **seconds}, variation=Sampled(seed=seed, cv=0.3))
+        variation = RandomVariation(seed=seed, cv=0.3)
+        world = TrueSeconds(by_stage={Stage.GENERATE: rollout_s, **seconds}, variation=variation)
         pipeline = Pipeline(
             id=PipelineId(f"p{seed}"),
             num_steps=num_steps,

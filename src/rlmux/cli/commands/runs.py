@@ -30,7 +30,7 @@ def report(
     from rlmux.runtime.records import folders
 
     folders.check_run(folder)
-    with folders.telling_of_salvage(folder):
+    with folders.salvage_hint(folder):
         if graph is not None:
             from rlmux.report.figures.graph_svg import write_graph
 
@@ -228,7 +228,7 @@ def status(
     from rlmux.cli import remote
     from rlmux.runtime.records import folders
 
-    with folders.telling_of_salvage(Path(place)):
+    with folders.salvage_hint(Path(place)):
         remote.show_status(place, as_json=json, is_once=once)
 
 

@@ -147,7 +147,7 @@ def resume(
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
 
-    with folders.telling_of_salvage(folder):
+    with folders.salvage_hint(folder):
         ended = open_run(folder).resume(
             retry=retry or (),
             address=address,
@@ -206,7 +206,7 @@ def chaos(
     commands = chaos_display.commands_of(file, policy=spec.policy, sets=sets or ())
     report_progress = chaos_display.progress_printer(is_quiet=json)
     with folders.chosen(out, f"{Path(file).stem}-chaos") as folder:
-        result = run_chaos(commands, folder, num_kills=kills, seed=seed, say=report_progress)
+        result = run_chaos(commands, folder, num_kills=kills, seed=seed, print_line=report_progress)
     chaos_display.show_chaos(result, folder, as_json=json)
     raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
 

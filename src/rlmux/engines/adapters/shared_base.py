@@ -28,7 +28,7 @@ from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.engines.model.model_io import build_model, new_model_config
 from rlmux.engines.model.transformer import DecoderWeights
 from rlmux.engines.model.weights import read_tensors, write_tensors
-from rlmux.engines.residency import give_back
+from rlmux.engines.residency import release_storage
 from rlmux.rl.config import ModelConfig, TrainingConfig
 from rlmux.rl.memory.adapter_base import base_name
 
@@ -124,5 +124,5 @@ class SharedBase:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
                 write_tensors(path, make(), {})
-                give_back(torch.device("cpu"))
+                release_storage(torch.device("cpu"))
         return read_tensors(path)[0]

@@ -36,7 +36,7 @@ def is_packed(model: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
+class _AttentionKind:
     """How scores become weights in one layer."""
 
     scaling: float | None
@@ -65,13 +65,13 @@ def _attend_within_runs(
 ) -> tuple[Tensor, None]:
     """Queries [1, heads, T, head_dim], keys and values [1, kv_heads, T, head_dim] to [1, T, heads, head_dim]."""
     sizes = [count * length for count, length in runs]
-    kind = _Kind(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    kind = _AttentionKind(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     queries, keys, values = (torch.split(each[0], sizes, dim=1) for each in (query, key, value))
     mixed = [_attend(*qkv, run=run, kind=kind) for *qkv, run in zip(queries, keys, values, runs, strict=True)]
     return torch.cat(mixed)[None], None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, run: tuple[int, int], kind: _Kind) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, run: tuple[int, int], kind: _AttentionKind) -> Tensor:
     """One run of n sequences of equal length: [heads, n * length, head_dim] to [n * length, heads, head_dim]."""
     queries, keys, values = (torch.unflatten(each, 1, run).transpose(0, 1) for each in (query, key, value))
     if kind.softcap is not None or kind.sinks is not None:
@@ -84,7 +84,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, run: tuple[int, int], 
     return mixed.transpose(1, 2).flatten(0, 1)
 
 
-def _mix_by_scores(queries: Tensor, keys: Tensor, values: Tensor, kind: _Kind) -> Tensor:
+def _mix_by_scores(queries: Tensor, keys: Tensor, values: Tensor, kind: _AttentionKind) -> Tensor:
     """Attention with every score held: [n, heads, length, head_dim] of all three, fewer heads of keys and values."""
     repeats = queries.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys, values))

@@ -24,7 +24,7 @@ from torch import Tensor
 from rlmux.engines.adapters.adapter_rows import RowAdapters
 from rlmux.engines.adapters.adapter_weights import AdapterWeights
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables, prefill
-from rlmux.engines.residency import give_back
+from rlmux.engines.residency import release_storage
 from rlmux.engines.rollout.sampling import sample
 from rlmux.rl.config import AdapterConfig
 
@@ -111,7 +111,7 @@ class BatchProbe:
         )
         if key not in is_exact_by_shape:
             is_exact_by_shape[key] = measure()
-            give_back(self._weights.flat.device)
+            release_storage(self._weights.flat.device)
         return is_exact_by_shape[key]
 
     def is_decode_exact(self, width: int, window: int) -> bool:

@@ -42,7 +42,7 @@ from rlmux.engines.adapters.shared_base import SharedBase
 from rlmux.engines.model.decoder_shape import check_window
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, PositionTables, score
 from rlmux.engines.model.weights import read_weights
-from rlmux.engines.residency import Offloaded, give_back, storage_bytes
+from rlmux.engines.residency import Offloaded, release_storage, storage_bytes
 from rlmux.engines.rollout.batch_probe import PREFILL_BUCKET, BatchProbe
 from rlmux.engines.rollout.chunk_tally import ChunkTally
 from rlmux.engines.rollout.decode_graphs import DecodeGraphs
@@ -109,7 +109,7 @@ class SlotRolloutEngine:
         check_window(model, longest)
         self._tables = PositionTables(model, max_len, self._device)
         del model
-        give_back(self._device)  # the slots need its memory
+        release_storage(self._device)  # the slots need its memory
         self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts
         self._slots = SlotTable(self._weights.shape, rollout, max_len, self._device, vocabulary)
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
@@ -417,7 +417,7 @@ class SlotRolloutEngine:
         self._plans.clear()
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(0)
-        give_back(self._device)
+        release_storage(self._device)
 
     @torch.inference_mode()
     def load(self) -> None:

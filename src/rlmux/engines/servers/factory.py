@@ -39,7 +39,7 @@ def make_server_engine(
     is_single_turn: bool,
     device: str,
     on_wait: Callable[[], None] = lambda: None,
-    is_measured_anew: bool = False,
+    is_remeasured: bool = False,
 ) -> ServerRolloutEngine:
     """Raises UserError and ServerGoneError for a server that cannot serve this pipeline; nothing is left of it then."""
     given = config.rollout.engine
@@ -69,13 +69,13 @@ def make_server_engine(
     try:
         check_version(given.name, engine.server_version, engine.server.url)
         key = _cache_key(config, engine.server_version, device)
-        known = None if is_measured_anew else measuring.recall(key)
+        known = None if is_remeasured else measuring.recall(key)
         if known is None:
             known = measuring.measure(engine, settings.folder, make_model)
             measuring.remember(key, known)
         elif known.reloads:
             engine.dialect.load_weights(engine.server, settings.folder, 0)
-        elif not engine.can_start_anew:
+        elif not engine.can_restart:
             raise UserError(f"{given.url} does not take new weights; accepted: rollout.engine.python")
         engine.capabilities = known
     except RlmuxError as error:

@@ -1,6 +1,6 @@
 """HTTP to a server on this machine: short questions with a time limit, and answers that come event by event.
 
-    ask(method, path, body)  ──▶ JSON           503 is asked again for a while: a server that pauses or wakes says so
+    request(method, path, body)  ──▶ JSON           503 is retried for a while: a server pauses or wakes
     events(path, body)       ──▶ JSON, JSON ... one connection an answer; `close` from another thread ends it
 
 What goes wrong is one of two errors: ServerGoneError (nothing answers: the worker's successor may do better) and
@@ -36,13 +36,13 @@ class ServerConnection:
     """Where one server listens. Safe to use from several threads: every question has a connection of its own."""
 
     def __init__(self, url: str, *, busy_limit_s: float = 60.0) -> None:
-        """`busy_limit_s`: seconds for which a 503 is asked again."""
+        """`busy_limit_s`: seconds for which a 503 is retried."""
         parts = urlsplit(url)
         self.url = url
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._busy_limit_s = busy_limit_s
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,

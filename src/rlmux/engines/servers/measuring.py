@@ -200,8 +200,8 @@ def _restore(
     write_copies(folder / MODEL_FILE, own_copies(dict(model.named_parameters())), {})
     if does_reload:
         engine.dialect.load_weights(engine.server, folder, 0)
-    elif engine.can_start_anew:
-        engine.start_anew()
+    elif engine.can_restart:
+        engine.restart()
     if (gap := _gap(engine, model)) > _RELOAD_GAP[engine.dtype]:
         raise UserError(
             f"{engine.server.url}: its log-probs are {gap:.2g} nats off a forward pass of the pipeline's model; "

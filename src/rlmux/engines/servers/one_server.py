@@ -76,7 +76,7 @@ class OneServer:
         return self._settings.dtype
 
     @property
-    def can_start_anew(self) -> bool:
+    def can_restart(self) -> bool:
         """The server is this process's own."""
         return self._process is not None
 

@@ -380,7 +380,7 @@ class ServerRolloutEngine(OneServer):
         if self.capabilities.reloads:
             self.dialect.load_weights(self.server, self._settings.folder, version)
         else:
-            self.start_anew()
+            self.restart()
         if self.capabilities.names_versions:
             found = self.dialect.weight_version(self.server)
             if self.capabilities.reloads and found != str(version):
@@ -391,7 +391,7 @@ class ServerRolloutEngine(OneServer):
             check_checksums(self.dialect.name, self.dialect.checksums(self.server), tensors, self.dtype)
         self._canary = None
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         """Start the server again, from the folder's weights: for one that cannot take new ones."""
         if self._process is None:
             raise PipelineError(

@@ -46,7 +46,7 @@ class Sglang:
         return {"HF_HUB_OFFLINE": "1"}
 
     def version(self, server: ServerConnection) -> str:
-        answer = server.ask("GET", "/server_info")
+        answer = server.request("GET", "/server_info")
         if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
             raise UserError(f"{server.url}/server_info answers {str(answer)[:80]!r}; accepted: an SGLang server")
         return str(answer["version"])
@@ -88,20 +88,20 @@ class Sglang:
                 raise ServerAnswerError(f"an event of {self.generate_path()} has no {error}: {event!r:.200}") from error
 
     def hold(self, server: ServerConnection) -> None:
-        server.ask("POST", "/pause_generation", {"mode": "in_place"})
+        server.request("POST", "/pause_generation", {"mode": "in_place"})
 
     def release(self, server: ServerConnection) -> None:
-        server.ask("POST", "/continue_generation", {})
+        server.request("POST", "/continue_generation", {})
 
     def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            server.ask("POST", "/abort_request", {"rid": request_id})
+            server.request("POST", "/abort_request", {"rid": request_id})
 
     def sleep(self, server: ServerConnection) -> None:
-        server.ask("POST", "/release_memory_occupation", {}, limit_s=_RELOAD_LIMIT_S)
+        server.request("POST", "/release_memory_occupation", {}, limit_s=_RELOAD_LIMIT_S)
 
     def wake(self, server: ServerConnection) -> None:
-        server.ask("POST", "/resume_memory_occupation", {}, limit_s=_RELOAD_LIMIT_S)
+        server.request("POST", "/resume_memory_occupation", {}, limit_s=_RELOAD_LIMIT_S)
 
     def is_awake(self, server: ServerConnection) -> bool:
         """`/health` makes a token."""
@@ -109,12 +109,12 @@ class Sglang:
 
     def load_weights(self, server: ServerConnection, folder: Path, version: int) -> None:
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        answer = server.ask("POST", "/update_weights_from_disk", body, limit_s=_RELOAD_LIMIT_S)
+        answer = server.request("POST", "/update_weights_from_disk", body, limit_s=_RELOAD_LIMIT_S)
         if not (isinstance(answer, dict) and answer.get("success")):
             raise ServerAnswerError(f"/update_weights_from_disk was answered {str(answer)[:200]}")
 
     def weight_version(self, server: ServerConnection) -> str:
-        return str((server.ask("GET", "/model_info") or {}).get("weight_version"))
+        return str((server.request("GET", "/model_info") or {}).get("weight_version"))
 
     def checksums(self, server: ServerConnection) -> Mapping[str, str]:
         """None that are known to be sha256 of the file's bytes."""

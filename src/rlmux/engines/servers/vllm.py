@@ -58,7 +58,7 @@ class Vllm:
         return ours | {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     def version(self, server: ServerConnection) -> str:
-        answer = server.ask("GET", "/version")
+        answer = server.request("GET", "/version")
         if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
             raise UserError(f"{server.url}/version answers {answer!r}; accepted: a vLLM server")
         return str(answer["version"])
@@ -100,32 +100,32 @@ class Vllm:
                 raise ServerAnswerError(f"an event of {self.generate_path()} has no {error}: {event!r:.200}") from error
 
     def hold(self, server: ServerConnection) -> None:
-        server.ask("POST", "/pause", query={"mode": "keep"})
+        server.request("POST", "/pause", query={"mode": "keep"})
 
     def release(self, server: ServerConnection) -> None:
-        server.ask("POST", "/resume")
+        server.request("POST", "/resume")
 
     def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
-        server.ask("POST", "/inference/v1/abort_requests", {"request_ids": list(request_ids)})
+        server.request("POST", "/inference/v1/abort_requests", {"request_ids": list(request_ids)})
 
     def sleep(self, server: ServerConnection) -> None:
-        server.ask("POST", "/sleep", query={"level": "1", "mode": "abort"}, limit_s=_RELOAD_LIMIT_S)
+        server.request("POST", "/sleep", query={"level": "1", "mode": "abort"}, limit_s=_RELOAD_LIMIT_S)
 
     def wake(self, server: ServerConnection) -> None:
-        server.ask("POST", "/wake_up", limit_s=_RELOAD_LIMIT_S)
+        server.request("POST", "/wake_up", limit_s=_RELOAD_LIMIT_S)
 
     def is_awake(self, server: ServerConnection) -> bool:
-        return bool(server.ask("GET", "/is_sleeping") == {"is_sleeping": False})
+        return bool(server.request("GET", "/is_sleeping") == {"is_sleeping": False})
 
     def load_weights(self, server: ServerConnection, folder: Path, version: int) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        server.ask("POST", "/collective_rpc", call, limit_s=_RELOAD_LIMIT_S)
-        server.ask("POST", "/reset_prefix_cache")
-        server.ask("POST", "/update_weight_version", {"new_version": str(version)})
+        server.request("POST", "/collective_rpc", call, limit_s=_RELOAD_LIMIT_S)
+        server.request("POST", "/reset_prefix_cache")
+        server.request("POST", "/update_weight_version", {"new_version": str(version)})
 
     def weight_version(self, server: ServerConnection) -> str:
-        return str((server.ask("GET", "/weight_info") or {}).get("weight_version"))
+        return str((server.request("GET", "/weight_info") or {}).get("weight_version"))
 
     def checksums(self, server: ServerConnection) -> Mapping[str, str]:
-        answer = server.ask("POST", "/weight_checker", {"action": "checksum"}, limit_s=_RELOAD_LIMIT_S)
+        answer = server.request("POST", "/weight_checker", {"action": "checksum"}, limit_s=_RELOAD_LIMIT_S)
         return {name.rpartition(":")[2]: digest for name, digest in (answer or {}).get("checksums", {}).items()}

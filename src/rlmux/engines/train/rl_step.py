@@ -98,7 +98,7 @@ class RlStep:
         """Log-probs [R] under the reference, by leaf."""
         self._old_logprobs: dict[int, Tensor] = {}
         """Log-probs [R] under the weights that the step begins with, by leaf; empty where one update needs none."""
-        self._first_look = _FirstLook(max_logprob_gap)
+        self._first_pass = _FirstPass(max_logprob_gap)
         self._num_updates_done = 0
         self._work_by_stage: dict[Stage, StageWork] = {}
 
@@ -161,7 +161,7 @@ class RlStep:
     def _find_old_logprobs(self, leaf: int, batch: MicroBatch) -> None:
         on_device = batch.to(self._state.device)
         scores = self._forward(on_device)
-        self._first_look.add(leaf, on_device, scores, self.place(Stage.OLD_LOGPROBS))
+        self._first_pass.add(leaf, on_device, scores, self.place(Stage.OLD_LOGPROBS))
         self._old_logprobs[leaf] = scores.logprobs.cpu()
 
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
@@ -191,7 +191,7 @@ class RlStep:
         totals["loss"] /= algorithm.num_updates
         stale_token_share = totals["stale_token_share"] if algorithm.objective == "decoupled" else 0.0
         totals["behavior_ratio"] = totals["behavior_ratio"] / stale_token_share if stale_token_share else math.nan
-        metrics.update(totals, learning_rate=rate, **self._first_look.metrics(self._state.ranks))
+        metrics.update(totals, learning_rate=rate, **self._first_pass.metrics(self._state.ranks))
 
     def _add_gradient(self, leaf: int, batch: MicroBatch, num_sampled: int) -> tuple[float, ...]:
         """One micro-batch: its gradient goes to the tree. Returns its number and `_FIGURES`."""
@@ -216,7 +216,7 @@ class RlStep:
             begun_with = self._old_logprobs[leaf].to(self._state.device)
         else:
             begun_with = logprobs.detach()
-            self._first_look.add(leaf, batch, scores, self.place(Stage.UPDATE))
+            self._first_pass.add(leaf, batch, scores, self.place(Stage.UPDATE))
         # The policy that the step begins with sampled the fresh tokens; its log-prob comes from the same kernels as the
         # new one.
         sampled_by = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
@@ -303,7 +303,7 @@ def _check_versions(trajectory: Trajectory, newest: int, config: TrainingConfig)
             )
 
 
-class _FirstLook:
+class _FirstPass:
     """What the weights that a step begins with make of its tokens, added up over the micro-batches."""
 
     def __init__(self, max_logprob_gap: float) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
-from rlmux.engines.residency import Offloaded, give_back
+from rlmux.engines.residency import Offloaded, release_storage
 from rlmux.engines.train.adamw import AdamWNumbers
 from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.state.ranks import Ranks
@@ -176,7 +176,7 @@ class TrainTensors(ABC):
         self._storage_bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        give_back(self.device)
+        release_storage(self.device)
 
     def load(self) -> None:
         """Back to the device. Does nothing when already there."""

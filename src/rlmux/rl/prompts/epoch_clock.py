@@ -177,7 +177,7 @@ class EpochClock:
         for id in state.ended:
             self._end(id)
         self._oldest = dict(state.oldest_versions)
-        self._told: set[GroupId] = set()
+        self._reported: set[GroupId] = set()
         """Groups of the step's batch that `advance` has returned (membership tests only)."""
         self.is_leg_over = False
 
@@ -204,7 +204,7 @@ class EpochClock:
 
     def begin_step(self, step: int) -> None:
         """Open the first leg of a step."""
-        self._step, self._told = step, set()
+        self._step, self._reported = step, set()
         has_overlap = self._sizes.overlap_ticks > 0 and step > 1
         self._begin_leg(step - 2 if has_overlap else step - 1, self._sizes.overlap_ticks if has_overlap else math.inf)
 
@@ -300,15 +300,15 @@ class EpochClock:
         """Tick at which the next trajectory ends, infinite where none is seated; None where that is not known yet. A
         leg's last tick stands for all after it."""
         self._fill_slots()
-        first, known_until = math.inf, math.inf
+        first, decided_until = math.inf, math.inf
         for id, start in self._start_by_seated.items():
             if id in self._length:
                 first = min(first, start + self._length[id] - self._had[id])
             else:
-                known_until = min(known_until, start + self._made.get(id, 0) - self._had[id])
-        if first <= known_until and first <= self._ticks:
+                decided_until = min(decided_until, start + self._made.get(id, 0) - self._had[id])
+        if first <= decided_until and first <= self._ticks:
             return first
-        return math.inf if min(first, known_until) >= self._ticks else None
+        return math.inf if min(first, decided_until) >= self._ticks else None
 
     def _fill_slots(self) -> None:
         if self._now >= self._ticks:
@@ -361,6 +361,6 @@ class EpochClock:
         return [*batch, *rest[: size - len(batch) - num_missing]]
 
     def _newly_in_batch(self) -> list[list[TrajectoryId]]:
-        new = [group for group in self._batch() if group not in self._told]
-        self._told.update(new)
+        new = [group for group in self._batch() if group not in self._reported]
+        self._reported.update(new)
         return [sorted(id for id in self._ended if id[:2] == group) for group in new]

@@ -81,13 +81,13 @@ class PlanClock:
         while self._waiting and len(self._start_by_seated) < self._num_slots:
             self._start_by_seated[self._waiting.popleft()] = self._now
         first: tuple[float, TrajectoryId] | None = None
-        known_until: float = math.inf
+        decided_until: float = math.inf
         for id, start in self._start_by_seated.items():
             if id not in self._length:
-                known_until = min(known_until, start + self._made[id])
+                decided_until = min(decided_until, start + self._made[id])
             elif first is None or (start + self._length[id], id) < first:
                 first = (start + self._length[id], id)
-        return (int(first[0]), first[1]) if first is not None and first[0] <= known_until else None
+        return (int(first[0]), first[1]) if first is not None and first[0] <= decided_until else None
 
     def _close(self, prompt: int) -> None:
         """A prompt's group is done: its other trajectories are lost."""

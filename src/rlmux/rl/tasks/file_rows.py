@@ -134,11 +134,11 @@ class FileTask(SingleTurnTask):
         for number, message in enumerate(found, start=1):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 refuse(f"message {number}", f"is {_shown(message)}; accepted: an object with role and content")
-            told = _without_nulls(message)
-            content = told.setdefault("content", "") if "tool_calls" in told else told.get("content")
+            shown = _without_nulls(message)
+            content = shown.setdefault("content", "") if "tool_calls" in shown else shown.get("content")
             if not isinstance(content, str):
                 refuse(f"message {number}", f"has content {_shown(content)}; accepted: a text, or null with tool_calls")
-            messages.append(told)
+            messages.append(shown)
         return messages
 
 

@@ -16,11 +16,11 @@ class Options:
     def __init__(self, task: str, params: Mapping[str, Any]) -> None:
         self._task = task
         self._left = dict(params)
-        self._known: list[str] = []
+        self._names: list[str] = []
 
     def take_int(self, name: str, default: int, *, at_least: int, at_most: int = 10**9) -> int:
         """A whole number within bounds; UserError for anything else, as in all of these."""
-        self._known.append(name)
+        self._names.append(name)
         value = self._left.pop(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
             raise UserError(
@@ -31,7 +31,7 @@ class Options:
 
     def take_seconds(self, name: str) -> float:
         """Seconds, 0 by default and less than an hour."""
-        self._known.append(name)
+        self._names.append(name)
         value = self._left.pop(name, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 3600:
             raise UserError(f"task.params.{name} of task {self._task!r}: {value!r}; accepted: seconds from 0 to 3600")
@@ -39,7 +39,7 @@ class Options:
 
     def take_choice(self, name: str, default: str, accepted: tuple[str, ...]) -> str:
         """One of the accepted texts."""
-        self._known.append(name)
+        self._names.append(name)
         value = self._left.pop(name, default)
         if value not in accepted:
             raise UserError(f"task.params.{name} of task {self._task!r}: {value!r}; accepted: {', '.join(accepted)}")
@@ -47,7 +47,7 @@ class Options:
 
     def take_bool(self, name: str, default: bool) -> bool:
         """True or false."""
-        self._known.append(name)
+        self._names.append(name)
         value = self._left.pop(name, default)
         if not isinstance(value, bool):
             raise UserError(f"task.params.{name} of task {self._task!r}: {value!r}; accepted: true or false")
@@ -69,9 +69,9 @@ class Options:
     def finish(self) -> None:
         """Raise UserError for an option that was not taken, with the nearest that is accepted."""
         for name in self._left:
-            close = get_close_matches(name, self._known, n=1)
+            close = get_close_matches(name, self._names, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            accepted = ", ".join(self._known) or "none"
+            accepted = ", ".join(self._names) or "none"
             raise UserError(f"task.params.{name}: task {self._task!r} has no such option; {hint}accepted: {accepted}")
 
 

@@ -86,10 +86,10 @@ def _check_python(engine: EngineConfig, model: ModelConfig) -> str:
     if not python.is_file():
         raise UserError(f"{where}: no such file; accepted: the python of an environment that has {name}")
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             [str(python), "-c", _ASK, name, *_DISTRIBUTIONS[name]], capture_output=True, text=True, timeout=_LIMIT_S
         )
-        found = json.loads(asked.stdout.strip().splitlines()[-1])
+        found = json.loads(answer.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         raise UserError(f"{where} is no python that runs; accepted: one of an environment that has {name}") from None
     if found["folder"] is None or found["version"] is None:

@@ -137,7 +137,7 @@ class PipelineEnv:
         """
         new = sorted({turn.id: turn for turn in finished}.values(), key=lambda turn: turn.id)
         known = [(turn, episode) for turn in new if (episode := self._episode_of(turn)) is not None]
-        self._conversations.ask(known)
+        self._conversations.send_turns(known)
         self._unanswered.update((turn.id, turn) for turn in new)
         self._conversations.collect(patience_s)
         turns = [turn for _, turn in sorted(self._unanswered.items()) if not self._conversations.is_pending(turn)]
@@ -318,10 +318,10 @@ class PipelineEnv:
 
     def _response(self, episode: Episode) -> Response:
         turn, turns = episode.last_turn, []
-        said = list(zip(episode.replies, episode.reply_texts, strict=True))
+        replies = list(zip(episode.replies, episode.reply_texts, strict=True))
         for is_sampled, part in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1]):
             tokens = tuple(token for token, _ in part)
-            reply, text = said.pop(0) if said and not is_sampled else (None, "")
+            reply, text = replies.pop(0) if replies and not is_sampled else (None, "")
             turns.append((is_sampled, text if reply == tokens else self._vocabulary.decode(tokens)))
         return Response(text=self._vocabulary.decode(turn.tokens), token_ids=turn.tokens, turns=tuple(turns))
 

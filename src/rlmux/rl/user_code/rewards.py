@@ -119,8 +119,8 @@ class Reward:
         prompts: list[Any] = [prompt.text] * len(responses)
         completions: list[Any] = [response.text for response in responses]
         if prompt.messages is not None:
-            asked, prefilled = _without_prefill(prompt.messages)
-            prompts = [[dict(message) for message in asked] for _ in responses]
+            messages, prefilled = _without_prefill(prompt.messages)
+            prompts = [[dict(message) for message in messages] for _ in responses]
             completions = [_messages(response, prefilled) for response in responses]
         return {
             **repeated,

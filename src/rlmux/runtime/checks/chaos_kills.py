@@ -1,4 +1,4 @@
-"""Kills parts of a run at random moments and compares what comes out with a run left alone.
+"""Kills parts of a run at random moments and compares the weights with an undisturbed run.
 
     undisturbed    run ───────────────────────────────▶ weights
     rounds         run ──✗worker──✗env worker──✗controller    (as many as it takes for all kills)
@@ -32,8 +32,8 @@ ROLLOUT, TRAIN, ENV, CONTROLLER, EVERYTHING = KINDS = ("rollout", "train", "env"
 _KILLS_OF_TWENTY = {ROLLOUT: 6, TRAIN: 5, ENV: 5, CONTROLLER: 2, EVERYTHING: 2}
 """Number of kills of each kind among twenty."""
 _MAX_PER_STEP = 2
-"""Most kills of one worker between two steps of its pipeline: one that dies more often counts as faulty itself."""
-_LOOK_EVERY_S = 0.02
+"""Most kills of one worker between two steps of its pipeline; more deaths would fail the pipeline."""
+_POLL_EVERY_S = 0.02
 _ORPHAN_GRACE_S = 60.0
 
 
@@ -69,7 +69,7 @@ class ChaosResult:
 
     @property
     def is_equal(self) -> bool:
-        """Every pipeline of every round has the weights of the undisturbed run, and no pipeline is without."""
+        """Whether all pipelines of all rounds have weights, equal to those of the undisturbed run."""
         return None not in self.undisturbed.values() and all(each == self.undisturbed for each in self.rounds)
 
 
@@ -88,7 +88,7 @@ def run_chaos(
     *,
     num_kills: int,
     seed: int,
-    say: Callable[[str], None] = lambda _: None,
+    print_line: Callable[[str], None] = lambda _: None,
 ) -> ChaosResult:
     """Run undisturbed, then with kills, in subfolders of `folder`.
 
@@ -99,7 +99,7 @@ def run_chaos(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     rng = random.Random(seed)
     undisturbed = folder / "undisturbed"
-    say("undisturbed")
+    print_line("undisturbed")
     with _Round(commands, undisturbed) as quiet:
         quiet.wait()
     result = ChaosResult(undisturbed=_weights(undisturbed))
@@ -111,9 +111,9 @@ def run_chaos(
             while kinds and disturbed.strike(kinds[0], rng, rng.uniform(0.0, 2.0 * mean_s)):
                 kinds.pop(0)
                 kill = disturbed.kills[-1]
-                say(f"{name} {kill.time_s:6.1f} s  {kill.kind}: {kill.victim}")
+                print_line(f"{name} {kill.time_s:6.1f} s  {kill.kind}: {kill.victim}")
             disturbed.wait()
-        if not disturbed.kills:  # it was quicker than the undisturbed run
+        if not disturbed.kills:  # faster than the undisturbed run
             mean_s /= 2
         result.kills += disturbed.kills
         result.orphans += disturbed.orphans
@@ -149,15 +149,15 @@ class _Round:
     def wait(self) -> None:
         """Wait until the run is over. Raises RlmuxError if it did not end well."""
         if self._process.wait() != 0:
-            said = self._output.read_text(errors="replace").strip().splitlines()
-            last = said[-1] if said else "it said nothing"
+            lines = self._output.read_text(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "no output"
             raise RlmuxError(f"{self._folder}: exit code {self._process.returncode}: {last} (see {self._output})")
 
     def strike(self, kind: str, rng: random.Random, after_s: float) -> bool:
         """Make one kill after `after_s`, as soon as there is a victim. False if the run was over before."""
         due_s = time.monotonic() + after_s
         while self._process.poll() is None:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
             self._follower.read()
             if time.monotonic() >= due_s and self._follower.has_begun and self._try(kind, rng):
                 return True

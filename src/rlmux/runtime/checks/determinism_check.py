@@ -1,12 +1,12 @@
-"""Which class of promise each pipeline's engines keep, found out by the engines themselves.
+"""Probes of each pipeline's determinism class, run by its own engines.
 
     first order of a phase ── probe ──▶ worker, under the order's lease ──▶ ProbeReport ─┐
     the other phase's first order ────────────────────────────────────────▶ ProbeReport ─┴▶ note `promise`
 
-    a file that asks for one ── check_promises, before anything is scheduled ──▶ UserError, or the run begins
+    a file with `promise` ── check_promises, before anything is scheduled ──▶ UserError, or the run begins
 
-A pipeline that asks for more than a probe finds is refused: before the run begins where it is in the file, and before
-it trains where it was submitted to a run that goes on.
+A pipeline that requires a stronger class than its engines keep is refused: before the run begins if the file names it,
+before it trains if it was submitted later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId
-from rlmux.rl.determinism_class import Check, ProbeReport, promise_of, refusal, worst_of
+from rlmux.rl.determinism_class import ProbeCheck, ProbeReport, promise_of, refusal, worst_of
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.orders.call_loop import CallLoop, Future
 from rlmux.runtime.orders.outbox import Outbox
@@ -34,34 +34,33 @@ _POLL_S = 0.25
 _PHASES = (Phase.ROLLOUT, Phase.TRAIN)
 
 
-class Promises:
-    """What the probes of a run's pipelines have found so far."""
+class EngineProbes:
+    """Probes of a run's pipelines and their results."""
 
     def __init__(self, calls: CallLoop, outbox: Outbox) -> None:
         self._calls = calls
         self._outbox = outbox
-        self._asked: set[tuple[PipelineId, Phase]] = set()
+        self._begun: set[tuple[PipelineId, Phase]] = set()
         """Probes that were begun (membership tests only)."""
-        self._checks: dict[PipelineId, dict[Phase, tuple[Check, ...]]] = {}
+        self._checks: dict[PipelineId, dict[Phase, tuple[ProbeCheck, ...]]] = {}
 
     def probe(
         self, workers: PipelineWorkers, phase: Phase, probed: Sequence[Worker], order: RunningOrder
     ) -> Generator[Future, Any, None]:
-        """Have workers probe their engine together, unless some of the pipeline have for this phase; counted as a
-        switch.
+        """Probe the engine of these workers together, once per pipeline and phase; counted as a switch.
 
-        Raises PipelineError for a pipeline that asks for more than was found.
+        Raises PipelineError for a pipeline that requires more than was found.
         """
         pipeline = workers.id
-        if (pipeline, phase) in self._asked:
+        if (pipeline, phase) in self._begun:
             return
-        self._asked.add((pipeline, phase))
+        self._begun.add((pipeline, phase))
         report: ProbeReport | None = None
         try:
             report = worst_of((yield from all_of([self._calls.call(worker, "probe") for worker in probed])))
         finally:
-            if report is None:  # it was lost, or has work already: the next one is asked
-                self._asked.discard((pipeline, phase))
+            if report is None:  # the worker was lost or has work: probe the next one
+                self._begun.discard((pipeline, phase))
         if report is None:
             return
         order.add(seconds=0.0, switch_s=report.seconds, tokens=0)
@@ -80,12 +79,12 @@ class Promises:
             )
 
     def max_logprob_gap(self, pipeline: PipelineId) -> float:
-        """Largest gap in nats that the class found so far accepts between rollout's and training's log-probs."""
+        """Largest accepted gap in nats between rollout and training log-probs, for the class found so far."""
         checks = self._checks.get(pipeline, {}).values()
         return promise_of(check for of_phase in checks for check in of_phase).max_logprob_gap
 
     def may_recompute(self, pipeline: PipelineId) -> bool:
-        """Whether a KV cache that is computed anew has the bits of the one that it replaces."""
+        """Whether a recomputed KV cache is bit-equal to the one that it replaces."""
         checks = self._checks.get(pipeline, {}).get(Phase.ROLLOUT, ())
         return any(check.name == "recomputation" and check.is_equal for check in checks)
 
@@ -96,16 +95,16 @@ def _phases_of(submission: Submission) -> Sequence[Phase]:
 
 
 def check_promises(workplace: Workplace, cluster: Cluster, submissions: Sequence[Submission], folder: Path) -> None:
-    """Probe the engines of pipelines that ask for a promise, one after another, while nothing else holds a device.
+    """Probe the engines of pipelines with a `promise`, one after another, before any other work.
 
-    `folder`: for the workers' output. Raises UserError, with the check that failed and what is accepted, for one that
-    asks for more than was found.
+    `folder`: for the workers' output. Raises UserError, with the failed check and the accepted classes, for a pipeline
+    that requires more than was found.
     """
     for submission in submissions:
-        checks: list[Check] = []
+        checks: list[ProbeCheck] = []
         for phase in _phases_of(submission):
             with _probing(workplace, cluster, submission, phase, folder) as worker:
-                checks += _ask(workplace, worker).checks
+                checks += _probe_worker(workplace, worker).checks
         refused = refusal(submission.config.name, submission.promise, checks)
         if refused is not None:
             raise UserError(refused)
@@ -115,7 +114,7 @@ def check_promises(workplace: Workplace, cluster: Cluster, submissions: Sequence
 def _probing(
     workplace: Workplace, cluster: Cluster, submission: Submission, phase: Phase, folder: Path
 ) -> Iterator[Worker]:
-    """A worker of the pipeline on the first device of the phase's pool, for a moment."""
+    """A short-lived worker of the pipeline on the first device of the phase's pool."""
     config = submission.config
     log_folder = folder / config.name
     log_folder.mkdir(mode=0o700, exist_ok=True)
@@ -141,8 +140,8 @@ def _first_device(cluster: Cluster, phase: Phase) -> DeviceId:
     return pool.devices(NodeId(pool.name, 0))[0]
 
 
-def _ask(workplace: Workplace, worker: Worker) -> ProbeReport:
-    """The report of a worker that has done nothing yet."""
+def _probe_worker(workplace: Workplace, worker: Worker) -> ProbeReport:
+    """The probe report of a new worker."""
     reports: list[ProbeReport] = []
     worker.call(time.monotonic(), "build", (), lambda _: None)
     worker.call(time.monotonic(), "probe", (), reports.append)

@@ -32,9 +32,9 @@ from rlmux.rl.user_code.reward_preflight import calls_user_code, complaint_about
 _GRACE_S = 2.0
 """Seconds beyond a pipeline's own time limit, whose alarm ends most calls that hang."""
 _PATIENCE_S = 40.0
-"""Longest wait for a reward on its sample, unless told otherwise."""
+"""Default limit in seconds for a reward on its sample."""
 _SILENCE_S = 3.0
-"""Longest wait that is not told."""
+"""Seconds of waiting before a message on stderr."""
 
 _CHILD = (
     "import sys; sys.path[:] = sys.argv[2:]; from rlmux.runtime.checks import preflight; "
@@ -51,35 +51,35 @@ def complaints_about(
     reward that may take longer, and does, is left to the run.
     """
     complaints = [None if calls_user_code(config) else complaint_about(config) for config in configs]
-    asked = [index for index, config in enumerate(configs) if calls_user_code(config)]
-    while asked and not any(complaints):
-        found = _ask_child([configs[index] for index in asked], code_folder, patience_s)
-        for index, complaint in zip(asked, found, strict=False):
+    checked = [index for index, config in enumerate(configs) if calls_user_code(config)]
+    while checked and not any(complaints):
+        found = _check_in_child([configs[index] for index in checked], code_folder, patience_s)
+        for index, complaint in zip(checked, found, strict=False):
             complaints[index] = complaint
-        asked = asked[len(found) :]
+        checked = checked[len(found) :]
     return complaints
 
 
 def serve(report: int) -> None:
     """The child's side: reads pipelines from stdin, writes events to the file descriptor `report`."""
 
-    def tell(**event: Any) -> None:
+    def emit(**event: Any) -> None:
         os.write(report, json.dumps(event).encode() + b"\n")
 
     try:
         for index, config in enumerate(pickle.load(sys.stdin.buffer)):
-            complaint = complaint_about(config, partial(_tell_key, tell, index))
-            tell(index=index, complaint=complaint)
+            complaint = complaint_about(config, partial(_emit_key, emit, index))
+            emit(index=index, complaint=complaint)
     except Exception:  # a fault of ours: the parent raises it, this process has no stderr to print it on
-        tell(crash=traceback.format_exc())
+        emit(crash=traceback.format_exc())
     os._exit(0)  # whatever the user's code left running ends here
 
 
-def _tell_key(tell: Callable[..., None], index: int, key: str) -> None:
-    tell(index=index, user_code=key)
+def _emit_key(emit: Callable[..., None], index: int, key: str) -> None:
+    emit(index=index, user_code=key)
 
 
-def _ask_child(configs: Sequence[TrainingConfig], code_folder: Path, patience_s: float) -> list[str | None]:
+def _check_in_child(configs: Sequence[TrainingConfig], code_folder: Path, patience_s: float) -> list[str | None]:
     """Complaints about the first pipelines, at least one: up to the first complaint, or to a reward left to the run."""
     reader, writer = os.pipe()
     child = subprocess.Popen(
@@ -130,7 +130,7 @@ def _complaints(
 
 
 def _next_of_user(events: _Events, what: str, limit_s: float) -> dict[str, Any]:
-    """The next event. A wait that a person notices is told on stderr. Raises TimeoutError after `limit_s` seconds."""
+    """The next event; long waits are reported on stderr. Raises TimeoutError after `limit_s` seconds."""
     try:
         return events.next(min(limit_s, _SILENCE_S))
     except TimeoutError:
@@ -145,7 +145,7 @@ def _named(task: TaskConfig, key: str) -> str:
 
 
 def _complaint_about_time(task: TaskConfig, key: str, waited_s: float) -> str | None:
-    """None for code that may take longer still: it is left to the run."""
+    """None for code that may take longer: the run waits for it."""
     if task.reward_timeout_s > waited_s:
         print(
             f"rlmux: {key} {getattr(task, key)} takes over {waited_s:g} s on a sample; it was not checked",

@@ -1,13 +1,13 @@
-"""Whether a pipeline of a finished run comes out the same alone: the receipt that sharing changed nothing.
+"""Replays a pipeline of a finished run alone, to verify that sharing changed nothing.
 
     run's log ── `step` notes ───────▶ checksum of the weights at each step ──┐
          ├────── `checkpoint` notes ─▶ SHA-256 at each checkpoint ────────────┤
          └── the pipeline alone, in a temporary folder ─▶ both at each step ──┴▶ equal, or the first step that differs
 
-The pipeline is trained again from its first step, by the file in the log's header, on this machine, with nothing beside
-it. It ends at the last step of which the log says what its weights were, or at the first that differs. A step is equal
-when all that the log has of it is: its checksum, its SHA-256, or both. Every published step has a checksum, but one
-whose batch a crash took before it was noted; logs of rlmux 0.2 and before have SHA-256 alone, at every step.
+The pipeline is trained again from its first step, from the file in the log's header, alone on this machine. Replay ends
+at the last step with a sum in the log, or at the first difference. A step is equal if every logged sum is: checksum,
+SHA-256, or both. Published steps have a checksum, unless a crash came before the note; logs of rlmux 0.2 and before
+have only SHA-256, at every step.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from rlmux.runtime.records.input_files import changed_input_notes
 from rlmux.runtime.weights.checkpoints import is_due
 from rlmux.runtime.workers.worker_pool import WorkerOptions
 
-Say = Callable[[str], None]
-"""Told of a pipeline's progress, and of what may explain a difference; one line each."""
+PrintLine = Callable[[str], None]
+"""Prints one line: progress of a pipeline, or a possible cause of a difference."""
 _SumsByStep = dict[int, dict[str, str]]
 """Sums of the weights by step and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first step whose weights are not those of the log."""
+    """The first step whose weights differ from the log."""
 
     step: int
     compared: str
     """What differs: `checksum` or `sha256`, of the weights unless a reason says otherwise."""
     logged: str
-    """It, as the log has it."""
+    """Sum in the log."""
     alone: str | None
-    """It, when the pipeline ran alone; None where the pipeline did not get so far."""
+    """Sum of the pipeline alone; None if it did not reach the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of one pipeline."""
+    """Result of one pipeline."""
 
     pipeline: str
     num_equal: int
@@ -69,15 +69,15 @@ class Verdict:
     """Last step that the log has."""
     difference: Difference | None
     promise: str | None
-    """Class of promise that its engines kept in the run; None where none was probed."""
+    """Determinism class found in the run; None without a probe."""
     reason: str = ""
-    """Why there is nothing to compare, or why it ended before it was compared; empty otherwise."""
+    """Why nothing was compared, or why replay ended early; empty otherwise."""
     num_equal_by_sum: Mapping[str, int] = field(default_factory=dict)
     """Steps that are equal by `checksum`, and by `sha256`: at checkpoints."""
 
     @property
     def is_equal(self) -> bool:
-        """Every step of which the log has a sum is equal, and there is one."""
+        """Whether all steps with a sum in the log are equal, at least one."""
         return self.difference is None and self.num_equal > 0
 
     def line(self) -> str:
@@ -110,8 +110,8 @@ class Verdict:
         return self.num_steps - self.num_equal if self.difference is None else 0
 
 
-def verify(folder: Path, names: Sequence[str], *, say: Say) -> list[Verdict]:
-    """Train these pipelines of the run again, one after another, each alone; all of them where no name is given.
+def verify(folder: Path, names: Sequence[str], *, print_line: PrintLine) -> list[Verdict]:
+    """Train these pipelines of the run again, each alone; all pipelines if no name is given.
 
     Raises UserError, before anything starts, for a run that goes on, an unknown name, and a pipeline that this cannot
     replay.
@@ -132,9 +132,9 @@ def verify(folder: Path, names: Sequence[str], *, say: Say) -> list[Verdict]:
     for name in chosen:
         for note in changed_input_notes([given[name]], state):
             for words in note.fields.get("changed", ()):
-                say(f"{name}: {words} since the run")
+                print_line(f"{name}: {words} since the run")
         promise = history.pipelines[name].promise
-        verdicts.append(_verify_one(spec.cluster, given[name], sums.get(name, {}), promise, say))
+        verdicts.append(_verify_one(spec.cluster, given[name], sums.get(name, {}), promise, print_line))
     return verdicts
 
 
@@ -159,27 +159,27 @@ def _submissions(folder: Path) -> list[Submission]:
 
 
 def _logged_sums(folder: Path) -> dict[PipelineId, _SumsByStep]:
-    """Sums of the weights by pipeline and step; of a step that was done again, the last."""
+    """Sums of the weights by pipeline and step; the last ones of a repeated step."""
     found: dict[PipelineId, _SumsByStep] = {}
     with LogReader(folder) as reader:
         for entry in reader.entries():
             if isinstance(entry.value, PipelineRestarted):
                 its, restored_step = found.get(entry.value.pipeline, {}), entry.value.restored_step
                 found[entry.value.pipeline] = {step: sums for step, sums in its.items() if step <= restored_step}
-            elif entry.kind == "note" and (told := weight_sums(entry.type, cast(Any, entry.value))) is not None:
-                found.setdefault(told.pipeline, {}).setdefault(told.step, {}).update(told.by_name)
+            elif entry.kind == "note" and (sums := weight_sums(entry.type, cast(Any, entry.value))) is not None:
+                found.setdefault(sums.pipeline, {}).setdefault(sums.step, {}).update(sums.by_name)
     return found
 
 
 class _Comparison:
     """Listens to the pipeline as it runs alone; `is_decided` once nothing is left to compare, or a step differs."""
 
-    def __init__(self, pipeline: PipelineId, logged: _SumsByStep, say: Say) -> None:
+    def __init__(self, pipeline: PipelineId, logged: _SumsByStep, print_line: PrintLine) -> None:
         self._pipeline = pipeline
         self._logged = logged
         self._left = {step: dict(sums) for step, sums in sorted(logged.items())}
         """Sums that have not been compared."""
-        self._say = say
+        self._print_line = print_line
         self.num_equal_by_sum = dict.fromkeys(SUMS.values(), 0)
         self.difference: Difference | None = None
         self.failure = ""
@@ -197,9 +197,9 @@ class _Comparison:
             if isinstance(event, PipelineFailed):
                 self.failure = event.reason
         for note in notes:
-            told = weight_sums(note.type, note.fields)
-            if told is not None and self.difference is None:
-                self._compare(told.step, told.by_name)
+            sums = weight_sums(note.type, note.fields)
+            if sums is not None and self.difference is None:
+                self._compare(sums.step, sums.by_name)
 
     def _compare(self, step: int, alone: Mapping[str, str]) -> None:
         left = self._left.get(step, {})
@@ -211,10 +211,10 @@ class _Comparison:
             self.num_equal_by_sum[name] += 1
         if step in self._left and not left:
             del self._left[step]
-            self._say(f"{self._pipeline}: step {step} of {max(self._logged)} is equal")
+            self._print_line(f"{self._pipeline}: step {step} of {max(self._logged)} is equal")
 
     def first_missing(self) -> Difference | None:
-        """The first logged step that the pipeline did not come to."""
+        """The first logged step that the pipeline did not reach."""
         for step, left in self._left.items():
             name, logged = next(iter(left.items()))
             return Difference(step=step, compared=name, logged=logged, alone=None)
@@ -222,7 +222,7 @@ class _Comparison:
 
 
 def _verify_one(
-    cluster: Cluster, submission: Submission, logged: _SumsByStep, promise: str | None, say: Say
+    cluster: Cluster, submission: Submission, logged: _SumsByStep, promise: str | None, print_line: PrintLine
 ) -> Verdict:
     name = submission.pipeline.id
     verdict = Verdict(
@@ -235,7 +235,7 @@ def _verify_one(
     alone = replace(with_footprint(submission, cluster, is_gpu=bool(machine.gpu_by_device)), submit_at_s=0.0)
     alone = _with_hashes(alone, [step for step, sums in logged.items() if "sha256" in sums])
     cluster = with_machine_memory(cluster, [alone], machine)
-    scheduler, comparison = Scheduler(cluster, make_policy("solo")), _Comparison(name, logged, say)
+    scheduler, comparison = Scheduler(cluster, make_policy("solo")), _Comparison(name, logged, print_line)
     with tempfile.TemporaryDirectory(prefix="rlmux-verify-") as scratch:
         backend = local_backend(cluster, Path(scratch))
         try:

@@ -1,6 +1,6 @@
-"""What a running controller can be asked, as typed records.
+"""Requests to a running controller, as typed records.
 
-    ask(folder, Cancel(name="sort")) ── {"request": "cancel", "name": "sort"} ──▶ ControlServer ── record_of ─▶ RunApi
+    send_request(folder, Cancel("a")) ─ {"request": "cancel", "name": "a"} ─▶ ControlServer ─ record_of ─▶ RunControl
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rlmux.log import value_codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Take in the pipelines of a file.
+    """Submit the pipelines of a file.
 
-    Answered once each of them is placed, waiting, refused, or known to come later. With an `id` that the log knows,
-    nothing is taken: the answer says what became of it.
+    Answered once each pipeline is placed, waiting, refused or scheduled for later. An `id` that is in the log already
+    submits nothing: the answer is the outcome of the earlier submission.
     """
 
     text: str
-    """The file, defaults and overrides worked in."""
+    """Text of the file, with defaults and overrides."""
     source: str
     """Its name."""
     id: str | None = None
@@ -30,7 +30,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Whether a file would be taken; nothing is."""
+    """Check whether a file would be accepted; nothing is submitted."""
 
     text: str
     source: str
@@ -38,7 +38,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """End a pipeline; strike off one that is still to come."""
+    """End a pipeline, or drop an upcoming one."""
 
     name: str
 
@@ -56,8 +56,8 @@ class ReleaseHold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """Give a waiting pipeline its place among its user's own."""
+class SetRank:
+    """Rank a waiting pipeline among its user's."""
 
     name: str
     rank: int
@@ -65,7 +65,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParkPipeline:
-    """Have a running pipeline give its devices back at its next step boundary; keep a waiting one from starting."""
+    """Release a running pipeline's devices at its next step boundary; keep a waiting one from starting."""
 
     name: str
 
@@ -76,7 +76,7 @@ class Unpark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Why:
+class ExplainWait:
     """Why a pipeline waits, and what would start it now."""
 
     name: str
@@ -84,7 +84,7 @@ class Why:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListQueue:
-    """Every pipeline that waits, in the order of offers, and what is still to come."""
+    """Waiting pipelines in queue order, and upcoming ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +95,26 @@ class AccountOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What users and projects have used, and what they are entitled to."""
+class GetUsage:
+    """Usage and entitlement of users and projects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetShares:
-    """Let the section `shares` of a file hold from now on."""
+    """Apply the section `shares` of a file from now on."""
 
     text: str
     source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """Which process runs this, and what is still to come; everything else is in the log."""
+class GetStatus:
+    """The run's process and its upcoming pipelines; everything else is in the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """The node of that name goes in so many seconds."""
+    """Notice that a node goes away in `seconds`."""
 
     name: str
     seconds: float
@@ -122,25 +122,25 @@ class Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBack:
-    """The node of that name is there again, or stays after all."""
+    """Notice that a node is back, or stays after all."""
 
     name: str
 
 
 ControlRequest = (
-    Submit | Cancel | Hold | ReleaseHold | Rank | ParkPipeline | Unpark | Why | ListQueue | AccountOf | Usage
-    | SetShares | Status | Check | Notice | NodeBack
+    Submit | Cancel | Hold | ReleaseHold | SetRank | ParkPipeline | Unpark | ExplainWait | ListQueue | AccountOf
+    | GetUsage | SetShares | GetStatus | Check | Notice | NodeBack
 )  # fmt: skip
 _TYPE_BY_NAME: Mapping[str, type[ControlRequest]] = {
-    "submit": Submit, "cancel": Cancel, "hold": Hold, "release": ReleaseHold, "rank": Rank, "park": ParkPipeline,
-    "unpark": Unpark, "why": Why, "queue": ListQueue, "account": AccountOf, "usage": Usage, "set_shares": SetShares,
-    "status": Status, "check": Check, "notice": Notice, "node_back": NodeBack,
+    "submit": Submit, "cancel": Cancel, "hold": Hold, "release": ReleaseHold, "rank": SetRank, "park": ParkPipeline,
+    "unpark": Unpark, "why": ExplainWait, "queue": ListQueue, "account": AccountOf, "usage": GetUsage,
+    "set_shares": SetShares, "status": GetStatus, "check": Check, "notice": Notice, "node_back": NodeBack,
 }  # fmt: skip
 _NAME_BY_TYPE = {kind: name for name, kind in _TYPE_BY_NAME.items()}
 
 
 def record_of(words: Mapping[str, Any]) -> ControlRequest:
-    """The request that a JSON object is. Raises UserError for one that there is not, or with other fields."""
+    """Decode a JSON object. Raises UserError for an unknown request or unexpected fields."""
     name = words.get("request")
     kind = _TYPE_BY_NAME.get(name) if isinstance(name, str) else None
     fields = {key: value for key, value in words.items() if key != "request"}

@@ -1,11 +1,11 @@
-"""A socket in the run's folder through which commands reach a controller that is running.
+"""The socket in a run's folder that accepts commands for its controller.
 
     rlmux submit ── {"request": "submit", ...}\\n ──▶ DIR/control.sock ──▶ ControlServer.requests()
                  ◀── {"ok": true, ...}\\n ───────────────────────────────── Request.answer(...)
 
-One JSON object a line, one request a connection at a time. The server never waits: the controller asks it between
-two ticks of its loop. Only the owner of the folder gets to the socket (folder 0700, socket 0600), and nothing that
-comes through it is executed: `run_control.py` serves the requests of `control_requests.py` and checks each.
+One JSON object a line, one request per connection at a time. The server never waits: the controller polls it between
+two ticks of its loop. Only the owner of the folder can connect (folder 0700, socket 0600), and no input is executed:
+`run_control.py` checks and serves the requests of `control_requests.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_ADDRESS_BYTES = 100
 
 
 class Request:
-    """What one client asks. Answer it once, now or later.
+    """One client's request, to be answered once, now or later.
 
     `words`: the JSON object of the request.
     """
@@ -46,12 +46,12 @@ class Request:
 
 
 class _Client:
-    """A connection. One that does not take its answer is dropped."""
+    """A connection; dropped if the client does not read its answer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._received = b""
-        self.is_gone = False
+        self.is_closed = False
 
     def lines(self) -> list[bytes]:
         """Whole lines that have come since the last call."""
@@ -62,7 +62,7 @@ class _Client:
         except OSError:
             data = b""
         if not data or len(self._received) + len(data) > _MAX_REQUEST_BYTES:
-            self.is_gone = True
+            self.is_closed = True
             return []
         *whole, self._received = (self._received + data).split(b"\n")
         return whole
@@ -71,11 +71,11 @@ class _Client:
         try:
             self.connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError:
-            self.is_gone = True
+            self.is_closed = True
 
 
 class ControlServer:
-    """The controller's end. Make it only while holding the run's log: a socket that lies there is then left over."""
+    """The controller's end. Create it only while holding the run's log: any existing socket is then a leftover."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,16 +92,16 @@ class ControlServer:
         self._selector.register(self._socket, selectors.EVENT_READ, None)
 
     def requests(self) -> list[Request]:
-        """What has been asked since the last call; never waits."""
-        asked: list[Request] = []
+        """Requests since the last call; never waits."""
+        requests: list[Request] = []
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept()
             else:
-                asked += self._read(key.data)
-        for client in [client for client in self._clients if client.is_gone]:
+                requests += self._read(key.data)
+        for client in [client for client in self._clients if client.is_closed]:
             self._drop(client)
-        return asked
+        return requests
 
     def close(self) -> None:
         for client in list(self._clients):
@@ -120,21 +120,21 @@ class ControlServer:
             self._clients.append(client)
             self._selector.register(connection, selectors.EVENT_READ, client)
             if len(self._clients) > _MAX_CLIENTS:
-                self._clients[0].is_gone = True
+                self._clients[0].is_closed = True
 
     @staticmethod
     def _read(client: _Client) -> list[Request]:
-        asked = []
+        requests = []
         for line in client.lines():
             try:
                 words = json.loads(line)
             except (ValueError, RecursionError):  # the latter for text that is nested too deeply
                 words = None
             if isinstance(words, dict):
-                asked.append(Request(words, client))
+                requests.append(Request(words, client))
             else:
                 client.send({"ok": False, "reason": "not a JSON object; accepted: one JSON object a line"})
-        return asked
+        return requests
 
     def _drop(self, client: _Client) -> None:
         self._clients.remove(client)
@@ -142,16 +142,16 @@ class ControlServer:
         client.connection.close()
 
 
-def ask(folder: Path, request: ControlRequest, *, limit_s: float = 120.0) -> dict[str, Any]:
-    """Ask the controller that runs in this folder; errors as `ask_words` raises them."""
-    return ask_words(folder, words_of(request), limit_s=limit_s)
+def send_request(folder: Path, request: ControlRequest, *, limit_s: float = 120.0) -> dict[str, Any]:
+    """Send a request to the folder's controller and return its answer. Raises as `send_words` does."""
+    return send_words(folder, words_of(request), limit_s=limit_s)
 
 
-def ask_words(folder: Path, words: Mapping[str, Any], *, limit_s: float = 120.0) -> dict[str, Any]:
-    """Send one JSON object to the controller that runs in this folder; returns its answer.
+def send_words(folder: Path, words: Mapping[str, Any], *, limit_s: float = 120.0) -> dict[str, Any]:
+    """Send a JSON object to the folder's controller and return its answer.
 
-    Raises UserError if it refuses, OverQuotaError if it does for a quota of what may wait, NotRunningError if none runs
-    there, NoAnswerError if it is busy for so long.
+    Raises UserError for a refusal, OverQuotaError for a refusal by a quota on waiting pipelines, NotRunningError
+    without a controller, NoAnswerError after `limit_s` seconds.
     """
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(limit_s)
@@ -192,7 +192,7 @@ class NoAnswerError(RlmuxError):
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """The socket's path in few enough bytes: the system takes about a hundred, folders may be deeper."""
+    """The socket's path within the system's limit of about a hundred bytes, for deep folders too."""
     path = str(folder / SOCKET_NAME)
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield path

@@ -18,7 +18,7 @@ from rlmux.runtime.orders.on_demand import OnDemandPipelines
 
 
 class ClientSide(Protocol):
-    """What a command may reach: the parts of the backend that serve clients."""
+    """The parts of the backend that a command may use."""
 
     on_demand: OnDemandPipelines
     external: ExternalPrograms
@@ -28,7 +28,7 @@ class ClientSide(Protocol):
 
 
 Command = Callable[[ClientSide], None]
-"""A call that the controller's thread makes. It must not wait."""
+"""A call made in the controller's thread. It must not wait."""
 
 
 class Inbox:
@@ -42,14 +42,14 @@ class Inbox:
         self._wake: Callable[[], None] = lambda: None
 
     def call_soon(self, command: Command) -> None:
-        """Have the controller's thread run a command at its next poll, in the order of the calls."""
+        """Run a command in the controller's thread at its next poll, in call order."""
         with self._lock:
             self._commands.append(command)
             wake = self._wake
         wake()
 
     def claim(self, name: PipelineId) -> None:
-        """Take a name for a new pipeline. Raises UserError for the name of another pipeline of the run."""
+        """Reserve a name for a new pipeline. Raises UserError if a pipeline of the run has it."""
         with self._lock:
             if name in self._names:
                 raise UserError(f"pipeline {name!r} is in this run already; accepted: a name of its own")
@@ -67,7 +67,7 @@ class Inbox:
             raise
 
     def connect(self, wake: Callable[[], None]) -> None:
-        """`wake` ends the poll that waits. Called by the backend that runs the commands."""
+        """Register `wake`, which ends a waiting poll. Called by the backend that runs the commands."""
         self._wake = wake
 
     def take(self) -> list[Command]:

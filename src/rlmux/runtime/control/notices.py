@@ -1,4 +1,4 @@
-"""A node is about to go, or stays after all: what a user says, checked, as an event for the scheduler.
+"""A user's notice that a node goes away or stays, checked and converted to an event.
 
 rlmux notice DIR rollout-0 --seconds 120 ─▶ NoticeGiven ─▶ pipelines leave; ExpectLoss ─▶ at that time NodeLost
 rlmux notice DIR rollout-0 --back        ─▶ NodeJoined
@@ -13,7 +13,7 @@ from rlmux.core.scheduler import Scheduler
 
 
 def notice_of(scheduler: Scheduler, text: str, seconds: float, now_s: float) -> tuple[NoticeGiven, str]:
-    """The event of a notice, and what comes of it. Raises UserError for a node that is not there."""
+    """The event of a notice, and its effect in words. Raises UserError for an absent node."""
     node, view = node_of(scheduler.cluster, text), scheduler.query.placement
     if view.is_lost(node) and not view.is_about_to_go(node):
         raise UserError(f"node {text!r} is gone already; accepted: one that is there")
@@ -26,7 +26,7 @@ def notice_of(scheduler: Scheduler, text: str, seconds: float, now_s: float) -> 
 
 
 def return_of(scheduler: Scheduler, text: str) -> tuple[NodeJoined, str]:
-    """The event of a node that is there, and what comes of it. Raises UserError for one that never was to go."""
+    """The event of a node that stays or is back, and its effect in words. Raises UserError without a notice."""
     node = node_of(scheduler.cluster, text)
     if not scheduler.query.placement.is_lost(node):
         raise UserError(f"node {text!r} is there; accepted: one that is gone, or about to go")
@@ -34,7 +34,7 @@ def return_of(scheduler: Scheduler, text: str) -> tuple[NodeJoined, str]:
 
 
 def node_of(cluster: Cluster, text: str) -> NodeId:
-    """The node of that name, such as `rollout-0`. Raises UserError with the names that there are."""
+    """The node of this name, such as `rollout-0`. Raises UserError with the existing names."""
     pool, _, index = text.rpartition("-")
     known = cluster.pools.get(pool)
     num_nodes = 0 if known is None else known.num_nodes or 0

@@ -1,9 +1,9 @@
-"""Serves what a running controller is asked from outside (`control_requests.py`), and answers.
+"""Serves requests from outside (`control_requests.py`) to a running controller.
 
-    request ─▶ checked ─▶ events and notes of this tick ─▶ log ─▶ the answer, once what it says is there
+    request ─▶ checked ─▶ events and notes of this tick ─▶ log ─▶ the answer, once its effect is in the log
 
-A submission that is refused for its text leaves no trace. One that is taken is in the log before anything of it is
-started, so that a resumed run knows it.
+A submission refused for its text leaves no trace. An accepted one is logged before any of its work starts, so that a
+resumed run has it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from rlmux.runtime.control.control_requests import (
     AccountOf,
     Cancel,
     Check,
+    ExplainWait,
+    GetStatus,
+    GetUsage,
     Hold,
     ListQueue,
     NodeBack,
     Notice,
     ParkPipeline,
-    Rank,
     ReleaseHold,
+    SetRank,
     SetShares,
-    Status,
     Submit,
     Unpark,
-    Usage,
-    Why,
     record_of,
 )
 from rlmux.runtime.control.control_socket import ControlServer, Request
@@ -57,32 +57,32 @@ from rlmux.runtime.records.usage_notes import usage_fields
 from rlmux.runtime.weights.origins import plan_notes
 
 ParseSubmission = Callable[[str, str], Sequence[Submission]]
-"""(text of a file, its name) to its pipelines, `submit_at_s` counted from now. Raises UserError."""
+"""Pipelines of (text of a file, its name), `submit_at_s` counted from now. Raises UserError."""
 
 ParseShares = Callable[[str, str], ShareSettings]
-"""(text of a file, its name) to its section `shares`. Raises UserError."""
+"""Section `shares` of (text of a file, its name). Raises UserError."""
 
 
 def refuse_shares(text: str, source: str) -> ShareSettings:
-    """Where shares cannot be set."""
+    """The parser of a run whose shares cannot be set."""
     raise UserError(f"{source}: this run takes no shares")
 
 
 Standing = PipelineHeld | HoldReleased | PipelineRanked | ParkRequested
-"""What a user says of a pipeline that waits, or is to wait."""
+"""A user's change to a pipeline that waits, or is to wait."""
 
 _MAX_QUEUE = 500
-"""Waiting pipelines that are told of."""
+"""Most waiting pipelines in an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What the requests of one tick amount to, for the controller to carry out."""
+    """Effects of one tick's requests, for the controller to carry out."""
 
     submissions: Sequence[Submission] = ()
     """Pipelines to take in, `submit_at_s` counted from the start of the run."""
     withdrawn: Sequence[PipelineId] = ()
-    """Pipelines that were still to come and no longer are."""
+    """Upcoming pipelines that were cancelled."""
     events: Sequence[Event] = ()
     """Facts for the scheduler."""
     notes: Sequence[Note] = ()
@@ -104,14 +104,14 @@ class _Tick:
 
 
 class _Answer(NamedTuple):
-    """The answer to a submission, as far as it is known."""
+    """The answer to a submission, possibly still incomplete."""
 
     request: Request
     outcome_by_pipeline: dict[PipelineId, dict[str, Any] | None]
 
 
-class RunApi:
-    """Takes the requests of remote clients, and listens to the run to answer them."""
+class RunControl:
+    """Serves remote clients' requests, and observes the run to answer them."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class RunApi:
         taken: Mapping[str, Sequence[str]] | None = None,
         parse_shares: ParseShares = refuse_shares,
     ) -> None:
-        """`over`: pipelines that ended in earlier parts of the run, whose names are taken too. `taken`: names of the
-        pipelines of each submission with an id."""
+        """`over`: pipelines that ended in earlier parts of the run; their names stay reserved. `taken`: names by
+        submission id."""
         self._server = server
         self._scheduler = scheduler
         self._parse = parse
@@ -134,12 +134,12 @@ class RunApi:
         self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
         self._answers: list[_Answer] = []
         self._done: list[tuple[Request, dict[str, Any]]] = []
-        """Requests of this tick and their answers, which are given once what they changed is in the log."""
+        """Requests of this tick and their answers, sent once the changes are in the log."""
         self.is_kept_open = is_kept_open
-        """The run waits for more when all its pipelines are over."""
+        """Whether the run waits for submissions when all its pipelines are over."""
 
     def take_requests(self, now_s: float, upcoming: Sequence[Submission]) -> Requested:
-        """Serve every request that has come since the last tick; never waits."""
+        """Serve the requests since the last tick; never waits."""
         tick = _Tick(now_s, upcoming)
         for request in self._server.requests():
             try:
@@ -157,7 +157,7 @@ class RunApi:
         )
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
-        """Answer what is in the log now: submissions whose pipelines have been decided on, and everything else."""
+        """Answer the requests whose effects are in the log, submissions once their pipelines are decided."""
         for action in actions if self._answers else ():
             decided = _outcome(action)
             if decided is not None:
@@ -183,17 +183,18 @@ class RunApi:
                 self._cancel(request, PipelineId(record.name), tick)
             case Hold():
                 event: Standing = PipelineHeld(pipeline=self._waiting(record.name))
-                self._stand(request, event, "held until it is released", tick, is_held=True)
+                self._change_standing(request, event, "held until it is released", tick, is_held=True)
             case ReleaseHold():
                 event = HoldReleased(pipeline=self._waiting(record.name))
-                self._stand(request, event, "may start", tick, is_held=False)
-            case Rank():
+                self._change_standing(request, event, "may start", tick, is_held=False)
+            case SetRank():
                 event = PipelineRanked(pipeline=self._waiting(record.name), rank=record.rank)
-                self._stand(request, event, f"has rank {record.rank} among its user's own", tick, rank=record.rank)
+                outcome = f"has rank {record.rank} among its user's own"
+                self._change_standing(request, event, outcome, tick, rank=record.rank)
             case ParkPipeline():
-                self._park(request, self._known(record.name), tick)
+                self._park(request, self._checked_id(record.name), tick)
             case Unpark():
-                self._unpark(request, self._known(record.name), tick)
+                self._unpark(request, self._checked_id(record.name), tick)
             case Notice():
                 notice, outcome = notice_of(self._scheduler, record.name, record.seconds, tick.now_s)
                 self._apply(request, notice, outcome, tick)
@@ -206,18 +207,18 @@ class RunApi:
             case _:
                 request.answer(**self._found(record, tick))
 
-    def _found(self, record: AccountOf | Usage | Why | ListQueue | Status, tick: _Tick) -> dict[str, Any]:
+    def _found(self, record: AccountOf | GetUsage | ExplainWait | ListQueue | GetStatus, tick: _Tick) -> dict[str, Any]:
         """The answer to a request that changes nothing."""
         match record:
             case AccountOf():
                 return _account_fields(self._pipeline(record.name, tick))
-            case Usage():
+            case GetUsage():
                 return usage_fields(self._scheduler)
-            case Why():
-                name = self._known(record.name)
+            case ExplainWait():
+                name = self._checked_id(record.name)
                 return wait_fields(name, self._scheduler.query.status(name), self._scheduler.wait_of(name))
         to_come = [_upcoming_fields(one) for one in tick.upcoming]
-        if isinstance(record, Status):
+        if isinstance(record, GetStatus):
             return {"pid": os.getpid(), "now_s": tick.now_s, "is_kept_open": self.is_kept_open, "upcoming": to_come}
         waiting = self._scheduler.waits(_MAX_QUEUE)
         items = [wait_fields(name, PipelineStatus.WAITING, wait) for name, wait in waiting]
@@ -232,7 +233,8 @@ class RunApi:
     def _unpark(self, request: Request, name: PipelineId, tick: _Tick) -> None:
         if not self._scheduler.query.is_held(name):
             raise UserError(f"pipeline {str(name)!r} is not parked; accepted: one that `park` or `hold` keeps")
-        self._stand(request, HoldReleased(pipeline=name), "goes on as soon as there is room", tick, is_held=False)
+        outcome = "goes on as soon as there is room"
+        self._change_standing(request, HoldReleased(pipeline=name), outcome, tick, is_held=False)
 
     def _park(self, request: Request, name: PipelineId, tick: _Tick) -> None:
         query = self._scheduler.query
@@ -243,7 +245,7 @@ class RunApi:
             raise UserError(f"pipeline {str(name)!r} is another program's; accepted: one whose steps rlmux trains")
         is_running = status is PipelineStatus.RUNNING
         outcome = "gives its devices back at its next step boundary" if is_running else "held until it is unparked"
-        self._stand(request, ParkRequested(pipeline=name), outcome, tick, is_held=True)
+        self._change_standing(request, ParkRequested(pipeline=name), outcome, tick, is_held=True)
 
     def _submit(self, request: Request, record: Submit, tick: _Tick) -> None:
         if record.id is not None and record.id in self._taken:
@@ -267,7 +269,7 @@ class RunApi:
         self._answers.append(_Answer(request, outcomes))
 
     def _repeat(self, request: Request, names: Sequence[PipelineId], tick: _Tick) -> None:
-        """Answer a submission that was taken before: its sender never got the answer, or asks twice."""
+        """Answer a repeated submission: its sender got no answer, or sent it twice."""
         due_s = {one.pipeline.id: one.submit_at_s for one in (*tick.upcoming, *tick.submissions)}
         outcomes: dict[PipelineId, dict[str, Any] | None] = {}
         for name in names:
@@ -322,27 +324,27 @@ class RunApi:
         self._done.append((request, {"pipeline": name, "outcome": outcome}))
 
     def _pipeline(self, name: str, tick: _Tick) -> Pipeline:
-        """A pipeline of the run, which may be still to come. Raises UserError for a name that there is not."""
+        """A pipeline of the run, possibly an upcoming one. Raises UserError for an unknown name."""
         to_come = next((one.pipeline for one in tick.upcoming if one.pipeline.id == name), None)
-        return to_come or self._scheduler.query.pipeline(self._known(name)).pipeline
+        return to_come or self._scheduler.query.pipeline(self._checked_id(name)).pipeline
 
-    def _known(self, name: str) -> PipelineId:
-        """Raises UserError for a name that no pipeline of this part of the run has."""
+    def _checked_id(self, name: str) -> PipelineId:
+        """The id of this name. Raises UserError if no pipeline of this part of the run has it."""
         pipeline = PipelineId(name)
         if pipeline not in self._scheduler.query:
             known = ", ".join(self._scheduler.query.pipelines()) or "none"
             raise UserError(f"no pipeline {name!r} waits or runs here; accepted: one of: {known}")
         return pipeline
 
-    def _stand(self, request: Request, event: Standing, outcome: str, tick: _Tick, **said: object) -> None:
-        """Pass on what a user says of a waiting pipeline; the note is what a resumed run knows of it."""
+    def _change_standing(self, request: Request, event: Standing, outcome: str, tick: _Tick, **fields: object) -> None:
+        """Add a user's change to a waiting pipeline as an event, and as a note for resumed runs."""
         tick.events.append(event)
-        tick.notes.append(Note(type="standing", fields={"pipeline": event.pipeline, **said}))
+        tick.notes.append(Note(type="standing", fields={"pipeline": event.pipeline, **fields}))
         self._done.append((request, {"pipeline": event.pipeline, "outcome": outcome}))
 
     def _waiting(self, name: str) -> PipelineId:
-        """Raises UserError for a pipeline that does not wait."""
-        status = self._scheduler.query.status(self._known(name))
+        """The id of a waiting pipeline. Raises UserError for any other."""
+        status = self._scheduler.query.status(self._checked_id(name))
         if status is not PipelineStatus.WAITING:
             raise UserError(f"pipeline {name!r} is {status.value}; accepted: one that waits")
         return PipelineId(name)
@@ -383,7 +385,7 @@ def wait_fields(name: str, status: PipelineStatus, wait: Wait | None) -> dict[st
 
 
 def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:
-    """What an action says of a submitted pipeline; None for actions that say nothing of it."""
+    """A submitted pipeline and its outcome; None for actions that decide none."""
     match action:
         case Admit():
             placement = action.placement
@@ -402,8 +404,8 @@ def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """A file that was submitted to a run while it ran, as the run's log keeps it."""
+class SubmittedFile:
+    """A file submitted to a run in progress, as logged."""
 
     source: str
     """Name of the file."""
@@ -413,11 +415,11 @@ class Submitted:
     """Seconds since the start of the run."""
 
 
-def submitted_to(folder: Path) -> list[Submitted]:
-    """Everything that was submitted to a run while it ran, oldest first."""
+def submitted_to(folder: Path) -> list[SubmittedFile]:
+    """Files submitted to a run in progress, oldest first."""
     with LogReader(folder) as reader:
         return [
-            Submitted(source=fields["source"], resolved=fields["resolved"], at_s=fields["at_s"])
+            SubmittedFile(source=fields["source"], resolved=fields["resolved"], at_s=fields["at_s"])
             for fields in reader.state().submitted
         ]
 

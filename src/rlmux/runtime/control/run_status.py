@@ -1,4 +1,4 @@
-"""The status of a run that may be going on in another process.
+"""The status of a run, possibly in progress in another process.
 
 the run's log ── entries that are new ──▶ CondensedHistory ──▶ status
 the control socket ── which process runs it, what is still to come ──▶ beside it
@@ -16,17 +16,17 @@ from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.status import status
 from rlmux.report.timeline.condensed_state import BlockEnd, CondensedHistory, keep, kept_history
 from rlmux.report.timeline.history import without_collector
-from rlmux.runtime.control.control_requests import Status
-from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, ask
+from rlmux.runtime.control.control_requests import GetStatus
+from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, send_request
 
 ANSWER_LIMIT_S = 5.0
 """Seconds after which a controller that gives no answer counts as busy."""
 KEPT_ROWS = 50_000
-"""Rows since what was kept of the run, after which it is kept again."""
+"""Rows after which the condensed past is stored again."""
 
 
 class StatusReader:
-    """Reads the status of one run as often as it is asked; takes only what is new from the log."""
+    """Reads the status of one run repeatedly; each read takes only new rows from the log."""
 
     def __init__(self, folder: Path, *, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
         """Raises LogError where the folder's log cannot be read."""
@@ -38,7 +38,7 @@ class StatusReader:
 
     def read(self) -> dict[str, Any]:
         """The status as `rlmux status --json` prints it."""
-        answer = self._ask()  # before the log: a run that ends between the two is then shown as ended
+        answer = self._request_status()  # before the log: a run that ends between the two is then shown as ended
         with without_collector():
             if not self._seq:
                 self._take_past()
@@ -55,7 +55,7 @@ class StatusReader:
         return shown
 
     def _take_past(self) -> None:
-        """Take in what was kept of a long run; fold the blocks since, and keep what comes of many."""
+        """Load the condensed past of a long run, fold the blocks since, and store the result if there are many."""
         kept = kept_history(self._folder, self._log.header)
         if kept is not None and self._log.block_end(kept[1].last_seq) == kept[1]:
             self._history, (self._seq, _) = kept
@@ -70,15 +70,15 @@ class StatusReader:
             self._seq = max(self._seq, part.seq)
         self._history.condense()
 
-    def _ask(self) -> dict[str, Any] | None:
-        """What the controller says; None where none runs."""
+    def _request_status(self) -> dict[str, Any] | None:
+        """The controller's status; None without a controller."""
         try:
-            return ask(self._folder, Status(), limit_s=self._answer_limit_s)
+            return send_request(self._folder, GetStatus(), limit_s=self._answer_limit_s)
         except NotRunningError:
             return None
         except NoAnswerError:
             return {"now_s": 0.0, "pid": None, "is_kept_open": False, "upcoming": []}
-        except RlmuxError:  # the run ended while it was being asked
+        except RlmuxError:  # the run ended during the request
             return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Threads that serve for as long as their program does: the death of one is an outage, which must not go unseen.
+"""Threads that serve as long as their program runs: the death of one must stop the program.
 
     serve() raises ──▶ traceback on stderr, and kept ──▶ check() raises, in the program's own loop: it stops
 
@@ -30,12 +30,12 @@ class SupervisedThread(threading.Thread):
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Something that the thread is there for has ended by this error; from any thread."""
+        """Record an error that ended the thread's service; from any thread."""
         self._failure = error
         traceback.print_exception(error)
 
     def check(self) -> None:
-        """Raises StorageError where a disk has ended the thread, and ThreadDiedError where anything else has."""
+        """Raises StorageError if a disk error ended the thread, ThreadDiedError for any other error."""
         if self._failure is None:
             return
         is_of_disk = isinstance(self._failure, OSError | sqlite3.OperationalError | LogError | StorageError)

@@ -1,6 +1,6 @@
-"""What this machine has, asked of the system and of the GPUs' driver.
+"""The machine's host and GPU memory, read from the system and the GPU driver.
 
-    describe_machine ── asks ──▶ a process that sees the GPUs as a worker does ── cudaMemGetInfo ──▶ driver
+    describe_machine ──▶ a process that sees the GPUs as a worker does ── cudaMemGetInfo ──▶ driver
 
 The controller itself never touches a GPU: a context there would take memory for the whole run.
 """
@@ -23,7 +23,7 @@ _ANSWER_LIMIT_S = 120.0
 
 
 class GpuDriver:
-    """Asks the driver about the GPUs that its process sees. Lives in a process of its own."""
+    """Queries the driver about the GPUs visible to its process; lives in a process of its own."""
 
     def free_bytes(self) -> list[int]:
         """Free memory of each GPU, in the order of CUDA_VISIBLE_DEVICES.
@@ -51,7 +51,7 @@ def describe_machine(
     gpus = visible_gpus() if gpus is None else gpus
     if not gpus:
         return MachineMemory()
-    free_bytes = _ask(make_driver, gpus)
+    free_bytes = _read_free_bytes(make_driver, gpus)
     if len(free_bytes) != len(gpus):
         raise UserError(
             f"CUDA_VISIBLE_DEVICES={','.join(gpus)}: names {len(gpus)} GPUs, of which the driver knows "
@@ -62,7 +62,7 @@ def describe_machine(
     )
 
 
-def _ask(make_driver: Callable[[], GpuDriver], gpus: Sequence[str]) -> list[int]:
+def _read_free_bytes(make_driver: Callable[[], GpuDriver], gpus: Sequence[str]) -> list[int]:
     warm_up()
     process = WorkerProcess(
         "driver",

@@ -1,19 +1,19 @@
-"""Memory is added up before anything starts: what cannot fit is refused with the numbers.
+"""Adds up memory before anything starts, and refuses with numbers what cannot fit.
 
     host memory     of this machine, in equal parts for all devices
-    device memory   of a core: its part of host memory; of a GPU: what the driver says is free
+    device memory   of a core: its part of host memory; of a GPU: the free bytes reported by its driver
 
 The frozen bases of adapters lie in shared memory, each once for all its pipelines. Their bytes are taken from host
-memory before it is dealt out. On a GPU each worker has a base of its own.
+memory before it is divided. On a GPU each worker has a base of its own.
 
-A GPU that several devices of the file stand for has one memory, which is dealt out among them: to each device its
-pipelines' largest state, and an equal part of what is left. What the file says of a pool makes it less, never more.
+Several devices of the file on one GPU divide its memory: each gets its pipelines' largest state and an equal part of
+the rest. A pool's figure in the file can lower this, never raise it.
 
     host memory of a node  ≥  processes pinned there  +  states off their devices
                                                            └─ in a pool that spills: what does not fit goes to disk
 
-A state that leaves its device and finds no room in host memory goes to disk itself: in a cycle it is needed last.
-States that are in host memory stay there.
+A state that leaves its device without room in host memory goes to disk: in a cycle it is needed last. States already in
+host memory stay there.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _USABLE_OF_GPU = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """The memory that there is, by its physical owners."""
+    """Memory of the machine and its GPUs."""
 
     host_bytes: float = field(default_factory=lambda: float(psutil.virtual_memory().total))
     """Host memory of the machine."""
     gpu_by_device: Mapping[DeviceId, str] = field(default_factory=dict)
     """The GPU that each device of the file stands for; empty where devices are cores."""
     free_bytes_by_gpu: Mapping[str, float] = field(default_factory=dict)
-    """What each GPU's driver says is free."""
+    """Free bytes of each GPU, as reported by its driver."""
 
 
 def with_machine_memory(
     cluster: Cluster, submissions: Sequence[Submission] = (), machine: MachineMemory | None = None
 ) -> Cluster:
-    """The cluster with the machine's memory dealt out to its devices.
+    """The cluster with the machine's memory divided among its devices.
 
     Submissions come with footprints. Raises RefusedError for a GPU whose devices need more than it has, together.
     """
@@ -66,7 +66,7 @@ def with_machine_memory(
             f"{_gigabytes(machine.host_bytes * _USABLE)}; give fewer or smaller models"
         )
     host_bytes = (machine.host_bytes * _USABLE - shared) / max(1, num_devices)
-    gpu_bytes = _deal_out_gpus(cluster, submissions, machine)
+    gpu_bytes = _assign_gpu_memory(cluster, submissions, machine)
     return Cluster(
         pools={
             name: replace(
@@ -84,8 +84,8 @@ def _shared_bytes(submissions: Sequence[Submission]) -> float:
     return sum(num_bytes for num_bytes, _ in bases_of(one.config for one in submissions).values())
 
 
-def _deal_out_gpus(cluster: Cluster, submissions: Sequence[Submission], machine: MachineMemory) -> dict[str, float]:
-    """Bytes for each device of a pool on GPUs, by pool: the least that one of them gets, as nodes are alike."""
+def _assign_gpu_memory(cluster: Cluster, submissions: Sequence[Submission], machine: MachineMemory) -> dict[str, float]:
+    """Bytes for each device of a pool on GPUs, by pool: the minimum over its devices, as nodes are alike."""
     devices_by_gpu: dict[str, list[DeviceId]] = {}
     for device, gpu in machine.gpu_by_device.items():
         devices_by_gpu.setdefault(gpu, []).append(device)
@@ -182,7 +182,7 @@ def check_each_fits(
                 continue
             name, worker = submission.config.name, f"its {phase} worker needs"
             parts = device_parts(submission.config, phase, is_gpu=is_gpu, has_base=has_base)
-            known = parts if total(parts) == device_bytes else {}  # the file may say another figure
+            known = parts if total(parts) == device_bytes else {}  # the file may give another figure
             _check(name, worker, "device memory", device_bytes or 0.0, pool.device_memory_bytes, known)
             if pool.serves_both_phases:
                 worker = "its rollout and train workers need"
@@ -208,7 +208,7 @@ def _gigabytes(num_bytes: float) -> str:
 
 
 @dataclass(slots=True)
-class _Pinned:
+class _PinnedState:
     """A worker on a node whose pool spills."""
 
     node: NodeId
@@ -223,7 +223,7 @@ class HostMemory:
 
     def __init__(self, cluster: Cluster) -> None:
         self._pools = {name: pool for name, pool in cluster.pools.items() if pool.spills_to_disk}
-        self._pinned: dict[str, _Pinned] = {}
+        self._pinned: dict[str, _PinnedState] = {}
 
     def pin(self, worker: str, device: DeviceId, footprint: Footprint, phase: Phase) -> None:
         """A worker was started on a device: its process needs memory from now on."""
@@ -232,10 +232,10 @@ class HostMemory:
         is_rollout = phase is Phase.ROLLOUT
         process_bytes = footprint.rollout_host_bytes if is_rollout else footprint.train_host_bytes
         state_bytes = footprint.rollout_device_bytes if is_rollout else footprint.train_device_bytes
-        self._pinned[worker] = _Pinned(device.node_id, process_bytes, state_bytes or 0.0)
+        self._pinned[worker] = _PinnedState(device.node_id, process_bytes, state_bytes or 0.0)
 
     def offload(self, worker: str) -> bool:
-        """A worker's state leaves the device. Returns whether host memory has room for it; else it goes to disk."""
+        """Record a state that leaves its device. Returns whether host memory has room; otherwise it goes to disk."""
         pinned = self._pinned.get(worker)
         if pinned is None:
             return True

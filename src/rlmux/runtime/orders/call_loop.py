@@ -1,16 +1,15 @@
-"""Work that waits for workers: generators in one thread, each resumed by the answer that it waits for.
+"""Work that waits for workers: generators in one thread, each resumed by the awaited answer.
 
     work ── yield calls.call(worker, method, ...) ──▶ CallLoop ── call ──▶ worker
       ▲                                                  │
       └── send(result) ◀──────── ready, in order ◀───────┴── answer
-      └── throw(WorkerLostError) ◀── ... ◀── the worker was given up
+      └── throw(WorkerLostError) ◀── ... ◀── the worker was ended
 
-An order is such a generator: it yields bounded calls one after another, and between two of them is a safe point. To
-pause an order is not to make its next call; to end a pipeline is to close its generators. A WorkerLostError that
-leaves a generator ends it: the supervisor has dealt with the loss already.
+An order is such a generator: it yields bounded calls, with a safe point between two of them. Pausing an order omits its
+next call; ending a pipeline closes its generators. A WorkerLostError that leaves a generator ends it: the supervisor
+has handled the loss already.
 
-Work that is started runs at once, up to its first wait. Work that is resumed runs in the order in which answers came,
-never inside other work.
+Started work runs at once, up to its first wait. Resumed work runs in the order of the answers, never inside other work.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from rlmux.runtime.workers.worker_pool import Worker, Workplace
 
 
 class Future:
-    """A result that is still to come, a value or an error: work yields it to wait for it."""
+    """A pending result, a value or an error; work yields it to wait."""
 
     def __init__(self, loop: CallLoop) -> None:
         self._loop = loop
         self.is_done = False
         self.value: Any = None
         self.error: WorkerLostError | None = None
-        self.task: Task | None = None
+        self.task: LoopTask | None = None
         """The work that waits for it."""
 
     def set_result(self, value: Any = None) -> None:
@@ -53,17 +52,17 @@ Work = Generator[Future, Any, None]
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class LoopTask:
     """Work that was started."""
 
     work: Work
     pipeline: PipelineId | None
-    """The pipeline whose end closes it; None for work that outlives a pipeline's processes."""
+    """Pipeline whose end closes the work; None for work that outlives a pipeline's processes."""
     is_over: bool = False
 
 
 class CallLoop:
-    """Knows which work waits for which future, and resumes it."""
+    """Runs work, and resumes it when its future is done."""
 
     def __init__(
         self,
@@ -72,21 +71,21 @@ class CallLoop:
         *,
         check: Callable[[Worker, str], None] = lambda worker, method: None,
     ) -> None:
-        """`check`: raises for a call that must not be made now."""
+        """`check`: raises for a call that is not allowed now."""
         self._workplace = workplace
         self._check = check
         self._now_s = now_s
         self._unanswered: dict[Worker, list[Future]] = {}
-        self._tasks: dict[Task, None] = {}
+        self._tasks: dict[LoopTask, None] = {}
         self._ready: deque[Future] = deque()
-        self._later: list[Task] = []
+        self._later: list[LoopTask] = []
         self._timers: list[tuple[float, int, Future]] = []
         """A heap of the times at which futures are due."""
         self._numbers = count()
         self._is_running = False
 
     def call(self, worker: Worker, method: str, *args: Any) -> Future:
-        """Have a worker run a method. The answer need not be waited for: a call that fails ends its pipeline anyway."""
+        """Call a worker's method. Waiting for the answer is optional: a failing call ends its pipeline anyway."""
         self._check(worker, method)
         future = Future(self)
         unanswered = self._unanswered.setdefault(worker, [])
@@ -96,7 +95,7 @@ class CallLoop:
             unanswered.remove(future)
             future.set_result(value)
 
-        with contextlib.suppress(WorkerLostError):  # its pipe is at its end: the next poll finds and deals with that
+        with contextlib.suppress(WorkerLostError):  # its pipe is closed: the next poll handles that
             worker.call(self._now_s(), method, args, on_answer)
         return future
 
@@ -105,17 +104,17 @@ class CallLoop:
         return self._workplace.senders(trainers)
 
     def deliver(self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker]) -> Future:
-        """Bring weights from trainers that wrote them to the receivers; answered once they are there."""
+        """Deliver weights from the trainers that wrote them to the receivers; done once they have arrived."""
         future = Future(self)
         self._workplace.deliver(path, senders, receivers, future.set_result)
         return future
 
     def future(self) -> Future:
-        """A future that other work of this thread completes."""
+        """A future completed by other work of this thread."""
         return Future(self)
 
     def after(self, seconds: float) -> Future:
-        """A future that `fire_timers` completes once the time is over, unless it is done by then."""
+        """A future that `fire_timers` completes after the time, unless it is done by then."""
         future = Future(self)
         heapq.heappush(self._timers, (self._now_s() + seconds, next(self._numbers), future))
         return future
@@ -132,14 +131,14 @@ class CallLoop:
             if not future.is_done:
                 future.set_result()
 
-    def start(self, work: Work, *, pipeline: PipelineId | None) -> Task:
-        """Run work up to its first wait; from there on results resume it."""
-        task = Task(work, pipeline)
+    def start(self, work: Work, *, pipeline: PipelineId | None) -> LoopTask:
+        """Run work up to its first wait; results resume it from there."""
+        task = LoopTask(work, pipeline)
         self._tasks[task] = None
         self._begin(task)
         return task
 
-    def _begin(self, task: Task) -> None:
+    def _begin(self, task: LoopTask) -> None:
         was_running, self._is_running = self._is_running, True
         try:
             self._step(task, None)
@@ -147,20 +146,20 @@ class CallLoop:
             self._is_running = was_running
         self._run_ready()
 
-    def start_soon(self, work: Work, *, pipeline: PipelineId | None) -> Task:
-        """Work that `start_later_work` starts: it takes a core that a device's next order may be waiting for."""
-        task = Task(work, pipeline)
+    def start_soon(self, work: Work, *, pipeline: PipelineId | None) -> LoopTask:
+        """Queue work for `start_later_work`, as it takes a core that a device's next order may need."""
+        task = LoopTask(work, pipeline)
         self._tasks[task] = None
         self._later.append(task)
         return task
 
     def start_later_work(self) -> None:
-        """Run what was put off up to its first wait; what was closed meanwhile is not started."""
+        """Run queued work up to its first wait, without work closed meanwhile."""
         later, self._later = self._later, []
         for task in later:
             self._begin(task)
 
-    def close(self, task: Task) -> None:
+    def close(self, task: LoopTask) -> None:
         """End work where it waits. Nothing happens if it is over."""
         task.is_over = True
         task.work.close()
@@ -171,13 +170,13 @@ class CallLoop:
         for task in [task for task in self._tasks if task.pipeline == pipeline]:
             self.close(task)
 
-    def give_up(self, worker: Worker) -> None:
-        """A worker was ended: throw WorkerLostError into all work that waits for its answers."""
+    def fail_calls(self, worker: Worker) -> None:
+        """Throw WorkerLostError into all work that waits for answers of an ended worker."""
         for future in self._unanswered.pop(worker, []):
             future.set_error(WorkerLostError(f"{worker.name} was ended"))
 
     def resume(self, future: Future) -> None:
-        """A future is done: resume the work that waits for it, once the work that runs now waits."""
+        """Resume the work that waits for a completed future, once the running work waits."""
         if future.task is not None:
             self._ready.append(future)
             self._run_ready()
@@ -194,8 +193,8 @@ class CallLoop:
         finally:
             self._is_running = False
 
-    def _step(self, task: Task, future: Future | None) -> None:
-        """Run work from the answer that it has to the next one that it must wait for."""
+    def _step(self, task: LoopTask, future: Future | None) -> None:
+        """Run work from its present answer to its next wait."""
         while not task.is_over:
             try:
                 if future is None:

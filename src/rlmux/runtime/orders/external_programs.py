@@ -1,11 +1,11 @@
-"""Programs under permits: they keep their own engines, and the scheduler says when each may use a device.
+"""Programs under permits: they keep their own engines, and the scheduler decides when each uses a device.
 
     broker's thread ── Inbox ──▶ ExternalPrograms ── report(event) ──▶ the order that it ends, or the outbox
            ▲                        │
            └── begin, evict ────────┘ ◀── orders, states that must leave a device
 
-An order of a program waits for its StageFinished. A state that must leave waits for the program to say so. A report
-about an order or a program that has ended is dropped.
+An order of a program waits for its StageFinished. The eviction of a state waits for the program's confirmation. Reports
+about an order or a program that has ended are dropped.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ExternalProgram(Protocol):
     """One program. Methods are called in the controller's thread and must not wait."""
 
     def begin(self, order: RunStage) -> None:
-        """The order's devices are free for the program; `ExternalPrograms.report` gets its StageFinished."""
+        """Grant the order's devices to the program; its StageFinished goes to `ExternalPrograms.report`."""
 
     def evict(self, resident: Resident, devices: Sequence[DeviceId], on_left: Callable[[], None]) -> None:
-        """Have the program's state leave the devices; `on_left` is called in the controller's thread afterwards."""
+        """Evict the program's state from the devices; `on_left` is then called in the controller's thread."""
 
 
 class ExternalPrograms:
-    """Every program that takes part in a run; lives in the controller's thread."""
+    """All programs of a run; lives in the controller's thread."""
 
     def __init__(self, calls: CallLoop, outbox: Outbox) -> None:
         self._calls = calls
@@ -54,7 +54,7 @@ class ExternalPrograms:
         self._leaving: dict[PipelineId, list[Future]] = {}
         """States that are about to leave a device, by program."""
         self._leftovers: dict[DeviceId, dict[Resident, ExternalProgram]] = {}
-        """States from before this process began, of which the scheduler does not know."""
+        """States from before this process, unknown to the scheduler."""
 
     def __contains__(self, pipeline: PipelineId) -> bool:
         return pipeline in self._programs
@@ -67,12 +67,12 @@ class ExternalPrograms:
         self._outbox.add(PipelineSubmitted(pipeline=pipeline))
 
     def add_leftover(self, device: DeviceId, resident: Resident, program: ExternalProgram) -> None:
-        """A program's state is still on a device from before a restart. The first order of another pipeline there has
-        it leave."""
+        """Register a program's state left on a device by an earlier process. The first order of another pipeline there
+        evicts it."""
         self._leftovers.setdefault(device, {})[resident] = program
 
     def report(self, event: Report) -> None:
-        """Handle what a program reports."""
+        """Handle a program's report."""
         match event:
             case StageFinished():
                 if (end := self._end_by_order.pop(event.order, None)) is not None:
@@ -100,7 +100,7 @@ class ExternalPrograms:
         return event
 
     def leftovers(self, devices: Sequence[DeviceId], pipeline: PipelineId) -> dict[Resident, ExternalProgram]:
-        """States on the devices that the scheduler does not know of. The pipeline's own, which it reuses, go."""
+        """Remove and return leftover states on the devices, without the pipeline's own, which it reuses."""
         found: dict[Resident, ExternalProgram] = {}
         for device in devices:
             here = self._leftovers.get(device, {})
@@ -110,7 +110,7 @@ class ExternalPrograms:
         return found
 
     def evict(self, resident: Resident, devices: Sequence[DeviceId], program: ExternalProgram | None = None) -> Future:
-        """Have a state leave the devices; the future is done once it has, or once its program is over."""
+        """Evict a state from the devices; the future is done once it has left, or its program is over."""
         left = self._calls.future()
         self._leaving.setdefault(resident.pipeline, []).append(left)
 
@@ -125,12 +125,12 @@ class ExternalPrograms:
         return left
 
     def park(self, pipeline: PipelineId) -> None:
-        """The program loses its nodes: its orders end, and its states are gone from the devices."""
+        """Take the program's nodes: its orders end, and its states are off the devices."""
         self._calls.close_all_of(pipeline)
         for left in self._leaving.pop(pipeline, []):
             left.set_result()
 
     def release(self, pipeline: PipelineId) -> None:
-        """The program is over for the scheduler."""
+        """Remove a program that is over for the scheduler."""
         del self._programs[pipeline]
         self.park(pipeline)

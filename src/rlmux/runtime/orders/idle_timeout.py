@@ -12,7 +12,7 @@ from collections import deque
 
 _WINDOW = 16
 _MIN_OBSERVED = 4
-"""Gaps below which nothing is known."""
+"""Fewest gaps for an estimate."""
 _MARGIN = 1.5
 _SHORT_FRACTION = 0.25
 """Fraction of the gaps that must be short for waiting to pay."""

@@ -35,7 +35,7 @@ class OnDemandPipelines:
         """Hashes of the newest weights of pipelines that are over."""
 
     def find(self, pipeline: PipelineId) -> OnDemandPipeline | None:
-        """None for a pipeline that is over, and for any other kind of pipeline."""
+        """The pipeline; None if it is over or of another kind."""
         return self._pipelines.get(pipeline)
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
@@ -70,7 +70,7 @@ class OnDemandPipelines:
             found.withdraw(ids)
 
     def finish(self, pipeline: PipelineId) -> None:
-        """The pipeline's client is done: its devices are released once what runs there is over."""
+        """Mark the client as done: the pipeline's devices are released once its running work is over."""
         if pipeline in self._pipelines:
             self._outbox.add(ClientFinished(pipeline=pipeline))
 
@@ -83,7 +83,7 @@ class OnDemandPipelines:
         self._sha256[pipeline] = ended.sha256
 
     def receive(self, worker: Worker) -> bool:
-        """Handle a worker's answer, or its loss; returns whether it is a worker of on-demand pipelines."""
+        """Handle a worker's answer or its loss; returns whether the worker belongs to on-demand pipelines."""
         owners = [each for each in self._pipelines.values() if worker in each.workers]
         if owners:
             try:
@@ -93,7 +93,7 @@ class OnDemandPipelines:
         return bool(owners)
 
     def end_overdue_workers(self) -> None:
-        """Replace workers whose call has shown no life for its limit."""
+        """Replace workers whose call exceeded its limit without a sign of life."""
         now_s = self._outbox.now_s()
         overdue = [one for each in self._pipelines.values() for one in each.workers if one.is_overdue(now_s)]
         for worker in dict.fromkeys(overdue):

@@ -3,8 +3,8 @@
     expected lengths known   the most tokens first, each prompt to the device with the fewest so far
     not known                one after another
 
-A prompt's trajectories stay together: their prompt is computed once, and they tell each other's lengths. Which device
-samples a trajectory does not change it.
+A prompt's trajectories stay together: their prompt is computed once, and their lengths predict each other. The device
+does not change a trajectory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlmux.core.model import DeviceId
 from rlmux.rl.types import TrajectoryRequest
 
 
-def deal_out(
+def assign_prompts(
     requests: Sequence[TrajectoryRequest], devices: Sequence[DeviceId]
 ) -> dict[DeviceId, list[TrajectoryRequest]]:
     """The requests of each device, in the order given. `requests`: in id order."""

@@ -5,7 +5,7 @@
     sample(request) ─▶ waiting ─▶ WorkArrived(ROLLOUT) ─▶ run(order) ─▶ sampling batch: all that waits ─▶ StageFinished
 
 A batch includes requests that arrive while it runs, up to `batch_s` of sampling or of losses without gradients, and
-waits a moment for more before it ends: a program that asks again at once keeps its device, one that thinks releases it.
+waits briefly for more before it ends: a client that returns at once keeps its device, one that thinks releases it.
 Clients wait for samples and for saved weights: weights are loaded before requests for them are handed over, so that
 requests that arrive meanwhile join the same batch; an update's checkpoint is written behind the saves that follow it.
 Requests since the newest checkpoint are kept: a train worker that is lost starts there and repeats them, to the same
@@ -25,13 +25,13 @@ from typing import Any, Protocol
 from rlmux.core.actions import Switch
 from rlmux.core.events import WorkArrived
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
-from rlmux.rl.client_requests import Loss, OptimizerStep, SampleRequest, SaveState, SaveWeights, TrainRequest
+from rlmux.rl.client_requests import Loss, OptimizerStep, SampleRequest, SaveState, TrainRequest, WriteWeights
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.idle_timeout import IdleTimeout
 from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
-from rlmux.runtime.orders.shared_sampling import SampleQueue, Sampler, Samplers, shared_base
+from rlmux.runtime.orders.shared_sampling import SampleQueue, SharedSampler, SharedSamplers, shared_base
 from rlmux.runtime.workers.request_workers import BatchReport, DatumWorker, RequestResult, SampleWorker
 from rlmux.runtime.workers.worker_pool import Worker, Workplace
 
@@ -43,7 +43,7 @@ class BatchOptions:
     chunk_s: float = 0.5
     """Longest uninterrupted piece of work, in seconds."""
     batch_s: float = 2.0
-    """Seconds of work without gradients after which a batch ends with work left, so that others have their turn."""
+    """Seconds of work without gradients after which a batch ends with work left, for the sake of others."""
     step_s: float = 20.0
     """Seconds after which a training batch ends between the losses of one step, whose gradients then move with it."""
     idle_s: float = 0.05
@@ -67,7 +67,7 @@ class Surroundings:
     calls: CallLoop
     outbox: Outbox
     options: BatchOptions = BatchOptions()
-    samplers: Samplers = field(default_factory=Samplers)
+    samplers: SharedSamplers = field(default_factory=SharedSamplers)
 
 
 class OnDemandPipeline:
@@ -91,14 +91,14 @@ class OnDemandPipeline:
         self._calls, self._outbox, self._options = surroundings.calls, surroundings.outbox, surroundings.options
         self._workplace, self._samplers = surroundings.workplace, surroundings.samplers
         self._base = shared_base(config)
-        self._sampler: Sampler | None = None
+        self._sampler: SharedSampler | None = None
         self._samples = SampleQueue(pipeline_id, config.adapter, self._on_sample_result)
         self._checkpoint = restore_from
         self._num_updates = 0 if restore_from is None else int(restore_from.name.rpartition("-")[2])
         self._to_train: deque[tuple[str, TrainRequest]] = deque()
         self._since_checkpoint: list[tuple[str, TrainRequest]] = []
         self._num_handed_over = 0
-        """Requests that the train worker has and has not answered; they are the last of `_since_checkpoint`."""
+        """Requests pending at the train worker: the last ones of `_since_checkpoint`."""
         self._answered_since_checkpoint: set[str] = set()
         """Ids of requests of `_since_checkpoint` that some worker has answered."""
         self._num_losses: Counter[Phase] = Counter()
@@ -107,7 +107,7 @@ class OnDemandPipeline:
         self._order_by_phase: dict[Phase, RunningOrder] = {}
         self._timeout_by_kind: dict[tuple[Phase, bool], IdleTimeout] = {}
         self._idle_by_phase: dict[Phase, tuple[IdleTimeout, float]] = {}
-        """Time from which a phase has no request, until the next one."""
+        """Idle timeout and start of the idle time, by phase without requests."""
         self._load_s = 0.0
         """Seconds of the last load of a state."""
         self.sha256: str | None = None
@@ -116,17 +116,17 @@ class OnDemandPipeline:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def train(self, request_id: str, request: TrainRequest) -> None:
-        """Carry out a training request behind those before it."""
+        """Queue a training request."""
         self._to_train.append((request_id, request))
         self._announce(Phase.TRAIN, _train_units(request))
 
     def sample(self, request: SampleRequest, weights: Path | None) -> None:
-        """Sample with the weights of a file; None: with the model's first."""
+        """Queue a sampling request, with the weights of a file or (None) the model's initial ones."""
         self._samples.waiting.append((request, weights))
         self._announce(Phase.ROLLOUT, request.max_new_tokens)
 
     def withdraw(self, ids: Sequence[str]) -> None:
-        """Cancel sampling requests that wait. Those that a worker has begun are finished and answered."""
+        """Cancel waiting sampling requests. Those begun by a worker are finished and answered."""
         self._samples.withdraw(ids)
 
     def _announce(self, phase: Phase, units: int) -> None:
@@ -163,7 +163,7 @@ class OnDemandPipeline:
         return order.finished()
 
     def offload(self, phase: Phase) -> Future | None:
-        """Have a state leave its device. None where nothing has to move: its worker serves others there."""
+        """Offload a state. None if it can stay, because its worker serves others on the device."""
         worker = self._worker_by_phase.get(phase)
         is_needed = phase is Phase.ROLLOUT and self._sampler is not None and not self._sampler.leave_device(self.id)
         return None if worker is None or is_needed else self._calls.call(worker[0], "offload")
@@ -174,7 +174,7 @@ class OnDemandPipeline:
         sampler, samples, has_begun = self._sampler, self._samples, False
         assert sampler is not None
         while not order.is_pausing and order.seconds < self._options.batch_s:
-            # nothing is there at once where orders of others have done it all
+            # other pipelines' orders may have done all the work
             if not samples.has_work and not (has_begun and (yield from self._has_more(order, Phase.ROLLOUT))):
                 break
             report: BatchReport = yield sampler.run_round(self._options.chunk_s)
@@ -228,7 +228,7 @@ class OnDemandPipeline:
         self._client.on_result(self.id, result)
 
     def _forget_forwards(self, answered: AbstractSet[str]) -> None:
-        """Answered losses without gradients changed nothing: they need not be repeated."""
+        """Forget answered losses without gradients: they changed nothing and need no repetition."""
         self._since_checkpoint = [
             (name, request)
             for name, request in self._since_checkpoint
@@ -247,7 +247,7 @@ class OnDemandPipeline:
             yield self._calls.call(worker, "add", taken)
 
     def _take_segment(self, *, has_stepped: bool) -> Iterable[tuple[str, TrainRequest]]:
-        """Requests up to the next optimizer step and the saves behind it; behind one, only what begins no other."""
+        """Requests up to the next optimizer step and the saves behind it; after a step, only saves."""
         if has_stepped:
             behind = list(takewhile(lambda one: not _is_of_step(one[1]), self._to_train))
         else:
@@ -259,17 +259,17 @@ class OnDemandPipeline:
             yield from self._take_saves()
 
     def _take_saves(self) -> Iterable[tuple[str, TrainRequest]]:
-        """Saves that come next: they change nothing, and a client waits for them."""
+        """The saves at the head of the queue: they change nothing, and a client waits for them."""
         while self._to_train and _is_save(self._to_train[0][1]):
             yield self._to_train.popleft()
 
     def _newest_update(self) -> str | None:
-        """The optimizer step that made a state which no checkpoint has; None where something else made the state."""
+        """The optimizer step that made the present state, if no checkpoint has it; None for any other state."""
         newest = next((one for one in reversed(self._since_checkpoint) if not _is_save(one[1])), None)
         return newest[0] if newest is not None and isinstance(newest[1], OptimizerStep) else None
 
     def _write_checkpoint(self, worker: Worker, request_id: str) -> Work:
-        """Write the state after the update of this request: nothing before it is ever repeated."""
+        """Write the state after this request's update: no earlier request is repeated from then on."""
         folder, previous = self._folder / f"update-{self._num_updates + 1}", self._checkpoint
         self._num_updates += 1
         kept = [each for each in (previous, folder) if each is not None]
@@ -339,18 +339,18 @@ class OnDemandPipeline:
         )
         self._worker_by_phase[phase] = worker, device
         if phase is Phase.ROLLOUT:
-            sampler = Sampler(worker, self._calls)
+            sampler = SharedSampler(worker, self._calls)
             self._samplers.keep(self._base, device, sampler)
             self._use_sampler(sampler, device)
         return worker
 
-    def _use_sampler(self, sampler: Sampler, device: DeviceId) -> None:
+    def _use_sampler(self, sampler: SharedSampler, device: DeviceId) -> None:
         self._worker_by_phase[Phase.ROLLOUT] = sampler.worker, device
         self._sampler = sampler
         sampler.reserve(self.id)
 
     def stop_sharing(self) -> None:
-        """Sample by a worker of its own from now on: one that it shared has failed, perhaps by another's fault."""
+        """Sample with a separate worker from now on: the shared one failed, perhaps through another pipeline."""
         self._base = None
 
     @property
@@ -358,15 +358,15 @@ class OnDemandPipeline:
         return [worker for worker, _ in self._worker_by_phase.values()]
 
     def count_loss(self, worker: Worker) -> int:
-        """A worker was lost; returns how many of its phase were, in a row. Repeated work does not break a row: a
-        request that ends every worker would else be tried for ever."""
+        """Count a lost worker; returns the losses of its phase in a row. Repeated work does not break a row, so that no
+        request that ends every worker is retried forever."""
         phase = self._phase_of(worker)
         self._num_losses[phase] += 1
         return self._num_losses[phase]
 
     def forget(self, worker: Worker) -> DeviceId:
-        """A worker was lost: the orders on its device end, and what they had not answered is to be repeated. Returns
-        the device."""
+        """Drop a lost worker: the orders on its device end, and their unanswered requests are repeated. Returns the
+        device."""
         phase = self._phase_of(worker)
         device = self._worker_by_phase[phase][1]
         ended = {each: order for each, order in self._order_by_phase.items() if device in order.action.devices}
@@ -385,14 +385,14 @@ class OnDemandPipeline:
         worker, _ = self._worker_by_phase.pop(phase)
         if phase is Phase.TRAIN or self._leave_sampler():
             self._workplace.forget(worker)
-            self._calls.give_up(worker)
+            self._calls.fail_calls(worker)
             worker.kill()
         if phase is Phase.TRAIN:
             self._to_train.extendleft(reversed(self._since_checkpoint))
             self._since_checkpoint, self._num_handed_over = [], 0
 
     def _leave_sampler(self) -> bool:
-        """Leave the sampling worker; returns whether nothing else is served by it."""
+        """Leave the sampling worker; returns whether it is then unused."""
         sampler, self._sampler = self._sampler, None
         assert sampler is not None
         sampler.leave(self._samples)
@@ -401,7 +401,7 @@ class OnDemandPipeline:
         return sampler.is_unused
 
     def park(self) -> None:
-        """Hold no device until the next order; what was not answered is repeated then."""
+        """Release all devices until the next order, which repeats unanswered requests."""
         self._calls.close_all_of(self.id)
         for phase in list(self._worker_by_phase):
             self._end_worker(phase)
@@ -412,7 +412,7 @@ def _is_of_step(request: TrainRequest) -> bool:
 
 
 def _is_save(request: TrainRequest) -> bool:
-    return isinstance(request, SaveWeights | SaveState)
+    return isinstance(request, WriteWeights | SaveState)
 
 
 def _train_units(request: TrainRequest) -> int:

@@ -1,10 +1,10 @@
-"""Pipelines' states on devices, in host memory and on disk: which must leave, and where they go.
+"""Moves pipelines' states between devices, host memory and disk.
 
     an order's evicted states ── offload ──▶ host memory, or a file where a pool spills and has no room
     an order's own state      ◀── load ───── with its first call
 
-A state leaves the same way for every kind of pipeline: planned and on-demand ones offload it from their worker, a
-program is told to leave. What a worker does with its state is in engines/residency.py.
+States leave alike for all kinds of pipelines: a worker of a planned or on-demand pipeline offloads its state, a program
+evicts it. The worker's side is in engines/residency.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlmux.runtime.workers.worker_pool import Worker
 
 
 class ResidentStates:
-    """Moves states for orders, within the host memory there is."""
+    """Moves states for orders, within the host memory."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ResidentStates:
         self._external = external
 
     def make_room(self, order: RunningOrder) -> Work:
-        """Have the evicted states leave the order's devices, which is part of its switch."""
+        """Move the evicted states off the order's devices, as part of its switch."""
         began_s, action = self._outbox.now_s(), order.action
         leftovers = self._external.leftovers(action.devices, action.pipeline)
         leaving = [
@@ -56,13 +56,13 @@ class ResidentStates:
             if resident not in leftovers:
                 leaving += self._offload(resident, action)
         for left in leaving:
-            with contextlib.suppress(WorkerLostError):  # a worker that was ended holds nothing any more
+            with contextlib.suppress(WorkerLostError):  # an ended worker holds nothing
                 yield left
         if leaving:
             order.switch_s += self._outbox.now_s() - began_s
 
     def _offload(self, resident: Resident, action: RunStage) -> list[Future]:
-        """Have one state leave the order's devices."""
+        """Move one state off the order's devices."""
         if resident.pipeline in self._external:
             is_own = resident.pipeline == action.pipeline  # a program moves its own states itself
             return [] if is_own else [self._external.evict(resident, action.devices)]
@@ -79,7 +79,7 @@ class ResidentStates:
         ]
 
     def load(self, worker: Worker) -> None:
-        """A worker's next call loads its state."""
+        """Record that a worker's next call loads its state."""
         self._host_memory.load(worker.name)
 
     def _spill_path(self, workers: PipelineWorkers, worker: Worker) -> Path | None:

@@ -1,17 +1,16 @@
-"""One pipeline's rollout: its shards, one per device, and the turns that its environments answer.
+"""One pipeline's rollout: its shards, one per device, and the turns for its environments.
 
-    env worker ── begin_step ──▶ requests ── dealt out ──▶ shards ── chunks ──▶ rollout workers
+    env worker ── begin_step ──▶ requests ── assigned ───▶ shards ── chunks ──▶ rollout workers
         ▲                                                    ▲                       │
         │                                                    └─ replies, released    │ finished turns
         └───────────── on_turns: one call at a time, with all turns that have ended ─┘
 
-Under tail batching (rollout_race.py) only turns that are kept reach the env worker, and what is lost is cut. An
-interruptible rollout (rollout_legs.py) has one or two legs a step; between them it may wait for weights.
+Under tail batching (rollout_race.py) only kept turns reach the env worker, and lost trajectories are cut. An
+interruptible rollout (rollout_legs.py) has one or two legs a step, and may wait for weights between them.
 
-A shard's order runs chunk after chunk. It waits only for its worker's answer, or, when there is nothing that it could
-compute, for user code: for the step's prompts, an environment's reply, a migrated shard or a Pause. A shard that is
-paused in that state is reported as waiting, and what it waited for as ReplyArrived. No order waits so for long: the
-backend pauses it, and the device goes to others.
+A shard's order runs chunk after chunk. It waits for its worker's answer or, with nothing to compute, for user code: the
+step's prompts, an environment's reply, a migrated shard or a Pause. A shard paused in that state counts as waiting,
+and its input is reported as ReplyArrived. The backend soon pauses such an order, and the device goes to others.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from rlmux.core.queue.filler_placement import CHUNK_S
 from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.prompts.backlog import Backlog
 from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
-from rlmux.runtime.checks.determinism_check import Promises
-from rlmux.runtime.orders.call_loop import CallLoop, Future, Task, Work
+from rlmux.runtime.checks.determinism_check import EngineProbes
+from rlmux.runtime.orders.call_loop import CallLoop, Future, LoopTask, Work
 from rlmux.runtime.orders.outbox import Outbox
-from rlmux.runtime.orders.prompt_sharding import deal_out
+from rlmux.runtime.orders.prompt_sharding import assign_prompts
 from rlmux.runtime.orders.resident_states import ResidentStates
 from rlmux.runtime.orders.rollout_epochs import RolloutEpochs
 from rlmux.runtime.orders.rollout_legs import RolloutLegs
 from rlmux.runtime.orders.rollout_race import RolloutRace
-from rlmux.runtime.orders.rollout_shard import RolloutShard
+from rlmux.runtime.orders.rollout_shard import LiveShard
 from rlmux.runtime.orders.running_orders import RunningOrder, RunningOrders
 from rlmux.runtime.records.rollout_record import RolloutRecord
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
@@ -42,11 +41,11 @@ from rlmux.runtime.workers.worker_calls import RolloutChunk, RolloutChunkResult,
 from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 _PATIENCE_S = 0.02
-"""Seconds that the env worker may wait for environments while an order of its pipeline computes: more turns end."""
+"""Longest wait of the env worker for environments, in seconds, while an order of its pipeline computes."""
 _RACE_CHUNK_S = 0.1
-"""Longest chunk of a race in seconds: what loses stops after at most so long."""
+"""Longest chunk of a race in seconds, after which lost trajectories stop."""
 _QUIET_PATIENCE_S = 0.1
-"""Seconds that it may wait while none does."""
+"""Longest wait of the env worker for environments, in seconds, while no order computes."""
 
 
 class RolloutDriver:
@@ -60,7 +59,7 @@ class RolloutDriver:
         outbox: Outbox,
         orders: RunningOrders,
         states: ResidentStates,
-        promises: Promises,
+        promises: EngineProbes,
         options: WorkerOptions,
     ) -> None:
         self._workers = workers
@@ -73,43 +72,43 @@ class RolloutDriver:
         is_filler = workers.submission.pipeline.is_filler
         self._chunk_s = min(options.chunk_s, CHUNK_S) if is_filler else options.chunk_s
         self._is_single_turn = True
-        self._shards: dict[DeviceId, RolloutShard] = {}
+        self._shards: dict[DeviceId, LiveShard] = {}
         self._version_by_device: dict[DeviceId, int] = {}
-        """Weight version that each rollout worker holds. A new worker holds the model's initial weights: those are
-        version 0 unless there is an SFT warm-up, which makes version 0 of them."""
+        """Weight version of each rollout worker. A new worker has the model's initial weights: version 0 unless an SFT
+        warm-up makes version 0 from them."""
         self._requests_by_step: dict[int, Sequence[TrajectoryRequest]] = {}
-        """Requests that the env worker has made and that are not dealt out."""
+        """Requests from the env worker that are not assigned to devices yet."""
         self._fetching: set[int] = set()
         """Steps whose requests the env worker is making (membership tests only)."""
         self._waiting_for_requests: list[Future] = []
         self._paused_without_requests: list[DeviceId] = []
-        """Devices whose shard was paused before the step's requests were there."""
+        """Devices whose shard was paused before the step's requests arrived."""
         self._unloaded: set[DeviceId] = set()
         """Devices whose worker must load its state with its next chunk (membership tests only)."""
-        self._turns_to_ask: list[tuple[RolloutShard, PackedTurns]] = []
-        """Turns that ended and that the env worker was not given yet."""
-        self._shard_by_asked: dict[TrajectoryId, RolloutShard] = {}
-        """Shards by trajectories whose turn the env worker has and has not answered: their environments think."""
-        self._is_asking = False
+        self._turns_to_send: list[tuple[LiveShard, PackedTurns]] = []
+        """Finished turns that are not sent to the env worker yet."""
+        self._shard_by_awaited: dict[TrajectoryId, LiveShard] = {}
+        """Shards by trajectories that await a reply from the env worker."""
+        self._is_sending_turns = False
         self._race: RolloutRace | None = None
-        """The race of the step under way; None where it trains on all that it samples."""
+        """Race of the present step; None if it trains on all trajectories."""
         self._legs: RolloutLegs | None = None
         """The legs of an interruptible rollout; None for others, and before the first step."""
         self._newest_version = workers.furthest_step
         """The newest weight version that rollout workers can load."""
-        self._migration_by_source: dict[DeviceId, Task] = {}
+        self._migration_by_source: dict[DeviceId, LoopTask] = {}
         self._record_by_step: dict[int, RolloutRecord] = {}
 
     # ------------------------------------------------------------------ orders
 
     def run(self, order: RunningOrder) -> Generator[Future, Any, Event]:
-        """Sample one device's shard until it is over or the order is paused; returns the event that says so."""
+        """Sample one device's shard until it is over or the order is paused; returns the order's final event."""
         device = order.action.devices[0]
         if order.action.switch is not Switch.NONE:
             self._unloaded.add(device)
         yield from self._states.make_room(order)
-        yield from self._deal_out(order.action.step, order)
-        if order.is_pausing and not self._is_dealt_out(order.action.step):
+        yield from self._assign_prompts(order.action.step, order)
+        if order.is_pausing and not self._has_prompts(order.action.step):
             self._paused_without_requests.append(device)
             return order.paused(is_waiting=True)
         yield from self._workers.build(self._workers.rollout[device], self._calls)
@@ -123,7 +122,7 @@ class RolloutDriver:
             shard, report = self._shards[device], result.report
             seconds = result.input_s + report.seconds
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
-            self._pass_on_turns(shard, result)
+            self._forward_turns(shard, result)
             if self._is_over(shard, report):
                 shard.unfinished.clear()
                 break
@@ -145,35 +144,35 @@ class RolloutDriver:
         self._migration_by_source[action.source] = self._start(self._migrate(action))
 
     def finish_step(self, step: int) -> Generator[Future, Any, StepBatch]:
-        """The step's batch, once everything that was sampled is scored: answers come in the order of the calls."""
-        if self._turns_to_ask:
-            self._start(self._ask_environments())
+        """The step's batch, once all trajectories are scored: answers come in the order of the calls."""
+        if self._turns_to_send:
+            self._start(self._send_turns())
         over = () if self._legs is None else (self._legs.end_step(),)
         batch: StepBatch = yield self._calls.call(self._workers.env_worker, "finish_step", step, *over)
         return batch
 
     def weights_arrived(self, version: int) -> None:
-        """Rollout workers can load this version from now on."""
+        """Record that rollout workers can load this version from now on."""
         self._newest_version = version
         if self._legs is not None:
-            self._pass_on(self._legs.weights_arrived(version))
+            self._forward(self._legs.weights_arrived(version))
 
     def prepare(self, step: int) -> None:
-        """Have a step's requests made, once the orders of now are out: devices come first."""
+        """Fetch a step's requests after the present orders have started: devices come first."""
         self._fetching.add(step)
         self._calls.start_soon(self._fetch_requests(step), pipeline=self._pipeline)
 
     def take_record(self, step: int) -> RolloutRecord | None:
-        """What the step's rollout was like; None if it was sampled before the pipeline's processes started."""
+        """Record of the step's rollout; None if it was sampled before the pipeline's processes started."""
         return self._record_by_step.pop(step, None)
 
     def replace_worker(self, device: DeviceId) -> None:
-        """A device's worker was lost and has a successor: end its orders; what is unfinished there begins anew."""
+        """End the orders of a device whose worker was replaced, and restart its unfinished trajectories."""
         self._version_by_device.pop(device, None)
         self._unloaded.discard(device)
         if device in self._shards:
             begun_from = (lambda _: None) if self._legs is None else self._legs.begun_from
-            self._shards[device] = self._shards[device].begun_anew(begun_from)
+            self._shards[device] = self._shards[device].restarted(begun_from)
         lost = [order.task for order in self._orders_on(device)]
         for task in [*lost, self._migration_by_source.get(device)]:
             if task is not None:
@@ -181,9 +180,9 @@ class RolloutDriver:
 
     # ------------------------------------------------------------------ requests
 
-    def _deal_out(self, step: int, order: RunningOrder | None = None) -> Work:
-        """Wait until the step's requests are dealt out, or the order is paused."""
-        while not self._is_dealt_out(step):
+    def _assign_prompts(self, step: int, order: RunningOrder | None = None) -> Work:
+        """Wait until the step's requests are assigned to devices, or the order is paused."""
+        while not self._has_prompts(step):
             if step in self._requests_by_step:
                 self._split_requests(step)
                 return
@@ -197,7 +196,7 @@ class RolloutDriver:
             if order is not None:
                 order.input = order.waits_since_s = None
 
-    def _is_dealt_out(self, step: int) -> bool:
+    def _has_prompts(self, step: int) -> bool:
         return bool(self._shards) and all(shard.step == step for shard in self._shards.values())
 
     def _fetch_requests(self, step: int) -> Work:
@@ -209,7 +208,7 @@ class RolloutDriver:
             self._legs = RolloutLegs(epochs, self._newest_version, self._resume)
         answer = yield self._calls.call(self._workers.env_worker, "begin_step", step)
         self._fetching.discard(step)
-        if all(shard.step < step for shard in self._shards.values()):  # else it was asked twice
+        if all(shard.step < step for shard in self._shards.values()):  # else it was fetched twice
             self._requests_by_step[step], self._is_single_turn = answer
         waiting, self._waiting_for_requests = self._waiting_for_requests, []
         for each in waiting:
@@ -219,21 +218,21 @@ class RolloutDriver:
             self._resume_paused()
 
     def _resume_paused(self) -> None:
-        """Requests are there: shards that were paused for want of them have something to compute."""
+        """Resume shards that were paused until the requests arrived."""
         paused, self._paused_without_requests = self._paused_without_requests, []
         for device in paused:
             self._outbox.add(ReplyArrived(pipeline=self._pipeline, device=device))
 
     def _split_requests(self, step: int) -> None:
-        """Deal the step's requests out to the devices."""
+        """Assign the step's requests to the devices."""
         requests = self._requests_by_step.pop(step)
         if self._legs is not None:
-            self._shards = {device: RolloutShard(step) for device in self._workers.rollout}
-            self._pass_on(self._legs.open_step(step, requests, self._shards))
+            self._shards = {device: LiveShard(step) for device in self._workers.rollout}
+            self._forward(self._legs.open_step(step, requests, self._shards))
             return
         self._race = RolloutRace.of(requests, self._workers.config)
-        dealt = deal_out(requests, list(self._workers.rollout))
-        self._shards = {device: RolloutShard(step) for device in dealt}
+        dealt = assign_prompts(requests, list(self._workers.rollout))
+        self._shards = {device: LiveShard(step) for device in dealt}
         for device, requests in dealt.items():
             for request in requests:
                 self._shards[device].add(request)
@@ -261,8 +260,8 @@ class RolloutDriver:
         )
         return self._calls.call(worker, "run_chunk", chunk)
 
-    def _can_compute(self, shard: RolloutShard, report: ChunkReport) -> bool:
-        """Something is left to do on the device without waiting for an environment."""
+    def _can_compute(self, shard: LiveShard, report: ChunkReport) -> bool:
+        """Whether the device can compute without waiting for an environment."""
         return bool(report.num_active or report.num_waiting or shard.has_input)
 
     def _report_progress(self, order: RunningOrder, report: ChunkReport) -> None:
@@ -276,11 +275,11 @@ class RolloutDriver:
 
     # ------------------------------------------------------------------ turns
 
-    def _pass_on_turns(self, shard: RolloutShard, result: RolloutChunkResult) -> None:
+    def _forward_turns(self, shard: LiveShard, result: RolloutChunkResult) -> None:
         record = self._record_by_step.setdefault(shard.step, RolloutRecord())
         record.computed(result.report.iterations)
         if self._legs is not None:
-            self._pass_on(self._legs.take(shard, result))
+            self._forward(self._legs.take(shard, result))
             return
         turns = result.turns if self._race is None else self._run_race(self._race, shard, result)
         trajectories = turns.ids()
@@ -289,22 +288,22 @@ class RolloutDriver:
         if not self._is_single_turn:
             for trajectory in trajectories:
                 record.turn_ended(trajectory, self._outbox.now_s())
-        self._turns_to_ask.append((shard, turns))
+        self._turns_to_send.append((shard, turns))
         is_reward_next = len(self._shards) == 1 and _is_over(shard, result.report)
-        if not self._is_asking and not is_reward_next:  # else `finish_step` asks
-            self._is_asking = True
-            self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
+        if not self._is_sending_turns and not is_reward_next:  # else `finish_step` sends them
+            self._is_sending_turns = True
+            self._calls.start_soon(self._send_turns_soon(), pipeline=self._pipeline)
 
-    def _pass_on(self, turns: Sequence[FinishedTurn]) -> None:
-        """Turns of an interruptible rollout that are known to be trained on, of any shard."""
+    def _forward(self, turns: Sequence[FinishedTurn]) -> None:
+        """Queue an interruptible rollout's turns that are trained on, of any shard."""
         if turns:
-            self._turns_to_ask.append((next(iter(self._shards.values())), PackedTurns.pack(turns)))
-            if not self._is_asking:
-                self._is_asking = True
-                self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
+            self._turns_to_send.append((next(iter(self._shards.values())), PackedTurns.pack(turns)))
+            if not self._is_sending_turns:
+                self._is_sending_turns = True
+                self._calls.start_soon(self._send_turns_soon(), pipeline=self._pipeline)
 
-    def _run_race(self, race: RolloutRace, shard: RolloutShard, result: RolloutChunkResult) -> PackedTurns:
-        """The turns that are known to be trained on now, of any shard; every shard drops what is lost."""
+    def _run_race(self, race: RolloutRace, shard: LiveShard, result: RolloutChunkResult) -> PackedTurns:
+        """The newly decided turns to train on, of any shard; every shard drops lost trajectories."""
         finished = result.turns.unpack()
         for turn in finished:
             shard.end(turn.id)
@@ -313,40 +312,39 @@ class RolloutDriver:
             each.cut(race.is_lost)
         return PackedTurns.pack(kept)
 
-    def _ask_soon(self) -> Work:
-        """Pass on turns that ended, unless `finish_step` did meanwhile."""
-        if self._turns_to_ask:
-            yield from self._ask_environments()
+    def _send_turns_soon(self) -> Work:
+        """Send finished turns, unless `finish_step` did meanwhile."""
+        if self._turns_to_send:
+            yield from self._send_turns()
 
-    def _ask_environments(self) -> Work:
-        """Pass on turns that ended, and hear what environments reply, until none is left to reply."""
+    def _send_turns(self) -> Work:
+        """Send finished turns and handle the environments' replies, until no reply is pending."""
         while True:
-            turns = [turns for _, turns in self._turns_to_ask]
-            for shard, asked in self._turns_to_ask:
-                self._shard_by_asked.update(dict.fromkeys(asked.ids(), shard))
-            self._turns_to_ask = []
-            self._is_asking = True
+            turns = [turns for _, turns in self._turns_to_send]
+            for shard, packed in self._turns_to_send:
+                self._shard_by_awaited.update(dict.fromkeys(packed.ids(), shard))
+            self._turns_to_send = []
+            self._is_sending_turns = True
             is_computing = any(order.is_calling for order in self._orders.of(self._pipeline))
             patience_s = _PATIENCE_S if is_computing else _QUIET_PATIENCE_S
             replies, over = yield self._calls.call(self._workers.env_worker, "on_turns", turns, patience_s)
-            self._is_asking = False
+            self._is_sending_turns = False
             for shard in self._take_answers(replies, over):
                 self._resume(shard)
-            if not (self._turns_to_ask or self._shard_by_asked):
+            if not (self._turns_to_send or self._shard_by_awaited):
                 return
 
-    def _take_answers(self, replies: Sequence[TurnReply], over: Sequence[TrajectoryId]) -> list[RolloutShard]:
-        """Environments have replied, or trajectories are over. Returns the shards that have something of it to pass on
-        to their workers."""
+    def _take_answers(self, replies: Sequence[TurnReply], over: Sequence[TrajectoryId]) -> list[LiveShard]:
+        """Handle replies, and trajectories that are over. Returns the shards with input for their workers."""
         reply_by_trajectory = {reply.id: reply for reply in replies}
-        shards: dict[RolloutShard, None] = {}
+        shards: dict[LiveShard, None] = {}
         for trajectory in sorted([*reply_by_trajectory, *over]):
-            if trajectory not in self._shard_by_asked:
+            if trajectory not in self._shard_by_awaited:
                 continue
-            asked = self._shard_by_asked.pop(trajectory)
-            if (record := self._record_by_step.get(asked.step)) is not None:
+            sender = self._shard_by_awaited.pop(trajectory)
+            if (record := self._record_by_step.get(sender.step)) is not None:
                 record.answered(trajectory, self._outbox.now_s())
-            shard = asked.holder  # it may have migrated while the environment was thinking
+            shard = sender.holder  # it may have migrated while the environment was thinking
             reply = reply_by_trajectory.get(trajectory)
             if reply is None:  # it is over
                 shard.unfinished.pop(trajectory, None)
@@ -359,8 +357,8 @@ class RolloutDriver:
             shards[shard] = None
         return list(shards)
 
-    def _resume(self, shard: RolloutShard) -> None:
-        """It may have something to compute now: an order that had nothing goes on, or the scheduler learns of it."""
+    def _resume(self, shard: LiveShard) -> None:
+        """Wake the waiting order of a shard with new input, or report the input to the scheduler."""
         device = next((device for device, other in self._shards.items() if other is shard), None)
         if device is None or not (shard.has_input or shard.is_over):
             return  # of a step that is over, or nothing new
@@ -373,9 +371,9 @@ class RolloutDriver:
     # ------------------------------------------------------------------ migration
 
     def _migrate(self, action: MigrateShard) -> Work:
-        """The source's worker is asked only for what it was given."""
+        """Hand a shard over; its worker returns only the trajectories it was given."""
         began_s = self._outbox.now_s()
-        yield from self._deal_out(action.step)
+        yield from self._assign_prompts(action.step)
         partials: Sequence[PartialTrajectory] = ()
         if self._shards[action.source].is_begun:
             worker = self._workers.rollout[action.source]
@@ -384,9 +382,9 @@ class RolloutDriver:
         source, target = self._shards[action.source], self._shards[action.target]
         num_trajectories = source.migrate_to(target, partials)
         is_over = source.is_over
-        self._shards[action.source] = RolloutShard(action.step, is_back=True, is_over=is_over, has_finished=True)
+        self._shards[action.source] = LiveShard(action.step, is_back=True, is_over=is_over, has_finished=True)
         if self._legs is not None:
-            self._pass_on(self._legs.settle())
+            self._forward(self._legs.settle())
         seconds = self._outbox.now_s() - began_s
         self._outbox.add(TrajectoriesMigrated(order=action.order, num_trajectories=num_trajectories, seconds=seconds))
         self._resume(target)
@@ -397,14 +395,14 @@ class RolloutDriver:
     def _pipeline(self) -> PipelineId:
         return self._workers.id
 
-    def _start(self, work: Work) -> Task:
+    def _start(self, work: Work) -> LoopTask:
         return self._calls.start(work, pipeline=self._pipeline)
 
     @property
     def _awaits_weights(self) -> bool:
         return self._legs is not None and self._legs.awaits_weights
 
-    def _is_over(self, shard: RolloutShard, report: ChunkReport) -> bool:
+    def _is_over(self, shard: LiveShard, report: ChunkReport) -> bool:
         return _is_over(shard, report) if self._legs is None else self._legs.is_over(shard)
 
     def _orders_on(self, device: DeviceId) -> list[RunningOrder]:
@@ -415,7 +413,7 @@ class RolloutDriver:
         ]
 
 
-def _is_over(shard: RolloutShard, report: ChunkReport) -> bool:
-    """Nothing of the shard is left, on its worker or to be given to it."""
+def _is_over(shard: LiveShard, report: ChunkReport) -> bool:
+    """Whether no trajectory of the shard is left, on its worker or for it."""
     num_left = report.num_active + report.num_waiting + report.num_waiting_for_env
     return num_left == 0 and not (shard.partials or shard.to_submit)

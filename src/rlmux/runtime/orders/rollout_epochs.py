@@ -1,11 +1,11 @@
-"""An interruptible rollout: what devices sample in each leg, what of it is kept, and what each step trains on.
+"""An interruptible rollout: what devices sample and keep in each leg, and what each step trains on.
 
     begin_step ──▶ begin_leg ──▶ requests, partials ──▶ shards ── chunks ──▶ take ──▶ turns of the step's batch
                        ▲                                   │ leg over: all unfinished are handed back
                        └── end_leg: cut to their tokens at the leg's last tick ◀──┘
 
-The clock decides (rl/prompts/epoch_clock.py). What a device samples beyond the end of a leg is dropped, and so is KV:
-each leg begins with one prefill of what its trajectories have, by its weights, whatever became of the devices before.
+The clock decides (rl/prompts/epoch_clock.py). Tokens beyond the end of a leg are dropped, and so is KV: each leg begins
+with one prefill of its trajectories' tokens, under its weights, whatever happened to the devices before.
 """
 
 from __future__ import annotations
@@ -22,35 +22,34 @@ from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryId, Trajec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOver:
-    """What the env worker is to make a step's batch of."""
+    """The env worker's input for a step's batch."""
 
     ids: Sequence[TrajectoryId]
     """Trajectories to train on, in id order."""
     backlog: bytes
-    """A packed `Backlog`: what the next step goes on from."""
+    """A packed `Backlog`: the state from which the next step continues."""
 
 
 class RolloutEpochs:
-    """One pipeline's, from step to step. Knows no device.
+    """One pipeline's interruptible rollout, across steps and independent of devices.
 
-    Invariant: between two legs there are the tokens of each trajectory that has ended or that has a slot, and no
-    others.
+    Invariant: between two legs exactly the trajectories that have ended or have a slot have tokens here.
     """
 
     def __init__(self, config: TrainingConfig, backlog: Backlog, origin: Origin | None) -> None:
         self.clock = EpochClock(EpochSizes.of(config), backlog.clock)
         self._origin = origin
         self._requests: dict[TrajectoryId, TrajectoryRequest] = {}
-        """All that is admitted and not trained on."""
+        """Admitted trajectories, not trained on yet."""
         self._sampled = dict(backlog.sampled)
-        """As the leg began, and turns that ended since."""
+        """Tokens at the start of the leg, and turns that ended since."""
         self._handed_back: dict[TrajectoryId, SampledTokens] = {}
         """Unfinished trajectories of this leg, which may be beyond its end."""
 
     # ------------------------------------------------------------------ legs
 
     def begin_step(self, step: int, requests: Sequence[TrajectoryRequest]) -> None:
-        """`requests`: of all that is admitted by the last leg, and is not trained on."""
+        """`requests`: of all trajectories admitted by the last leg and not trained on."""
         self._requests = {request.id: request for request in requests}
         self.clock.begin_step(step)
 
@@ -61,7 +60,7 @@ class RolloutEpochs:
         return fresh, [partial for id in wanted if (partial := self.begun_from(id)) is not None]
 
     def begun_from(self, id: TrajectoryId) -> PartialTrajectory | None:
-        """An unfinished trajectory as the leg began; None for one that had no token."""
+        """An unfinished trajectory at the start of the leg; None if it had no token."""
         part = self._sampled.get(id)
         if part is None:
             return None
@@ -79,13 +78,13 @@ class RolloutEpochs:
         )
 
     def hand_back(self, partials: Sequence[PartialTrajectory]) -> None:
-        """Take in what a device had not ended when the leg was over."""
+        """Accept a device's unfinished trajectories after the leg."""
         for one in partials:
             part = SampledTokens(tokens=one.tokens, logprobs=one.logprobs, versions=one.versions, stop_reason=None)
             self._handed_back.setdefault(one.request.id, part)
 
     def end_leg(self) -> None:
-        """The leg is over and all devices have handed back: keep what the clock has seen of it."""
+        """End the leg after all devices have handed back: keep the tokens up to the clock's end."""
         standing = self.clock.standing()
         known = {**self._sampled, **self._handed_back}
         kept = {id: known[id].first(num_tokens) for id, num_tokens in standing.items() if num_tokens}
@@ -97,7 +96,7 @@ class RolloutEpochs:
         self.clock.end_leg()
 
     def end_step(self) -> StepOver:
-        """The step's rollout is over."""
+        """End the step's rollout."""
         ids = self.clock.end_step()
         for id in ids:
             del self._sampled[id]
@@ -106,9 +105,9 @@ class RolloutEpochs:
     # ------------------------------------------------------------------ news
 
     def take(self, finished: Sequence[FinishedTurn], progress: Mapping[TrajectoryId, int]) -> list[FinishedTurn]:
-        """Take in the turns that a chunk finished, and the tokens of what goes on, by trajectory.
+        """Record a chunk's finished turns, and the token counts of its unfinished trajectories.
 
-        Returns the turns that are known to be trained on since the call before.
+        Returns the turns to train on that were decided since the previous call.
         """
         for id, num_tokens in progress.items():
             self.clock.note_progress(id, num_tokens)

@@ -1,9 +1,9 @@
-"""The race of a short round (tail batching): which of a step's trajectories are trained on, and which can stop.
+"""The race of a short round (tail batching): which trajectories a step trains on, and which can stop.
 
     chunks of all devices ──▶ RolloutRace ──▶ turns that are kept, as soon as their prompt group is done
-                                   └──▶ trajectories that are lost: their shards have them cut with the next chunk
+                                   └──▶ lost trajectories: their shards cut them with the next chunk
 
-The plan clock decides (rl/prompts/plan_clock.py). Here lie only the turns that have ended and are not decided yet.
+The plan clock decides (rl/prompts/plan_clock.py). This module holds only finished turns that are not decided yet.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 
 
 class RolloutRace:
-    """One step's race. Knows no device."""
+    """One step's race, independent of devices."""
 
     def __init__(self, clock: PlanClock) -> None:
         self._clock = clock
         self._undecided: dict[TrajectoryId, FinishedTurn] = {}
-        """Turns of trajectories that have ended and are neither kept nor lost yet."""
+        """Finished turns of trajectories that are neither kept nor lost yet."""
 
     @classmethod
     def of(cls, requests: Sequence[TrajectoryRequest], config: TrainingConfig) -> RolloutRace | None:
-        """The race of these requests, in id order; None where all of them are trained on."""
+        """The race of these requests, in id order; None if all are trained on."""
         algorithm, batching = config.algorithm, config.rollout.tail_batching
         if batching is None or len(requests) == algorithm.prompts_per_step * algorithm.group_size:
             return None
@@ -38,13 +38,13 @@ class RolloutRace:
         return cls(clock)
 
     def is_lost(self, id: TrajectoryId) -> bool:
-        """The trajectory is not trained on."""
+        """Whether the trajectory is excluded from training."""
         return self._clock.is_lost(id)
 
     def take(self, finished: Sequence[FinishedTurn], progress: Mapping[TrajectoryId, int]) -> list[FinishedTurn]:
-        """Take in the turns that a chunk finished, and the tokens of what goes on, by trajectory.
+        """Record a chunk's finished turns, and the token counts of its unfinished trajectories.
 
-        Returns the turns that are known to be trained on since the call before.
+        Returns the turns to train on that were decided since the previous call.
         """
         for id, num_tokens in progress.items():
             self._clock.note_progress(id, num_tokens)

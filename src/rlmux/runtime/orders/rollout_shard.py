@@ -1,12 +1,12 @@
-"""A rollout shard: what one device has to do, and has done, of a step's rollout.
+"""A rollout shard: one device's part of a step's rollout, pending and done.
 
 to_submit ─┐                                            ┌─ finished turns ──▶ env worker
 partials  ─┼─ take_inputs ──▶ chunk ──▶ rollout worker ─┤
-replies   ─┤                                            └─ unfinished: until the env worker says that they are over,
+replies   ─┤                                            └─ unfinished: until the env worker ends them,
 released  ─┤                                                           or a race cuts them
 to_cut    ─┘
 
-Of an interruptible rollout a shard has one leg after another: begin_leg ──▶ chunks ──▶ (hands_back) ──▶ is_back ──▶ ...
+Shards of an interruptible rollout have one leg after another: begin_leg ──▶ chunks ──▶ (hands_back) ──▶ is_back ──▶ ...
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlmux.rl.types import ChunkReport, PartialTrajectory, TrajectoryId, Traject
 
 
 class ChunkInputs(TypedDict):
-    """What a chunk hands to its rollout worker before it decodes."""
+    """A chunk's input for its rollout worker."""
 
     requests: Sequence[TrajectoryRequest]
     partials: Sequence[PartialTrajectory]
@@ -30,7 +30,7 @@ class ChunkInputs(TypedDict):
 
 
 @dataclass(slots=True, eq=False)
-class RolloutShard:
+class LiveShard:
     """The trajectories of one step that one device samples."""
 
     step: int
@@ -39,36 +39,36 @@ class RolloutShard:
     replies: list[TurnReply] = field(default_factory=list)
     released: list[TrajectoryId] = field(default_factory=list)
     to_cut: list[TrajectoryId] = field(default_factory=list)
-    """Trajectories of its worker that are not wanted any more."""
+    """Trajectories that its worker is to drop."""
     unfinished: dict[TrajectoryId, TrajectoryRequest] = field(default_factory=dict)
-    """Requests whose trajectories the env worker has not called over: what a lost worker's successor does again."""
+    """Requests of unfinished trajectories, which the successor of a lost worker repeats."""
     is_begun: bool = False
-    """Its worker was given some of it."""
+    """Whether its worker got any of its trajectories."""
     is_lost: bool = False
-    """Its worker died: replies to it are for trajectories that begin anew elsewhere."""
-    migrated_to: RolloutShard | None = None
+    """Whether its worker died; its trajectories restart elsewhere, and replies to it are dropped."""
+    migrated_to: LiveShard | None = None
     is_waiting_for_env: bool = False
-    """It was paused with nothing to compute until an environment replies."""
+    """Whether it is paused until an environment replies."""
     made: dict[TrajectoryId, int] = field(default_factory=dict)
-    """Tokens of unfinished trajectories, in an interruptible rollout: as its worker last told, or got them."""
+    """Tokens of unfinished trajectories of an interruptible rollout, as last reported by or sent to its worker."""
     has_left: bool = False
-    """Its worker holds unfinished trajectories of it, as far as it told."""
+    """Whether its worker holds unfinished trajectories, by its last report."""
     hands_back: bool = False
-    """Its worker is to give back all that is unfinished, with the next chunk."""
+    """Whether its worker is to return all unfinished trajectories with the next chunk."""
     is_back: bool = False
-    """Nothing of the leg is left here or on its worker."""
+    """Whether no trajectory of the leg is left here or on its worker."""
     is_over: bool = False
-    """The step's rollout is over."""
+    """End the step's rollout."""
     has_finished: bool = False
-    """Its order has finished, or it migrated away: it gets nothing any more, unless a shard migrates to it."""
+    """Whether its order finished or it migrated away; only a migrating shard gives it work then."""
 
     @property
     def has_input(self) -> bool:
         return bool(self.to_submit or self.partials or self.replies or self.released or self.to_cut or self.hands_back)
 
     @property
-    def holder(self) -> RolloutShard:
-        """The shard that has its trajectories now: itself, or the last of those it migrated to."""
+    def holder(self) -> LiveShard:
+        """The shard that holds its trajectories now: itself, or the last target of its migrations."""
         shard = self
         while shard.migrated_to is not None:
             shard = shard.migrated_to
@@ -79,7 +79,7 @@ class RolloutShard:
         self.unfinished[request.id] = request
 
     def take_inputs(self) -> ChunkInputs:
-        """All that its worker is to be given next; the shard keeps none of it."""
+        """Remove and return its worker's next input."""
         inputs = ChunkInputs(
             requests=self.to_submit,
             partials=self.partials,
@@ -94,36 +94,36 @@ class RolloutShard:
         return inputs
 
     def begin_leg(self, requests: Sequence[TrajectoryRequest], partials: Sequence[PartialTrajectory]) -> None:
-        """What the device may sample in the next leg of an interruptible rollout."""
+        """Begin the next leg of an interruptible rollout with these trajectories."""
         self.to_submit, self.partials = list(requests), list(partials)
         self.unfinished = {one.id: one for one in (*(one.request for one in partials), *requests)}
         self.made = {one.request.id: len(one.tokens) for one in partials}
         self.is_begun = self.is_back = False
 
-    def give_up_waiting(self) -> Sequence[PartialTrajectory]:
-        """What a leg that is over has no use for: all that its worker was not given. Returns what has tokens."""
+    def drop_waiting(self) -> Sequence[PartialTrajectory]:
+        """Drop, after a leg, trajectories that its worker did not get. Returns those with tokens."""
         partials, self.partials, self.to_submit = self.partials, [], []
         return partials
 
     def end_leg(self) -> None:
-        """Nothing of the leg is left here or on its worker."""
+        """Whether no trajectory of the leg is left here or on its worker."""
         self.unfinished, self.made = {}, {}
         self.has_left, self.hands_back, self.is_back = False, False, True
 
     def note_chunk(self, report: ChunkReport) -> None:
-        """What its worker holds of an interruptible rollout."""
+        """Record what its worker holds of an interruptible rollout."""
         self.has_left = report.num_active + report.num_waiting > 0
         self.made.update((id, num) for id, num in report.progress.items() if id in self.unfinished)
 
     def end(self, id: TrajectoryId) -> None:
-        """A trajectory that a plan clock follows is over: its worker has it no more."""
+        """End a trajectory of a plan clock: its worker no longer holds it."""
         self.unfinished.pop(id, None)
         self.made.pop(id, None)
         if id in self.to_cut:
             self.to_cut.remove(id)
 
     def cut(self, is_lost: Callable[[TrajectoryId], bool]) -> None:
-        """Give up the unfinished trajectories that a race has lost: its worker is told with the next chunk."""
+        """Drop unfinished trajectories that a race has lost, on its worker with the next chunk."""
         lost = [id for id in self.unfinished if is_lost(id)]
         if not lost:
             return
@@ -135,8 +135,8 @@ class RolloutShard:
             if id not in here:
                 self.to_cut.append(id)
 
-    def migrate_to(self, target: RolloutShard, partials: Sequence[PartialTrajectory]) -> int:
-        """Hand over everything, `partials` being what its worker held. Returns the number of trajectories."""
+    def migrate_to(self, target: LiveShard, partials: Sequence[PartialTrajectory]) -> int:
+        """Hand over all trajectories, `partials` from its worker. Returns their number."""
         partials = [one for one in partials if one.request.id in self.unfinished]  # none that was cut meanwhile
         num_trajectories = len(partials) + len(self.partials) + len(self.to_submit)
         target.partials += [*partials, *self.partials]
@@ -149,13 +149,13 @@ class RolloutShard:
         self.migrated_to = target
         return num_trajectories
 
-    def begun_anew(
+    def restarted(
         self, begun_from: Callable[[TrajectoryId], PartialTrajectory | None] = lambda _: None
-    ) -> RolloutShard:
-        """The shard of its worker's successor: all that is unfinished, from the start, or from where its leg began."""
+    ) -> LiveShard:
+        """The shard of its worker's successor: unfinished trajectories, from the start of the step or leg."""
         self.is_lost = True
         begun = {id: partial for id in self.unfinished if (partial := begun_from(id)) is not None}
-        return RolloutShard(
+        return LiveShard(
             self.step,
             to_submit=[request for id, request in self.unfinished.items() if id not in begun],
             partials=list(begun.values()),

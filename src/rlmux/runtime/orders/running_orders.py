@@ -1,4 +1,4 @@
-"""The RunStage orders that are being carried out, and what each has used so far."""
+"""RunStage orders being carried out, and the time and tokens of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, Event, StageFinished, StagePaused
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId
-from rlmux.runtime.orders.call_loop import Future, Task
+from rlmux.runtime.orders.call_loop import Future, LoopTask
 
 OrderWork = Generator[Future, Any, Event]
 """An order being carried out; returns the event that ends it."""
@@ -21,23 +21,23 @@ class RunningOrder:
 
     action: RunStage
     device_fraction: float
-    """The part of its devices that the order may use, from its next call on."""
+    """Device fraction of the order, from its next call on."""
     seconds: float = 0.0
     """Seconds of computing, switches left out."""
     switch_s: float = 0.0
-    """Seconds of others leaving the devices and of this one's loading."""
+    """Seconds of others' offloading and of this order's loading."""
     tokens: int = 0
     is_pausing: bool = False
     is_calling: bool = True
-    """A call that carries the order on is out, or will be made without waiting for anything outside the order."""
+    """Whether a call of the order is pending, or follows without a wait for anything outside the order."""
     input: Future | None = None
-    """Set while the order has nothing to compute: answered when it has, or when the order is paused."""
+    """Set while the order has nothing to compute; done when it has, or when the order is paused."""
     waits_since_s: float | None = None
-    """Time from which it only waits for the pipeline's user code; None where it computes, or that was told."""
-    task: Task | None = None
+    """Time since which the order only waits for user code; None if it computes, or the wait was reported."""
+    task: LoopTask | None = None
 
     def wait_for_input(self, answer: Future, now_s: float) -> Future:
-        """The answer that says that it has something to compute, or is paused: what its work yields."""
+        """Wait for input or a pause; returns the future for the order's work to yield."""
         self.input, self.waits_since_s = answer, now_s
         return answer
 

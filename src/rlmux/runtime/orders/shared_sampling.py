@@ -9,8 +9,8 @@ taken along by whichever tenant's order runs there, and its own order does what 
 and beside others (`engines/rollout/slot_engine.py`), so this decides when something is sampled, never what. An order
 is charged the seconds of its own rounds; tokens are reported by an order of their own pipeline.
 
-A round outlives the order that asked for it: nothing that a worker has answered is lost when a tenant ends. Without an
-order it may meet an offload, so it asks nothing of a worker that no pipeline's state is on the device for.
+A round outlives the order that started it, so that no answer is lost when a tenant ends. Such a round may meet an
+offload, so it makes no call to a worker without any pipeline's state on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlmux.runtime.workers.request_workers import BatchReport, RequestResult
 from rlmux.runtime.workers.worker_pool import Worker
 
 Asked = tuple[SampleRequest, Path | None]
-"""A request, and the file of the weights that it is for; None: the model's first."""
+"""A request, and the file of its weights; None: the model's initial weights."""
 
 _SHARED_CHUNK_S = 0.05
 """Longest chunk of a worker that several pipelines have, in seconds: so long requests of one wait at most before they
@@ -43,16 +43,16 @@ class SampleQueue:
     def __init__(
         self, pipeline: PipelineId, adapter: AdapterConfig | None, on_result: Callable[[RequestResult], None]
     ) -> None:
-        """`adapter`: of the pipeline; None: its worker samples with a whole model, and is its own."""
+        """`adapter`: of the pipeline; None: it has a whole model and a worker of its own."""
         self.pipeline = pipeline
         self.adapter = adapter
         self.name = "" if adapter is None else str(pipeline)
         """Name of the tenant in its worker."""
         self.waiting: deque[Asked] = deque()
         self.begun: dict[str, Asked] = {}
-        """What a worker has and has not answered, by id."""
+        """Requests pending at a worker, by id."""
         self.unreported_tokens = 0
-        """Tokens that were sampled for it, until an order of its own reports them."""
+        """Tokens sampled for it and not reported by an order of its own yet."""
         self._on_result = on_result
 
     @property
@@ -63,18 +63,18 @@ class SampleQueue:
         return [request for request, _ in (*self.begun.values(), *self.waiting)]
 
     def take_tokens(self) -> int:
-        """Tokens that were sampled for it since the last call."""
+        """Tokens sampled for it since the last call."""
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         return tokens
 
     def settle(self, answers: Sequence[RequestResult]) -> None:
-        """Pass on answers of the worker; those to requests that were begun anew elsewhere are dropped."""
+        """Forward the worker's answers; those to requeued requests are dropped."""
         for answer in answers:
             if self.begun.pop(answer.id, None) is not None:
                 self._on_result(answer)
 
     def requeue(self) -> None:
-        """What a worker had begun is lost with it."""
+        """Requeue the requests of a lost worker."""
         self.waiting.extendleft(reversed(self.begun.values()))
         self.begun = {}
 
@@ -93,35 +93,35 @@ class _Tenant:
 
     queue: SampleQueue
     weights: Path | None = None
-    """The file of the weights that the worker has of it; None: the model's first."""
+    """File of the weights that the worker holds for it; None: the model's initial weights."""
 
 
-class Sampler:
+class SharedSampler:
     """One worker, and the pipelines whose requests it decodes in one batch."""
 
     def __init__(self, worker: Worker, calls: CallLoop) -> None:
         self.worker = worker
         self._calls = calls
         self._users: dict[PipelineId, None] = {}
-        """Pipelines that have the worker, those that wait to join it among them."""
+        """Pipelines that use the worker or wait to join it."""
         self._tenants: dict[str, _Tenant] = {}
         self._on_device: dict[PipelineId, None] = {}
-        """Pipelines whose state the scheduler has on the device."""
+        """Pipelines with a state on the device."""
         self._waiting: list[Future] = []
-        """What waits for the round that goes on."""
+        """Futures that wait for the present round."""
         self._is_running = False
 
     @property
     def is_unused(self) -> bool:
-        """No pipeline has the worker."""
+        """Whether no pipeline uses the worker."""
         return not self._users
 
     def reserve(self, pipeline: PipelineId) -> None:
-        """A pipeline has the worker from now on, which is kept for it."""
+        """Reserve the worker for a pipeline."""
         self._users[pipeline] = None
 
     def join(self, queue: SampleQueue) -> Work:
-        """Serve a pipeline from now on, whose state is on the device. The worker is loaded."""
+        """Serve a pipeline whose state is on the device, from now on. The worker is loaded."""
         self._on_device[queue.pipeline] = None
         if queue.name not in self._tenants:
             self._tenants[queue.name] = _Tenant(queue)
@@ -129,7 +129,7 @@ class Sampler:
                 yield self._calls.call(self.worker, "join", queue.name, queue.adapter)
 
     def leave(self, queue: SampleQueue) -> None:
-        """Serve a pipeline no more: what it had begun is to be begun again."""
+        """Stop serving a pipeline; its begun requests are requeued."""
         self._users.pop(queue.pipeline, None)
         self._on_device.pop(queue.pipeline, None)
         was_here = self._tenants.pop(queue.name, None) is not None
@@ -138,12 +138,12 @@ class Sampler:
             self._calls.call(self.worker, "leave", queue.name)
 
     def leave_device(self, pipeline: PipelineId) -> bool:
-        """The pipeline's state is to leave the device; returns whether the worker is to be offloaded for that."""
+        """Take the pipeline's state off the device; returns whether the worker has to be offloaded."""
         self._on_device.pop(pipeline, None)
         return not self._on_device
 
     def run_round(self, max_seconds: float) -> Future:
-        """Do what waits and is begun, of all tenants, in a bounded chunk; answered with its BatchReport."""
+        """Serve all tenants' requests in a bounded chunk; the future gets its BatchReport."""
         done = self._calls.future()
         self._waiting.append(done)
         if not self._is_running:
@@ -170,7 +170,7 @@ class Sampler:
             each.set_result(report)
 
     def _hand_over(self, tenant: _Tenant) -> Work:
-        """Requests for the oldest one's weights, or for those being sampled with; others wait their turn."""
+        """Send requests for the oldest request's weights, or for the weights in use; others wait."""
         queue = tenant.queue
         if not queue.waiting or not self._is_served(tenant):
             return
@@ -188,37 +188,37 @@ class Sampler:
             queue.settle((yield self._calls.call(self.worker, "add", [request for request, _ in taken], queue.name)))
 
     def _is_served(self, tenant: _Tenant) -> bool:
-        """It has not left, and the worker is loaded."""
+        """Whether the tenant has not left and the worker is loaded."""
         return self._tenants.get(tenant.queue.name) is tenant and bool(self._on_device)
 
     def _distribute(self, report: BatchReport) -> None:
-        """Answers and tokens to those that they were sampled for."""
+        """Distribute answers and tokens to their tenants."""
         for name, tenant in list(self._tenants.items()):
             tenant.queue.unreported_tokens += report.tokens_by_tenant.get(name, 0)
             tenant.queue.settle([answer for answer in report.answers if answer.tenant == name])
 
 
-class Samplers:
-    """The workers that adapters of one base have in common, by base and device."""
+class SharedSamplers:
+    """Workers shared by adapters of one base, by base and device."""
 
     def __init__(self) -> None:
-        self._samplers: dict[tuple[str, DeviceId], Sampler] = {}
+        self._samplers: dict[tuple[str, DeviceId], SharedSampler] = {}
 
-    def find(self, base: str | None, device: DeviceId) -> Sampler | None:
-        """`base`: of `shared_base`."""
+    def find(self, base: str | None, device: DeviceId) -> SharedSampler | None:
+        """The worker, if any. `base`: from `shared_base`."""
         return None if base is None else self._samplers.get((base, device))
 
-    def keep(self, base: str | None, device: DeviceId, sampler: Sampler) -> None:
+    def keep(self, base: str | None, device: DeviceId, sampler: SharedSampler) -> None:
         if base is not None:
             self._samplers[base, device] = sampler
 
-    def drop(self, sampler: Sampler) -> None:
+    def drop(self, sampler: SharedSampler) -> None:
         """Its worker ends."""
         self._samplers = {key: each for key, each in self._samplers.items() if each is not sampler}
 
 
 def shared_base(config: TrainingConfig) -> str | None:
-    """What pipelines that can have a sampling worker in common agree in; None for a whole model."""
+    """The key that pipelines with a common sampling worker share; None for a whole model."""
     if config.adapter is None:
         return None
     return f"{base_name(config.model, config.model_seed)} {config.rollout} {config.train.num_threads}"

@@ -3,9 +3,9 @@
     env worker ── finish_step ──▶ batch ──▶ trainer ── run_stage* ──▶ weights ── deliver ──▶ rollout workers
                                                            └─▶ checkpoint, written beside what comes next
 
-A training stage is a series of calls, each bounded and made to all ranks; between two of them it may be paused. All
-that touches a device belongs to it: building the engines, taking the batch, and, with the last call of a step, handing
-out the weights and copying what the checkpoint holds. Scoring and publishing hold no device.
+A training stage is a series of bounded calls to all ranks; it may be paused between two of them. All device work
+belongs to it: building the engines, taking the batch and, with the last call of a step, handing out the weights and
+copying the checkpoint's state. Scoring and publishing hold no device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from rlmux.core.actions import Switch
 from rlmux.core.model import Phase, PipelineId, Stage
 from rlmux.rl.types import TrainReport
-from rlmux.runtime.checks.determinism_check import Promises
+from rlmux.runtime.checks.determinism_check import EngineProbes
 from rlmux.runtime.orders.call_loop import CallLoop, Future
 from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.resident_states import ResidentStates
@@ -41,7 +41,7 @@ class TrainDriver:
         calls: CallLoop,
         outbox: Outbox,
         states: ResidentStates,
-        promises: Promises,
+        promises: EngineProbes,
         supervisor: WorkerSupervisor,
         options: WorkerOptions,
     ) -> None:
@@ -54,11 +54,11 @@ class TrainDriver:
         self._supervisor = supervisor
         self._options = workers.submission.worker_options(options)
         self._batch_by_step: dict[int, StepBatch] = {}
-        """Batches of steps that are scored and not published."""
+        """Batches of scored, unpublished steps."""
         self._trainer_step = 0
         """The step whose batch the trainer has."""
         self._checksum_by_version: dict[int, str] = {}
-        """Checksums of weights that were handed out and are not published."""
+        """Checksums of weights that are handed out and not published."""
         self._metrics: dict[str, float] = {}
         """Figures of the stages since the last publication."""
 
@@ -69,7 +69,7 @@ class TrainDriver:
         batch = yield from self._rollout.finish_step(step)
         if self._workers.trainers:
             self._batch_by_step[step] = batch
-        else:  # nothing is trained: the step is over
+        else:  # without training the step is over
             self._supervisor.count_step(self._workers, step)
             self._outbox.note("step", **_step_fields(self._workers.id, step, batch, {}))
             self._note_rollout(step, batch)
@@ -100,9 +100,9 @@ class TrainDriver:
             self._report_progress(order, report)
 
     def publish(self, order: RunningOrder) -> OrderWork:
-        """Deliver the weights to the rollout workers, which need them before they can begin.
+        """Deliver the weights to the rollout workers, which need them to begin.
 
-        The last step's checkpoint is there before its end is told: no pipeline is released without one.
+        The last step's checkpoint is written before its end is reported: no pipeline is released without one.
         """
         step, trainer = order.action.step, self._workers.trainer
         if step == self._workers.config.num_steps:
@@ -118,7 +118,7 @@ class TrainDriver:
     # ------------------------------------------------------------------ training
 
     def _probed(self) -> Sequence[Worker]:
-        """One rank speaks for all, unless each has a part of the model: those compute together."""
+        """One rank, or all ranks if each has a part of the model: these compute together."""
         return self._workers.trainers if self._workers.config.train.is_sharded else [self._workers.trainer]
 
     def _train(self, order: RunningOrder, *, is_load_needed: bool) -> Generator[Future, Any, TrainCallResult]:
@@ -140,14 +140,14 @@ class TrainDriver:
         return joined((yield from all_of([self._calls.call(trainer, "run_stage", call) for trainer in trainers])))
 
     def _take_payload(self, order: RunningOrder) -> bytes | None:
-        """The batch of the order's step, for the first call that needs it; None where the trainer has it."""
+        """The batch of the order's step, for the first call that needs it; None if the trainer has it."""
         if order.action.stage is Stage.SFT_WARMUP or self._trainer_step == order.action.step:
             return None
         self._trainer_step = order.action.step
         return self._batch_by_step[order.action.step].payload
 
     def _hand_out(self, step: int) -> HandOut:
-        """What the trainer is to make of the step's weights."""
+        """What the trainer is to write of the step's weights."""
         has_checkpoint = is_due(self._workers.submission, step, self._options.checkpoint_every)
         return HandOut(
             weights=self._workers.published_path(step),
@@ -163,7 +163,7 @@ class TrainDriver:
     # ------------------------------------------------------------------ publishing
 
     def _take_in_publication(self, version: int, checksum: str) -> None:
-        """The step is over: what it was like is noted, and weights that staleness no longer needs go."""
+        """End the step: note its metrics, and remove weights that staleness no longer needs."""
         self._supervisor.count_step(self._workers, version)
         oldest_needed = version - self._workers.submission.pipeline.staleness - 1
         self._workers.published_path(oldest_needed - 1).unlink(missing_ok=True)
@@ -184,7 +184,7 @@ class TrainDriver:
     # ------------------------------------------------------------------ checkpoints
 
     def _num_kept(self) -> int:
-        """Checkpoints. With gaps between them, each brings along the older versions that staleness needs."""
+        """Number of checkpoints. With gaps between them, each includes the older versions that staleness needs."""
         keep, staleness = self._options.keep_checkpoints, self._workers.submission.pipeline.staleness
         return keep + staleness if self._options.checkpoint_every == 1 else keep * (staleness + 1)
 

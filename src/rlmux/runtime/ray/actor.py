@@ -1,5 +1,5 @@
-"""What runs in an actor: a worker process as under `local` (`processes.py`), and the transport of bytes that no file
-can do. The actor itself is light and only passes on; it ends with its worker, and the worker with it.
+"""A Ray actor around a worker process (`processes.py`), and the transport of bytes that cannot go through files. The
+actor only forwards calls; it ends with its worker, and the worker with it.
 
 answer(call)   finish_step    its batch leaves as an object
                run_stage      a step's batch comes as such an object
@@ -33,7 +33,7 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProbe:
-    """What a Ray node says of itself."""
+    """A Ray node's description of itself."""
 
     machine: str
     version: str
@@ -41,7 +41,7 @@ class NodeProbe:
 
 
 def probe_node() -> NodeProbe:
-    """What the node that this runs on is."""
+    """Describe the node that this runs on."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
     namespace = os.stat(_MEMORY).st_dev if _MEMORY.exists() else 0
@@ -55,10 +55,10 @@ class RayWorkerSetup:
 
     name: str
     work: bytes
-    """(what makes the worker, its arguments), pickled: what they name may lie on the search path."""
+    """(worker factory, its arguments), pickled, since they may name modules on the search path."""
     cores: tuple[int, ...]
     has_gpu: bool
-    """True where Ray has named a GPU in CUDA_VISIBLE_DEVICES."""
+    """Whether Ray has named a GPU in CUDA_VISIBLE_DEVICES."""
     log_path: Path
     search_path: tuple[str, ...]
     """Folders in which the controller finds modules; reward functions lie there."""
@@ -74,7 +74,7 @@ class Call:
     args: tuple[Any, ...]
 
     def with_weights_in(self, theirs: Path, here: Path) -> Call:
-        """The call, with the files of weights that it names where they are on this node."""
+        """The call, with paths of weights on this node."""
 
         def moved(path: Path) -> Path:
             return here / path.relative_to(theirs) if path.is_relative_to(theirs) else path
@@ -89,13 +89,13 @@ class Call:
         return self
 
     def with_batch(self) -> Call:
-        """The call, with the batch that it names by reference as bytes."""
+        """The call, with its batch as bytes instead of a reference."""
         args = [_fetched(arg) if isinstance(arg, TrainCall) else arg for arg in self.args]
         return replace(self, args=tuple(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CallReply:
     """The result of a call."""
 
     pid: int | None
@@ -105,11 +105,11 @@ class Answer:
     num_beats: int = 0
     """Signs of life of the worker's calls so far."""
     activity: Activity | None = None
-    """What its process is doing; None where that cannot be told."""
+    """Activity of its process; None if unknown."""
 
 
 class RayWorkerActor:
-    """A worker process, and the way to it. Calls come one at a time, looks and the end beside them on other threads."""
+    """A worker process and its calls, one at a time; probes and the end run on other threads."""
 
     def __init__(self, setup: RayWorkerSetup, fork_server: str) -> None:
         """`fork_server`: address of the machine's fork server."""
@@ -123,7 +123,7 @@ class RayWorkerActor:
             borrow_fork_server(fork_server)
         else:  # another user's server: start one here, which has to import torch first
             warm_up()
-        with contextlib.suppress(Exception):  # the first call says what is wrong
+        with contextlib.suppress(Exception):  # the first call raises the error
             self._start()
 
     def _start(self) -> WorkerProcess:
@@ -140,26 +140,26 @@ class RayWorkerActor:
             )
         return self._process
 
-    def is_there(self) -> Answer:
-        """An error if the worker has died; of a call that is under way, how often it has shown that it lives."""
+    def is_there(self) -> CallReply:
+        """Probe the worker: an error if it has died, else the signs of life of its present call."""
         process = self._process
         ending = process.ending() if process else None
         error = WorkerLostError(f"{self._setup.name} is gone ({ending})") if ending else None
         if process is None:
-            return Answer(pid=None, error=error)
-        return Answer(pid=process.pid, error=error, num_beats=process.num_beats, activity=process.activity())
+            return CallReply(pid=None, error=error)
+        return CallReply(pid=process.pid, error=error, num_beats=process.num_beats, activity=process.activity())
 
-    def answer(self, call: Call) -> Answer:
+    def answer(self, call: Call) -> CallReply:
         pid = None
         try:
             with self._calling:
                 process = self._start()
                 pid = process.pid
-                return Answer(pid=pid, value=_by_reference(self._ask(process, call)))
+                return CallReply(pid=pid, value=_by_reference(self._call_process(process, call)))
         except Exception as error:  # what user code raises is one pipeline's fault
-            return Answer(pid=pid, error=portable_error(error))
+            return CallReply(pid=pid, error=portable_error(error))
 
-    def _ask(self, process: WorkerProcess, call: Call) -> Any:
+    def _call_process(self, process: WorkerProcess, call: Call) -> Any:
         if self._setup.weights is not None:
             call = call.with_weights_in(*self._setup.weights)
         call = call.with_batch()

@@ -1,4 +1,4 @@
-"""Finds a Ray cluster and our pools in it, and says in one line what is missing.
+"""Finds a Ray cluster and our pools in it, and reports in one line what is missing.
 
 pool NAME of n nodes  ◀──  Ray nodes that offer the resource rlmux_NAME, in the order of their addresses
 """
@@ -121,7 +121,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """As Ray's head does, which is a gRPC server: it answers the greeting with its settings."""
+    """Whether the peer answers an HTTP/2 greeting with its settings, as Ray's head (a gRPC server) does."""
     connection.sendall(_GREETING)
     answer = b""
     while len(answer) < len(_NO_SETTINGS) and (more := connection.recv(len(_NO_SETTINGS))):
@@ -162,11 +162,11 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 def version_line(text: str, address: str) -> str:
     """Ray's paragraph about versions that differ, or about another problem of a cluster, as one line."""
-    told = " ".join(text.split())
-    if "ersion mismatch" in told:
-        versions = told.partition("mismatch:")[2].strip()
+    reason = " ".join(text.split())
+    if "ersion mismatch" in reason:
+        versions = reason.partition("mismatch:")[2].strip()
         return f"Ray cluster {address}: versions differ: {versions}; install the same Python and Ray on both"
-    return f"Ray cluster {address}: {told}"
+    return f"Ray cluster {address}: {reason}"
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,5 +1,5 @@
-"""Where an actor's worker comes from: a fork server of its machine that has imported torch, so that it takes a tenth
-of a second instead of the seconds of that import.
+"""Fork servers for actors' workers, one per machine. Each has imported torch, so that a worker starts in a tenth of a
+second instead of several.
 
     the controller's machine    the controller's own fork server, as under `local`
     another machine             the fork server that an actor on its Ray node keeps
@@ -35,7 +35,7 @@ class ForkServers:
             self.address_on(ray_id)  # the server imports torch while the first pipelines are placed
 
     def address_on(self, ray_id: str) -> Any:
-        """The address, or a reference of it."""
+        """The address, or a reference to it."""
         if ray_id in self._here:
             return fork_server_address()
         if ray_id not in self._keeper_by_ray_id:

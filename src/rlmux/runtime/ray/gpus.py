@@ -25,7 +25,7 @@ from rlmux.runtime.ray.cluster import RayNode
 _SLIVER = 0.001
 """Fraction of a GPU that Ray counts for each worker: rlmux decides when each computes, so only memory limits them."""
 _RESERVE_LIMIT_S = 30.0
-"""Seconds to wait for GPUs that a run which has just ended gives back."""
+"""Seconds to wait for GPUs of a run that has just ended."""
 
 
 def check_gpus(cluster: Cluster, nodes: Mapping[NodeId, RayNode]) -> None:
@@ -61,7 +61,7 @@ class GpuReservations:
 
     def reserve(self, node_id: NodeId, node: RayNode) -> None:
         """Reserve a GPU for each device of the node, on its Ray node; workers wait until they are there."""
-        self.give_back(node_id)
+        self.release(node_id)
         if node.num_gpus:
             num_devices = self._cluster.pools[node_id.pool].devices_per_node
             self._groups[node_id] = placement_group(
@@ -70,7 +70,7 @@ class GpuReservations:
                 bundle_label_selector=[{"ray.io/node-id": node.ray_id}] * num_devices,
             )
 
-    def give_back(self, node_id: NodeId) -> None:
+    def release(self, node_id: NodeId) -> None:
         group = self._groups.pop(node_id, None)
         if group is not None:
             remove_placement_group(group)

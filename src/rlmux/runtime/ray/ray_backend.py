@@ -33,16 +33,16 @@ from rlmux.runtime.ray.cluster import RayNode, alive_nodes, connect, nodes_by_po
 from rlmux.runtime.ray.fork_servers import ForkServers
 from rlmux.runtime.ray.gpus import GpuReservations, check_gpus
 from rlmux.runtime.ray.weight_delivery import Deliveries, RaySync
-from rlmux.runtime.ray.worker import LOOK_EVERY_S, RayWorker
+from rlmux.runtime.ray.worker import PROBE_EVERY_S, RayWorker
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
 
-_LOOK_AT_NODES_EVERY_S = 1.0
-_MAX_LOOKS_PER_S = 100
-"""Most looks a second at idle workers, all together."""
+_POLL_NODES_EVERY_S = 1.0
+_MAX_PROBES_PER_S = 100
+"""Most probes per second of idle workers, in total."""
 _PROBE_LIMIT_S = 60.0
 _NUM_THREADS = 3
-"""Threads of an actor: one for a call, one for a look, one for the end, which must not wait for either."""
+"""Threads of an actor: one for calls, one for probes, one for the end, which waits for neither."""
 _LEAVE_LIMIT_S = 5.0
 
 
@@ -86,7 +86,7 @@ def ray_backend(
 
 
 def join_cluster(cluster: Cluster, address: str | None) -> tuple[dict[NodeId, RayNode], dict[str, NodeProbe]]:
-    """(the Ray node of every node of the file's pools, what each of those is by its Ray id).
+    """(Ray node of every node of the file's pools, description by Ray id).
 
     Joins (or starts) the Ray cluster unless this process is in one already. Raises UserError as `ray_backend` does.
     """
@@ -102,18 +102,18 @@ def join_cluster(cluster: Cluster, address: str | None) -> tuple[dict[NodeId, Ra
 
 
 def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, NodeProbe]:
-    """What each Ray node is, by its Ray id. Raises UserError if a node cannot run our workers."""
-    ask = ray.remote(num_cpus=0, max_retries=0)(probe_node)
+    """Descriptions of Ray nodes by Ray id. Raises UserError if a node cannot run our workers."""
+    probe_on = ray.remote(num_cpus=0, max_retries=0)(probe_node)
     ids = dict.fromkeys(node.ray_id for node in nodes.values())
-    asked = {
-        ray_id: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ray_id, soft=False)).remote()
+    reports = {
+        ray_id: probe_on.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ray_id, soft=False)).remote()
         for ray_id in ids
     }
     here = probe_node()
     probes: dict[str, NodeProbe] = {}
     for node in nodes.values():
         try:
-            probe = probes[node.ray_id] = ray.get(asked[node.ray_id], timeout=_PROBE_LIMIT_S)
+            probe = probes[node.ray_id] = ray.get(reports[node.ray_id], timeout=_PROBE_LIMIT_S)
         except Exception as error:  # anything may keep our code from running there
             reason = str(error).strip().splitlines()[-1]
             raise UserError(
@@ -154,7 +154,7 @@ class RayActors:
         self._leaving: list[ray.ObjectRef[Any]] = []
         self._lost: set[NodeId] = set()
         self._changes: list[tuple[NodeId, bool]] = []
-        self._looked_s = time.monotonic()
+        self._polled_s = time.monotonic()
 
     def spawn(
         self,
@@ -166,7 +166,7 @@ class RayActors:
         log_path: Path,
         call_limit_s: float,
     ) -> Worker:
-        """Start a worker. One without a device, a pipeline's env worker, lives beside the controller."""
+        """Start a worker; an env worker, which has no device, starts on the controller's node."""
         node = self.nodes[device.node_id] if device else None
         has_gpu = self._gpus.has_gpu(device)
         setup = RayWorkerSetup(
@@ -193,9 +193,9 @@ class RayActors:
         return self._memory.path, self._deliveries.folder_on(node.ray_id)
 
     def wait(self, timeout_s: float) -> Sequence[Worker]:
-        self._look_at_nodes()
-        look_every_s = max(LOOK_EVERY_S, len(self._workers) / _MAX_LOOKS_PER_S)
-        watched = [(worker.watched(look_every_s), worker) for worker in self._workers.values()]
+        self._poll_nodes()
+        probe_every_s = max(PROBE_EVERY_S, len(self._workers) / _MAX_PROBES_PER_S)
+        watched = [(worker.watched(probe_every_s), worker) for worker in self._workers.values()]
         by_ref = {ref: worker for ref, worker in watched if ref is not None}
         arriving = self._deliveries.watched() if self._deliveries else []
         if not by_ref and not arriving:
@@ -206,13 +206,13 @@ class RayActors:
         for worker in [by_ref[ref] for ref in ready if ref in by_ref]:
             if worker.fetch():
                 answered.append(worker)
-            self._look_at_nodes(is_due=worker.is_lost)
+            self._poll_nodes(is_due=worker.is_lost)
         if self._deliveries is not None:
             answered += self._deliveries.update(ready)
         return answered
 
     def wake(self) -> None:
-        """A wait for actors cannot be broken off: what came is seen at its end."""
+        """Do nothing: a wait for actors cannot be interrupted, and new input is handled after it."""
 
     def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
         """One rank a node, where nodes do not share a memory."""
@@ -226,7 +226,7 @@ class RayActors:
     def deliver(
         self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker], then: Callable[[], None]
     ) -> None:
-        """Bring a version to its receivers. On one machine the trainer's file is theirs already."""
+        """Deliver a version to its receivers. On one machine they read the trainer's file."""
         if self._deliveries is None:
             then()
             return
@@ -237,7 +237,7 @@ class RayActors:
         self._deliveries.deliver(path, trainer, sources, targets, then)
 
     def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
-        """(node, is it there now) for every node that went or came since the last call."""
+        """(node, whether it is present) for every node that left or joined since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -273,16 +273,16 @@ class RayActors:
                 assigned[device] = cores[number % len(cores)]
         return assigned
 
-    def _look_at_nodes(self, *, is_due: bool = False) -> None:
+    def _poll_nodes(self, *, is_due: bool = False) -> None:
         now_s = time.monotonic()
-        if not is_due and now_s - self._looked_s < _LOOK_AT_NODES_EVERY_S:
+        if not is_due and now_s - self._polled_s < _POLL_NODES_EVERY_S:
             return
-        self._looked_s = now_s
+        self._polled_s = now_s
         offers = {node["NodeID"]: node for node in alive_nodes()}
         for node_id, node in self.nodes.items():
             if node.ray_id not in offers and node_id not in self._lost:
                 self._lost.add(node_id)
-                self._gpus.give_back(node_id)
+                self._gpus.release(node_id)
                 self.fork_servers.forget(node.ray_id)
                 if self._deliveries is not None:
                     self._deliveries.forget_node(node.ray_id)
@@ -291,7 +291,7 @@ class RayActors:
             self._take_newcomers(offers)
 
     def _take_newcomers(self, offers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let Ray nodes that offer what a lost node did, and stand for no node yet, replace it."""
+        """Replace lost nodes by unused Ray nodes with the same offer."""
         there = [(node_id, node) for node_id, node in self.nodes.items() if node_id not in self._lost]
         taken = Counter((node.ray_id, node_id.pool) for node_id, node in there)
         for node_id in sorted(self._lost):

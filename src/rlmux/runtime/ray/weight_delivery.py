@@ -43,7 +43,7 @@ class Transport(StrEnum):
     """How weights get from node to node. The choice changes no byte."""
 
     AUTO = "auto"
-    """Objects from one node to one, the two-stage scheme where there are several."""
+    """Objects for one sender and one receiver, otherwise the two-stage scheme."""
     OBJECTS = "objects"
     HIERARCHICAL = "hierarchical"
 
@@ -62,7 +62,7 @@ class RaySync:
 
 
 class Carrier:
-    """An actor on each node: holds the node's folder of weights, and moves what is in it."""
+    """An actor on each node that holds the node's folder of weights and transfers its files."""
 
     def __init__(self, folder: Path, address: str, link_bytes_per_s: float | None) -> None:
         self._folder = SharedMemoryFolder.at(folder)
@@ -96,7 +96,7 @@ class Carrier:
 
         with (
             self._opening
-        ):  # two versions may be published at once, and a receiver that was given a lost store waits long
+        ):  # versions may be published concurrently, and a receiver with a lost store waits long
             if self._store is None:
                 self._store = open_store(self._address)
         return Meeting(address=self._address, port=self._store.port, number=next(self._numbers))
@@ -147,7 +147,7 @@ class _Delivery:
 
 
 class Deliveries:
-    """Every version that is on its way, and the nodes of each that has arrived."""
+    """Versions in transit, and the nodes of those that have arrived."""
 
     def __init__(self, here: Path, nodes: Mapping[str, str], sync: RaySync) -> None:
         """`here`: the controller's folder; `nodes`: address by Ray id."""
@@ -171,9 +171,9 @@ class Deliveries:
         targets: Mapping[str, str],
         then: Callable[[], None],
     ) -> None:
-        """Bring the version to the target nodes, addresses by Ray id; `then` is called once it is on all of them.
+        """Deliver the version to the target nodes, addresses by Ray id; `then` is called once all have it.
 
-        Every source node has the same file, to the byte. `trainer`: the one that is lost with the delivery.
+        Every source node has the same file, to the byte. `trainer`: lost if the delivery fails.
         """
         name = str(path.relative_to(self._here))
         having = {source.ray_id: source.address for source in sources}
@@ -201,7 +201,7 @@ class Deliveries:
         return [reference for delivery in self._under_way for reference in delivery.waiting]
 
     def update(self, ready: Sequence[ray.ObjectRef[Any]]) -> list[RayWorker]:
-        """Take in what has arrived. Returns trainers whose weights did not: they are lost, with the reason."""
+        """Handle finished deliveries. Returns the trainers of failed ones, which are lost with the reason."""
         lost = []
         for delivery in list(self._under_way):
             for reference in [one for one in delivery.waiting if one in ready]:
@@ -228,7 +228,7 @@ class Deliveries:
         delivery.then()
 
     def withdraw(self, trainer: RayWorker) -> None:
-        """Drop the versions of a trainer that ended: its checkpoints have them, and its successor publishes anew."""
+        """Drop the versions of a trainer that ended: its successor publishes again from a checkpoint."""
         self._under_way = [one for one in self._under_way if one.trainer is not trainer]
         parent = self._here / trainer.pipeline
         gone = [path for path in self._nodes_by_path if path.parent == parent]

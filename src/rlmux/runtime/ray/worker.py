@@ -1,8 +1,8 @@
-"""One actor as the controller sees it: the calls that wait for it, and regular looks whether it still lives.
+"""The controller's side of an actor: its pending calls, and regular probes whether it lives.
 
 busy    the reference of the answer    ──▶ fetch ──▶ receive ──▶ then(value)
-busy for long   looks at what the process does, and how often the call has shown that it lives
-idle    the reference of a look, one a second   ──▶ nothing, or the worker is lost; the first one tells its process id
+busy for long   probes of the process's activity and of the call's signs of life
+idle    the reference of a probe, one a second  ──▶ nothing, or the worker is lost; the first one returns its process id
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import ray
 import ray.exceptions
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
-from rlmux.runtime.ray.actor import Answer, Call
+from rlmux.runtime.ray.actor import Call, CallReply
 from rlmux.runtime.ray.cluster import RayNode
 from rlmux.runtime.workers.heartbeat import Activity
 
 _UNAVAILABLE_LIMIT_S = 40.0
-"""Seconds that a worker may be out of reach before it is lost: more than Ray takes to declare a node dead."""
+"""Seconds of unavailability before a worker is lost, more than Ray takes to declare a node dead."""
 _KILL_LIMIT_S = 10.0
-LOOK_EVERY_S = 1.0
-"""Seconds between two looks at an idle worker: how late its death is noticed, where workers are not too many."""
+PROBE_EVERY_S = 1.0
+"""Seconds between two probes of an idle worker, which delay the detection of its death."""
 
 
 class RayWorker:
@@ -52,17 +52,17 @@ class RayWorker:
         self._on_end = on_end
         self._calls: deque[tuple[Call, Callable[[Any], None]]] = deque()
         self._pending: ray.ObjectRef[Any] | None = None
-        self._look: ray.ObjectRef[Any] | None = None
-        self._looked_s = 0.0
-        self._heard_s: float | None = None
+        self._probe: ray.ObjectRef[Any] | None = None
+        self._probed_s = 0.0
+        self._last_beat_s: float | None = None
         """Time at which the present call was sent, or last showed life; None between calls."""
-        self.asked_s: float | None = None
+        self.called_s: float | None = None
         """Time at which the present call was sent; None between calls."""
         self.num_beats = 0
         self._activity: Activity | None = None
-        """As of the last look."""
-        self._beat_look: ray.ObjectRef[Any] | None = None
-        self._beat_looked_s = 0.0
+        """Activity at the last probe."""
+        self._beat_probe: ray.ObjectRef[Any] | None = None
+        self._beat_probed_s = 0.0
         self._unavailable_since_s: float | None = None
         self._answer: Any = None
 
@@ -72,7 +72,7 @@ class RayWorker:
 
     @property
     def is_trainer(self) -> bool:
-        """It publishes the pipeline's weights and writes its checkpoints: the first of its training ranks."""
+        """Whether the worker is the first training rank, which publishes weights and writes checkpoints."""
         return self.name.endswith("/train")
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
@@ -82,31 +82,31 @@ class RayWorker:
 
     def _send(self, now_s: float) -> None:
         call, _ = self._calls[0]
-        self.asked_s = self._heard_s = now_s
+        self.called_s = self._last_beat_s = now_s
         self._activity = None
-        self._unavailable_since_s = None  # what a look found says nothing of this call
+        self._unavailable_since_s = None  # earlier probes do not count for this call
         self._pending = self.actor.answer.remote(call)
 
-    def watched(self, look_every_s: float = LOOK_EVERY_S) -> ray.ObjectRef[Any] | None:
-        """The reference that brings its answer, or its death; None if it is idle and was looked at just now."""
+    def watched(self, probe_every_s: float = PROBE_EVERY_S) -> ray.ObjectRef[Any] | None:
+        """The reference of its answer or probe; None if it is idle and was probed recently."""
         if self._pending is not None:
             return self._pending
         now_s = time.monotonic()
-        if self._look is None and now_s - self._looked_s >= look_every_s:
-            self._look, self._looked_s = self.actor.is_there.remote(), now_s
-        return self._look
+        if self._probe is None and now_s - self._probed_s >= probe_every_s:
+            self._probe, self._probed_s = self.actor.is_there.remote(), now_s
+        return self._probe
 
     def fetch(self) -> bool:
-        """Take in what is behind the reference. False: there is nothing to receive, or the worker is asked again."""
-        is_look = self._pending is None
-        reference, self._look = self._pending or self._look, None
+        """Fetch the reference's value. False if there is nothing to receive, or the probe is repeated."""
+        is_probe = self._pending is None
+        reference, self._probe = self._pending or self._probe, None
         try:
             self._answer = ray.get(reference)  # type: ignore[arg-type]
         except ray.exceptions.ActorUnavailableError as error:
             now_s = time.monotonic()
             since_s = self._unavailable_since_s = self._unavailable_since_s or now_s
             if now_s - since_s < _UNAVAILABLE_LIMIT_S and not self._is_node_lost(self.node):
-                if not is_look:
+                if not is_probe:
                     self._pending = self.actor.is_there.remote()
                 time.sleep(0.1)
                 return False
@@ -115,7 +115,7 @@ class RayWorker:
             self._answer = PipelineError(f"{self.name}: {_first_line(error.cause)}")
         except ray.exceptions.RayError as error:
             self._answer = WorkerLostError(f"{self.name} is gone: {_first_line(error)}")
-        if is_look and isinstance(self._answer, Answer):
+        if is_probe and isinstance(self._answer, CallReply):
             self._unavailable_since_s = None
             if self._answer.error is None:
                 return self.pid != self._answer.pid
@@ -130,14 +130,14 @@ class RayWorker:
 
     def receive(self, now_s: float) -> None:
         answer, self._answer = self._answer, None
-        is_look, self._pending = self._pending is None, None
-        self.asked_s = self._heard_s = None
+        is_probe, self._pending = self._pending is None, None
+        self.called_s = self._last_beat_s = None
         if isinstance(answer, RlmuxError):
             raise answer
-        self.pid, self._looked_s = answer.pid, time.monotonic()
+        self.pid, self._probed_s = answer.pid, time.monotonic()
         if answer.error is not None:
             raise answer.error
-        if is_look:
+        if is_probe:
             return
         _, then = self._calls.popleft()
         if self._calls:
@@ -145,37 +145,37 @@ class RayWorker:
         then(answer.value)
 
     def is_overdue(self, now_s: float) -> bool:
-        if self._heard_s is None:
+        if self._last_beat_s is None:
             return False
-        if self.asked_s is not None and now_s > self.asked_s + min(LOOK_EVERY_S, self.call_limit_s / 2):
-            self._look_for_life(now_s)
-        return now_s > self._heard_s + self.call_limit_s
+        if self.called_s is not None and now_s > self.called_s + min(PROBE_EVERY_S, self.call_limit_s / 2):
+            self._probe_for_life(now_s)
+        return now_s > self._last_beat_s + self.call_limit_s
 
     def activity(self) -> Activity | None:
-        """What its process was doing at the last look; None before the first one of a call."""
+        """Activity of its process at the last probe; None before a call's first probe."""
         return self._activity
 
-    def _look_for_life(self, now_s: float) -> None:
-        """What the process does, and whether its call has shown life: its actor says so while the call goes on."""
-        if self._beat_look is None:
-            if now_s - self._beat_looked_s >= min(LOOK_EVERY_S, self.call_limit_s / 8):
-                self._beat_look, self._beat_looked_s = self.actor.is_there.remote(), now_s
+    def _probe_for_life(self, now_s: float) -> None:
+        """Probe the process's activity and its call's signs of life, which the actor reports during a call."""
+        if self._beat_probe is None:
+            if now_s - self._beat_probed_s >= min(PROBE_EVERY_S, self.call_limit_s / 8):
+                self._beat_probe, self._beat_probed_s = self.actor.is_there.remote(), now_s
             return
-        ready, _ = ray.wait([self._beat_look], timeout=0)
+        ready, _ = ray.wait([self._beat_probe], timeout=0)
         if not ready:
             return
-        self._beat_look = None
-        with contextlib.suppress(ray.exceptions.RayError):  # the call's own answer says what is wrong
+        self._beat_probe = None
+        with contextlib.suppress(ray.exceptions.RayError):  # the call's own answer has the error
             seen = ray.get(ready[0])
             self._activity = seen.activity
             if seen.num_beats > self.num_beats:
-                self.num_beats, self._heard_s = seen.num_beats, now_s
+                self.num_beats, self._last_beat_s = seen.num_beats, now_s
 
     def end(self) -> None:
         self._leave("end")
 
     def kill(self) -> None:
-        """End it now. A trainer is waited for: it may be writing a checkpoint that its successor reads."""
+        """End it now. The call waits for a trainer, which may be writing a checkpoint for its successor."""
         leaving = self._leave("kill")
         if self.is_trainer and self.pid is not None and not self._is_node_lost(self.node):
             ray.wait([leaving], timeout=_KILL_LIMIT_S, fetch_local=False)

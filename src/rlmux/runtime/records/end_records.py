@@ -1,4 +1,4 @@
-"""A log for a run whose own is damaged, cut short or gone: made of what can be read, and of nothing else.
+"""Salvages a run's damaged, truncated or missing log: the new log contains only what is readable.
 
     readable rows up to the first that is missing    ──▶ as they are
     readable rows behind it                          ──▶ notes only: events and orders mean nothing without their past
@@ -6,9 +6,9 @@
     what is missing, and each newest checkpoint      ──▶ note `salvaged`, and lines for the console
     the old files                                    ──▶ a folder beside, unchanged
 
-Weights come from checkpoints, whatever the log says, so a pipeline goes on from its newest whole one as after a crash.
-The header, without which no checkpoint can be used, is kept again in HEADER_NAME, and how each pipeline ended in
-ENDS_NAME: what was cancelled, failed or finished is trained no further. Without either a pipeline counts as not over.
+Weights come from checkpoints, not from the log, so a pipeline resumes from its newest intact one, as after a crash. A
+copy of the header, required by every checkpoint, is in HEADER_NAME; the ends of pipelines are in ENDS_NAME, and ended
+pipelines do not train further. Without a recorded end a pipeline counts as not over.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ ENDS_NAME = "ends.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Salvaged:
-    """What became of a damaged log."""
+    """Result of salvaging a damaged log."""
 
     num_rows: int
     """Rows of the new log that were in the old one."""
     num_set_aside: int
-    """Events and orders that are readable, and left out because rows before them are missing."""
+    """Readable events and orders that are omitted because earlier rows are missing."""
     missing: list[tuple[int, int]]
     """(first, last) number of each stretch of rows that is not readable."""
     ended: dict[str, str] | None
-    """Status of each pipeline whose end is readable in ENDS_NAME alone; None where there is no such file."""
+    """Status of each pipeline whose end is readable only in ENDS_NAME; None without this file."""
     damage: list[str]
     """A few words about each damaged file."""
     old_files: Path
     """Folder of the damaged files."""
 
     def lines(self) -> list[str]:
-        """What to tell, a line each."""
+        """Messages for the user, one line each."""
         lines = [*self.damage, f"{self.num_rows} rows of the log are taken over"]
         lines += [f"rows {first} to {last} are missing" for first, last in self.missing]
         if self.num_set_aside:
@@ -64,19 +64,19 @@ class Salvaged:
 
 
 def keep_header(folder: Path, header: Mapping[str, Any]) -> None:
-    """Keep a run's header a second time, whole or not at all."""
+    """Write a copy of a run's header, atomically."""
     text = value_codec.dumps({"schema_version": SCHEMA_VERSION, **header})
     kept = {"header": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     _write_whole(folder, HEADER_NAME, json.dumps(kept))
 
 
 def keep_ends(folder: Path, ended: Iterable[Mapping[str, Any]]) -> None:
-    """Keep how pipelines ended a second time, whole or not at all: fields of notes `pipeline_end`."""
+    """Write a copy of pipelines' ends (fields of notes `pipeline_end`), atomically."""
     _write_whole(folder, ENDS_NAME, "".join(value_codec.dumps(fields) + "\n" for fields in ended))
 
 
 def keep_end(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Add the end of one pipeline to what `keep_ends` keeps."""
+    """Add one pipeline's end to the file of `keep_ends`."""
     handle = os.open(folder / ENDS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(handle, "a", encoding="utf-8") as file:
         file.write(value_codec.dumps(fields) + "\n")
@@ -93,10 +93,10 @@ def _write_whole(folder: Path, name: str, text: str) -> None:
 
 
 def salvage(folder: Path) -> Salvaged | None:
-    """Put a log made of what is readable in the place of a damaged one; None where the log is whole.
+    """Replace a damaged log by one of its readable rows; None if the log is intact.
 
-    Raises LogError where no header is left, or where another version of rlmux wrote it: nothing is changed then.
-    Raises FolderInUseError for a run that goes on.
+    Raises LogError, with no file changed, for a missing header or a log of another version of rlmux. Raises
+    FolderInUseError for a run in progress.
     """
     with FolderLock.take(folder):
         if (folder / LOG_NAME).is_file() and is_whole(folder):
@@ -130,7 +130,7 @@ def _kept_header(folder: Path) -> dict[str, Any] | None:
 
 
 def _kept_ends(folder: Path) -> list[dict[str, Any]] | None:
-    """Every end that is readable; None where none were kept."""
+    """Readable ends; None without a file of them."""
     try:
         lines = (folder / ENDS_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -144,7 +144,7 @@ def _kept_ends(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def _aside(folder: Path, name: str) -> Path:
-    """A name in the folder that is not taken."""
+    """An unused name in the folder."""
     number = 1
     while (path := folder / f".{name}-{number}").exists():
         number += 1
@@ -152,14 +152,14 @@ def _aside(folder: Path, name: str) -> Path:
 
 
 def _exchange(folder: Path, new: Path, old_files: Path) -> None:
-    """Put the new files in the place of the old ones, which stay in `old_files`."""
+    """Replace the old files by the new ones, and keep the old ones in `old_files`."""
     old_files.mkdir(mode=0o700)
     replaced = log_files(folder)
     for path in replaced:
         for part in (path, path.with_name(f"{path.name}-wal")):
             if part.is_file():
                 shutil.copy2(part, old_files / part.name)
-        for suffix in ("-wal", "-shm"):  # never left beside a file that they do not belong to
+        for suffix in ("-wal", "-shm"):  # they must not stay beside another database
             path.with_name(path.name + suffix).unlink(missing_ok=True)
     written = log_files(new)
     for path in written:
@@ -216,7 +216,7 @@ def _append(log: RunLog, entry: Entry) -> None:
 
 
 def unknown_pipelines(folder: Path, known: Collection[str]) -> list[str]:
-    """A line for each pipeline that has checkpoints, and of which the log does not say what it trains."""
+    """A line for each pipeline that has checkpoints and no submission in the log."""
     with LogReader(folder) as reader:
         state = reader.state()
     late = {name for fields in state.submitted for name in fields["pipelines"]}

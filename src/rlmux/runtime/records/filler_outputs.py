@@ -1,7 +1,7 @@
 """A filler's answers: `NAME/answers.jsonl`, a line for each trajectory, step after step.
 
     env worker ── finish_step ─▶ the step's lines, on disk ─▶ the step is over
-    a resumed run ── answered_steps ─▶ the last step whose lines are all there: it goes on after that
+    a resumed run ── answered_steps ─▶ the last complete step: the run continues after it
 
 Lines are in the order of their ids and hold nothing that depends on what ran beside: the file has the same bytes
 whatever the filler shared its devices with.
@@ -30,7 +30,7 @@ class AnswerFile:
         self._path = path
         self._vocabulary = vocabulary
         self._end: tuple[int, int] | None = None
-        """The last step that was written, and where its lines end; None before the first."""
+        """Last written step and the end of its lines, in bytes; None before the first."""
 
     def write(self, batch: TrainingBatch) -> None:
         """Write the step's lines behind those of earlier steps, in place of any that are there. Raises StorageError."""
@@ -64,7 +64,7 @@ class AnswerFile:
 
 
 def answered_steps(folder: Path, config: TrainingConfig) -> int:
-    """The last step that a filler need not make again; 0 for none. One that is not over makes its last step again."""
+    """Last step that a filler need not repeat; 0 for none. A filler that is not over repeats its last step."""
     num_lines = config.algorithm.prompts_per_step * config.algorithm.group_size
     num_by_step: dict[int, int] = {}
     for step, _ in _steps(folder / ANSWERS_NAME):
@@ -76,7 +76,7 @@ def answered_steps(folder: Path, config: TrainingConfig) -> int:
 
 
 def _end_before(path: Path, step: int) -> int:
-    """Where the lines of the steps before this one end."""
+    """End of the lines of earlier steps, in bytes."""
     end = 0
     for found, line_end in _steps(path):
         if found >= step:

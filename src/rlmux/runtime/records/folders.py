@@ -1,4 +1,4 @@
-"""Where a run goes when the person names no folder, and whether a folder holds one."""
+"""Default folders of runs, and checks that a folder holds a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RUN_HEADER = "header.json"
 
 @contextmanager
 def chosen(out: str | Path | None, name: str) -> Iterator[Path]:
-    """`out`, or a new folder under runs/, made at once so that no other command takes it.
+    """`out`, or a new folder under runs/, created at once so that no other command takes it.
 
-    The latter is removed again where nothing was written into it.
+    The new folder is removed afterwards if it is empty.
     """
     if out is not None:
         folder = Path(out)
@@ -39,7 +39,7 @@ def chosen(out: str | Path | None, name: str) -> Iterator[Path]:
 
 
 def _make(parent: Path, stem: str) -> Path:
-    """A new folder of this name, or with a number behind it where others have that."""
+    """A new folder of this name, with a number appended if the name is taken."""
     try:
         parent.mkdir(exist_ok=True)
         for number in count(1):
@@ -64,8 +64,8 @@ def check_run(folder: Path, *, may_be_damaged: bool = False) -> None:
 
 
 @contextmanager
-def telling_of_salvage(folder: Path) -> Iterator[None]:
-    """Adds to an error about a damaged log what can be done about it."""
+def salvage_hint(folder: Path) -> Iterator[None]:
+    """Add the remedy to an error about a damaged log."""
     try:
         yield
     except UserError:
@@ -78,5 +78,5 @@ def is_of_server(folder: Path) -> bool:
     """Whether the folder is that of `rlmux serve`."""
     from rlmux.log.run_log import LogReader
 
-    with telling_of_salvage(folder), LogReader(folder) as log:
+    with salvage_hint(folder), LogReader(folder) as log:
         return bool((log.header.get("spec") or {}).get("is_server"))

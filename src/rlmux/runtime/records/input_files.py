@@ -1,10 +1,9 @@
-"""The files of the user that a pipeline reads, and whether they are as they were.
+"""User files that a pipeline reads, and whether they changed before a resume.
 
     a pipeline comes to a run    ──▶ note `inputs`: sha256 by path
-    it goes on, later            ──▶ note `inputs` again, where files are not what was noted: `changed` names each
+    it resumes later             ──▶ note `inputs` again if files differ: `changed` names each
 
-A resumed pipeline trains on what the files hold then: the weights are those of an unbroken run only where nothing
-changed.
+A resumed pipeline trains on the present files: its weights equal those of an uninterrupted run only if no file changed.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ def _imports_of(path: Path) -> list[str]:
 
 
 def input_notes(submissions: Sequence[Submission]) -> list[Note]:
-    """The notes of pipelines that come to a run."""
+    """Notes of pipelines that join a run."""
     return [_note(one, _fingerprints(one.inputs)) for one in submissions if one.inputs]
 
 
 def changed_input_notes(submissions: Sequence[Submission], state: RunState) -> list[Note]:
-    """The notes of pipelines that go on, and whose files are not those that were noted last."""
+    """Notes of resumed pipelines whose files differ from their last note."""
     notes = []
     for one in submissions:
         before, now = state.inputs.get(one.pipeline.id, {}), _fingerprints(one.inputs)
@@ -77,7 +76,7 @@ def changed_input_notes(submissions: Sequence[Submission], state: RunState) -> l
 
 
 def retried(names: Sequence[str], state: RunState, given: Sequence[PipelineId]) -> list[PipelineId]:
-    """The pipelines of these names. Raises UserError for one that has not failed, with those that have, as `given`."""
+    """Pipelines of these names. Raises UserError, with the failed pipelines as `given`, for one that has not failed."""
     failed = [name for name in given if name in state.ended and state.ended[name]["status"] == PipelineStatus.FAILED]
     accepted = f"accepted: a pipeline that failed: {', '.join(failed)}" if failed else "no pipeline of this run failed"
     for name in names:

@@ -1,4 +1,4 @@
-"""Per-pipeline metrics as they come: `metrics.jsonl` for scripts, TensorBoard events for people.
+"""Per-pipeline metrics during the run: `metrics.jsonl` for scripts, TensorBoard events for people.
 
 TensorBoard's own writer is used without TensorFlow or torch; without the package the events are left out.
 """
@@ -71,12 +71,12 @@ class MetricsWriter:
 
 
 def tag_of(name: str) -> str:
-    """A metric's name where curves of several programs are shown beside each other."""
+    """A metric's TensorBoard tag, in the names that other programs use."""
     return _TAGS.get(name, f"train/{name}")
 
 
 def _last_whole_step(path: Path) -> int:
-    """What an earlier part of the run wrote last; a line that a crash cut short is cut off."""
+    """The last step of an earlier part of the run; a truncated last line is removed."""
     if not path.exists():
         return 0
     text = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The record of one step's rollout, for the log: enough to ask what it would have taken on other devices.
+"""The log record of one step's rollout, sufficient to simulate it on other devices.
 
 chunks ──▶ seconds of iterations, by rows     ┐
 turns, replies ──▶ waits of each trajectory   ├─▶ note `rollout`  ──▶  sim/workloads/recorded.py
@@ -19,12 +19,12 @@ from rlmux.runtime.workers.worker_calls import StepBatch
 
 @dataclass(slots=True)
 class RolloutRecord:
-    """One pipeline's step, over all its devices. What a lost worker had done counts, and so does its repetition."""
+    """One pipeline's step, over all its devices. Work of a lost worker counts, and so does its repetition."""
 
     _spent: dict[tuple[SubStage, int], tuple[int, int, float]] = field(default_factory=dict)
     """(iterations, tokens, ms) by sub-stage and rows computed."""
-    _asked_s: dict[TrajectoryId, float] = field(default_factory=dict)
-    """Time at which its last turn ended, in seconds of the run, by trajectory that waits for its environment."""
+    _sent_s: dict[TrajectoryId, float] = field(default_factory=dict)
+    """End of the last turn, in seconds of the run, by trajectory that waits for its environment."""
     _waits_ms: dict[TrajectoryId, list[float]] = field(default_factory=dict)
 
     def computed(self, iterations: Iterable[SubStageIterations]) -> None:
@@ -37,18 +37,18 @@ class RolloutRecord:
             )
 
     def turn_ended(self, trajectory: TrajectoryId, now_s: float) -> None:
-        self._asked_s[trajectory] = now_s
+        self._sent_s[trajectory] = now_s
 
     def answered(self, trajectory: TrajectoryId, now_s: float) -> None:
-        asked_s = self._asked_s.pop(trajectory, None)
-        if asked_s is not None:
-            self._waits_ms.setdefault(trajectory, []).append(round(1e3 * (now_s - asked_s), 1))
+        sent_s = self._sent_s.pop(trajectory, None)
+        if sent_s is not None:
+            self._waits_ms.setdefault(trajectory, []).append(round(1e3 * (now_s - sent_s), 1))
 
     def note(self, pipeline: str, step: int, batch: StepBatch, *, slots: int, group_size: int) -> Note:
         """The note `rollout`.
 
         `waits_ms`, in the order of ids as `runs` are: milliseconds from the end of each turn until its environment had
-        replied or the trajectory was released. Left out for single-turn tasks: nothing waits for an environment there.
+        replied or the trajectory was released. Omitted for single-turn tasks, which have no such waits.
         """
         fields: dict[str, Any] = {
             "pipeline": pipeline,

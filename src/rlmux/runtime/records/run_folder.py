@@ -1,7 +1,7 @@
-"""The folder of a run: made, emptied or refused before anything starts, locked for the run's life, and watched.
+"""The folder of a run: prepared or refused before anything starts, locked and watched during the run.
 
 prepare_folder(folder) ──▶ FolderLock ──▶ the run's log, which releases it at its end
-FolderWatch            ──▶ StorageError as soon as the folder is not where it was
+FolderWatch            ──▶ StorageError as soon as the folder is moved or removed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlmux.runtime.backend import Note
 def prepare_folder(folder: Path, *, is_overwriting: bool) -> FolderLock:
     """Make the run's folder, private to the user, and lock it. Only a folder that holds a run is ever overwritten.
 
-    Raises UserError for a folder that cannot be had; it names the process that writes there, where there is one.
+    Raises UserError for an unusable folder, with the process that writes there, if any.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: this is a file; give a folder that does not exist or is empty")
@@ -61,7 +61,7 @@ def empty_folder(folder: Path) -> None:
 
 
 class FolderWatch:
-    """Listens to a run, and ends it where its folder is removed or moved: what it writes from then on would be lost."""
+    """A listener that ends a run whose folder was removed or moved: later writes would be lost."""
 
     def __init__(self, lock: FolderLock) -> None:
         self._lock = lock

@@ -2,7 +2,7 @@
 
     finish_step ──▶ batch ──keep──▶ queue of two ──thread──▶ decode ──▶ samples.db
 
-What cannot be kept, as the disk is full or slower than the run, is a line in `workers.log`.
+Steps that cannot be written, because the disk is full or too slow, are reported in `workers.log`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SampleKeeper:
         self._vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._texts: dict[int, str] = {}
-        """Text of each token that was seen."""
+        """Cache of token texts."""
         self._is_room = threading.BoundedSemaphore(_MAX_WAITING)
 
     def keep(self, batch: TrainingBatch) -> None:
@@ -39,7 +39,7 @@ class SampleKeeper:
         if self._is_room.acquire(blocking=False):
             self._thread.submit(self._keep, batch)
         else:
-            _tell(batch.step, "steps come faster than they can be written")
+            _warn(batch.step, "steps come faster than they can be written")
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -50,7 +50,7 @@ class SampleKeeper:
             with closing(SampleWriter(self._path)) as writer:  # closed, SQLite's log beside it is folded in and gone
                 writer.add(batch.step, self._samples(batch))
         except (sqlite3.Error, OSError, ValueError) as error:
-            _tell(batch.step, str(error))
+            _warn(batch.step, str(error))
         finally:
             self._is_room.release()
 
@@ -96,5 +96,5 @@ class SampleKeeper:
         return self._texts[token]
 
 
-def _tell(step: int, reason: str) -> None:
+def _warn(step: int, reason: str) -> None:
     print(f"trajectories of step {step} were not kept: {reason}", flush=True)

@@ -1,9 +1,9 @@
-"""What projects and users have used, kept in the log so that a resumed run goes on with it.
+"""Usage of projects and users, kept in the log for resumed runs.
 
     run ── UsageNotes, every half minute and at the end ─▶ note `usage` ─▶ RunState ── shares_events ─▶ scheduler
                      └─ every ten minutes and at the end ─▶ note `accounts`, for people: what `rlmux usage` prints
 
-A run that was killed loses what was used in its last half minute.
+A killed run loses the usage of its last half minute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHOWN_EVERY_S = 600.0
 
 
 class UsageNotes:
-    """Listens to a run and writes the notes."""
+    """A listener that writes the notes."""
 
     def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
         self._scheduler = scheduler
@@ -39,7 +39,7 @@ class UsageNotes:
             self.write(now_s, is_end=False)
 
     def write(self, now_s: float, *, is_end: bool = True) -> None:
-        """Note what was used, where anything is counted. `now_s`: of the note. `is_end`: the run ends with it."""
+        """Write the usage notes, if usage is counted. `now_s`: of the note. `is_end`: the run ends with it."""
         usage = self._scheduler.usage()
         if not usage:
             return
@@ -54,7 +54,7 @@ class UsageNotes:
 
 
 def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
-    """What `rlmux usage --json` prints: a row for each project and user that has used or waits for anything."""
+    """Output of `rlmux usage --json`: a row for each project and user with usage or waiting work."""
     rows = []
     for one in scheduler.accounts():
         quota = {
@@ -102,19 +102,19 @@ def _hours(by_pool: Mapping[str, float]) -> dict[str, float]:
 def shares_events(
     shares: ShareSettings | Mapping[str, Any] | None, usage: Mapping[str, Any], now_s: float
 ) -> list[Event]:
-    """What a scheduler is told first: the shares that hold, and what was used in earlier parts of the run.
+    """A scheduler's first events: the shares in force, and usage in earlier parts of the run.
 
     `shares`: settings, or the fields of an event `SharesSet` as the log has them. `usage`: fields of a note `usage`.
     """
-    told: list[Event] = []
+    events: list[Event] = []
     if isinstance(shares, ShareSettings):
-        told.append(SharesSet(shares=shares))
+        events.append(SharesSet(shares=shares))
     elif shares is not None:
         event = from_fields({**shares})
         assert isinstance(event, SharesSet)
-        told.append(event)
+        events.append(event)
     if usage:
-        at_s, half_life_s = float(usage["at_s"]), _half_life_s(told)
+        at_s, half_life_s = float(usage["at_s"]), _half_life_s(events)
         is_same_day = at_s // DAY_S == now_s // DAY_S
         restored = tuple(
             AccountUsage(
@@ -129,10 +129,10 @@ def shares_events(
             AccountSpent(account=Account(project, user), usd=usd, begun_s=begun_s)
             for project, user, usd, begun_s in usage.get("spent", ())
         )
-        told.append(UsageRestored(usage=restored, spent=spent))
-    return told
+        events.append(UsageRestored(usage=restored, spent=spent))
+    return events
 
 
-def _half_life_s(told: Sequence[Event]) -> float:
-    settings = told[0].shares if told and isinstance(told[0], SharesSet) else ShareSettings()
+def _half_life_s(events: Sequence[Event]) -> float:
+    settings = events[0].shares if events and isinstance(events[0], SharesSet) else ShareSettings()
     return settings.half_life_s

@@ -1,14 +1,14 @@
-"""A pipeline's checkpoints on disk: which exist, which are good, which may be removed.
+"""A pipeline's checkpoints on disk: listed, checked, pruned.
 
-    PIPELINE/step_12/  step_13/  latest      each folder whole by the way it is written; `latest` names the newest
+    PIPELINE/step_12/  step_13/  latest      folders are written atomically; `latest` names the newest
 
-A damaged checkpoint is skipped for the one before it, with a warning. It is only looked at here: its numbers, and that
-every file is there in its length. That every byte is as it was written is for a worker to verify before any is used:
-hashing takes as long as the disk, and the controller has others to serve.
+A damaged checkpoint is skipped for the previous one, with a warning. This module checks only a checkpoint's numbers and
+the length of its files. A worker verifies every byte before use: hashing takes as long as the disk, and the controller
+serves other pipelines meanwhile.
 
-With staleness k, step n + 1 samples from version n - k: training can resume from a checkpoint when the k versions
-before it are good too. A pipeline that is not over resumes from before its last step, even where that step's checkpoint
-exists: the end is told after it is written.
+With staleness k, step n + 1 samples from version n - k: training can resume from a checkpoint if the k versions before
+it are good too. A pipeline that is not over resumes from before its last step, even if the last checkpoint exists: the
+end is reported after it is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FALLING_BACK = "falling back to the checkpoint before it"
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, of which every byte is read; None for a good one."""
+    """The damage of a checkpoint, found by reading every byte; None for a good one."""
     try:
         read_checkpoint(checkpoint)
     except (CheckpointError, OSError) as error:
@@ -50,7 +50,7 @@ def damage_of(checkpoint: Path) -> str | None:
 
 
 def queue_of(checkpoint: Path, config: TrainingConfig) -> PromptQueue | None:
-    """The queue of prompts that a checkpoint has; None without tail batching, and before its first step.
+    """A checkpoint's prompt queue; None without tail batching, and before its first step.
 
     Raises CheckpointError where it should have one.
     """
@@ -61,7 +61,7 @@ def queue_of(checkpoint: Path, config: TrainingConfig) -> PromptQueue | None:
 
 
 def backlog_of(checkpoint: Path, config: TrainingConfig) -> Backlog:
-    """What interruptible rollouts go on from; empty without them, and before the first step.
+    """Backlog from which interruptible rollouts continue; empty without them, and before the first step.
 
     Raises CheckpointError where a checkpoint should have one.
     """
@@ -74,20 +74,19 @@ def backlog_of(checkpoint: Path, config: TrainingConfig) -> Backlog:
 
 
 def is_due(submission: Submission, step: int, checkpoint_every: int) -> bool:
-    """Whether a step has a checkpoint. Where there are gaps between them, each comes with the versions that staleness
-    needs."""
+    """Whether a step has a checkpoint. With gaps between checkpoints, each has the versions that staleness needs."""
     return step == submission.config.num_steps or -step % checkpoint_every <= submission.pipeline.staleness
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that looks whole."""
+    """A checkpoint that appears complete."""
 
     step: int
     path: Path
     weights_sha256: str | None
 
 
-class CheckpointFolder:
+class CheckpointStore:
     """The checkpoints of one pipeline."""
 
     def __init__(
@@ -97,19 +96,19 @@ class CheckpointFolder:
         staleness: int = 0,
         first_version: int = 0,
         origin: Origin | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        on_warning: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`first_version`: the oldest version that training publishes; those before it are made without a checkpoint.
-        `origin`: the run and the plan that checkpoints must be of; None takes any.
-        `say`: gets a line about each checkpoint that is damaged or of another origin.
+        """`first_version`: oldest version that training publishes; earlier ones need no checkpoint.
+        `origin`: required run and plan of checkpoints; None accepts any.
+        `on_warning`: gets a line about each checkpoint that is damaged or of another origin.
         """
         self._folder = folder
         self._staleness = staleness
         self._first_version = first_version
         self._origin = origin
-        self._say = say
+        self._on_warning = on_warning
         self._damaged: set[int] = set()
-        """Steps whose checkpoint was found damaged when it was verified (membership tests only)."""
+        """Steps whose checkpoint failed verification (membership tests only)."""
 
     def path(self, step: int) -> Path:
         return self._folder / f"step_{step}"
@@ -121,7 +120,7 @@ class CheckpointFolder:
         return int(match[1])
 
     def weights(self, version: int) -> Path:
-        """The file from which rollout workers load a version that is no longer in shared memory."""
+        """File of a version that is no longer in shared memory, for rollout workers."""
         adapter = self.path(version) / "adapter_model.safetensors"
         return adapter if adapter.is_file() else self.path(version) / "model.safetensors"
 
@@ -137,20 +136,20 @@ class CheckpointFolder:
         return None
 
     def needed_from(self, step: int) -> list[Path]:
-        """All checkpoints that are read when training resumes from this step's."""
+        """Checkpoints that a resume from this step reads."""
         return [self.path(each) for each in range(max(self._first_version, step - self._staleness), step + 1)]
 
     def mark_damaged(self, checkpoint: Path, reason: str) -> None:
-        """It was verified and is not as it was written."""
+        """Exclude a checkpoint that failed verification, with a warning."""
         self._damaged.add(self.step_of(checkpoint))
-        self._say(f"{reason}; {_FALLING_BACK}")
+        self._on_warning(f"{reason}; {_FALLING_BACK}")
 
     def mark_written(self, checkpoint: Path) -> None:
-        """It was written, perhaps again."""
+        """Accept a checkpoint that was written, possibly again."""
         self._damaged.discard(self.step_of(checkpoint))
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed worker had begun to write. One that has not died yet may remove its own meanwhile."""
+        """Remove a killed worker's incomplete files, which it may still remove itself."""
         for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
             if _ASIDE.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -164,7 +163,7 @@ class CheckpointFolder:
             if complaint is not None:
                 raise CheckpointError(f"{self.path(step)} is {complaint}")
         except (CheckpointError, OSError) as error:
-            self._say(f"{error}; {_FALLING_BACK}")
+            self._on_warning(f"{error}; {_FALLING_BACK}")
             return None
         return Checkpoint(step, self.path(step), state.get("weights_sha256"))
 
@@ -176,20 +175,20 @@ def checkpoint_folder(
     submission: Submission,
     run_folder: Path,
     *,
-    say: Callable[[str], None] = lambda _: None,
-) -> CheckpointFolder:
+    on_warning: Callable[[str], None] = lambda _: None,
+) -> CheckpointStore:
     """The checkpoints of a pipeline of a run."""
-    return CheckpointFolder(
+    return CheckpointStore(
         run_folder / submission.config.name,
         staleness=submission.pipeline.staleness,
         first_version=0 if submission.pipeline.has_sft_warmup else 1,
         origin=submission.origin,
-        say=say,
+        on_warning=on_warning,
     )
 
 
 def mark_latest(checkpoint: Path) -> None:
-    """Name the newest checkpoint in `latest`, for people and scripts, once it is there."""
+    """Name the newest durable checkpoint in `latest`, for people and scripts."""
     aside = checkpoint.with_name(f".latest.tmp-{os.getpid()}")
     aside.write_text(f"{checkpoint.name}\n")
     sync_path(aside)
@@ -198,7 +197,7 @@ def mark_latest(checkpoint: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove the oldest checkpoints of a pipeline, never the newest `keep`. A half removed one is never visible."""
+    """Remove all but the newest `keep` checkpoints of a pipeline, each atomically."""
     for step in _steps_in(folder)[: -max(1, keep)]:
         aside = folder / f"step_{step}.old-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):  # a killed worker that has not died yet has removed it
@@ -212,22 +211,22 @@ def _steps_in(folder: Path) -> list[int]:
 
 
 class Written(NamedTuple):
-    """A checkpoint that would survive a power cut."""
+    """A durable checkpoint, which survives a power cut."""
 
     folder: Path
     seconds: float
-    """Seconds from the snapshot until it was durable, beside other work."""
+    """Seconds from the snapshot to durability, beside other work."""
     stall_s: float
-    """Seconds that training waited: for the checkpoint before it to be written, and for the snapshot."""
+    """Seconds that training waited for the previous checkpoint and the snapshot."""
     weights_sha256: str
     """Hash of its weights, computed as it was written."""
 
 
 def checkpoint_note(pipeline: PipelineId, written: Written) -> Note:
-    """The note `checkpoint` of one that would survive a power cut."""
+    """The note `checkpoint` of a durable checkpoint."""
     fields = {
         "pipeline": pipeline,
-        "step": CheckpointFolder.step_of(written.folder),
+        "step": CheckpointStore.step_of(written.folder),
         "seconds": round(written.seconds, 6),
         "stall_s": round(written.stall_s, 6),
         "weights_sha256": written.weights_sha256,
@@ -238,10 +237,10 @@ def checkpoint_note(pipeline: PipelineId, written: Written) -> Note:
 class CheckpointWriter:
     """Writes checkpoints beside other work, one at a time.
 
-        begin ─▶ in a thread: write, fsync, rename, `latest`, prune ─▶ written() tells of it, once
-                    └─ a failure is raised by whichever call comes next
+        begin ─▶ in a thread: write, fsync, rename, `latest`, prune ─▶ written() returns it, once
+                    └─ a failure is raised by the next call
 
-    A process that ends by itself waits for the checkpoint that is being written.
+    A process that ends by itself waits for the pending checkpoint.
     """
 
     def __init__(self) -> None:
@@ -251,10 +250,10 @@ class CheckpointWriter:
         self._written: list[Written] = []
 
     def begin(self, folder: Path, snapshot: Callable[[], Callable[[Path], str]]) -> None:
-        """Wait for the checkpoint before, have a snapshot taken, and begin to write it.
+        """Wait for the previous checkpoint, take a snapshot, and begin to write it.
 
-        `snapshot` returns what writes it into a folder and returns the hash of its weights. Raises what writing the
-        one before raised.
+        `snapshot` returns a function that writes it into a folder and returns the hash of its weights. Raises the
+        previous write's error.
         """
         started_s = time.perf_counter()
         self.wait()
@@ -262,14 +261,14 @@ class CheckpointWriter:
         self._being_written = self._pool.submit(_write, folder, write, time.perf_counter() - started_s)
 
     def written(self) -> list[Written]:
-        """Checkpoints that are durable and were not told of before. Raises what writing raised."""
+        """Durable checkpoints since the last call. Raises the write's error."""
         if self._being_written is not None and self._being_written.done():
             self.wait()
         written, self._written = self._written, []
         return written
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises what writing raised."""
+        """Wait for the pending checkpoint. Raises the write's error."""
         being_written, self._being_written = self._being_written, None
         if being_written is not None:
             self._written.append(being_written.result())

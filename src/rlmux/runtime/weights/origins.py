@@ -1,11 +1,11 @@
-"""Which run and which plan each pipeline's weights, checkpoints and samples are of, as the run's log keeps it.
+"""Origin (run and plan) of each pipeline's weights, checkpoints and samples, from the run's log.
 
     header   run_id                            made with the run
     plan     pipeline, plan_sha256             a note for each pipeline, when it comes to the run
     alerts   pipeline, rules                   a note for one whose file has rules of alerts otherwise
 
-A resumed pipeline keeps the hash that is noted, so that a later rlmux, whose files have more keys, takes over its
-checkpoints too. A log without a run_id was written by an older rlmux: nothing is marked then, and nothing checked.
+A resumed pipeline keeps its noted hash, so that a later rlmux, whose files have more keys, accepts its checkpoints. A
+log without a run_id is from an older rlmux: origins are neither marked nor checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def with_origin(
 
 
 def plan_notes(submissions: Sequence[Submission]) -> list[Note]:
-    """The notes of pipelines that come to a run."""
+    """Notes of pipelines that join a run."""
     plans = [
         Note(type=PLAN, fields={"pipeline": one.pipeline.id, "plan_sha256": one.origin.plan_sha256})
         for one in submissions

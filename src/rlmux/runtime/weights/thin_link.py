@@ -29,17 +29,17 @@ from rlmux.core.errors import RlmuxError
 from rlmux.engines.model.weight_checksum import weights_checksum
 
 _C: Any = dist
-"""Classes that torch does not say it exports."""
+"""`torch.distributed`, untyped: it does not declare its exports."""
 _HEADER = struct.Struct("<qq16s")
 """Layout of the announcement: version, number of bytes, checksum."""
 _HEADER_TAG = 0
 _MAX_ROUNDS_UNDER_WAY = 2
 _TIMEOUT = timedelta(seconds=60)
-"""Longest wait for a rank that does not come, or a message that does not move."""
+"""Longest wait for a rank or a message."""
 
 
 class SyncError(RlmuxError):
-    """A received version is not what was sent."""
+    """A received version differs from the sent one."""
 
 
 class Scheme(StrEnum):
@@ -57,7 +57,7 @@ class SyncLayout:
     num_senders: int
     num_receivers: int
     chunk_bytes: int = 1 << 18
-    """Bytes of one shard in one message: few enough that the first chunk goes round early."""
+    """Bytes of one shard per message, small enough for an early first chunk."""
 
     def receiver_rank(self, receiver: int) -> int:
         return self.num_senders + receiver
@@ -85,7 +85,7 @@ class Link:
         self._free_at_s = time.monotonic()
 
     def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes have had their time on the link."""
+        """Wait for the link time of so many bytes."""
         self._free_at_s = max(self._free_at_s, time.monotonic() - self._burst_s) + num_bytes / self._bytes_per_s
         time.sleep(max(0.0, self._free_at_s - time.monotonic()))
 
@@ -161,7 +161,7 @@ class WeightReceiver:
         version, num_bytes, checksum = _HEADER.unpack(header.cpu().numpy().tobytes())
         shards = self._empty(layout.num_receivers, layout.shard_bytes(num_bytes))
         if scheme is Scheme.HIERARCHICAL:
-            self._share_out(shards, num_bytes)
+            self._distribute(shards, num_bytes)
         else:
             self._take_all(shards, num_bytes)
         payload = shards.view(-1)[:num_bytes]
@@ -169,8 +169,8 @@ class WeightReceiver:
             raise SyncError(f"weights of version {version}: the {num_bytes} bytes received are not those sent")
         return payload, version
 
-    def _share_out(self, shards: torch.Tensor, num_bytes: int) -> None:
-        """Ask for the whole own shard at once, and pass each chunk round as soon as it is here."""
+    def _distribute(self, shards: torch.Tensor, num_bytes: int) -> None:
+        """Receive the whole own shard, and forward each chunk to the other receivers as soon as it arrives."""
         layout, mine = self._layout, self._receiver
         chunks = layout.chunks(num_bytes)
         coming = [

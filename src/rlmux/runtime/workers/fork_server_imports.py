@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that no worker has to: torch on one thread, and the engines.
+"""Imports of the fork server, done once for all workers: torch on one thread, and the engines.
 
 Imports leave no garbage, and looking for it takes a fifth of their time, so the collector rests meanwhile. What the
 imports have made is not looked at again afterwards either: workers go on sharing its memory with the fork server.
@@ -25,7 +25,7 @@ try:
     import rlmux.rl.user_code.pipeline_env
     from rlmux.core.errors import UserError
 
-    with contextlib.suppress(UserError):  # only pipelines with an adapter need it, and they say so
+    with contextlib.suppress(UserError):  # only pipelines with an adapter need it, and they raise
         rlmux.engines.adapters.lora.load_peft()
 finally:
     gc.enable()

@@ -1,4 +1,4 @@
-"""Signs of life: what a process sends of itself while a call is long by nature, and what its system tells of it.
+"""Signs of life: beats that a process sends during long calls, and its activity as the system reports it.
 
     with beating():   a thread looks once a second whether this process computes, or waits for the disk ─┐
     beat()            a piece of a long call is done ────────────────────────────────────────────────────┴─▶ controller
@@ -22,14 +22,14 @@ from pathlib import Path
 
 BEAT_EVERY_S = 1.0
 LEAST_APART_S = 0.1
-"""Seconds between two beats, at least: each wakes the controller, which has devices to hand on."""
+"""Least seconds between two beats, since each wakes the controller."""
 _LEAST_SHARE = 0.02
-"""Part of a second that the process must have computed to be alive; looking takes less."""
+"""Least computed part of a second for a sign of life; the check itself takes less."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _EXITING = 0x4
-"""The kernel's flag of a process that ends (PF_EXITING, linux/sched.h); psutil does not tell it."""
+"""The kernel's flag of an ending process (PF_EXITING, linux/sched.h); psutil lacks it."""
 _hearts: list[Heart] = []
-"""The one of this process, once it serves calls."""
+"""The heart of this process, once it serves calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Activity:
     cpu_s: float
     """Seconds of processor time of all its threads so far."""
     is_ending: bool = False
-    """Whether it was told to end, and is in the system's hands until it has."""
+    """Whether the kernel is ending it."""
 
     @property
     def is_stopped(self) -> bool:
@@ -49,7 +49,7 @@ class Activity:
 
 
 def activity_of(pid: int | None) -> Activity | None:
-    """What a process, or a thread by its id, is doing; None where it is gone, and where the system is not Linux."""
+    """Activity of a process or thread by id; None if it is gone, or the system is not Linux."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -67,16 +67,16 @@ class Heart:
         """Set while a call is under way that is long by nature."""
         self._beat_s = -math.inf
         """Time of the last beat."""
-        threading.Thread(target=self._look, name="heart", daemon=True).start()
+        threading.Thread(target=self._run, name="heart", daemon=True).start()
 
     def beat(self) -> None:
-        """Send a sign of life, unless one went out a moment ago."""
+        """Send a sign of life, unless one was sent a moment ago."""
         now_s = time.monotonic()
         if now_s - self._beat_s >= LEAST_APART_S:
             self._beat_s = now_s
             self.send()
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # alarms are for the main thread
         while True:
             self.is_on.wait()
@@ -88,12 +88,12 @@ class Heart:
 
 
 def beat_with(send: Callable[[], None]) -> None:
-    """Let this process's beats go out this way."""
+    """Set the sender of this process's beats."""
     _hearts[:] = [Heart(send)]
 
 
 def beat() -> None:
-    """Show that the present call has come a piece further. Nothing happens where no calls are served."""
+    """Report progress of the present call; does nothing in a process that serves no calls."""
     for heart in _hearts:
         heart.beat()
 
@@ -111,6 +111,6 @@ def beating() -> Iterator[None]:
 
 
 def _waits_for_disk() -> bool:
-    """A thread of this process is in the system's hands, where no signal reaches it either."""
+    """Whether a thread of this process is in an uninterruptible wait."""
     threads = [activity_of(int(task.name)) for task in Path("/proc/self/task").glob("*")]
     return any(thread is not None and thread.state == "D" for thread in threads)

@@ -1,4 +1,4 @@
-"""Unfinished trajectories on their way between two rollout workers: through the controller their KV is bytes.
+"""Unfinished trajectories in transit between two rollout workers, their KV as bytes.
 
 rollout worker ── packed ──▶ controller ──▶ unpacked ── rollout worker
 """
@@ -11,7 +11,7 @@ from rlmux.rl.types import PartialTrajectory
 
 
 def packed(partial: PartialTrajectory) -> PartialTrajectory:
-    """The same with its KV cache as bytes: the controller passes it on without importing torch (a second)."""
+    """The trajectory with its KV cache as bytes: the controller forwards it without importing torch (a second)."""
     if partial.kv is None:
         return partial
     from safetensors.torch import save
@@ -20,7 +20,7 @@ def packed(partial: PartialTrajectory) -> PartialTrajectory:
 
 
 def unpacked(partial: PartialTrajectory) -> PartialTrajectory:
-    """The same with its KV cache as a tensor, where it has one."""
+    """The trajectory with its KV cache, if any, as a tensor."""
     if partial.kv is None:
         return partial
     from safetensors.torch import load

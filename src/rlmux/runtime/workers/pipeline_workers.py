@@ -1,4 +1,4 @@
-"""One admitted pipeline's processes and where they keep things."""
+"""One admitted pipeline's processes and paths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlmux.core.model import DeviceId, Phase, PipelineId, Placement
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
-from rlmux.runtime.weights.checkpoints import CheckpointFolder
+from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.runtime.workers.worker_pool import Worker
 
 
@@ -25,7 +25,7 @@ class PipelineWorkers:
     """The pipeline's folder in the run's: checkpoints and the workers' log."""
     weights: Path
     """The folder in shared memory where the trainer publishes."""
-    checkpoints: CheckpointFolder
+    checkpoints: CheckpointStore
     env_worker: Worker
     trainers: Sequence[Worker]
     """One for each training rank; the first publishes and writes checkpoints. None for a filler."""
@@ -59,13 +59,13 @@ class PipelineWorkers:
         return [self.env_worker, *self.trainers, *self.rollout.values()]
 
     def build(self, worker: Worker, calls: CallLoop) -> Work:
-        """Have a worker build its engine, once: the first order on its device does, as it has the lease."""
+        """Build a worker's engine, once, under the first order on its device, which has the lease."""
         if worker not in self.built:
             self.built.add(worker)
             yield calls.call(worker, "build")
 
     def build_trainers(self, calls: CallLoop) -> Work:
-        """Have all ranks build their engines, once, and find each other."""
+        """Build the engines of all ranks, once, and connect the ranks."""
         new = [worker for worker in self.trainers if worker not in self.built]
         self.built.update(new)
         yield from all_of([calls.call(worker, "build") for worker in new])
@@ -102,13 +102,13 @@ class PipelineWorkers:
 
 
 def rank_devices(train_devices: Sequence[DeviceId], rank: int, count: int) -> Sequence[DeviceId]:
-    """The devices that stand for a rank; it computes on the first. Where a node has several, the node is a rank's."""
+    """Devices of a rank, which computes on the first. With several devices a node, a rank has a whole node."""
     per_rank = len(train_devices) // count
     return train_devices[rank * per_rank : (rank + 1) * per_rank]
 
 
 def all_of(answers: Sequence[Future]) -> Generator[Future, Any, list[Any]]:
-    """The results of calls that were made at once, when all are there."""
+    """The results of concurrent calls, once all have arrived."""
     results = []
     for answer in answers:
         results.append((yield answer))

@@ -4,8 +4,8 @@
     RolloutWorker   a rollout engine                        one per (pipeline, rollout device)
     TrainWorker     a train engine                          one per training rank
 
-Every method is one bounded call; the drivers (rollout_driver.py, train_driver.py) make them, and no worker knows of
-another. The controller never looks inside a batch: it passes on the bytes that the env worker made.
+Every method is one bounded call, made by the drivers (rollout_driver.py, train_driver.py); workers do not call each
+other. The controller forwards the env worker's batches as bytes.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ class EnvWorker:
         answers: Path | None = None,
         restore_from: Path | None = None,
     ) -> None:
-        """`samples`: file to keep trajectories in; `answers`: file of a filler's answers; None: they are not kept.
-        `code_folder`: where the user's modules are looked for first, whatever others' are named. `restore_from`: the
-        checkpoint that the pipeline goes on from, which has its queue of prompts under tail batching, or the backlog of
-        interruptible rollouts."""
+        """`samples`: file of trajectories; `answers`: file of a filler's answers; None: not kept. `code_folder`: first
+        search folder of the user's modules. `restore_from`: checkpoint to resume from, with the prompt queue of tail
+        batching or the backlog of interruptible rollouts."""
         if code_folder is not None:
             sys.path.insert(0, str(code_folder))
         from rlmux.rl.user_code.pipeline_env import PipelineEnv
@@ -91,13 +90,13 @@ class EnvWorker:
         self._answers = None if answers is None else AnswerFile(answers, self._env.vocabulary)
 
     def verify(self, checkpoints: Sequence[Path]) -> list[tuple[Path, str]]:
-        """Those that are damaged, and why. Reads every byte of them."""
+        """(damaged checkpoint, reason) pairs; reads every byte."""
         with beating():
             checked = [(checkpoint, damage_of(checkpoint)) for checkpoint in checkpoints]
         return [(checkpoint, damage) for checkpoint, damage in checked if damage is not None]
 
     def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
-        """Returns (the step's requests, is the task single-turn)."""
+        """Returns (the step's requests, whether the task is single-turn)."""
         return self._env.begin_step(step), self._env.is_single_turn
 
     def on_turns(
@@ -106,12 +105,12 @@ class EnvWorker:
         return self._env.on_turns([turn for packed in finished for turn in packed.unpack()], patience_s)
 
     def take_backlog(self) -> Backlog:
-        """What interruptible rollouts go on from; given away."""
+        """Remove and return the backlog from which interruptible rollouts continue."""
         backlog, self._backlog = self._backlog, Backlog()
         return backlog
 
     def finish_step(self, step: int, over: StepOver | None = None) -> StepBatch:
-        """`over`: what interruptible rollouts made of the step; None for others."""
+        """Make the step's batch. `over`: from interruptible rollouts; None for others."""
         batch = replace(self._env.finish_step(step, None if over is None else over.ids), origin=self._origin)
         if over is not None:
             batch = replace(batch, backlog=over.backlog)
@@ -127,7 +126,7 @@ class EnvWorker:
 def _make_rollout_engine(
     config: TrainingConfig, vocab_size: int, is_single_turn: bool, device: str, bases: Path | None
 ) -> RolloutEngine:
-    """Ours in this process, one of the user's, or one behind a server that ends with it."""
+    """Our engine in this process, the user's, or one behind a server that ends with it."""
     if config.rollout.engine.is_server:
         from rlmux.engines.servers.factory import make_server_engine
 
@@ -174,7 +173,7 @@ class RolloutWorker:
         self._fraction = fraction_setter(device)
 
     def probe(self) -> ProbeReport | None:
-        """Compare what the engine computes under different schedules; None where it has work or is offloaded."""
+        """Compare the engine's results under different schedules; None if it has work or is offloaded."""
         from rlmux.engines.determinism_probe import probe_rollout
 
         if not self._engine.is_unused:
@@ -265,14 +264,14 @@ class TrainWorker:
         return probe_training(self._engine)
 
     def open_rank_store(self, host: str) -> tuple[str, int]:
-        """Open the place where the ranks of the pipeline meet, in its first rank's process; returns its address."""
+        """Open the rank store in the first rank's process; returns its address."""
         from rlmux.engines.train.state.ranks import RankStore
 
         self._store = RankStore(host)
         return self._store.address
 
     def join_ranks(self, store: tuple[str, int], rank: int, count: int, host: str) -> None:
-        """Train together with the other ranks from here on; returns once all are there. `host`: as they reach it."""
+        """Join the other ranks; returns once all have joined. `host`: this rank's address for them."""
         from rlmux.engines.train.state.ranks import join_ranks
 
         with beating():
@@ -283,9 +282,9 @@ class TrainWorker:
                 self._restore()
 
     def run_stage(self, call: TrainCall) -> TrainCallResult:
-        """Begin the step whose batch comes along, continue a stage, and hand out the weights at its end if asked to.
+        """Begin the step of the given batch, continue a stage, and hand out the weights at its end if the call says so.
 
-        Raises PipelineError for a batch of another run or plan, and what writing a checkpoint raised.
+        Raises PipelineError for a batch of another run or plan, and errors of writing a checkpoint.
         """
         self._fraction.set(call.device_fraction)
         start = time.perf_counter()
@@ -314,12 +313,12 @@ class TrainWorker:
         )
 
     def _hand_out(self, hand_out: HandOut) -> str | None:
-        """Write the weights for rollout workers, and begin to write a checkpoint beside what comes next.
+        """Write the weights for rollout workers, and begin to write a checkpoint beside later work.
 
-        The first rank writes the checkpoint, once all were found to have the same weights; ranks that have parts of a
-        model give theirs. `run_stage` and `finish_checkpoint` tell when that is there, with the weights' SHA-256,
-        which the thread that writes it computes. Returns the checksum of the weights; None on other ranks. Raises
-        PipelineError where ranks have different weights.
+        The first rank writes the checkpoint, after a check that all ranks have the same weights; ranks with parts of a
+        model contribute them. `run_stage` and `finish_checkpoint` report the durable checkpoint with the weights'
+        SHA-256, computed by the writing thread. Returns the checksum of the weights; None on other ranks. Raises
+        PipelineError if ranks have different weights.
         """
         if hand_out.checkpoint is not None:
             self._engine.check_ranks()
@@ -335,7 +334,7 @@ class TrainWorker:
         return self._engine.weights_checksum() if is_first else None
 
     def finish_checkpoint(self) -> list[Written]:
-        """Wait for the checkpoint that is being written. Returns those not told of before."""
+        """Wait for the pending checkpoint. Returns durable checkpoints since the last report."""
         with beating():
             self._checkpoints.wait()
         return self._checkpoints.written()
@@ -358,7 +357,7 @@ class TrainWorker:
 
 
 def _check_samples(found: Origin | None, expected: Origin | None) -> None:
-    """Raises PipelineError for samples that are not of this run and plan."""
+    """Raises PipelineError for samples of another run or plan."""
     if expected is not None and found != expected:
         complaint = expected.complaint_about({} if found is None else found.fields())
         raise PipelineError(f"pipeline {expected.pipeline}: it was handed samples {complaint}")
@@ -367,7 +366,7 @@ def _check_samples(found: Origin | None, expected: Origin | None) -> None:
 def device_in_use() -> str:
     """`cuda` for the GPU that this process was given, `cpu` for the core that it is pinned to.
 
-    A GPU sums in a fixed order only if it is told to before its first call.
+    A GPU sums in a fixed order only if this is set before its first call.
     """
     import torch
 

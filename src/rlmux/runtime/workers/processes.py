@@ -1,8 +1,8 @@
-"""A worker process on this machine and the one call at a time that it serves.
+"""A worker process on this machine, which serves one call at a time.
 
     controller process                         worker process
     WorkerProcess.call(method, args, then) ──▶ serve(): method(*args)
-                     heard from it    ◀─────── (None, None)            while a long call lives (heartbeat.py)
+                     sign of life     ◀─────── (None, None)            during a long call (heartbeat.py)
               poll() ──▶ then(result) ◀─────── (ok, value) | (failed, error)
 
 Calls are bounded and answered in order; further ones queue here. Processes come from a fork server that has
@@ -52,11 +52,11 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 """Texts by which libraries in C report what Python calls MemoryError."""
 _PR_SET_PDEATHSIG = 1
 _CODE_WITHOUT_SERVER = 255
-"""What multiprocessing takes for the exit code where the fork server is gone that would tell it."""
+"""Exit code that multiprocessing reports if the fork server is gone."""
 _ended_fork_servers: dict[int, str] = {}
 """How fork servers of this process ended, by process id."""
 BUILD = "build"
-"""The call that makes a worker, and nothing else. Any first call does."""
+"""The call that only creates a worker, as any first call does."""
 
 
 class _Call(NamedTuple):
@@ -82,7 +82,7 @@ def warm_up() -> None:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """What is started meanwhile begins with Ctrl-C put off: it goes to all processes of a terminal.
+    """Block Ctrl-C in processes started in the body: a terminal sends it to all its processes.
 
     A fork server ignores it from its first import on (`fork_server_imports`).
     """
@@ -94,7 +94,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def fork_server_address() -> str:
-    """Address of this process's fork server, for others on this machine; one that was killed is started again."""
+    """Address of this process's fork server, for others on this machine; restarts a killed server."""
     from multiprocessing import forkserver
 
     warm_up()
@@ -103,7 +103,7 @@ def fork_server_address() -> str:
 
 
 def fork_server_pid() -> int | None:
-    """Process id of this process's fork server; None before it has one."""
+    """Process id of this process's fork server; None before its start."""
     from multiprocessing import forkserver
 
     pid: int | None = vars(forkserver)["_forkserver"]._forkserver_pid
@@ -111,7 +111,7 @@ def fork_server_pid() -> int | None:
 
 
 def borrow_fork_server(address: str) -> None:
-    """Take this process's workers from a fork server that another process keeps and that ends with that process."""
+    """Fork this process's workers from another process's fork server, which ends with that process."""
     from multiprocessing import forkserver
 
     server: Any = vars(forkserver)["_forkserver"]
@@ -121,7 +121,7 @@ def borrow_fork_server(address: str) -> None:
 
 
 def _borrowed() -> None:
-    """Takes the place of starting a fork server: a borrowed one is its keeper's to start."""
+    """Replaces the start of a fork server: a borrowed one is started by its owner."""
 
 
 class WorkerProcess:
@@ -144,10 +144,10 @@ class WorkerProcess:
         self.call_limit_s = call_limit_s
         self.num_beats = 0
         """Signs of life of its calls so far."""
-        self.asked_s: float | None = None
+        self.called_s: float | None = None
         """Time at which the present call was sent; None between calls."""
         self._calls: deque[_Call] = deque()
-        self._heard_s: float | None = None
+        self._last_beat_s: float | None = None
         """Time at which the present call was sent, or last showed life; None between calls."""
         self._is_read = threading.Lock()
         self.connection, theirs = _FORKSERVER.Pipe()
@@ -164,21 +164,21 @@ class WorkerProcess:
         _limit_transfers(self.connection)
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
-        """Have the worker run a method; `then` gets its result. Raises WorkerLostError if the process is gone."""
+        """Call a method of the worker; `then` gets the result. Raises WorkerLostError if the process is gone."""
         self._calls.append(_Call(method, args, then))
         if len(self._calls) == 1:
             self._send(now_s)
 
     def _send(self, now_s: float) -> None:
         call = self._calls[0]
-        self.asked_s = self._heard_s = now_s
+        self.called_s = self._last_beat_s = now_s
         try:
             self.connection.send((call.method, call.args))
         except OSError as error:
             raise WorkerLostError(f"{self.name} is gone: {error}") from error
 
     def receive(self, now_s: float) -> None:
-        """Take the answer that is there and send the next call; or a sign of life of the present one.
+        """Handle the available answer and send the next call, or handle a sign of life.
 
         Raises PipelineError (or what the method raised) for a failed call, WorkerLostError if the process is gone.
         """
@@ -190,9 +190,9 @@ class WorkerProcess:
             raise WorkerLostError(f"{self.name} is gone ({self.how_it_ended()})") from error
         if is_ok is None:
             self.num_beats += 1
-            self._heard_s = now_s if self._calls else None
+            self._last_beat_s = now_s if self._calls else None
             return
-        self.asked_s = self._heard_s = None
+        self.called_s = self._last_beat_s = None
         if not is_ok:
             raise value
         call = self._calls.popleft()
@@ -201,20 +201,20 @@ class WorkerProcess:
         call.then(value)
 
     def is_overdue(self, now_s: float) -> bool:
-        """The present call was neither answered nor showed life within its limit."""
-        return self._heard_s is not None and now_s > self._heard_s + self.call_limit_s
+        """Whether the present call exceeded its limit without an answer or sign of life."""
+        return self._last_beat_s is not None and now_s > self._last_beat_s + self.call_limit_s
 
     def activity(self) -> Activity | None:
-        """What the process is doing; None where that cannot be told."""
+        """Activity of the process; None if unknown."""
         return activity_of(self.pid)
 
     def ending(self) -> str | None:
         """How it ended, if it has: `exit code 1`, `killed by SIGKILL`."""
         code = self._exit_code(0.0)
-        return None if code is None else _told(code)
+        return None if code is None else _exit_reason(code)
 
     def end(self) -> None:
-        """Ask the process to leave by closing its pipe; kill it if it does not."""
+        """End the process by closing its pipe; kill it if it stays."""
         self.connection.close()
         self._exit_code(_END_GRACE_S)
         self.kill()
@@ -234,37 +234,37 @@ class WorkerProcess:
         elif self._exit_code(0.0) is None:
             self.process.kill()
         self._exit_code(_END_GRACE_S)
-        with contextlib.suppress(ValueError):  # in the system's hands still: dead, but not yet gone
+        with contextlib.suppress(ValueError):  # dead, not yet reaped by the kernel
             self.process.close()
         self.pid = None
 
     def how_it_ended(self) -> str:
-        """How it ended, waiting some seconds for its exit code; `its pipe is closed` where none comes.
+        """How it ended, after a wait of some seconds for its exit code; `its pipe is closed` without one.
 
-        Its fork server tells that code, and ends its workers with itself.
+        The fork server reports the code, and ends its workers with itself.
         """
         code = self._exit_code(_EXIT_REPORT_S)
         is_untold = code in (None, _CODE_WITHOUT_SERVER)
         server_ending = _ending_of_fork_server(self._fork_server_pid) if is_untold else None
         if server_ending is not None:
             return f"its fork server, process {self._fork_server_pid}, was {server_ending}; a new one is started"
-        return "its pipe is closed" if code is None else _told(code)
+        return "its pipe is closed" if code is None else _exit_reason(code)
 
     def _exit_code(self, wait_s: float) -> int | None:
-        """One thread at a time reads it: the fork server sends it once, and a second reader would find an end."""
+        """The exit code, read by one thread at a time: the fork server sends it once."""
         with self._is_read:
             self.process.join(wait_s)
             return self.process.exitcode
 
 
-def _told(code: int) -> str:
+def _exit_reason(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _ending_of_fork_server(pid: int | None) -> str | None:
-    """How a fork server of this process ended; None while it lives, and for one that another process keeps.
+    """How a fork server of this process ended; None while it lives, and for a borrowed one.
 
-    Its pipes close while it ends: it is waited for until it has.
+    Waits for the end of a server whose pipes are closed.
     """
     if pid is None:
         return None
@@ -274,7 +274,7 @@ def _ending_of_fork_server(pid: int | None) -> str | None:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is multiprocessing's to reap
             if ended is not None:
                 is_exit = ended.si_code == os.CLD_EXITED
-                _ended_fork_servers[pid] = _told(ended.si_status if is_exit else -ended.si_status)
+                _ended_fork_servers[pid] = _exit_reason(ended.si_status if is_exit else -ended.si_status)
                 break
             server = activity_of(pid)
             if server is None or not server.is_ending or time.monotonic() >= until_s:
@@ -310,7 +310,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
     os.umask(0o077)
     os.setsid()
-    _let_go_of_fork_server()
+    _release_fork_server()
     _die_with_parent()
     write_output_to(log_path)
     faulthandler.enable()  # a crash in C leaves the Python stack in the log
@@ -346,13 +346,13 @@ def portable_error(error: BaseException) -> RlmuxError:
     text = str(error).strip().splitlines()
     detail = f": {text[0]}" if text else ""
     line = f"{type(error).__name__}{detail} ({Path(frame.filename).name}:{frame.lineno})"
-    # Memory that is short now may be there for the worker's successor: as if the system had killed it.
+    # The worker's successor may find enough memory: handle it as a kill by the system.
     is_short_of_memory = isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
     return WorkerLostError(f"out of memory: {line}") if is_short_of_memory else PipelineError(line)
 
 
 def _open_handle(pid: int | None) -> int | None:
-    """A handle of the process itself, not of a later one with its number; None where the system has no such handles."""
+    """A handle of the process, safe against reuse of its id; None on systems without such handles."""
     try:
         return os.pidfd_open(pid) if pid is not None else None
     except (AttributeError, OSError):
@@ -367,11 +367,11 @@ def _limit_transfers(connection: Connection) -> None:
     end.close()
 
 
-def _let_go_of_fork_server() -> None:
+def _release_fork_server() -> None:
     """Close the pipe by which this worker would keep its fork server alive.
 
-    The fork server ends when the pipe that its controller holds open is closed. Every child is handed that end too, for
-    children of its own: a stuck worker would keep the fork server alive, and thereby itself.
+    The fork server ends when its controller's end of that pipe is closed. Every child inherits this end, for children
+    of its own: a stuck worker would keep the fork server alive, and thereby itself.
     """
     from multiprocessing import forkserver
 
@@ -383,9 +383,9 @@ def _let_go_of_fork_server() -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask for SIGKILL when the fork server ends.
+    """Request SIGKILL at the end of the fork server.
 
-    Done before the first call is read: a worker that asks too late reads the end of the pipe instead.
+    Called before the first call is read: after that, a worker reads the end of the pipe instead.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -27,8 +27,8 @@ from rlmux.rl.client_requests import (
     SampledSequence,
     SampleRequest,
     SaveState,
-    SaveWeights,
     TrainRequest,
+    WriteWeights,
 )
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId
@@ -45,18 +45,17 @@ class RequestResult:
 
     id: str
     value: Any = None
-    """A value of rl/client_requests.py, what its request's `write` makes of it, or a hash of weights; None with an
-    error."""
+    """A value of rl/client_requests.py, the output of the request's `write`, or a weight hash; None with an error."""
     error: str | None = None
     is_fault_of_server: bool = False
-    """The error is not the request's own."""
+    """Whether the server, not the request, caused the error."""
     tenant: str = ""
-    """Name of the tenant of a sampling worker that asked."""
+    """Name of the requesting tenant of a sampling worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
-    """What a bounded call of either worker did."""
+    """Report of a bounded call of either worker."""
 
     answers: Sequence[RequestResult]
     num_active: int
@@ -79,8 +78,8 @@ class SampleWorker:
 
     @beating()
     def __init__(self, config: TrainingConfig, folder: Path, bases: Path | None = None) -> None:
-        """`folder`: where the model's first weights are written, for when they are asked for again. `bases`: folder in
-        shared memory for the base of adapters."""
+        """`folder`: gets the model's initial weights, for later reloads. `bases`: folder in shared memory for adapters'
+        base."""
         import torch
 
         from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
@@ -104,9 +103,9 @@ class SampleWorker:
         self._first_weights = folder / "base.safetensors"
         self._adapters: dict[str, AdapterConfig] = {}
         self._loaded: dict[str, Path | None] = {}
-        """The file that a tenant's weights are of; None, or none: the model's first."""
+        """File of a tenant's weights; None or missing: the model's initial weights."""
         self._num_loads = 0
-        self._gone: list[str] = []
+        self._departed: list[str] = []
         """Tenants that left while the engine was offloaded."""
         self._is_offloaded = False
         self._requests: dict[_Key, SampleRequest] = {}
@@ -122,7 +121,7 @@ class SampleWorker:
             self._adapters[tenant] = adapter
 
     def leave(self, tenant: str) -> None:
-        """Serve an adapter no more, and forget its requests."""
+        """Stop serving an adapter, and drop its requests."""
         gone = [trajectory for trajectory, (name, _) in self._request_by_trajectory.items() if name == tenant]
         self._engine.take_partials(gone, with_kv=False)
         for trajectory in gone:
@@ -130,29 +129,29 @@ class SampleWorker:
             self._num_made.pop(trajectory, None)
         for key in [key for key in self._requests if key[0] == tenant]:
             del self._requests[key], self._turns_by_request[key]
-        self._gone.append(tenant)
+        self._departed.append(tenant)
         if not self._is_offloaded:
-            self._remove_gone()
+            self._remove_departed()
 
     def load_weights(self, weights: Path | None, tenant: str = "") -> None:
-        """Sample with these weights from now on, once everything before is answered; None: the model's first."""
+        """Load weights after all earlier requests are answered; None: the model's initial weights."""
         with beating():
             self._load_weights(weights, tenant)
 
     def add(self, requests: Sequence[SampleRequest], tenant: str = "") -> list[RequestResult]:
-        """Take requests, all for the weights that are loaded; returns the errors of those that cannot be sampled."""
+        """Queue requests for the loaded weights; returns the errors of invalid ones."""
         refused = []
         for request in requests:
-            asked = [replace(one, id=one.id._replace(adapter=tenant)) for one in request.trajectories]
+            trajectories = [replace(one, id=one.id._replace(adapter=tenant)) for one in request.trajectories]
             try:
-                self._engine.submit(asked)
+                self._engine.submit(trajectories)
             except UserError as error:
                 refused.append(RequestResult(id=request.id, error=str(error), tenant=tenant))
                 continue
             key = tenant, request.id
             self._requests[key] = request
             self._turns_by_request[key] = {}
-            self._request_by_trajectory.update((one.id, key) for one in asked)
+            self._request_by_trajectory.update((one.id, key) for one in trajectories)
         return refused
 
     def run_chunk(self, max_seconds: float) -> BatchReport:
@@ -181,19 +180,19 @@ class SampleWorker:
         with beating():
             self._engine.load()
             self._is_offloaded = False
-            self._remove_gone()
+            self._remove_departed()
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device; what is unfinished goes along. Returns the device bytes still held."""
         self._is_offloaded = True
         return offload_engine(self._engine, spill_to)
 
-    def _remove_gone(self) -> None:
-        for tenant in self._gone:
+    def _remove_departed(self) -> None:
+        for tenant in self._departed:
             self._engine.remove_adapter(tenant)
             del self._adapters[tenant]
             self._loaded.pop(tenant, None)
-        self._gone = []
+        self._departed = []
 
     def _tokens_by_tenant(self, report: ChunkReport) -> dict[str, int]:
         """Tokens that a chunk made for each tenant."""
@@ -254,10 +253,10 @@ class DatumWorker:
             self._engine.restore(restore_from)
         self._waiting: deque[tuple[str, TrainRequest]] = deque()
         self._under_way: tuple[str, Iterator[int], Callable[[ForwardBackwardDone], Any]] | None = None
-        """Id and work of a request, and what makes its answer."""
+        """Id and work of a request, and the function that makes its answer."""
 
     def add(self, requests: Sequence[tuple[str, TrainRequest]]) -> None:
-        """Take requests by id, behind those that wait."""
+        """Queue requests by id."""
         self._waiting += requests
 
     def run_chunk(self, max_seconds: float) -> BatchReport:
@@ -286,8 +285,8 @@ class DatumWorker:
         return offload_engine(self._engine, spill_to)
 
     def keep_update(self, folder: Path, kept: Sequence[Path]) -> str:
-        """Write a checkpoint `update-NUMBER` of what the requests so far made, and remove the updates beside it that
-        are not to be kept; returns the hash of its weights."""
+        """Write a checkpoint `update-NUMBER` of the present state, and remove other updates not in `kept`; returns the
+        hash of its weights."""
         with beating():
             sha256 = self._engine.save_state(folder)
             for old in sorted(folder.parent.glob("update-*")):
@@ -296,7 +295,7 @@ class DatumWorker:
             return sha256
 
     def _advance(self, answers: list[RequestResult]) -> int:
-        """One micro-batch, or one request that has none; returns its tokens."""
+        """Run one micro-batch, or one request without any; returns its tokens."""
         if self._under_way is None:
             name, request = self._waiting.popleft()
             if isinstance(request, PackedLoss):
@@ -323,7 +322,7 @@ class DatumWorker:
                 match request:
                     case OptimizerStep():
                         value = self._engine.optimizer_step(request)
-                    case SaveWeights():
+                    case WriteWeights():
                         value = self._engine.save_weights(request.path)
                     case SaveState():
                         value = self._engine.save_state(request.folder)

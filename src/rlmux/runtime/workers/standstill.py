@@ -1,11 +1,11 @@
-"""Workers that stand still: stopped, or given no processor, while a call of theirs is under way.
+"""Standstills: busy workers that are stopped or get no processor.
 
     call sent ── computes ── computes ── stands still ............ goes on ──▶ answer
-                                         └─ told once, here       └─ noted, with its seconds
+                                         └─ warned once           └─ noted, with its seconds
 
-A worker that waits (for the disk, for user code, for a lock) is not told of: that is what some calls are for. Neither
-is one that shows life: while a server starts beside it, it wakes to look, and needs hardly any processor. Nothing is
-decided here; a call that shows no life for its limit is ended by the supervisor.
+Workers that wait (for the disk, user code, a lock) are not reported: some calls consist of waiting. Neither are workers
+that show life, such as one that polls a starting server and needs hardly any processor. Nothing is decided here; the
+supervisor ends a call that shows no life for its limit.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from rlmux.runtime.workers.heartbeat import Activity
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workers.worker_pool import Worker
 
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 STANDS_STILL_S = 2.0
-"""Seconds without progress after which a worker is said to stand still."""
+"""Seconds without progress after which a standstill is reported."""
 _LEAST_SHARE = 0.05
-"""Part of the time between two looks in which a worker that wants the processor must have had it."""
+"""Least processor time of a runnable worker, as part of the time between two polls."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Watched:
-    """A worker whose present call takes longer than a look, as of the last one."""
+    """A busy worker at the last poll."""
 
-    asked_s: float
+    called_s: float
     """Time at which that call was sent."""
-    looked_s: float
+    polled_s: float
     activity: Activity | None
     num_beats: int
     moved_s: float
-    """Time at which it was last seen to make progress."""
+    """Time of the last observed progress."""
     reason: str
-    """Why it stands still; empty while that was not told."""
+    """Reported cause of the standstill; empty before a report."""
 
 
 class StandstillWatch:
-    """Looks at every worker that is busy for long, once a second."""
+    """Polls every long busy worker once a second."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._watched: dict[Worker, _Watched] = {}
 
-    def look(self, all_workers: Iterable[PipelineWorkers]) -> None:
-        """Tell of workers that have come to stand still, and note those that go on."""
+    def poll(self, all_workers: Iterable[PipelineWorkers]) -> None:
+        """Warn of new standstills, and note those that are over."""
         for workers in all_workers:
             for worker in workers.processes:
-                self._look_at(workers, worker, self._outbox.now_s())
+                self._poll_worker(workers, worker, self._outbox.now_s())
 
     def end(self, workers: PipelineWorkers, worker: Worker) -> None:
-        """Its call was answered, or it is about to be ended."""
+        """Note a standstill's end: the call was answered, or the worker is about to be ended."""
         watched = self._watched.pop(worker, None)
         if watched is not None:
             self._note(workers, worker, watched)
@@ -63,19 +63,19 @@ class StandstillWatch:
         """It was ended."""
         self._watched.pop(worker, None)
 
-    def _look_at(self, workers: PipelineWorkers, worker: Worker, now_s: float) -> None:
-        watched, asked_s = self._watched.get(worker), worker.asked_s
-        if watched is not None and watched.asked_s != asked_s:
+    def _poll_worker(self, workers: PipelineWorkers, worker: Worker, now_s: float) -> None:
+        watched, called_s = self._watched.get(worker), worker.called_s
+        if watched is not None and watched.called_s != called_s:
             self.end(workers, worker)
             watched = None
-        if asked_s is None or now_s - (watched.looked_s if watched else asked_s) < LOOK_EVERY_S:
+        if called_s is None or now_s - (watched.polled_s if watched else called_s) < POLL_EVERY_S:
             return
         now = self._watched[worker] = _Watched(
-            asked_s=asked_s,
-            looked_s=now_s,
+            called_s=called_s,
+            polled_s=now_s,
             activity=worker.activity(),
             num_beats=worker.num_beats,
-            moved_s=watched.moved_s if watched else asked_s,
+            moved_s=watched.moved_s if watched else called_s,
             reason=watched.reason if watched else "",
         )
         if watched is not None:
@@ -85,8 +85,8 @@ class StandstillWatch:
         reason = _why_still(before, now)
         if not reason:
             self._note(workers, worker, before)
-            now.moved_s, now.reason = now.looked_s, ""
-        elif not now.reason and now.looked_s - now.moved_s >= STANDS_STILL_S:
+            now.moved_s, now.reason = now.polled_s, ""
+        elif not now.reason and now.polled_s - now.moved_s >= STANDS_STILL_S:
             now.reason = reason
             text = (
                 f"{worker.name} (process {worker.pid}) stands still since {now.moved_s:.1f} s: {reason}; "
@@ -95,7 +95,7 @@ class StandstillWatch:
             self._outbox.note("warning", pipeline=workers.id, reason=text)
 
     def _note(self, workers: PipelineWorkers, worker: Worker, watched: _Watched) -> None:
-        """Note for how long it stood still, if that was told."""
+        """Note the seconds of a reported standstill."""
         if watched.reason:
             self._outbox.note(
                 "standstill",
@@ -109,12 +109,12 @@ class StandstillWatch:
 
 
 def _why_still(before: _Watched, now: _Watched) -> str:
-    """Empty where it makes progress, shows life, waits for something, or cannot be seen."""
+    """Cause of a standstill; empty for a worker that makes progress, shows life, waits, or cannot be observed."""
     was, does = before.activity, now.activity
     if was is None or does is None or now.num_beats > before.num_beats:
         return ""
     if does.is_stopped:
         return "it is stopped (SIGSTOP, or a debugger); SIGCONT lets it go on"
-    if does.state == "R" and does.cpu_s - was.cpu_s < _LEAST_SHARE * (now.looked_s - before.looked_s):
+    if does.state == "R" and does.cpu_s - was.cpu_s < _LEAST_SHARE * (now.polled_s - before.polled_s):
         return "it gets no processor: others of this machine take it"
     return ""

@@ -13,7 +13,7 @@
     a call that raises                  the pipeline fails                                    ──▶ PipelineFailed
 
 All give the same weights as if nothing had happened, since trajectories and updates are functions of the config.
-The drivers of the work hear of it through three callbacks: processes are there, one was replaced, all are ending.
+Three callbacks notify the drivers: processes have started, one was replaced, all are ending.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.call_loop import CallLoop, Work
 from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.records.filler_outputs import ANSWERS_NAME, answered_steps
-from rlmux.runtime.weights.checkpoints import CheckpointFolder, Written, checkpoint_folder, checkpoint_note
+from rlmux.runtime.weights.checkpoints import CheckpointStore, Written, checkpoint_folder, checkpoint_note
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers, rank_devices
 from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker, TrainWorker
 from rlmux.runtime.workers.standstill import StandstillWatch
@@ -59,7 +59,7 @@ class WorkerSupervisor:
         on_replaced: Callable[[PipelineWorkers, DeviceId], None],
         on_ending: Callable[[PipelineWorkers], None],
     ) -> None:
-        """`on_started`: a pipeline's processes are there. `on_replaced`: a rollout worker has a successor.
+        """`on_started`: a pipeline's processes have started. `on_replaced`: a rollout worker has a successor.
         `on_ending`: all its processes are about to end."""
         self._cluster = cluster
         self._folder = folder
@@ -77,10 +77,10 @@ class WorkerSupervisor:
         self._workers_by_pipeline: dict[PipelineId, PipelineWorkers] = {}
         self._pipeline_by_worker: dict[Worker, PipelineId] = {}
         self._homeless: dict[PipelineId, PipelineWorkers] = {}
-        """Pipelines that lost a node, or gave theirs back, and wait for another placement."""
-        self._beginning_anew: set[PipelineId] = set()
-        """Pipelines that begin from a checkpoint of which the scheduler has not heard yet (membership tests only);
-        it takes back what it orders of them until then."""
+        """Pipelines that lost or released their nodes and wait for another placement."""
+        self._restarting: set[PipelineId] = set()
+        """Pipelines whose restart from a checkpoint the scheduler has not handled yet (membership tests only). It
+        withdraws its orders for them when it does."""
         self._parking: set[PipelineId] = set()
         """Pipelines whose processes end once a checkpoint is written (membership tests only)."""
         self._sha256: dict[PipelineId, str] = {}
@@ -97,36 +97,36 @@ class WorkerSupervisor:
         return self._workers_by_pipeline.get(pipeline)
 
     def owner(self, worker: Worker) -> PipelineWorkers | None:
-        """The processes that it belongs to; None for a worker that was ended."""
+        """The worker's pipeline; None for a worker that was ended."""
         pipeline = self._pipeline_by_worker.get(worker)
         return None if pipeline is None else self._workers_by_pipeline.get(pipeline)
 
-    def is_beginning_anew(self, pipeline: PipelineId) -> bool:
-        """It begins from a checkpoint, and the scheduler has not heard of that."""
-        return pipeline in self._beginning_anew
+    def is_restarting(self, pipeline: PipelineId) -> bool:
+        """Whether it restarts from a checkpoint, and the scheduler has not handled that yet."""
+        return pipeline in self._restarting
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
         return self._sha256.get(pipeline)
 
-    # ------------------------------------------------------------------ what the backend and the drivers tell it
+    # ------------------------------------------------------------------ from the backend and the drivers
 
     def add_pipeline(self, submission: Submission) -> None:
         self._submissions[submission.pipeline.id] = submission
 
     def events_are_taken(self, events: Sequence[Event]) -> None:
-        """The scheduler hears of these events next."""
-        self._beginning_anew.difference_update(
+        """Record that the scheduler handles these events next."""
+        self._restarting.difference_update(
             event.pipeline for event in events if isinstance(event, PipelineRestarted)
         )
 
     def count_step(self, workers: PipelineWorkers, step: int) -> None:
-        """A step is over. One that was never reached before forgives all losses so far."""
+        """Count a finished step. A step reached for the first time resets the count of losses."""
         if step > workers.furthest_step:
             workers.furthest_step = step
             workers.num_losses_by_worker.clear()
 
     def count_checkpoints(self, workers: PipelineWorkers, written: Sequence[Written]) -> None:
-        """Checkpoints of a pipeline would survive a power cut."""
+        """Record durable checkpoints of a pipeline."""
         for each in written:
             workers.checkpoints.mark_written(each.folder)
             self._sha256[workers.id] = each.weights_sha256
@@ -143,21 +143,21 @@ class WorkerSupervisor:
         checkpoints = checkpoint_folder(
             submission,
             self._folder,
-            say=lambda text: self._outbox.note("warning", pipeline=action.pipeline, reason=text),
+            on_warning=lambda text: self._outbox.note("warning", pipeline=action.pipeline, reason=text),
         )
         workers = self._start(submission, action.placement, folder, weights, checkpoints)
         before = self._homeless.pop(action.pipeline, None)
         if before is not None:
-            self._beginning_anew.add(action.pipeline)
-            self._tell_restart(before, *workers)
+            self._restarting.add(action.pipeline)
+            self._report_restart(before, *workers)
 
     def relocate(self, action: Relocate) -> None:
-        """Between two steps: go on from a checkpoint on other nodes, once the one being written is there."""
+        """Between two steps: restart from a checkpoint on other nodes, once the pending checkpoint is durable."""
         workers = self.find(action.pipeline)
         if workers is None:
-            return  # it has failed, or lost a node: the scheduler hears of that next
+            return  # it has failed, or lost a node, and the scheduler handles that next
         workers.placement = action.placement
-        self._beginning_anew.add(action.pipeline)
+        self._restarting.add(action.pipeline)
         self._calls.start(self._relocate(workers), pipeline=None)
 
     def _relocate(self, workers: PipelineWorkers) -> Work:
@@ -165,8 +165,8 @@ class WorkerSupervisor:
         self._restart(workers)
 
     def park(self, action: Park) -> None:
-        """End its processes, if it is awaited once the checkpoint being written is there; it goes on from a checkpoint
-        where it is admitted next."""
+        """End its processes, after the pending checkpoint if that is awaited; it resumes from a checkpoint at its next
+        admission."""
         workers = self.find(action.pipeline)
         if workers is None:
             return  # it has failed, or lost a node itself
@@ -189,7 +189,7 @@ class WorkerSupervisor:
         self._outbox.add(PipelineParked(pipeline=workers.id))
 
     def release(self, pipeline: PipelineId) -> None:
-        self._beginning_anew.discard(pipeline)
+        self._restarting.discard(pipeline)
         self._parking.discard(pipeline)
         self._homeless.pop(pipeline, None)
         workers = self._workers_by_pipeline.pop(pipeline, None)
@@ -199,13 +199,13 @@ class WorkerSupervisor:
         for worker in workers.processes:
             self._forget(worker)
             worker.end()
-            self._calls.give_up(worker)
+            self._calls.fail_calls(worker)
         shutil.rmtree(workers.weights, ignore_errors=True)
 
     # ------------------------------------------------------------------ watching
 
     def receive(self, worker: Worker) -> None:
-        """Take a worker's answer, or deal with its loss. Raises StorageError if a file of the run cannot be written."""
+        """Handle a worker's answer or its loss. Raises StorageError if a file of the run cannot be written."""
         pipeline = self._pipeline_by_worker.get(worker)
         if pipeline is None:
             return  # ended by an earlier answer of the same poll
@@ -223,7 +223,7 @@ class WorkerSupervisor:
                 self._note_worker(pipeline, worker)
 
     def end_overdue_workers(self) -> None:
-        self._standstills.look(self._workers_by_pipeline.values())
+        self._standstills.poll(self._workers_by_pipeline.values())
         now_s = self._outbox.now_s()
         for pipeline, workers in list(self._workers_by_pipeline.items()):
             overdue = [worker for worker in workers.processes if worker.is_overdue(now_s)]
@@ -232,7 +232,7 @@ class WorkerSupervisor:
                 self._lose(pipeline, worker, f"{worker.name} gave no answer in time")
 
     def change_node(self, node: NodeId, *, is_there: bool) -> None:
-        """A pipeline pinned to a lost node waits for another placement, and goes on there from a checkpoint."""
+        """Handle a lost or found node. Pipelines on a lost node wait for a placement and resume from a checkpoint."""
         if is_there:
             self._outbox.add(NodeJoined(node=node))
             return
@@ -276,15 +276,15 @@ class WorkerSupervisor:
         self._outbox.add(WorkerLost(pipeline=workers.id, device=device))
 
     def _restart(self, workers: PipelineWorkers) -> int:
-        """Everything of the pipeline again from its newest checkpoint; returns the step of that."""
+        """Restart the pipeline from its newest checkpoint; returns the checkpoint's step."""
         self._end_processes(workers)
         started, restored_step = self._start(
             workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints
         )
-        self._tell_restart(workers, started, restored_step)
+        self._report_restart(workers, started, restored_step)
         return restored_step
 
-    def _tell_restart(self, before: PipelineWorkers, after: PipelineWorkers, restored_step: int) -> None:
+    def _report_restart(self, before: PipelineWorkers, after: PipelineWorkers, restored_step: int) -> None:
         after.num_losses_by_worker = before.num_losses_by_worker
         after.furthest_step = max(before.furthest_step, after.furthest_step)
         self._outbox.add(PipelineRestarted(pipeline=after.id, restored_step=restored_step))
@@ -299,7 +299,7 @@ class WorkerSupervisor:
     # ------------------------------------------------------------------ processes
 
     def _start(
-        self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointFolder
+        self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointStore
     ) -> tuple[PipelineWorkers, int]:
         """Start a pipeline's processes from its newest good checkpoint; also returns that step, -1 without one."""
         config, pipeline = submission.config, submission.pipeline.id
@@ -346,7 +346,7 @@ class WorkerSupervisor:
         return workers, step
 
     def _verify(self, workers: PipelineWorkers, step: int) -> Work:
-        """Have the checkpoints read that the pipeline goes on from: its first call, so before anything needs them."""
+        """Verify the checkpoints to resume from, with the env worker's first call, before anything needs them."""
         needed = workers.checkpoints.needed_from(step)
         damaged = yield self._calls.call(workers.env_worker, "verify", needed)
         for checkpoint, reason in damaged:
@@ -357,7 +357,7 @@ class WorkerSupervisor:
     def _spawn_trainers(
         self, submission: Submission, restore_from: Path | None, train_devices: Sequence[DeviceId], log_path: Path
     ) -> list[Worker]:
-        """One for each rank, each of which reads the whole checkpoint: it knows of no number of ranks."""
+        """Start one trainer for each rank. Each reads the whole checkpoint, which does not depend on the rank count."""
         config = submission.config
         count = config.train.num_workers
         args = (config, restore_from, submission.origin, self._workplace.bases)
@@ -406,7 +406,7 @@ class WorkerSupervisor:
         return worker
 
     def _call_limit_s(self, config: TrainingConfig, role: str) -> float:
-        """User code has a limit of its own for each answer, and each answer is a sign of life."""
+        """Limit of a role's calls. User code has a limit for each answer, and each answer is a sign of life."""
         limit_s = self._submissions[PipelineId(config.name)].worker_options(self._options).call_limit_s
         return limit_s + config.task.reward_timeout_s if role == "env" else limit_s
 
@@ -422,7 +422,7 @@ class WorkerSupervisor:
     def _kill(self, worker: Worker) -> None:
         self._forget(worker)
         worker.kill()
-        self._calls.give_up(worker)
+        self._calls.fail_calls(worker)
 
     def _forget(self, worker: Worker) -> None:
         del self._pipeline_by_worker[worker]

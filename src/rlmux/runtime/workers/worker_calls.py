@@ -1,4 +1,4 @@
-"""What the drivers ask workers for and what those answer: frozen values that cross processes.
+"""Calls from drivers to workers and their results: frozen values that cross processes.
 
 RolloutChunk ──▶ RolloutWorker.run_chunk ──▶ RolloutChunkResult
 TrainCall    ──▶ TrainWorker.run_stage   ──▶ TrainCallResult ── of all ranks ──▶ joined
@@ -40,7 +40,7 @@ class RolloutChunk:
     max_seconds: float
     is_load_needed: bool
     device_fraction: float = 1.0
-    """The part of the device that the worker may use, in this call and until another comes."""
+    """Device fraction of the worker, from this call on."""
     cut: Sequence[TrajectoryId] = ()
     """Unfinished trajectories to forget."""
     hands_back: bool = False
@@ -60,12 +60,12 @@ class RolloutChunkResult:
     input_s: float = 0.0
     """Seconds of taking in requests, replies and migrated trajectories, before the report's own."""
     partials: Sequence[PartialTrajectory] | None = None
-    """What was handed back, without KV; None where that was not asked for."""
+    """Returned trajectories, without KV; None if `hands_back` was off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOut:
-    """What a train worker makes of its weights while it still has its device: the last call of a step's training."""
+    """What a train worker writes of its weights in the last call of a step, while it still has its device."""
 
     weights: Path
     """File for rollout workers."""
@@ -74,7 +74,7 @@ class HandOut:
     checkpoint: Path | None
     """Folder of the checkpoint that is written beside what comes next; None: this step has none."""
     num_kept: int
-    """Checkpoints that are left once this one is there."""
+    """Number of checkpoints kept once this one is durable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ class TrainCall:
     max_seconds: float
     is_load_needed: bool
     device_fraction: float = 1.0
-    """The part of the device that the worker may use, in this call and until another comes."""
+    """Device fraction of the worker, from this call on."""
     hand_out: HandOut | None = None
-    """What becomes of the weights with the end of the stage; None: nothing."""
+    """Handing out of the weights at the end of the stage; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +106,9 @@ class TrainCallResult:
     hand_out_s: float = 0.0
     """Seconds of handing out the weights, after the report's own."""
     weights_checksum: str | None = None
-    """Checksum of the weights that were handed out; None where they were not."""
+    """Checksum of the weights that were handed out; None if none were."""
     written: Sequence[Written] = ()
-    """Checkpoints that are there now and were not told of before."""
+    """Durable checkpoints since the last report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class StepBatch:
 
 
 def joined(results: Sequence[TrainCallResult]) -> TrainCallResult:
-    """What a call of all ranks came to, in their order: the seconds of the one that was last, and all tokens."""
+    """The combined result of a call of all ranks, in rank order: the seconds of the last rank, and all tokens."""
     first = results[0]
     slowest = max(results, key=lambda one: one.load_s + one.input_s + one.report.seconds + one.hand_out_s)
     tokens = sum(one.report.tokens for one in results)

@@ -1,7 +1,7 @@
-"""Workers as the backend sees them, wherever they live: processes of this machine, or actors of a cluster.
+"""The backend's interface to workers: processes of this machine, or actors of a cluster.
 
 call(method, args, then) ──▶ worker        one call at a time, answered in order; further ones queue
-receive()                ──▶ then(result)  or raises what the method raised; or the call has shown that it lives
+receive()                ──▶ then(result)  or raises what the method raised; or handles a sign of life
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from rlmux.runtime.workers.heartbeat import Activity
 
 
 class Worker(Protocol):
-    """One worker, wherever it lives: bounded calls, answered in order."""
+    """One worker: bounded calls, answered in order."""
 
     name: str
     pid: int | None
-    """Its process, None until that is known."""
+    """Its process id; None until it is known."""
     address: str
     """Its machine, as workers of the same pipeline reach it."""
     call_limit_s: float
     """Seconds within which each call must be answered, or show that it lives."""
     num_beats: int
     """Signs of life of its calls so far."""
-    asked_s: float | None
+    called_s: float | None
     """Time at which its present call was sent; None between calls."""
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
-        """Have it run a method; `then` gets the result. Raises WorkerLostError if it is gone."""
+        """Call a method; `then` gets the result. Raises WorkerLostError if the worker is gone."""
 
     def receive(self, now_s: float) -> None:
-        """Take the answer that is there. Raises what the method raised, WorkerLostError if the worker is gone."""
+        """Handle the available answer. Raises what the method raised, WorkerLostError if the worker is gone."""
 
     def is_overdue(self, now_s: float) -> bool:
-        """It has neither answered nor shown life within its limit."""
+        """Whether it has neither answered nor shown life within its limit."""
 
     def activity(self) -> Activity | None:
-        """What its process is doing; None where that cannot be told."""
+        """Activity of its process; None if unknown."""
 
     def end(self) -> None:
-        """Let it finish its present call, then leave."""
+        """End it after its present call."""
 
     def kill(self) -> None:
         """End it now."""
@@ -53,8 +53,7 @@ class Workplace(Protocol):
     """The place where workers live."""
 
     bases: Path | None
-    """Folder in shared memory for the frozen bases of adapters; None where workers are on several machines, which have
-    each their own."""
+    """Folder in shared memory for the frozen bases of adapters; None with several machines, which each have one."""
 
     def spawn(
         self,
@@ -72,7 +71,7 @@ class Workplace(Protocol):
         """Workers that have answered or died, waiting for the first."""
 
     def wake(self) -> None:
-        """Make a `wait` that goes on, or the next one, return soon. May be called from any thread."""
+        """Make the present or next `wait` return soon. May be called from any thread."""
 
     def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
         """Ranks of a pipeline's trainers that write its weights, to send parts of them: one a machine, rank 0 first."""
@@ -80,13 +79,13 @@ class Workplace(Protocol):
     def deliver(
         self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker], then: Callable[[], None]
     ) -> None:
-        """Bring the weights that each sender wrote to where the receivers read them, then call `then`; never waits."""
+        """Deliver the senders' weights to the receivers, then call `then`; never waits."""
 
     def forget(self, worker: Worker) -> None:
         """Stop watching a worker that is about to be ended."""
 
     def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
-        """(node, is it there now) for every node that went or came since the last call."""
+        """(node, whether it is present) for every node that left or joined since the last call."""
 
     def close(self) -> None: ...
 
@@ -118,7 +117,7 @@ class WorkerOptions:
     multi_turn_decode_steps: int = 8
     """Most decode steps in one chunk of a multi-turn task: finished turns wait that long for their environment."""
     call_limit_s: float = 120.0
-    """Seconds within which a call must be answered, or show that it lives; else the worker is taken for dead."""
+    """Seconds within which a call must be answered or show life; otherwise the worker is lost."""
     checkpoint_every: int = 1
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2

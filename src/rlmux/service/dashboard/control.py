@@ -17,7 +17,7 @@ from rlmux.config.load import without_pipelines
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.control.control_requests import record_of
-from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, ask
+from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, send_request
 from rlmux.runtime.control.run_status import StatusReader
 from rlmux.service.dashboard.handlers import SHOWN_ONLY, Reads
 from rlmux.service.dashboard.parameters import Caller, CallerContext
@@ -155,7 +155,7 @@ class Control:
         if down is not None:
             raise ProblemError(503, down)
         try:
-            answer = ask(folder, record_of({"request": request, **fields}), limit_s=_LIMIT_S)
+            answer = send_request(folder, record_of({"request": request, **fields}), limit_s=_LIMIT_S)
         except NotRunningError:
             name = caller.path["lane"]
             raise ProblemError(409, f"nothing runs in lane {name} now", accepted="a lane that goes on") from None

@@ -25,8 +25,8 @@ from pathlib import Path
 from rlmux.config.load import Spec
 from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
-from rlmux.runtime.control.control_requests import Status
-from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, ask
+from rlmux.runtime.control.control_requests import GetStatus
+from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, send_request
 from rlmux.runtime.launch import spec_of
 from rlmux.runtime.records.folders import RUN_HEADER
 from rlmux.runtime.records.run_folder import empty_folder
@@ -120,7 +120,7 @@ class LaneController:
             return
         num_silent = 0
         try:
-            ask(self.folder, Status(), limit_s=ANSWER_LIMIT_S)
+            send_request(self.folder, GetStatus(), limit_s=ANSWER_LIMIT_S)
         except NoAnswerError:
             num_silent = self._num_silent + 1
         except RlmuxError:

@@ -24,7 +24,7 @@ from fastapi import Response
 from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import OverQuotaError, RlmuxError, SpecError, UserError
 from rlmux.runtime.control.control_requests import Check, Submit
-from rlmux.runtime.control.control_socket import NotRunningError, ask
+from rlmux.runtime.control.control_socket import NotRunningError, send_request
 from rlmux.service.dashboard.auth.access import Principal
 from rlmux.service.dashboard.parameters import Caller, Limit
 from rlmux.service.dashboard.problems import ProblemError
@@ -122,7 +122,7 @@ class LaneSubmissions:
             return False
         request = Submit(text=one.text, source=one.source, id=one.id)
         try:
-            answer = ask(lane.folder, request, limit_s=_ANSWER_LIMIT_S)
+            answer = send_request(lane.folder, request, limit_s=_ANSWER_LIMIT_S)
         except NotRunningError:
             return False
         except UserError as error:
@@ -196,7 +196,7 @@ def _is_free(lane: LaneController, spec: Spec, source: str) -> bool:
     if lane.down() is not None:
         return False
     try:
-        ask(lane.folder, Check(text=spec.resolved, source=source), limit_s=_ANSWER_LIMIT_S)
+        send_request(lane.folder, Check(text=spec.resolved, source=source), limit_s=_ANSWER_LIMIT_S)
     except NotRunningError:
         return False
     except UserError as error:

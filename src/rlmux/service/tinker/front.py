@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
-from rlmux.rl.client_requests import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest
-from rlmux.rl.client_requests import SaveWeights as SaveWeightsFile
+from rlmux.rl.client_requests import LoadState, PackedLoss, SampleRequest, SaveState, TrainRequest, WriteWeights
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.checkpoint_files import Files
@@ -360,7 +359,7 @@ class TinkerFront:
             answer["sampling_session_id"] = sampler_id(model.session.id, number)
             num_kept = int(taken.chosen or 0)
             when_due = lambda: self._snapshot(model, number, file, num_kept)  # noqa: E731
-        self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer), when_due)
+        self._train(taken, model, body.seq_id, WriteWeights(path=file), lambda _: _json(answer), when_due)
 
     def _snapshot(self, model: Model, number: int, file: Path, num_kept: int) -> None:
         self.registry.being_saved.pop(file, None)

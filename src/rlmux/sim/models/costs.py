@@ -20,7 +20,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.sim import data_tables
 from rlmux.sim.models.curves import DecodeCurve, HostCosts, PrefillCurve, StageCost
-from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape, model_shapes
+from rlmux.sim.models.hardware import ModelSize, gpu_spec, model_shape, model_shapes
 from rlmux.sim.models.roofline import estimate_curves
 
 MEASURED_GPU = "H100-80GB-SXM"
@@ -36,7 +36,7 @@ _ANCHOR_TOKENS = (0.5e6, 4.0e6)
 class RolloutCosts:
     """One rollout engine: one model on one tensor-parallel group."""
 
-    shape: ModelShape
+    shape: ModelSize
     gpu: str
     tp: int
     decode: DecodeCurve
@@ -69,7 +69,7 @@ class RolloutCosts:
 class TrainCosts:
     """The training side of one step, by stage."""
 
-    shape: ModelShape
+    shape: ModelSize
     gpu: str
     num_gpus: int
     cost_by_stage: dict[Stage, StageCost]
@@ -85,9 +85,9 @@ class TrainCosts:
         return sum(cost.seconds(tokens) for cost in self.cost_by_stage.values())
 
 
-def rollout_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, tp: int = MEASURED_NUM_GPUS) -> RolloutCosts:
+def rollout_costs(model: str | ModelSize, gpu: str = MEASURED_GPU, tp: int = MEASURED_NUM_GPUS) -> RolloutCosts:
     """The measured curves where there are any for (model, gpu, tp), else the roofline estimate."""
-    shape = model if isinstance(model, ModelShape) else model_shape(model)
+    shape = model if isinstance(model, ModelSize) else model_shape(model)
     gpu = gpu_spec(gpu).name
     measured = _measured_curves().get((shape.name, gpu, tp))
     if measured is not None and measured.shape == shape:
@@ -112,7 +112,7 @@ def host_costs(model: str) -> HostCosts:
     return HostCosts(**{key: float(value) for key, value in row.items() if key != "model"})
 
 
-def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int = MEASURED_NUM_GPUS) -> TrainCosts:
+def train_costs(model: str | ModelSize, gpu: str = MEASURED_GPU, num_gpus: int = MEASURED_NUM_GPUS) -> TrainCosts:
     """Training seconds by stage: as measured on 4 H100, other sizes by parameter count, other devices by speed.
 
     A mixture computes as its active parameters do and publishes all of them. That flatters it: published runs of
@@ -121,7 +121,7 @@ def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int 
     Only the part per token scales with devices; the fixed part (loading offloaded weights, launching) does
     not, and neither does publishing weights.
     """
-    shape = model if isinstance(model, ModelShape) else model_shape(model)
+    shape = model if isinstance(model, ModelSize) else model_shape(model)
     spec = gpu_spec(gpu)
     if num_gpus < 1:
         raise UserError(f"num_gpus must be at least 1, not {num_gpus}")

@@ -39,7 +39,7 @@ class DecodeSeconds(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LaterTurn:
     """A later turn of a trajectory."""
 
     wait_s: float
@@ -57,7 +57,7 @@ class Unfinished:
     """Tokens still to generate in the present turn."""
     context: float
     """Tokens in the cache; before the first admission, minus the tokens of the prompt."""
-    later: tuple[Turn, ...] = ()
+    later: tuple[LaterTurn, ...] = ()
     wait_s: float = 0.0
     """Seconds until the environment replies; until then nothing is decoded."""
     unread: int = 0

@@ -19,7 +19,7 @@ from rlmux.sim import data_tables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
+class ModelSize:
     """A decoder's size: dense, or a mixture of experts in every layer."""
 
     name: str
@@ -101,7 +101,7 @@ class GpuSpec:
     num_sms: int
 
 
-def model_shape(name: str) -> ModelShape:
+def model_shape(name: str) -> ModelSize:
     """The shape of a known model, by any usual spelling: `Qwen/Qwen3-4B-Instruct-2507` is `qwen3-4b`."""
     key = _plain_model_name(name)
     shapes = model_shapes()
@@ -114,9 +114,9 @@ def model_shape(name: str) -> ModelShape:
 
 
 @cache
-def model_shapes() -> dict[str, ModelShape]:
+def model_shapes() -> dict[str, ModelSize]:
     return {
-        row["model"]: ModelShape(
+        row["model"]: ModelSize(
             name=row["model"],
             params=float(row["params_b"]) * 1e9,
             layers=int(row["layers"]),

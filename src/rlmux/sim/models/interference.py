@@ -189,9 +189,9 @@ class InterferenceTable:
         self, sub_stages: Iterable[SubStage], fractions: Iterable[float] | None = None
     ) -> list[tuple[SubStage, SubStage, float]]:
         """Pairs that a scheduler may ask for and that only the estimate can answer."""
-        asked = self.grid.usual() if fractions is None else tuple(fractions)
+        fractions = self.grid.usual() if fractions is None else tuple(fractions)
         chosen = list(sub_stages)
-        return [key for key in product(chosen, chosen, asked) if not self.is_measured(*key)]
+        return [key for key in product(chosen, chosen, fractions) if not self.is_measured(*key)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -252,7 +252,7 @@ def load_interference(
     grid: FractionGrid,
     sub_stages: Iterable[SubStage] = tuple(SUB_STAGE_PROFILES),
     *,
-    asked: Iterable[float] | None = None,
+    fractions: Iterable[float] | None = None,
 ) -> tuple[InterferenceTable, list[str]]:
     """The table of a profile file for one device, and warnings: what the file lacks, and what is used instead.
 
@@ -269,7 +269,7 @@ def load_interference(
         ]
     measured, warnings = _measured(path, content["entries"], grid)
     table = InterferenceTable(device=grid.device, grid=grid, measured=measured)
-    holes = table.holes(sub_stages, asked)
+    holes = table.holes(sub_stages, fractions)
     if holes:
         named = ", ".join(f"({a}, {b}, {device_fraction:.3g})" for a, b, device_fraction in holes[:4])
         more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""

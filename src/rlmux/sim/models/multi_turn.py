@@ -24,7 +24,7 @@ import numpy as np
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
-from rlmux.sim.models.decoder import REPORT_AT, DecodeSeconds, Turn, Unfinished, decode_sub_stage
+from rlmux.sim.models.decoder import REPORT_AT, DecodeSeconds, LaterTurn, Unfinished, decode_sub_stage
 from rlmux.sim.models.work import DONE_S
 
 _ROUNDING = 1e-6
@@ -48,7 +48,9 @@ class ToolUse:
         if self.mean_calls < 0.0 or self.wait_s < 0.0 or self.reply_tokens < 0:
             raise UserError(f"{self}: calls, waits and reply tokens are at least 0")
 
-    def turns_of(self, lengths: Sequence[int], generator: np.random.Generator) -> list[tuple[int, tuple[Turn, ...]]]:
+    def turns_of(
+        self, lengths: Sequence[int], generator: np.random.Generator
+    ) -> list[tuple[int, tuple[LaterTurn, ...]]]:
         """(tokens of the first turn, the later turns) of each trajectory: its tokens cut at random places."""
         numbers = generator.poisson(self.mean_calls, len(lengths))
         found = []
@@ -59,7 +61,7 @@ class ToolUse:
             waits = generator.exponential(self.wait_s, num_calls)
             ends = [*cuts, length][1:]
             later = tuple(
-                Turn(float(wait_s), self.reply_tokens, end - begin)
+                LaterTurn(float(wait_s), self.reply_tokens, end - begin)
                 for wait_s, begin, end in zip(waits, cuts, ends, strict=True)
             )
             found.append((cuts[0] if cuts else length, later))

@@ -20,7 +20,7 @@ from functools import cache
 from rlmux.core.errors import UserError
 from rlmux.sim import data_tables
 from rlmux.sim.models.curves import DecodeCurve, PrefillCurve
-from rlmux.sim.models.hardware import GpuSpec, ModelShape, gpu_spec, model_shape
+from rlmux.sim.models.hardware import GpuSpec, ModelSize, gpu_spec, model_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def roofline_constants() -> RooflineConstants:
 
 
 def estimate_curves(
-    shape: ModelShape, gpu: str, tp: int, constants: RooflineConstants | None = None
+    shape: ModelSize, gpu: str, tp: int, constants: RooflineConstants | None = None
 ) -> tuple[DecodeCurve, PrefillCurve]:
     """Decode and prefill curves of `shape` on `tp` GPUs of one kind."""
     k = constants or roofline_constants()
@@ -79,11 +79,11 @@ def estimate_curves(
     return decode, prefill
 
 
-def decode_step_s(model: str | ModelShape, gpu: str, tp: int, active: float, context: float) -> float:
+def decode_step_s(model: str | ModelSize, gpu: str, tp: int, active: float, context: float) -> float:
     """Forward seconds of one decode iteration by the roofline alone, measured curves or not."""
-    shape = model if isinstance(model, ModelShape) else model_shape(model)
+    shape = model if isinstance(model, ModelSize) else model_shape(model)
     return estimate_curves(shape, gpu, tp)[0].step_s(active, context)
 
 
-def _token_compute_ms(shape: ModelShape, spec: GpuSpec, tp: int, k: RooflineConstants) -> float:
+def _token_compute_ms(shape: ModelSize, spec: GpuSpec, tp: int, k: RooflineConstants) -> float:
     return 2 * shape.computing_params / tp / (spec.tflops * 1e12 * k.compute_efficiency) * 1e3

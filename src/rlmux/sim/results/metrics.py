@@ -29,7 +29,7 @@ from rlmux.report.slos import is_within_slo
 from rlmux.sim.bounds import are_own_pools, work_usd
 from rlmux.sim.fillers import FillerFigures
 from rlmux.sim.node_changes import SpotFigures
-from rlmux.sim.results.result import PipelineResult, Sample, SimResult, Span, SpotResult
+from rlmux.sim.results.result import PipelineResult, PlacementSample, SimResult, Span, SpotResult
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 
 
@@ -98,7 +98,7 @@ class Collector:
         self._penalty_usd = 0.0
         self._changed_s = 0.0
         self._keeps_to_own_pools = True
-        self._samples: list[Sample] = []
+        self._samples: list[PlacementSample] = []
 
     # ------------------------------------------------------------------ what happened
 
@@ -235,7 +235,7 @@ class Collector:
         self._usd_per_hour = sum(count * self._usd_per_node_hour[name] for name, count in self._nodes.items())
         for name, count in self._nodes.items():
             self._peak_nodes[name] = max(self._peak_nodes[name], count)
-        sample = Sample(
+        sample = PlacementSample(
             time_s=now_s,
             gpus_by_pool={pool: count * self._gpus_per_node[pool] for pool, count in self._nodes.items()},
             usd_per_hour=self._usd_per_hour,

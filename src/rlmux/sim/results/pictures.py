@@ -22,7 +22,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.report.figures.charts import Bar, GanttRow, Line, distribution, gantt_chart, line_chart
 from rlmux.report.figures.svg import tag
-from rlmux.sim.results.result import Sample, SimResult, Span
+from rlmux.sim.results.result import PlacementSample, SimResult, Span
 
 _TABLE = (
     ("$/h", "cost_usd_per_hour", "{:,.0f}"),
@@ -238,7 +238,7 @@ def _figure(run: SimResult, key: str) -> float:
     return float(value)
 
 
-def _over_time(run: SimResult, what: Callable[[Sample], float]) -> list[tuple[float, float]]:
+def _over_time(run: SimResult, what: Callable[[PlacementSample], float]) -> list[tuple[float, float]]:
     samples = run.samples
     start_s = samples[0].time_s if samples else 0.0
     return [((sample.time_s - start_s) / 3600, float(what(sample))) for sample in samples]

@@ -68,7 +68,7 @@ class PipelineResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class PlacementSample:
     """The cluster after a change of placement."""
 
     time_s: float
@@ -145,7 +145,7 @@ class SimResult:
     decision_ms: tuple[float, ...] = field(repr=False)
     """Milliseconds of each arrival: its submission is applied, it is placed, its first work is started."""
     pipelines: tuple[PipelineResult, ...] = field(repr=False)
-    samples: tuple[Sample, ...] = field(repr=False)
+    samples: tuple[PlacementSample, ...] = field(repr=False)
     fillers: tuple[FillerResult, ...] = field(repr=False, default=())
     """Pipelines that took what the others left; no other figure counts them."""
     spot: SpotResult = field(default_factory=SpotResult)

@@ -72,12 +72,12 @@ def spread(
 ) -> tuple[R, ...]:
     """function(input) for all inputs, in their order. `num_processes=None` takes every core that is ours."""
     num_processes = min(len(inputs), num_processes or len(os.sched_getaffinity(0)))
-    tell = progress or (lambda done, total: None)
+    on_progress = progress or (lambda done, total: None)
     if num_processes <= 1:
         results = []
         for done, one in enumerate(inputs, 1):
             results.append(function(one))
-            tell(done, len(inputs))
+            on_progress(done, len(inputs))
         return tuple(results)
     context = multiprocessing.get_context("forkserver")
     theirs, ours = context.Pipe(duplex=False)
@@ -88,7 +88,7 @@ def spread(
                 futures = [pool.submit(function, one) for one in inputs]
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                tell(done, len(inputs))
+                on_progress(done, len(inputs))
         except BaseException:  # an interrupt, too: what the others compute is of no use to anyone, and takes minutes
             ours.close()
             raise

@@ -128,7 +128,7 @@ def steps_of(num_steps: int | None, submit_s: float, depart_s: float | None, sol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class PhaseProfile:
     """Mean phase seconds of one model at one response cap."""
 
     name: str
@@ -156,10 +156,10 @@ def free_of_costs(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
     )
 
 
-def profiles() -> Mapping[str, Profile]:
+def profiles() -> Mapping[str, PhaseProfile]:
     """The 16 measured profiles, by name such as `7B_8k`."""
     return {
-        row["profile"]: Profile(
+        row["profile"]: PhaseProfile(
             name=row["profile"],
             disaggregated=PhaseSeconds(rollout_s=float(row["rollout_s"]), train_s=float(row["train_s"])),
             colocated=PhaseSeconds(
@@ -172,7 +172,7 @@ def profiles() -> Mapping[str, Profile]:
 
 def profiled_arrival(
     name: str,
-    profile: Profile,
+    profile: PhaseProfile,
     *,
     submit_s: float,
     slo_slowdown: float,

@@ -33,7 +33,7 @@ from rlmux.sim.workloads import substage_pairs, trace_csv
 from rlmux.sim.workloads.arrivals import (
     SYNCED,
     Arrival,
-    Profile,
+    PhaseProfile,
     Workload,
     h20_h800_cluster,
     profiled_arrival,
@@ -297,28 +297,28 @@ def _synthetic_arrival(
 
 # ------------------------------------------------------------------ micro-benchmarks
 
-MICRO_TYPES: Mapping[str, Profile] = {
-    "A": Profile(
+MICRO_TYPES: Mapping[str, PhaseProfile] = {
+    "A": PhaseProfile(
         name="7B_8k",
         disaggregated=PhaseSeconds(rollout_s=133.8, train_s=112.8),
         colocated=PhaseSeconds(rollout_s=159.6, train_s=98.2),
     ),
-    "B": Profile(
+    "B": PhaseProfile(
         name="14B_8k",
         disaggregated=PhaseSeconds(rollout_s=238.6, train_s=197.4),
         colocated=PhaseSeconds(rollout_s=182.4, train_s=173.6),
     ),
-    "C": Profile(
+    "C": PhaseProfile(
         name="32B_8k",
         disaggregated=PhaseSeconds(rollout_s=267.6, train_s=271.333),
         colocated=PhaseSeconds(rollout_s=277.0, train_s=271.333),
     ),
-    "D": Profile(
+    "D": PhaseProfile(
         name="8B_8k",
         disaggregated=PhaseSeconds(rollout_s=310.125, train_s=120.5),
         colocated=PhaseSeconds(rollout_s=189.0, train_s=119.333),
     ),
-    "E": Profile(
+    "E": PhaseProfile(
         name="14B_16k",
         disaggregated=PhaseSeconds(rollout_s=652.0, train_s=108.7),
         colocated=PhaseSeconds(rollout_s=497.0, train_s=107.5),

@@ -11,7 +11,7 @@ from rlmux.sim.workloads.arrivals import MAX_TIME_S
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CsvRow:
     """One row of the file, as an editor numbers lines."""
 
     path: Path

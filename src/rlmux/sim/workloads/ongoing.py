@@ -61,11 +61,11 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
     orders_by_pipeline: dict[PipelineId, list[OrderRecord]] = {name: [] for name in timeline.pipelines}
     for order in timeline.orders:
         if order.counts:
-            orders_by_pipeline[order.pipeline].append(_once_ready(order, timeline.ready_s))
+            orders_by_pipeline[order.pipeline].append(_from_ready(order, timeline.ready_s))
     whole: dict[PipelineId, Arrival] = {}
     left: list[_Left] = []
     notes = []
-    for record in sorted(timeline.pipelines.values(), key=_place_in_line):
+    for record in sorted(timeline.pipelines.values(), key=_admission_order):
         name = record.pipeline.id
         arrival = None if record.pipeline.work_arrives else _whole(record, orders_by_pipeline[name])
         if arrival is not None:
@@ -90,7 +90,7 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
     return Ongoing(at_s=timeline.end_s, policy=str(timeline.header.get("policy")), left=workload, whole=whole)
 
 
-def _once_ready(order: OrderRecord, ready_s: Sequence[float]) -> OrderRecord:
+def _from_ready(order: OrderRecord, ready_s: Sequence[float]) -> OrderRecord:
     """The order without the seconds for which it waited for the first worker process of its run: those of pipelines
     that come later are forked from a server that is there."""
     return replace(order, start_s=max([order.start_s, *(at_s for at_s in ready_s if at_s < order.end_s)]))
@@ -102,7 +102,7 @@ def _about(timeline: Timeline, left: Sequence[_Left]) -> str:
     return f"from second {timeline.end_s:.0f} on, each step like the last ones"
 
 
-def _place_in_line(record: PipelineRecord) -> tuple[bool, float, PipelineId]:
+def _admission_order(record: PipelineRecord) -> tuple[bool, float, PipelineId]:
     is_waiting = record.admitted_s is None
     return is_waiting, record.submitted_s if record.admitted_s is None else record.admitted_s, record.pipeline.id
 

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from rlmux.core.model import SubStage
-from rlmux.sim.models.decoder import Decoder, Turn, Unfinished
+from rlmux.sim.models.decoder import Decoder, LaterTurn, Unfinished
 from rlmux.sim.models.multi_turn import TurnDecoder
 from rlmux.sim.models.work import Work
 
@@ -154,7 +154,7 @@ def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:
     slot until its environment replies.
     """
     later = tuple(
-        Turn(wait_s, 0, reply + sampled)
+        LaterTurn(wait_s, 0, reply + sampled)
         for wait_s, reply, sampled in zip_longest(waits_s, runs[1::2], runs[2::2], fillvalue=0)
     )
     return Unfinished(runs[0], _FRESH, later)

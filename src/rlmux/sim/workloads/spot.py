@@ -27,7 +27,7 @@ from pathlib import Path
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, NodeId
 from rlmux.sim.spot_trace import PriceChange, Reclaim, SpotTrace
-from rlmux.sim.workloads.csv_rows import Row, numbered_lines
+from rlmux.sim.workloads.csv_rows import CsvRow, numbered_lines
 
 COLUMNS = ("at_s", "pool", "usd_per_gpu_hour", "node", "notice_s", "down_s")
 
@@ -56,7 +56,7 @@ def load(path: Path | str, cluster: Cluster) -> SpotTrace:
     return SpotTrace(prices=tuple(prices), reclaims=tuple(reclaims))
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path: Path) -> list[CsvRow]:
     numbered = numbered_lines(path)
     if len(numbered) < 2:
         raise UserError(f"{path}: no rows; accepted: a header with {', '.join(COLUMNS)}, then prices and reclaims")
@@ -68,10 +68,10 @@ def _rows(path: Path) -> list[Row]:
     missing = [name for name in ("at_s", "pool") if name not in header]
     if missing:
         raise UserError(f"{path}: row {numbered[0][0]}: missing column {missing[0]}; found: {', '.join(header)}")
-    return [Row(path, number, header, next(csv.reader([line]))) for number, line in numbered[1:]]
+    return [CsvRow(path, number, header, next(csv.reader([line]))) for number, line in numbered[1:]]
 
 
-def _reclaim(row: Row, pool: str, cluster: Cluster) -> Reclaim:
+def _reclaim(row: CsvRow, pool: str, cluster: Cluster) -> Reclaim:
     index = row.number_of("node", at_least=0)
     num_nodes = cluster.pools[pool].num_nodes
     if index != int(index) or (num_nodes is not None and index >= num_nodes):
@@ -85,16 +85,16 @@ def _reclaim(row: Row, pool: str, cluster: Cluster) -> Reclaim:
     )
 
 
-def _check_order(rows: list[Row]) -> None:
+def _check_order(rows: list[CsvRow]) -> None:
     for before, row in pairwise(rows):
         at_s, latest_s = row.time_of("at_s"), before.time_of("at_s")
         if at_s < latest_s:
             raise row.error("at_s", f"is {at_s:g}, before row {before.number}; accepted: {latest_s:g} or later")
 
 
-def _check_prices(rows: list[Row]) -> None:
+def _check_prices(rows: list[CsvRow]) -> None:
     """One price at a time, from the beginning on: there is no gap that a price would have to be made up for."""
-    row_by_key: dict[tuple[str, float], Row] = {}
+    row_by_key: dict[tuple[str, float], CsvRow] = {}
     priced: set[str] = set()  # membership tests only
     for row in rows:
         if not row.optional("usd_per_gpu_hour"):
@@ -109,9 +109,9 @@ def _check_prices(rows: list[Row]) -> None:
             raise row.error("usd_per_gpu_hour", f"{what}; accepted: one")
 
 
-def _check_reclaims(rows: list[Row], reclaims: list[Reclaim]) -> None:
+def _check_reclaims(rows: list[CsvRow], reclaims: list[Reclaim]) -> None:
     """A node is there when its notice comes."""
-    last_by_node: dict[NodeId, tuple[Row, Reclaim]] = {}
+    last_by_node: dict[NodeId, tuple[CsvRow, Reclaim]] = {}
     for row, reclaim in zip(rows, reclaims, strict=True):
         earlier = last_by_node.get(reclaim.node)
         if earlier is not None and reclaim.at_s < earlier[1].back_at_s:

@@ -48,7 +48,7 @@ from rlmux.sim.workloads.arrivals import (
     switch_seconds,
     sync_seconds,
 )
-from rlmux.sim.workloads.csv_rows import Row, numbered_lines
+from rlmux.sim.workloads.csv_rows import CsvRow, numbered_lines
 from rlmux.sim.world import NO_SWITCH, SwitchSeconds, TrueSeconds
 
 _ENDS = ("depart_s", "duration_s", "num_steps")
@@ -86,7 +86,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
     arrivals = []
     line_by_name: dict[str, int] = {}
     for number, line in lines[1:]:
-        row = Row(path, number, header, next(csv.reader([line])))
+        row = CsvRow(path, number, header, next(csv.reader([line])))
         name = row.text("pipeline")
         if name in line_by_name:
             raise row.error("pipeline", f"was given before, in row {line_by_name[name]}; accepted: each name once")
@@ -154,7 +154,7 @@ def _check_header(path: Path, header: list[str]) -> None:
         raise UserError(f"{path}: row 1: missing column {missing[0]}; found: {', '.join(header)}")
 
 
-def _arrival(row: Row) -> Arrival:
+def _arrival(row: CsvRow) -> Arrival:
     submit_s = row.time_of("submit_s")
     given = [column for column in _ENDS if row.optional(column)]
     if len(given) != 1:
@@ -204,7 +204,7 @@ def _arrival(row: Row) -> Arrival:
     )
 
 
-def _costs(row: Row, model: str | None) -> tuple[float, SwitchSeconds]:
+def _costs(row: CsvRow, model: str | None) -> tuple[float, SwitchSeconds]:
     """Seconds of weight sync and of switches: the row's own, else the profile's, else none."""
     known = NO_SWITCH if model is None else switch_seconds(model)
 
@@ -221,7 +221,7 @@ def _costs(row: Row, model: str | None) -> tuple[float, SwitchSeconds]:
     )
 
 
-def _phases(row: Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int, str | None]:
+def _phases(row: CsvRow) -> tuple[PhaseSeconds, PhaseSeconds | None, int, str | None]:
     """Solo seconds, colocated seconds, the nodes a profile was measured on, and its model."""
     name = row.optional("profile")
     if name:

@@ -31,7 +31,7 @@ from rlmux.core.errors import PipelineError, WorkerLostError
 from rlmux.engines.train.state.tree_sum import leaf_order, subtree
 
 _C: Any = dist
-"""Classes that torch does not say it exports."""
+"""`torch.distributed`, untyped: it does not declare its exports."""
 _LONGEST_WAIT = timedelta(hours=1)
 """Longest wait of a rank for another. The controller's limit for a call is shorter, and ends the whole gang."""
 _CHUNK_ELEMENTS = 1 << 22

@@ -188,7 +188,7 @@ class ShardedState(TrainTensors):
     def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
         self.require_loaded()
         masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0 or path is not None)
-        self._know_checksum(masters)
+        self._set_checksum(masters)
         if path is None:
             return
         computed_with = {name: each.to(self._dtype) for name, each in masters.items()}
@@ -198,11 +198,11 @@ class ShardedState(TrainTensors):
     def weights_checksum(self) -> str:
         self.require_loaded()
         if self._checksum is None:
-            self._know_checksum(self._whole(self._parameters.get, is_kept=self.ranks.rank == 0))
+            self._set_checksum(self._whole(self._parameters.get, is_kept=self.ranks.rank == 0))
         assert self._checksum is not None
         return self._checksum
 
-    def _know_checksum(self, masters: Mapping[str, Tensor]) -> None:
+    def _set_checksum(self, masters: Mapping[str, Tensor]) -> None:
         """The first rank computes it of what it alone has."""
         if self._checksum is None:
             self._checksum = self.ranks.of_first(weights_checksum(masters) if self.ranks.rank == 0 else "")
