@@ -1,4 +1,4 @@
-"""Ends what outlives its owner, killed or not. The one module that does; it lies below the rooms that use it.
+"""Ends processes that outlive their owner, killed or not. The only such module; it lies below the rooms that use it.
 
     owner ── a pipe that no other process holds ──▶ reaper: waits for its end, then kills until none is left
 
@@ -65,7 +65,7 @@ def marking() -> Iterator[None]:
 
 @cache
 def _mark_of_this_process() -> str:
-    """The mark that the one reaper of this process looks for."""
+    """The mark of this process's one reaper."""
     mark = secrets.token_hex(16)
     theirs, _ = os.pipe()  # ours is never closed: the end of this process closes it
     nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
@@ -104,7 +104,7 @@ def _run_server(folder: str, *command: str) -> int | None:
 
 
 def _end_all(is_theirs: Callable[[Path], bool], *, term_s: float = 0.0) -> None:
-    """SIGTERM to each process of `/proc` that is theirs, SIGKILL from `term_s` seconds on, until there is none."""
+    """Send SIGTERM to each matching process of `/proc`, SIGKILL after `term_s` seconds, until none is left."""
     terminated: set[Path] = set()
     for poll in range(_NUM_POLLS):
         is_late = poll * _POLL_EVERY_S >= term_s

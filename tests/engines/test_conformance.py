@@ -313,7 +313,7 @@ def test_weights_of_another_version_than_was_sent_fail_the_pipeline(new_engine: 
     engine = new_engine("vllm")
     other_weights(tmp_path / "1.safetensors")
     engine.server.request("POST", "/misbehave", {"wrong_version": True})
-    with pytest.raises(PipelineError, match="says its weights are version 'before'; it is to be 1"):
+    with pytest.raises(PipelineError, match="reports weights of version 'before'; accepted: 1"):
         engine.load_weights(tmp_path / "1.safetensors", 1)
 
 
@@ -358,7 +358,7 @@ def test_a_worker_that_is_killed_takes_its_server_along(pythons: dict[str, str],
 def test_a_server_of_another_kind_or_model_is_refused(new_engine: NewEngine) -> None:
     with pytest.raises(RlmuxError, match=r"/version was not answered in JSON: <html>another program</html>"):
         new_engine("vllm", misbehaves={"is_other": True})
-    with pytest.raises(RlmuxError, match="2 tokens were asked for, 2 came with 0 log-probs"):
+    with pytest.raises(RlmuxError, match="2 tokens were requested, 2 came with 0 log-probs"):
         new_engine("vllm", misbehaves={"no_logprobs": True})
 
 

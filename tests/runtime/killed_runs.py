@@ -45,5 +45,5 @@ def check_killed_twice(folder: Path, text: str) -> None:
     kill_after(killed, 4, ["resume", str(killed)])
     subprocess.run(command("resume", str(killed)), check=True, capture_output=True)
     assert weights(killed) == weights(whole)
-    (verdict,) = verify(killed, ["sort"], say=lambda _: None)
+    (verdict,) = verify(killed, ["sort"], print_line=lambda _: None)
     assert verdict.is_equal

@@ -32,19 +32,19 @@ def test_requests_of_a_client_are_verified_alone_and_a_changed_hash_or_answer_is
     loaded = verify_a_loaded_model(client, sessions[1], models[0])
     assert served.stop() == 0
     said: list[str] = []
-    verdicts = verify_served(served.folder, ["s0-0", loaded], say=said.append)
+    verdicts = verify_served(served.folder, ["s0-0", loaded], print_line=said.append)
     assert [each.line() for each in verdicts] == [
         "s0-0: equal at all 2 steps (sha256)",
         "s1-1: equal at all 1 steps (sha256)",
     ]
     assert "s0-0: 4 answers are equal" in said
     with pytest.raises(UserError, match="accepted: s0-0, s1-0, s1-1"):
-        verify_served(served.folder, ["s7-0"], say=said.append)
+        verify_served(served.folder, ["s7-0"], print_line=said.append)
 
     with sqlite3.connect(served.folder / "tinker.db") as ledger:
         ledger.execute("UPDATE results SET body = zeroblob(3) WHERE id = ?", (f"{sessions[0]}:sample:1:0",))
         ledger.execute("UPDATE updates SET sha256 = 'a' WHERE model = ? AND number = 5", (models[1],))
-    answer, weights = (verify_served(served.folder, [name], say=said.append)[0] for name in ("s0-0", "s1-0"))
+    answer, weights = (verify_served(served.folder, [name], print_line=said.append)[0] for name in ("s0-0", "s1-0"))
     assert answer.reason == f"the answer to {sessions[0]}:sample:1:0"
     assert (weights.num_equal, weights.difference.step, weights.difference.logged) == (1, 2, "a")
 

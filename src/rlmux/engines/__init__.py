@@ -5,8 +5,8 @@ Reading order: residency, device_fraction, durable_files, determinism_probe, log
 
 import logging
 
-# transformers imports torchao where it is installed; its import warns of kernels for other devices than the one that is
-# here, and of a deprecated call of its own.
+# transformers imports torchao if it is installed; that import warns of kernels for absent devices and of a deprecated
+# call of its own.
 _OF_NO_USE = {"torchao": "Failed to load", "torch.utils._pytree": "register_constant"}
 
 

@@ -1,4 +1,4 @@
-"""What an engine keeps of promise 1, found through its protocol alone, on the device it is on.
+"""Probes an engine's determinism (promise 1) through its protocol alone, on its device.
 
     rollout   the same trajectories, sampled again and again, must come out with the same tokens and log-probs:
                   repeat         all at once, once more                             fails: statistical
@@ -33,7 +33,7 @@ from rlmux.rl.determinism_class import ProbeCheck, ProbeReport
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 
 NUM_TRAJECTORIES = 8
-"""Trajectories of the probe that a worker makes of its own engine: it takes seconds."""
+"""Trajectories of a worker's probe of its own engine, which takes seconds."""
 BATCH_SIZES = (1, 8, 255, 256, 257)
 MAX_PROMPT_TOKENS = 24
 MAX_NEW_TOKENS = 8
@@ -48,9 +48,9 @@ Sampled = dict[TrajectoryId, FinishedTurn]
 
 
 def probe_rollout(engine: RolloutEngine, *, num_trajectories: int = NUM_TRAJECTORIES) -> ProbeReport:
-    """Compare the engine's own sampling under different schedules. Raises IllegalTransitionError for one at work."""
+    """Compare the engine's sampling under different schedules. Raises IllegalTransitionError for a busy engine."""
     if not engine.is_unused:
-        raise IllegalTransitionError("a rollout engine that is offloaded or has trajectories was asked for a probe")
+        raise IllegalTransitionError("cannot probe a rollout engine that is offloaded or has trajectories")
     began = time.perf_counter()
     is_ours = isinstance(engine, SlotRolloutEngine)
     requests = _requests(engine, num_trajectories)
@@ -93,7 +93,7 @@ def probe_rollout(engine: RolloutEngine, *, num_trajectories: int = NUM_TRAJECTO
 
 
 def probe_training(engine: TorchTrainEngine) -> ProbeReport:
-    """Compare the gradient of one micro-batch with itself, another one computed in between."""
+    """Compare a micro-batch's gradient with itself after another micro-batch."""
     began = time.perf_counter()
     batches = _micro_batches(engine)
     first = _gradient_fingerprint(engine, batches[0])

@@ -1,4 +1,4 @@
-"""Device fractions: parts of one device, prepared before an order asks for one.
+"""Device fractions: parts of one device, prepared before orders use them.
 
     probe(device) ──▶ DeviceFractions: which fractions there are here, how they are made, and what is missing
     fraction_setter(device) ──▶ set(device_fraction), in the process that computes, between two calls of its engine
@@ -11,7 +11,7 @@
 A device fraction is that of the process that sets it; 1.0 is the whole device. Nothing here starts a thread or a
 daemon.
 Invariant: fractions change when work is done, never what it computes. Where a fraction cannot be made, setting it does
-nothing, and `DeviceFractions` says so, so that no plan counts on it.
+nothing, and `DeviceFractions` reports that, so that no plan relies on it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def nice_of(device_fraction: float) -> int:
 
 
 def cpu_name() -> str:
-    """Name of the processor, as the system tells it."""
+    """Name of the processor, as the system reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -242,7 +242,7 @@ def green_sizes(num_sms: int, compute_major: int) -> dict[float, int]:
 
 
 def mps_problem() -> str:
-    """Why processes cannot compute on one GPU at the same time; empty where they can."""
+    """Why processes cannot compute on one GPU at the same time; empty if they can."""
     pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
     if (pipe / "control").exists():
         return ""
@@ -283,7 +283,7 @@ def _green_sizes() -> dict[float, int]:
 
 
 def _green_problem(num_sms: int) -> str:
-    """Why no green context can be made and used; empty where one can."""
+    """Why green contexts are unusable; empty if they are usable."""
     try:
         from torch.cuda.green_contexts import GreenContext
 
@@ -293,6 +293,6 @@ def _green_problem(num_sms: int) -> str:
             torch.ones(8, device="cuda").sum().item()
         finally:
             context.pop_context()
-    except Exception as error:  # drivers and builds fail in ways of their own; all mean that there are none
+    except Exception as error:  # drivers and builds fail in different ways, all of which mean no support
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return ""

@@ -1,4 +1,4 @@
-"""Files that survive. Imports nothing heavy: the controller reads checkpoints without torch."""
+"""Durable files. Imports nothing heavy: the controller reads checkpoints without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Make a file, or a folder's list of names, survive a power cut."""
+    """Flush a file, or a folder's entries, to disk, so that it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

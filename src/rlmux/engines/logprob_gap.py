@@ -1,4 +1,4 @@
-"""Whether rollout and training compute the same policy: the largest difference between their log-probabilities.
+"""Compares the policies of rollout and training: the largest difference between their log-probabilities.
 
 fresh tokens: made by the version being trained      compared
 stale tokens: made by an older version               another policy, not compared
@@ -18,16 +18,16 @@ class LogprobGap:
     """The largest difference over the micro-batches of one step."""
 
     def __init__(self, accepted: float = math.inf) -> None:
-        """`accepted`: the largest gap, in nats, that is no failure."""
+        """`accepted`: largest accepted gap in nats."""
         self._accepted = accepted
         self.largest = math.nan
         """Difference in nats; NaN while no fresh token was compared."""
 
     def compare(self, logprobs: Tensor, batch: MicroBatch, place: str) -> None:
-        """Take in what training computed, [R], for the tokens of a micro-batch.
+        """Compare training's log-probabilities [R] of a micro-batch's tokens with those of the rollout.
 
-        Raises PipelineError, beginning with `place`, for a log-probability that is not a number, and for a gap above
-        what is accepted.
+        Raises PipelineError, beginning with `place`, for a log-probability that is not a number, and for a larger gap
+        than accepted.
         """
         gaps = (logprobs.detach() - batch.sampled_logprobs).abs()[~batch.is_stale]
         if not len(gaps):

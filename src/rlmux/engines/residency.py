@@ -1,11 +1,11 @@
-"""Between device and host: what both engines need to leave a device and come back.
+"""Moves an engine's tensors between device and host.
 
     offload:   Offloaded(tensors) ─▶ their device storage to size 0 ─▶ release_storage
     load:      device storage back ─▶ Offloaded.copy_to(tensors), bit for bit
 
     HOST   copies in host memory, pinned where the device is a GPU
-    DISK   one file, readable by its owner alone. It loses its name as soon as it is made, so it goes with the
-           process, however that ends, and holds no host memory but what the system has to spare for its cache
+    DISK   one file, readable only by its owner. It is unlinked on creation, so it disappears with the process, and
+           takes no host memory except spare memory for the system's cache
 
 On a CPU both sides are the same memory, and only the storage counts.
 """
@@ -28,7 +28,7 @@ _LARGE_BYTES = 2**20
 
 
 class Offloaded:
-    """Tensors that are off their device, in their order."""
+    """Tensors off their device, in their order."""
 
     def __init__(self, tensors: Sequence[Tensor], *, spill_to: Path | None = None) -> None:
         """`spill_to`: name of the file while it is made; None keeps the tensors in host memory."""
@@ -38,7 +38,7 @@ class Offloaded:
 
     @property
     def is_on_disk(self) -> bool:
-        """The tensors are spilled and not in host memory."""
+        """Whether the tensors are spilled and not in host memory."""
         return self._copies is None
 
     def copy_to(self, tensors: Sequence[Tensor]) -> None:
@@ -53,7 +53,7 @@ class Offloaded:
             tensor.copy_(copy)
 
     def leave_cache(self) -> None:
-        """Have the system forget what it keeps of the file, so that a measured load reads the disk."""
+        """Drop the system's cache of the file, so that a measured load reads the disk."""
         if self._file is not None:
             self._file.leave_cache()
 
@@ -151,9 +151,9 @@ def release_storage(device: torch.device) -> None:
 
 
 def return_freed_memory() -> None:
-    """Have the C library give every large block back as it is freed, from now on, instead of keeping it in its heap.
+    """Make the C library return every large block when it is freed, instead of keeping it in its heap.
 
-    Layers that are gathered and let go leave holes of many sizes there, which came to half of what a process held.
+    Layers that are gathered and freed leave holes of many sizes there, which came to half of a process's memory.
     """
     if hasattr(_LIBC, "mallopt"):  # glibc's; -3 is M_MMAP_THRESHOLD
         _LIBC.mallopt(-3, _LARGE_BYTES)

@@ -1,4 +1,4 @@
-"""What the algorithms differ in: how rewards of a prompt group become advantages, and how tokens are weighed.
+"""RL algorithms: advantages from a prompt group's rewards, and weights of tokens.
 
     rewards of a group ──▶ advantages ─┐
                                        ├─▶ loss = Σ_i w_i Σ_t ( clipped surrogate_it + kl_coef · k3_it )

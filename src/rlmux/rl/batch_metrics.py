@@ -1,4 +1,4 @@
-"""What a step's trajectories were like, in numbers; and the one place that says how tokens are counted.
+"""Metrics of a step's trajectories, and the definition of token counts.
 
 response tokens   all tokens after the prompt, environment replies included: lengths, budgets, a step's `tokens`
 sampled tokens    the response tokens that the model made: those with a loss; `ChunkReport.sampled_tokens`
@@ -21,7 +21,7 @@ class BatchMetrics:
 
     num_trajectories: int
     reward_mean: float
-    """Mean over the trajectories that have a reward; 0.0 where none has."""
+    """Mean over the trajectories that have a reward; 0.0 without any."""
     reward_std: float
     """Standard deviation over the same trajectories."""
     response_tokens: int
@@ -35,9 +35,9 @@ class BatchMetrics:
     logged: Mapping[str, float]
     """What the reward function logged, by metric."""
     round: RoundRecord | None
-    """What tail batching made of the step; None without it."""
+    """Result of tail batching; None without it."""
     version_metrics: Mapping[str, float]
-    """What interruptible rollouts made of the step, by metric; empty without them."""
+    """Figures of interruptible rollouts, by metric; empty without them."""
 
     @property
     def round_metrics(self) -> dict[str, int]:

@@ -1,13 +1,13 @@
-"""Work of a pipeline that a program of its own asks for, one request after another: frozen values that cross processes.
+"""Requests of a client's program to its on-demand pipeline: frozen values that cross processes.
 
     for its train worker, in the order of the model's requests     for its rollout workers, in any order
 
     ForwardBackward*  ─▶ OptimizerStep  ─▶ weights of a new version   SampleRequest ─▶ SampledSequence*
-    SaveWeights, SaveState, LoadState                                 with the weights of one file
+    WriteWeights, SaveState, LoadState                                with the weights of one file
 
 An answer is a value of this module, or a UserError, which belongs to the request alone. A front may have workers read
-requests and write answers in the form of its clients: it hands them functions of a module of its own, which cross
-processes by name.
+requests and write answers in its clients' format: it passes functions of its own module, which cross processes by
+name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForwardBackward:
     config: Mapping[str, float | str]
     is_forward_only: bool
     complaint: str | None = None
-    """What is wrong with it, known before it reached an engine; None: nothing."""
+    """Error found before the request reached an engine; None without one."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +65,7 @@ class PackedLoss:
 
     body: bytes
     read: Callable[[bytes], ForwardBackward]
-    """Reads the body. What is wrong with it is the request's `complaint`, never an exception."""
+    """Reads the body. Errors go to the request's `complaint` and are never raised."""
     write: Callable[[ForwardBackwardDone], bytes]
     """Makes the answer that is sent back."""
     is_forward_only: bool
@@ -75,7 +75,7 @@ class PackedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """Clip what was added up, make one update with these numbers, and clear the gradients."""
+    """Clip the summed gradients, make one update with these numbers, and clear the gradients."""
 
     learning_rate: float
     betas: tuple[float, float]
@@ -109,7 +109,7 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadState:
-    """Take over the weights of a checkpoint, and its moments if asked. Answered with the hash of the weights."""
+    """Load the weights of a checkpoint, optionally its moments. Answered with the hash of the weights."""
 
     folder: Path
     with_optimizer: bool
@@ -121,14 +121,14 @@ TrainRequest = Loss | OptimizerStep | WriteWeights | SaveState | LoadState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Sequences to sample from one prompt, and the prompt's own log-probs if asked."""
+    """Sequences to sample from one prompt, and optionally the prompt's own log-probs."""
 
     id: str
     """Name of the request; unlike all others of its pipeline."""
     trajectories: Sequence[TrajectoryRequest]
     prompt_tokens: Sequence[int]
     num_scored: int = 0
-    """Tokens at the end of the prompt whose log-probs are asked for."""
+    """Tokens at the end of the prompt whose log-probs are requested."""
     write: Callable[[SampleDone], Any] | None = None
     """Makes the answer that is sent back; None: it is the SampleDone."""
 
@@ -155,4 +155,4 @@ class SampleDone:
     id: str
     sequences: Sequence[SampledSequence] = field(default_factory=tuple)
     prompt_logprobs: Sequence[float] = ()
-    """Log-probs of the last tokens of the prompt that were asked for."""
+    """Requested log-probs of the prompt's last tokens."""

@@ -1,11 +1,11 @@
-"""What environments are told and what they reply, for the episodes of one pipeline.
+"""Conversations of one pipeline's episodes with their environments.
 
-    ask(turns) ──▶ a reply at once ────────────────────▶ recorded in the episode ──▶ reply_to(turn)
-              └──▶ an awaitable: pending ──collect──────▶ recorded ...
-                                        └──drop: its trajectory began anew, or its step is over
+    send_turns ─┬▶ a reply at once ────────────────────▶ recorded in the episode ──▶ reply_to(turn)
+                └▶ an awaitable: pending ──collect──────▶ recorded ...
+                                        └──drop: its trajectory restarted, or its step is over
 
-Invariant: an episode's environment has seen exactly the turns in `Episode.turns`. After a crash a trajectory may tell
-other turns than before: a fresh environment is then told all of them again.
+Invariant: an episode's environment has seen exactly the turns in `Episode.turns`. After a crash a trajectory may have
+other turns than before: a fresh environment then gets all of them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rlmux.rl.vocabulary import Vocabulary, reply_tokens_of
 
 
 class Conversations:
-    """Owns the replies that are pending; everything that was said lies in the episodes."""
+    """Owns the pending replies; turns and replies are recorded in the episodes."""
 
     def __init__(self, task: Task, vocabulary: Vocabulary, limit_s: float, on_answer: Callable[[], None]) -> None:
-        """`limit_s`: seconds that an environment may take for one reply. `on_answer`: called after each call of one."""
+        """`limit_s`: longest seconds of one reply. `on_answer`: called after each call of an environment."""
         self._on_answer = on_answer
         self._task = task
         self._vocabulary = vocabulary
         self._limit_s = limit_s
         self._pending: PendingCalls[TrajectoryId] = PendingCalls(limit_s)
         self._pending_turns: dict[TrajectoryId, tuple[Episode, list[str]]] = {}
-        """Each pending episode and all turns that its environment was told, the one without a reply last."""
+        """Each pending episode and all turns sent to its environment, the one without a reply last."""
 
     def send_turns(self, turns: Sequence[tuple[FinishedTurn, Episode]]) -> None:
-        """Tell the environments of episodes that are not over what the model said, where that is new."""
+        """Send new turns to the environments of unfinished episodes."""
         if self._task.is_single_turn:
             return
         due: list[tuple[Episode, str, Environment]] = []
@@ -48,7 +48,7 @@ class Conversations:
             texts = self._turn_texts(turn)
             if episode.turns[: len(texts)] == texts or self._texts_pending(turn.id) == texts:
                 continue
-            if turn.id in self._pending_turns:  # about a turn that was taken back by a crash
+            if turn.id in self._pending_turns:  # about a turn that a crash discarded
                 self.drop(turn.id)
                 episode.environment = None
             environment = self._environment_after(episode, texts[:-1])
@@ -70,7 +70,7 @@ class Conversations:
             self._record(episode, texts[-1], result)
 
     def is_pending(self, turn: FinishedTurn) -> bool:
-        """The environment was told exactly this turn and has not replied yet."""
+        """Whether the environment got exactly this turn and has not replied yet."""
         texts = self._texts_pending(turn.id)
         return texts is not None and turn.stop_reason != "length" and self._turn_texts(turn) == texts
 
@@ -81,7 +81,7 @@ class Conversations:
         reply = episode.replies[len(self._turn_texts(turn)) - 1]
         if reply is None:
             return None
-        # A reply that leaves the model no token of its own ends the trajectory without it.
+        # A reply that leaves the model no token ends the trajectory and is dropped.
         leaves_room = len(turn.tokens) + len(reply) < episode.request.max_new_tokens
         return reply if leaves_room else None
 
@@ -100,7 +100,7 @@ class Conversations:
         return None if pending is None else pending[1]
 
     def _environment_after(self, episode: Episode, earlier: list[str]) -> Environment | None:
-        """The episode's environment after the turns `earlier`: told again to a fresh one where they differ."""
+        """The episode's environment after the turns `earlier`, which a fresh one gets again if they differ."""
         if episode.environment is not None and episode.turns == earlier:
             return episode.environment
         name = _name(episode)
@@ -127,7 +127,7 @@ class Conversations:
         episode.reply_texts.append(result or "")
 
     def _turn_texts(self, turn: FinishedTurn) -> list[str]:
-        """What the model said in each of its turns."""
+        """Text of each of the model's turns."""
         return [
             self._vocabulary.decode([token for token, _ in run])
             for is_sampled, run in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1])

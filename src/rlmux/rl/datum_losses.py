@@ -53,7 +53,7 @@ class DatumLoss:
     """Keys of the config with their default values; None: it has none."""
 
     def check(self, name: str, inputs: frozenset[str], config: Mapping[str, object]) -> dict[str, float]:
-        """The whole config. Raises UserError for inputs or keys that the loss does not know."""
+        """The complete config. Raises UserError for unknown inputs or keys."""
         accepted = {TARGETS, *self.needed, *self.optional}
         missing, unknown = sorted({TARGETS, *self.needed} - inputs), sorted(inputs - accepted)
         if missing or unknown:
@@ -107,7 +107,7 @@ DATUM_LOSSES: Mapping[str, DatumLoss] = {
 
 
 def datum_loss(name: str) -> DatumLoss:
-    """The loss of this name. Raises UserError, which says what to write instead, for one that is not served."""
+    """The loss of this name. Raises UserError, with the accepted names, for an unknown one."""
     if name in DATUM_LOSSES:
         return DATUM_LOSSES[name]
     accepted = ", ".join(DATUM_LOSSES)

@@ -1,4 +1,4 @@
-"""What the SFT warm-up imitates: the task's own answers, as tokens with a loss mask, by update index.
+"""Demonstrations for the SFT warm-up: the task's answers as tokens with a loss mask, by update index.
 
 Task indices run down from -1, so that no RL prompt was seen before. A train engine makes its
 batches from the config alone; nothing has to be sent.

@@ -1,4 +1,4 @@
-"""What a pipeline promises about its results, and what a probe of its engines found.
+"""Determinism classes, and reports of an engine's probe.
 
     exact         the same bits under any schedule: alone, beside others, paused, migrated, restarted
     replayable    the same bits under the same schedule
@@ -24,12 +24,12 @@ class Promise(StrEnum):
 
     @property
     def max_logprob_gap(self) -> float:
-        """Largest gap in nats between rollout's and training's log-probability of a token, unless the file says
-        otherwise. Our engines in float32 are some 1e-5 apart; engines in half precision some tenths."""
+        """Largest gap in nats between rollout's and training's log-probability of a token, unless the file has
+        another. Our engines in float32 are some 1e-5 apart; engines in half precision some tenths."""
         return {Promise.EXACT: 1e-3, Promise.REPLAYABLE: 1e-2, Promise.STATISTICAL: 1.0}[self]
 
     def covers(self, required: Promise) -> bool:
-        """Whether this class promises all that the other one does."""
+        """Whether this class is at least as strong as the other one."""
         strongest_first = list(Promise)
         return strongest_first.index(self) <= strongest_first.index(required)
 
@@ -41,7 +41,7 @@ class ProbeCheck:
     name: str
     """What was compared, in one or two words."""
     failure: str
-    """What it means where the bits differ, in one line."""
+    """Meaning of a difference, in one line."""
     is_equal: bool
     """Whether all bits were equal."""
     is_repetition: bool = False
@@ -73,7 +73,7 @@ def failures_of(checks: Iterable[ProbeCheck]) -> list[ProbeCheck]:
 
 
 def refusal(pipeline: str, required: Promise | None, checks: Iterable[ProbeCheck]) -> str | None:
-    """One line that says why a pipeline that asks for more than was found is refused; None where it is not."""
+    """Why a pipeline that requires more than was found is refused, in one line; None if it is accepted."""
     every = list(checks)
     found = promise_of(every)
     if required is None or found.covers(required):
@@ -87,8 +87,8 @@ def refusal(pipeline: str, required: Promise | None, checks: Iterable[ProbeCheck
 
 
 def worst_of(reports: Sequence[ProbeReport | None]) -> ProbeReport | None:
-    """The first report of several workers that compared together in which bits differ, else the first; None where some
-    have none."""
+    """The first report with a difference from workers that compared together, else the first report; None if one is
+    missing."""
     found = [report for report in reports if report is not None]
     if len(found) < len(reports):
         return None

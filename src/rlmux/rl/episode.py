@@ -21,17 +21,17 @@ class Episode:
     replies: list[tuple[int, ...] | None] = field(default_factory=list)
     """Tokens answered to each of `turns`; None ended the episode."""
     reply_texts: list[str] = field(default_factory=list)
-    """What the environment said to each of `turns`, without a chat template's marks; empty where it ended."""
+    """Text of the environment's reply to each of `turns`, without a chat template's marks; empty at the end."""
     ending: FinishedTurn | None = None
     """The last turn, once the episode is over; never replaced."""
     is_scored: bool = False
-    """The reward function has answered."""
+    """Whether the reward function has answered."""
     reward: float | None = None
     """None until the episode is scored, and where the reward function gives it none."""
 
     @property
     def place(self) -> str:
-        """How errors name it."""
+        """Name of the episode in errors."""
         id = self.request.id
         return f"step {id.step} prompt {id.prompt} sample {id.sample}"
 

@@ -20,7 +20,7 @@ _SETTERS: dict[type, tuple[Callable[[Any, Any], None], ...]] = {}
 
 
 def fast_pickled(cls: type[T]) -> type[T]:
-    """Have values of a dataclass with slots and two fields or more pickled as a row; its subclasses as before."""
+    """Pickle values of a dataclass with slots and at least two fields as a row; subclasses are unchanged."""
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     values_of = attrgetter(*names)
     _SETTERS[cls] = tuple(vars(cls)[name].__set__ for name in names)

@@ -1,4 +1,4 @@
-"""Where weights and samples come from: they carry it, and whatever takes them over checks it.
+"""The origin of weights and samples: they carry it, and every reader checks it.
 
 run's log ── run_id ─────────────┐
 TrainingConfig ── plan_sha256 ───┴─▶ Origin ─▶ state.json of checkpoints, metadata of weights, batches
@@ -33,13 +33,13 @@ _MODES = {("rollout", "interruptible")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The run and the pipeline that something was made by."""
+    """The run and the pipeline that made a file or batch."""
 
     run_id: str
     """Random name of the run, from its log."""
     pipeline: str
     plan_sha256: str
-    """Hash of all that decides the pipeline's weights, as it was when the pipeline came to the run."""
+    """Hash of everything that determines the pipeline's weights, at the time it joined the run."""
 
     def fields(self) -> dict[str, str]:
         """All of it as it is written down."""

@@ -1,8 +1,8 @@
-"""Finished turns as the controller passes them on: their ids, and the rest as bytes that it never looks into.
+"""Finished turns in transit through the controller: ids, and the rest as opaque bytes.
 
     rollout worker ── pack ──▶ PackedTurns ──▶ controller ──▶ PackedTurns ── unpack ──▶ env worker
 
-A device waits while its worker's answer is on its way. Pickled one by one, frozen dataclasses take five times as long
+A device waits while its worker's answer is in transit. Pickled one by one, frozen dataclasses take five times as long
 to write as rows of plain values, and the controller would read and write them once more.
 """
 

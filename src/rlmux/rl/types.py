@@ -58,7 +58,7 @@ class Prompt:
 @fast_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRequest:
-    """What a rollout engine is asked to sample."""
+    """A request to sample one trajectory."""
 
     id: TrajectoryId
     prompt_tokens: tuple[int, ...]
@@ -80,7 +80,7 @@ class TrajectoryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTurn:
-    """The engine stopped this trajectory: a stop token was sampled or the budget is used up."""
+    """A finished turn: a stop token was sampled, or the budget is used up."""
 
     id: TrajectoryId
     tokens: tuple[int, ...]
@@ -180,7 +180,7 @@ class TrainingBatch:
     origin: Origin | None = None
     """Origin of the trajectories; None: not marked."""
     round: RoundRecord | None = None
-    """What tail batching made of the step; None without it."""
+    """Result of tail batching; None without it."""
     backlog: bytes | None = None
     """A packed `rl.backlog.Backlog` that interruptible rollouts go on from after the step; None without them."""
 
@@ -201,7 +201,7 @@ class SubStageIterations(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReport:
-    """What a bounded call of a rollout engine did."""
+    """Report of a bounded call of a rollout engine."""
 
     finished: Sequence[FinishedTurn]
     num_active: int
@@ -221,12 +221,12 @@ class ChunkReport:
     iterations: Sequence[SubStageIterations] = ()
     """How `seconds` were spent, sorted by sub-stage and rows."""
     progress: Mapping[TrajectoryId, int] = field(default_factory=dict)
-    """Response tokens of each unfinished trajectory that has begun; empty where the engine does not tell."""
+    """Response tokens of each begun, unfinished trajectory; empty if the engine does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a bounded call of a train engine did."""
+    """Report of a bounded call of a train engine."""
 
     is_done: bool
     """The stage is complete."""

@@ -280,14 +280,14 @@ def _opening_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _num_embedded(folder: Path) -> int | None:
-    """Rows of a checkpoint's embedding; None where its config.json does not say."""
+    """Rows of a checkpoint's embedding; None if its config.json lacks the number."""
     path = folder / "config.json"
     found = json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
     return found if isinstance(found, int) else None
 
 
 def _stop_tokens(folder: Path, eos_token: int) -> tuple[int, ...]:
-    """Chat models often stop at more than one token, which only generation_config.json says."""
+    """Stop tokens; chat models often have several, which are only in generation_config.json."""
     path = folder / "generation_config.json"
     listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     extra = listed if isinstance(listed, list) else [listed]

@@ -18,7 +18,7 @@ from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import RunOptions, run_pipelines
 
 NOISY = """
-from rlmux.rl.determinism_class import Check, ProbeReport
+from rlmux.rl.determinism_class import ProbeCheck, ProbeReport
 from rlmux.runtime.workers.planned_workers import RolloutWorker
 
 
@@ -26,7 +26,7 @@ class Noisy(RolloutWorker):
     def probe(self):
         report = super().probe()
         assert all(check.is_equal or check.is_avoidable for check in report.checks), report
-        differs = Check(name="alone", failure="a trajectory samples other bits alone", is_equal=False)
+        differs = ProbeCheck(name="alone", failure="a trajectory samples other bits alone", is_equal=False)
         return ProbeReport(checks=(*report.checks, differs), seconds=report.seconds)
 """
 

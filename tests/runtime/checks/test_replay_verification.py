@@ -61,7 +61,7 @@ def of_step(note: str, step: int) -> str:
 
 def test_a_pipeline_that_shared_its_devices_is_equal_alone_at_every_step(shared):
     said: list[str] = []
-    (verdict,) = verify(shared, ["a"], say=said.append)
+    (verdict,) = verify(shared, ["a"], print_line=said.append)
     assert verdict.line() == "a: equal at all 2 steps (checksum, sha256)"
     assert verdict.is_equal
     assert said == ["a: step 1 of 2 is equal", "a: step 2 of 2 is equal"]
@@ -74,7 +74,7 @@ def test_a_pipeline_that_shared_its_devices_is_equal_alone_at_every_step(shared)
 def test_a_sum_that_was_changed_in_the_log_is_found_at_its_step(shared, tmp_path, note, key, compared):
     true = logged(shared, note, key, "a", 2)
     run = tampered(shared, tmp_path, of_step(note, 2), true, "0" * len(true))
-    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    (verdict,) = verify(run, ["a"], print_line=lambda text: None)
     assert not verdict.is_equal
     assert verdict.line() == f"a: differs at step 2 of 2: {compared} 000000000000 in the log, {true[:12]} alone"
 
@@ -91,7 +91,7 @@ def test_a_log_of_before_with_a_hash_in_each_step_is_compared_by_it(shared, tmp_
         run = tampered(run, tmp_path / f"{step}", of_step("checkpoint", step), '"weights_sha256"', '"unknown"')
         old, new = f'"weights_checksum":"{checksum}"', f'"weights_sha256":"{sha256}"'
         run = tampered(run, tmp_path / f"{step}-", of_step("step", step), old, new)
-    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    (verdict,) = verify(run, ["a"], print_line=lambda text: None)
     assert verdict.line() == "a: equal at all 2 steps (sha256)"
 
 
@@ -108,24 +108,24 @@ def with_gaps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_between_checkpoints_steps_are_compared_by_their_checksums(with_gaps, tmp_path):
     assert all(logged(with_gaps, "step", "weights_checksum", "a", step) for step in range(1, 6))
     assert [logged(with_gaps, "step", "weights_sha256", "a", step) for step in range(1, 6)] == [None] * 5
-    (verdict,) = verify(with_gaps, ["a"], say=lambda text: None)
+    (verdict,) = verify(with_gaps, ["a"], print_line=lambda text: None)
     assert verdict.line() == "a: equal at all 5 steps (checksum, sha256 at 2)"
     true = logged(with_gaps, "step", "weights_checksum", "a", 2)
     run = tampered(with_gaps, tmp_path, of_step("step", 2), true, "0" * 32)
-    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    (verdict,) = verify(run, ["a"], print_line=lambda text: None)
     assert verdict.line() == f"a: differs at step 2 of 5: checksum 000000000000 in the log, {true[:12]} alone"
 
 
 @pytest.mark.slow
 def test_hashes_of_steps_that_would_have_no_checkpoint_are_made_for_the_comparison(with_gaps, tmp_path):
     run = tampered(with_gaps, tmp_path / "one", "type = 'header'", "checkpoint_every: 3", "checkpoint_every: 4")
-    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    (verdict,) = verify(run, ["a"], print_line=lambda text: None)
     assert verdict.line() == "a: equal at all 5 steps (checksum, sha256 at 2)", "step 3 would have none by this file"
 
 
 def test_another_seed_differs_from_the_first_step_on(shared, tmp_path):
     run = tampered(shared, tmp_path, "type = 'header'", "seed: 11", "seed: 13")
-    (verdict,) = verify(run, ["a"], say=lambda text: None)
+    (verdict,) = verify(run, ["a"], print_line=lambda text: None)
     assert verdict.difference is not None
     assert (verdict.difference.step, verdict.num_equal) == (1, 0)
     assert verdict.difference.logged == logged(shared, "step", "weights_checksum", "a", 1)
@@ -134,6 +134,6 @@ def test_another_seed_differs_from_the_first_step_on(shared, tmp_path):
 
 def test_what_cannot_be_verified_is_refused_before_anything_starts(shared):
     with pytest.raises(UserError, match="no pipeline 'zebra'; accepted: a, b"):
-        verify(shared, ["zebra"], say=pytest.fail)
+        verify(shared, ["zebra"], print_line=pytest.fail)
     with FolderLock.take(shared), pytest.raises(UserError, match="another process is writing here"):
-        verify(shared, ["a"], say=pytest.fail)
+        verify(shared, ["a"], print_line=pytest.fail)

@@ -35,7 +35,7 @@ def test_two_adapters_at_once_and_a_killed_server_are_what_each_is_alone_and_ver
     assert "model.safetensors" not in kept
     assert all(".lora_" in name for file, names in kept.items() if file != "optimizer.safetensors" for name in names)
     assert resumed.stop() == 0
-    verdicts = verify_served(served.folder, ["s2-0", "s3-0"], say=lambda _: None)
+    verdicts = verify_served(served.folder, ["s2-0", "s3-0"], print_line=lambda _: None)
     assert [each.line() for each in verdicts] == [f"{name}: equal at all 3 steps (sha256)" for name in ("s2-0", "s3-0")]
 
 

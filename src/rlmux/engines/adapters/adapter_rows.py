@@ -40,8 +40,8 @@ class RowAdapters:
     """Which adapter serves which rows of a batch."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[Mapping[str, LowRank]], Tensor | None]]) -> None:
-        """`parts`: an adapter's layers, the output matrix's behind them, and the rows [rows, 1] that are not its own;
-        None: all rows are."""
+        """`parts`: an adapter's layers, then its output matrix, and a mask [rows, 1] of other adapters' rows; None: all
+        rows are its own."""
         self._parts = parts
 
     def add(self, layer: int, name: str, inputs: Tensor, outputs: Tensor) -> None:
@@ -60,7 +60,7 @@ class RowAdapters:
 
 
 def _inner(inputs: Tensor, low_rank: LowRank, is_others: Tensor | None) -> Tensor:
-    """What the first of the two matrices makes of the rows; zero for those of others."""
+    """Product of the rows and the first matrix; zero for other adapters' rows."""
     inner = row_product(inputs, low_rank.down)
     return inner if is_others is None else inner.masked_fill_(is_others, 0.0)
 

@@ -3,7 +3,7 @@
     ""      the engine's own pipeline: an adapter, or the whole model
     NAME    a further pipeline of the same base
 
-A trajectory names its adapter in its id; `rows` says which rows of a batch are whose.
+A trajectory names its adapter in its id; `rows` maps the rows of a batch to adapters.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rlmux.rl.config import AdapterConfig
 
 
 class AdapterTable:
-    """Adapters over one base. All begin at version 0, where B is zero and the base alone speaks."""
+    """Adapters over one base. All begin at version 0, where B is zero and only the base counts."""
 
     def __init__(
         self, base: DecoderWeights, device: torch.device, changed: Callable[[Sequence[AdapterConfig]], None]
     ) -> None:
-        """`changed`: is told the `configs` whenever an adapter came or went."""
+        """`changed`: called with the `configs` after an adapter was added or removed."""
         self._shape = base.shape
         self._gains = base.gains.detach().cpu().clone()
         self._device = device
@@ -37,7 +37,7 @@ class AdapterTable:
         self._changed = changed
 
     def add(self, name: str, adapter: AdapterConfig | None) -> None:
-        """Serve one more; None serves the base itself. Raises UserError for a name that is there."""
+        """Add an adapter; None serves the base itself. Raises UserError for an existing name."""
         if name in self._weights:
             raise UserError(f"adapter {name!r} is there already; accepted: another name")
         weights = None
@@ -48,13 +48,13 @@ class AdapterTable:
         self._changed(self.configs)
 
     def remove(self, name: str) -> None:
-        """Serve one no more."""
+        """Remove an adapter."""
         del self._weights[name], self._versions[name]
         self._changed(self.configs)
 
     @property
     def configs(self) -> list[AdapterConfig]:
-        """The adapters' ranks and targets, each distinct one once, in a fixed order."""
+        """Distinct ranks and targets of the adapters, in a fixed order."""
         return sorted({one.adapter for one in self._weights.values() if one is not None}, key=repr)
 
     @property
@@ -63,32 +63,32 @@ class AdapterTable:
         return [one.flat for one in self._weights.values() if one is not None]
 
     def weights(self, name: str) -> AdapterWeights | None:
-        """None for the base itself. Raises UserError for a name that is not served."""
+        """The adapter's weights; None for the base itself. Raises UserError for an unknown name."""
         if name not in self._weights:
             served = ", ".join(repr(one) for one in self._weights)
             raise UserError(f"adapter {name!r} is not served here; accepted: {served}")
         return self._weights[name]
 
     def weights_to_load(self, name: str) -> AdapterWeights | None:
-        """What a file of weights goes to; None: to the base. Raises IllegalTransitionError where that is shared."""
+        """Target of a file of weights; None: the base. Raises IllegalTransitionError for a shared base."""
         weights = self.weights(name)
         if weights is None and self.configs:
             raise IllegalTransitionError("weights of a whole model came for a base that adapters stand on")
         return weights
 
     def version_of(self, live: LiveTrajectory) -> int:
-        """The weight version that makes a trajectory's next tokens."""
+        """Weight version of a trajectory's next tokens."""
         return self._versions[live.request.id.adapter]
 
     def version(self, name: str) -> int:
-        """The weight version of one."""
+        """Weight version of an adapter."""
         return self._versions[name]
 
     def set_version(self, name: str, version: int) -> None:
         self._versions[name] = version
 
     def rows(self, names: Sequence[str | None], repeats: int = 1) -> RowAdapters | None:
-        """Who serves which row: the name of each row, None for a row whose numbers are never read.
+        """The adapter of each row, by name; None for a row whose numbers are never read.
 
         Each name stands for `repeats` rows. None where no adapter takes part.
         """

@@ -40,7 +40,7 @@ class AdapterWeights:
     """One pipeline's adapter as views of one flat buffer, in the base's fused form."""
 
     def __init__(self, shape: DecoderShape, adapter: AdapterConfig, device: torch.device, gains: Tensor) -> None:
-        """All is zero until `refresh`. `gains` [2 * layers + 1, hidden]: of the two norms of each block and of the last
+        """All zero until `refresh`. `gains` [2 * layers + 1, hidden]: of the two norms of each block and of the last
         one, in host memory."""
         self.shape = shape
         self.adapter = adapter
@@ -85,7 +85,7 @@ class AdapterWeights:
             yield layer
 
     def refresh(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a file's tensors under peft's names; all are checked before any changes.
+        """Copy a file's tensors under peft's names; all are checked before any changes.
 
         Raises UserError for another adapter's tensors, PipelineError for numbers that are not finite.
         """
@@ -158,7 +158,7 @@ class AdapterWeights:
 
 
 def _stem(layer: int, target: str) -> str:
-    """What a target's two tensors are called in a file, up to the last dots."""
+    """Common prefix of a target's two tensor names in a file."""
     if target == "lm_head":
         return f"base_model.model.{target}"
     return f"base_model.model.model.layers.{layer}.{target}"

@@ -29,13 +29,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
 _ADAPTER = "default"
-"""The name that peft gives an adapter where there is one."""
+"""peft's name for a single adapter."""
 
 
 def inject_adapter(model: PreTrainedModel, adapter: AdapterConfig, seed: int) -> None:
     """Freeze a model and put an adapter beside the targets of each of its blocks, in place.
 
-    Raises UserError for a model that adapters are not served for.
+    Raises UserError for a model without support for adapters.
     """
     if model.config.model_type not in ADAPTER_ARCHITECTURES:
         raise UserError(

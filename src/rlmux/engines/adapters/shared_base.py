@@ -38,7 +38,7 @@ def build_trained_model(
 ) -> tuple[PreTrainedModel, bool]:
     """The float32 model in host memory that a pipeline trains, its adapter in place; and whether its base is shared.
 
-    A base is shared where each rank has all of it, computes in float32 on a core, and has a folder for it.
+    A base is shared if each rank has all of it, computes in float32 on a core, and has a folder for it.
     """
     is_whole = config.train.dtype == "float32" and not config.train.is_sharded
     is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_whole
@@ -57,7 +57,7 @@ class SharedBase:
     """One base, and the folder in shared memory where its two files are or will be."""
 
     folder: Path | None
-    """Folder in shared memory that the run's workers of one machine have in common; None: nothing is shared."""
+    """Folder in shared memory for all workers of the run on one machine; None: nothing is shared."""
     model: ModelConfig
     """The base as the file gives it."""
     vocab_size: int
@@ -67,7 +67,7 @@ class SharedBase:
 
     @property
     def name(self) -> str:
-        """Hash of all that decides the base."""
+        """Hash of everything that determines the base."""
         return base_name(self.model, self.seed)
 
     def build(self) -> PreTrainedModel:
@@ -116,7 +116,7 @@ class SharedBase:
         return {"flat": self.fused_alone(torch.device("cpu"))[1].flat}
 
     def _map(self, file: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors of a file, which the first caller makes."""
+        """The tensors of a file, created by the first caller."""
         assert self.folder is not None
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.folder / file

@@ -1,4 +1,4 @@
-"""The sizes of the decoders that the slot engine computes, read from a Hugging Face model, and what it refuses."""
+"""Sizes of the decoders that the slot engine computes, read from a Hugging Face model, and checks of support."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class DecoderShape:
     num_picked: int = 0
     """Experts that compute a token."""
     has_normed_picks: bool = True
-    """The weights of a token's experts add up to 1."""
+    """Whether the weights of a token's experts add up to 1."""
     has_tied_embeddings: bool
     norm_epsilon: float
 
     @staticmethod
     def of(model: PreTrainedModel) -> DecoderShape:
-        """Read the sizes of a Hugging Face model; refuses what `step` does not compute (`check_window` for windows)."""
+        """Read a Hugging Face model's sizes. Refuses what `step` cannot compute (`check_window` for windows)."""
         config = model.config
         if config.model_type not in ARCHITECTURES:
             raise UserError(

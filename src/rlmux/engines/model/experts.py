@@ -22,7 +22,7 @@ _SIZES = (4, 8, 16, 32, 64)
 """Rows of an expert's batches. The largest is what the others are compared with."""
 
 _sizes_by_kind: dict[tuple[object, ...], tuple[int, ...]] = {}
-"""What this process has measured, by shape, dtype, device and threads."""
+"""Measured sizes of this process, by shape, dtype, device and threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ExpertWeights:
     """Whether the weights of a row's experts add up to 1."""
 
     def mix(self, normed: Tensor) -> Tensor:
-        """What the experts make of `normed` [rows, hidden]."""
+        """Weighted sum of the experts' outputs for `normed` [rows, hidden]."""
         probabilities = torch.softmax(row_product(normed, self.router), dim=-1, dtype=torch.float32)
         weights, picks = probabilities.topk(self.num_picked, dim=-1)
         if self.is_normalized:

@@ -1,4 +1,4 @@
-"""One place where a pipeline's model comes from, so that every engine starts from the same bits.
+"""The one source of a pipeline's model, so that every engine starts from the same bits.
 
     ModelConfig ──▶ build_model(config, vocab_size, seed) ──▶ transformers model, float32, on the CPU
                                                                ├── the train engine trains it
@@ -46,7 +46,7 @@ MODEL_CLASSES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig]]] =
 
 
 def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTrainedModel:
-    """Make the pipeline's model: random weights from `seed`, or those of the checkpoint folder.
+    """Build the pipeline's model, with random weights from `seed` or the weights of the checkpoint folder.
 
     A folder's embedding may have more rows than the tokenizer has tokens (padding), never fewer. Raises UserError for
     sizes that do not fit together and for a folder that cannot be used.

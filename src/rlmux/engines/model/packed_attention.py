@@ -3,9 +3,8 @@
     tokens     a a a a b b b b c c c c c c       [1, T]
     runs       (2, 4)          (1, 6)            sequences of equal length that follow each other: (how many, length)
 
-All else that a decoder computes is a matter of one token, so only attention needs to know where sequences begin: each
-run is one batch of scaled dot products. Nothing is computed for padding, since there is none. torch chooses the kernel
-by device and dtype: flash attention where it has one for them.
+Only attention depends on where sequences begin; the rest of a decoder works token by token. Each run is one batch of
+scaled dot products, without padding. torch chooses the kernel by device and dtype, flash attention where available.
 
 Sliding windows, soft caps of scores and attention sinks are computed as transformers' eager attention does.
 """
@@ -25,7 +24,7 @@ _NAME = "rlmux_packed"
 
 
 def pack_attention(model: PreTrainedModel) -> None:
-    """Have a model attend within the `runs` that its forward is given."""
+    """Make a model attend within the `runs` of its forward call."""
     AttentionInterface.register(_NAME, _attend_within_runs)
     model.set_attn_implementation(_NAME)
 

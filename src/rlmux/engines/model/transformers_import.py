@@ -1,9 +1,9 @@
 """The import of transformers in half the time: the sources of its models are read once instead of twice.
 
     import transformers          reads thousands of files to list what each model exports, under names `models.*`
-    import transformers.models   reads them again, for the same list without that prefix; here it is told the first one
+    import transformers.models   reads them again, for the same list without that prefix; here it reuses the first list
 
-A release that makes its lists in another way is imported as it stands.
+A release that makes its lists in another way is imported unchanged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def import_transformers() -> None:
 
 
 def _known_exports(read: Any, folder: Path) -> dict[frozenset[str], dict[str, set[str]]] | None:
-    """Exports by module by packages that they need, as `import transformers` found them; None where it keeps none.
+    """Exports by module and required packages, as `import transformers` found them; None if it keeps none.
 
-    It adds what else it exports, modules without the prefix, to the same mapping.
+    The mapping also has its other exports, modules without the prefix.
     """
     if getattr(read, "cache_info", None) is None or read.cache_info().currsize == 0:
         return None

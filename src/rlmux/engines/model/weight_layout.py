@@ -1,4 +1,4 @@
-"""Where the slot engine's fused weights lie, and which tensors a weight file must have for them."""
+"""Layout of the slot engine's fused weights, and the tensors that a weight file must have for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as files, with what proves that they are what was written.
+"""Weights as files, with checksums that prove their integrity.
 
     train engine ──write_tensors──▶ NAME.tmp-PID ──rename──▶ NAME ──read_weights──▶ rollout engine
                                     a checksum in every one; SHA-256 in those of checkpoints
@@ -43,7 +43,7 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
 
 
 _SUMS = {CHECKSUM: weights_checksum, SHA256: weights_sha256}
-"""What a file may name of its tensors, and how it is computed."""
+"""Checksum functions, by key in a file's metadata."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -52,12 +52,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, which later changes of the originals do not reach."""
+    """Independent copies in host memory."""
     return {name: host_copy(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """`write_tensors` for what `own_copies` made."""
+    """`write_tensors` for the output of `own_copies`."""
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     save_file(dict(copies), aside, metadata={"format": "pt", **metadata})
     _sort_metadata(aside)
@@ -65,7 +65,7 @@ def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str
 
 
 def _sort_metadata(path: Path) -> None:
-    """The library writes metadata in an order of chance: sorted, files of one content are equal to the byte."""
+    """Sort a file's metadata, which the library writes in random order, so that equal contents give equal bytes."""
     with path.open("r+b") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -90,9 +90,9 @@ def check_weights(path: Path, version: int, origin: Origin) -> None:
 
 
 def read_weights(path: Path, version: int) -> dict[str, Tensor]:
-    """The tensors of a file of weights, once they are found to be those that were written: by every sum that it names.
+    """The tensors of a file of weights, verified by every checksum in the file.
 
-    Raises PipelineError, with both sums, where one is another. A file that names none is taken as it is.
+    Raises PipelineError, with both sums, for a mismatch. A file without checksums is accepted.
     """
     tensors, written = read_tensors(path)
     for key, compute in _SUMS.items():

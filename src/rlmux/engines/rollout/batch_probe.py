@@ -1,4 +1,4 @@
-"""Which batch shapes give the very same bits as the full one, measured on this machine.
+"""Finds the batch shapes that give the same bits as the full one, measured on this machine.
 
     full shape: num_slots rows, max_len positions        always right, the reference
     smaller:    width rows, window positions             used only if a probe found its rows bit-equal
@@ -42,7 +42,7 @@ _PROBED_LAYERS = 2
 """Layers of a probe: the second reads what the first has rounded."""
 
 is_exact_by_shape: dict[tuple[object, ...], bool] = {}
-"""What this process has measured, by model, machine and batch shape."""
+"""Measurements of this process, by model, machine and batch shape."""
 
 
 class BatchProbe:
@@ -62,14 +62,14 @@ class BatchProbe:
         self._adapters: Sequence[AdapterConfig] = ()
 
     def set_adapters(self, adapters: Sequence[AdapterConfig]) -> None:
-        """Probe with adapters of these ranks and targets from now on, all of them on every row."""
+        """Set the adapters of later probes, by ranks and targets, all of them on every row."""
         self._adapters = adapters
         self._references.clear()
         self._decode_shapes.clear()
 
     @property
     def is_slot_exact(self) -> bool:
-        """A sequence gives the same bits in every slot and beside any others, at the full shape."""
+        """Whether a sequence gives the same bits in every slot and beside any others, at the full shape."""
         return self._remember(("slots",), lambda: self.is_decode_exact(self._num_slots, self._max_len))
 
     def decode_shape(self, num_rows: int, num_positions: int) -> tuple[int, int]:
@@ -154,7 +154,7 @@ class BatchProbe:
         return cache
 
     def _random_adapters(self) -> RowAdapters:
-        """Adapters whose matrices are all lively: those of version 0 would show nothing."""
+        """Adapters with random matrices: adapters of version 0, with zeros, would show nothing."""
         generator = torch.Generator().manual_seed(1)
         parts = []
         for adapter in self._adapters:

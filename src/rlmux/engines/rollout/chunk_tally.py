@@ -1,4 +1,4 @@
-"""What one chunk of a rollout engine has done so far."""
+"""Counts of one chunk of a rollout engine so far."""
 
 from __future__ import annotations
 

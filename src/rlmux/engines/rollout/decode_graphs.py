@@ -27,7 +27,7 @@ class DecodeGraphs:
         """None for a kind that was computed once and not recorded yet."""
 
     def run(self, kind: Hashable, step: Callable[[], None]) -> None:
-        """Do `step`, which is the same at every call of this kind and waits for nothing."""
+        """Run `step`, which is the same at every call of this kind and never waits."""
         if kind not in self._graphs:
             self._graphs[kind] = None
             self._stream.wait_stream(torch.cuda.current_stream())

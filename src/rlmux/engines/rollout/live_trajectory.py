@@ -21,7 +21,7 @@ from rlmux.rl.types import PartialTrajectory
 
 @dataclass(slots=True, kw_only=True)
 class LiveTrajectory(RecordedTrajectory):
-    """What an engine knows of a trajectory beyond the slot's tensors; its record is up to the last `record_tokens`."""
+    """An engine's state of a trajectory beside the slot's tensors; the record is as of the last `record_tokens`."""
 
     pending: list[int] = field(default_factory=list)
     """Forced tokens that were accepted but not fed yet; empty while seated."""
@@ -34,7 +34,7 @@ class LiveTrajectory(RecordedTrajectory):
     kv: Tensor | None = None
     """KV [layers, 2, kv_heads, position, head_dim] of everything before `position`; None while seated or unknown."""
     is_prefilled_here: bool = False
-    """This engine computed `kv` from the tokens alone, so it can be dropped and computed again to the same bits."""
+    """Whether this engine computed `kv` from the tokens alone, so that it can be recomputed to the same bits."""
     response_start: int = field(init=False)
     """Position of the first response token."""
     last_position: int = field(init=False)
@@ -68,12 +68,12 @@ class LiveTrajectory(RecordedTrajectory):
 
     @property
     def needs_prefill(self) -> bool:
-        """Its KV must be computed before it is seated; a context of length 0 has none."""
+        """Whether its KV must be computed before it is seated; a context of length 0 has none."""
         return self.kv is None and self.position > 0
 
     @property
     def has_begun(self) -> bool:
-        """It has a slot, or some of its tokens were made."""
+        """Whether it has a slot or any tokens."""
         return self.slot is not None or bool(self.tokens)
 
     @property
@@ -112,7 +112,7 @@ class LiveTrajectory(RecordedTrajectory):
         return forced
 
     def drop_prefilled_kv(self) -> None:
-        """Forget `kv` where this engine can compute it again."""
+        """Drop `kv` if this engine can recompute it."""
         if self.is_prefilled_here:
             self.kv, self.is_prefilled_here = None, False
 

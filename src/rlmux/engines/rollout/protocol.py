@@ -1,4 +1,4 @@
-"""What every rollout engine does, ours and those behind servers of others: the worker and the probes know no more.
+"""The protocol of all rollout engines, ours and servers, and all that workers and probes use.
 
     submit / continue_from ──▶ waiting ──▶ decoding ──▶ FinishedTurn ──▶ reply, or released
                                   ▲            │
@@ -7,7 +7,7 @@
     SlotRolloutEngine     engines/rollout/slot_engine.py     in the worker's process; KV can migrate
     ServerRolloutEngine   engines/servers/server_engine.py   vLLM or SGLang in a process of its own; KV is recomputed
 
-What an engine keeps of promise 1 is not part of the protocol: it is probed (engines/determinism_probe.py).
+An engine's determinism (promise 1) is not part of the protocol: it is probed (engines/determinism_probe.py).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Weight version that makes the next token."""
+        """Weight version of the next token."""
 
     @property
     def limits(self) -> RequestLimits:
-        """The sizes that the engine was built for."""
+        """Sizes of the engine."""
 
     @property
     def is_unused(self) -> bool:
-        """It is loaded and has no trajectory."""
+        """Whether it is loaded and has no trajectory."""
 
     @property
     def num_unfinished(self) -> int:
-        """Trajectories that are here and not over."""
+        """Unfinished trajectories of the engine."""
 
     def submit(self, requests: Sequence[TrajectoryRequest]) -> None:
         """Queue new trajectories. Raises UserError for a request that cannot run, before any is taken."""
 
     def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
-        """Queue trajectories that another engine began."""
+        """Queue unfinished trajectories of another engine."""
 
     def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
-        """Continue trajectories with what their environment said, and forget those that are over."""
+        """Continue trajectories with their environment's replies, and drop those that are over."""
 
     def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:
         """Remove unfinished trajectories (None: all), in id order; also while offloaded."""
@@ -55,10 +55,10 @@ class RolloutEngine(Protocol):
         """Decode until nothing is left to decode or a limit is reached; its return is a safe point."""
 
     def load_weights(self, path: Path, version: int) -> None:
-        """Take over a safetensors file; also while offloaded."""
+        """Load weights from a safetensors file; also while offloaded."""
 
     def offload(self, *, spill_to: Path | None = None) -> None:
-        """Leave the device; unfinished trajectories go along. Does nothing when offloaded."""
+        """Leave the device, with unfinished trajectories. Does nothing when offloaded."""
 
     def load(self) -> None:
         """Come back to the device. Does nothing when already there."""

@@ -1,4 +1,4 @@
-"""What every rollout engine records of an unfinished trajectory, token by token."""
+"""A rollout engine's record of an unfinished trajectory, token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class RecordedTrajectory:
-    """A response as far as it is known; an engine's own record adds where it stands."""
+    """An unfinished response; engines' subclasses add its position."""
 
     request: TrajectoryRequest
     tokens: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class RecordedTrajectory:
 
     @property
     def has_begun(self) -> bool:
-        """Some of its tokens were made, by the present weights or earlier ones."""
+        """Whether it has any tokens, by the present weights or earlier ones."""
         return bool(self.tokens)
 
     def finished_turn(self, stop_reason: str) -> FinishedTurn:

@@ -1,4 +1,4 @@
-"""What a rollout engine accepts: requests that fit its slots and its vocabulary."""
+"""Checks that requests fit a rollout engine's slots and vocabulary."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlmux.rl.types import PartialTrajectory, TrajectoryRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The sizes that an engine was built for."""
+    """Sizes of an engine."""
 
     vocab_size: int
     max_prompt_tokens: int
     max_new_tokens: int
     can_decode: bool = False
-    """Responses can be decoded, as stop texts need."""
+    """Whether responses can be decoded, as stop texts require."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig, vocab_size: int, *, can_decode: bool) -> RequestLimits:

@@ -1,13 +1,13 @@
-"""Which waiting trajectory gets the next free slot of a rollout engine.
+"""The order in which waiting trajectories get a rollout engine's free slots.
 
     given      as submitted
-    longest    the longest expected answer first: what is long should not begin last. What is expected comes with the
-               request, from the last time that its prompt was asked (as RhymeRL does). Of a prompt of which nothing is
-               known one trajectory is sampled before all others; the rest follow by its longest answer so far, first
-               where it has none yet (Seer, arXiv 2511.14617: answers of one prompt are alike in length)
+    longest    the longest expected answer first, so that it does not begin last. The expected length comes with the
+               request, from the prompt's previous answers (as in RhymeRL). Of a prompt without any, one trajectory is
+               sampled before all others; the rest follow by the prompt's longest answer so far, or first if it has
+               none yet (Seer, arXiv 2511.14617: answers of one prompt are alike in length)
 
-In both, what has begun comes before what has not, where it had to give up a slot or waited for its environment.
-Where trajectories of several adapters wait, the adapters take turns: the one whose last turn is longest ago is next.
+In both, begun trajectories (evicted, or back from their environment) come before new ones. Adapters take turns: the
+adapter whose last turn is longest ago is next.
 No order changes a trajectory; it changes when the last one ends.
 """
 
@@ -50,22 +50,22 @@ class WaitingQueue(Generic[Waiting]):
         return iter(self._waiting)
 
     def append(self, live: Waiting) -> None:
-        """Have it wait behind all others."""
+        """Add a trajectory behind all others."""
         self._waiting.append(live)
         self._is_sorted = False
 
     def put_back(self, lives: Sequence[Waiting]) -> None:
-        """Have them wait before all others, in their own order."""
+        """Add trajectories before all others, in their own order."""
         self._sort()
         self._waiting[:0] = lives
 
     def continue_with(self, live: Waiting) -> None:
-        """Have it wait before all that have not begun."""
+        """Add a trajectory before all new ones."""
         self._sort()
         self._waiting.insert(sum(other.has_begun for other in self._waiting), live)
 
     def discard(self, gone: Collection[TrajectoryId]) -> None:
-        """Forget those of these ids."""
+        """Remove trajectories by id."""
         self._waiting = [live for live in self._waiting if live.request.id not in gone]
 
     def first(self, count: int) -> Iterable[Waiting]:
@@ -77,7 +77,7 @@ class WaitingQueue(Generic[Waiting]):
         return islice(self, count, None)
 
     def pop(self) -> Waiting:
-        """The next one, which gets a slot. Raises IndexError where none waits."""
+        """Remove and return the next trajectory, for a slot. Raises IndexError if none waits."""
         self._sort()
         live = self._waiting.pop(0)
         self._num_turns += 1
@@ -87,7 +87,7 @@ class WaitingQueue(Generic[Waiting]):
         return live
 
     def note_end(self, id: TrajectoryId, num_tokens: int) -> None:
-        """A trajectory's turn has ended after `num_tokens` response tokens."""
+        """Record a finished turn with `num_tokens` response tokens in total."""
         group = _group_of(id)
         if num_tokens > self._begun.get(group, num_tokens):
             self._begun[group] = num_tokens

@@ -1,4 +1,4 @@
-"""Which token comes next: random numbers that belong to the trajectory, and the inverse of the distribution.
+"""Samples the next token: random numbers of the trajectory, and the inverse of the distribution.
 
     uniform(j) = Philox4x64(key = (pipeline seed, 0), counter = (-, sample, prompt, step)), j-th output
     token(j)   = first token whose cumulative probability exceeds uniform(j)
@@ -42,6 +42,6 @@ def sample(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tup
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    # Logits that are not numbers find no token; any will do, since its log-probability tells.
+    # Logits that are not numbers match no token; any will do, since its log-probability is not finite.
     tokens.clamp_(max=logits.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens)

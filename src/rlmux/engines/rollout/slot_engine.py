@@ -63,7 +63,7 @@ from rlmux.rl.types import (
 from rlmux.rl.vocabulary import Vocabulary
 
 _STEPS_AT_ONCE = {"cpu": 1, "cuda": 8}
-"""Decode steps between two looks at what was sampled: a look waits for a GPU, and a step past a turn's end is lost."""
+"""Decode steps between two reads of the sampled tokens: a read waits for a GPU; steps past a turn's end are lost."""
 
 
 class SlotRolloutEngine:
@@ -95,8 +95,8 @@ class SlotRolloutEngine:
         """Weights are those of `build_model` until `load_weights`. Raises UserError for sizes out of range.
 
         With an `adapter` the model is its frozen base. `bases`: folder in shared memory where that lies once, on a CPU.
-        `vocabulary`: decodes responses for stop texts. `steps_at_once`: decode steps between two looks at what the
-        device has sampled; None: 1 on a CPU and 8 on a GPU. `uses_graphs`: a GPU records each decode step once.
+        `vocabulary`: decodes responses for stop texts. `steps_at_once`: decode steps between two reads of the
+        sampled tokens; None: 1 on a CPU and 8 on a GPU. `uses_graphs`: a GPU records each decode step once.
         """
         self._staleness, self._is_single_turn = staleness, is_single_turn
         self._device = torch.device(device)
@@ -130,7 +130,7 @@ class SlotRolloutEngine:
 
     @property
     def is_schedule_exact(self) -> bool:
-        """This machine computes a sequence to the same bits in any slot, which the invariant rests on."""
+        """Whether this machine computes a sequence to the same bits in any slot, which the invariant requires."""
         return self._probe.is_slot_exact
 
     @property
@@ -144,12 +144,12 @@ class SlotRolloutEngine:
 
     @property
     def is_unused(self) -> bool:
-        """It is loaded and has no trajectory."""
+        """Whether it is loaded and has no trajectory."""
         return not self._live and self._offloaded is None
 
     @property
     def num_unfinished(self) -> int:
-        """Trajectories that are here and not over."""
+        """Unfinished trajectories of the engine."""
         return len(self._live)
 
     # --- trajectories ---------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class SlotRolloutEngine:
 
     @torch.inference_mode()
     def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
-        """Queue trajectories that another engine began; one that waits for its environment waits here."""
+        """Queue unfinished trajectories of another engine, those that wait for their environment included."""
         for partial in partials:
             self._limits.check_partial(partial)
             self._adapters.weights(partial.request.id.adapter)
@@ -174,7 +174,7 @@ class SlotRolloutEngine:
 
     @torch.inference_mode()
     def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
-        """Continue trajectories with what their environment said, and forget those that are over.
+        """Continue trajectories with their environment's replies, and drop those that are over.
 
         Releasing a trajectory that holds no slot any more (its budget ran out) does nothing.
         """
@@ -217,7 +217,7 @@ class SlotRolloutEngine:
         log-probability that is not finite.
         """
         if self._offloaded is not None:
-            raise IllegalTransitionError("an offloaded rollout engine was asked to run")
+            raise IllegalTransitionError("an offloaded rollout engine cannot run")
         deadline = (start := time.perf_counter()) + max_seconds
         tally = ChunkTally(finished=self._overdue)
         self._overdue = []
@@ -355,24 +355,23 @@ class SlotRolloutEngine:
 
     @torch.inference_mode()
     def add_adapter(self, name: str, adapter: AdapterConfig | None) -> None:
-        """Serve one more pipeline of this base, which its trajectories name in their ids; None: the base itself."""
+        """Serve another pipeline of this base, named in its trajectories' ids; None: the base itself."""
         if self._offloaded is not None:
             raise IllegalTransitionError(f"adapter {name!r} was added to an offloaded rollout engine")
         self._adapters.add(name, adapter)
 
     def remove_adapter(self, name: str) -> None:
-        """Serve a pipeline no more. Raises IllegalTransitionError while a trajectory of it is here, or offloaded."""
+        """Stop serving a pipeline. Raises IllegalTransitionError with unfinished trajectories of it, or offloaded."""
         if self._offloaded is not None or any(live.request.id.adapter == name for live in self._live.values()):
             raise IllegalTransitionError(f"adapter {name!r} was removed while it, or the engine's state, is elsewhere")
         self._adapters.remove(name)
 
     @torch.inference_mode()
     def load_weights(self, path: Path, version: int, adapter: str = "") -> None:
-        """Take over a safetensors file of a model, or of an adapter by its name; also while offloaded.
+        """Load weights from a safetensors file, of the model or of a named adapter; also while offloaded.
 
-        KV of trajectories under way is kept; that of waiting ones is computed anew. Raises IllegalTransitionError
-        where a trajectory is under way and the pipeline's staleness is 0, PipelineError for weights whose hash is not
-        the one that they were written with.
+        Active trajectories keep their KV; waiting ones recompute it. Raises IllegalTransitionError for an active
+        trajectory of a pipeline with staleness 0, PipelineError for weights with a wrong checksum.
         """
         theirs = [live for live in self._live.values() if live.request.id.adapter == adapter]
         begun = [live for live in theirs if live.has_begun]
@@ -436,7 +435,7 @@ class SlotRolloutEngine:
         self._slots.reset()
 
     def leave_cache(self) -> None:
-        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
+        """Drop the system's cache of a spilled file, so that a measured load reads the disk."""
         if self._offloaded is not None:
             self._offloaded.leave_cache()
 

@@ -125,7 +125,7 @@ class SlotTable:
 
     @property
     def watches_texts(self) -> bool:
-        """Whether some seated trajectory may end with a text, which the host has to look for after each token."""
+        """Whether any seated trajectory has stop texts, which the host checks after each token."""
         return any(live.request.stop_texts for live in self._special.values())
 
     def _completed_texts(self, lives: Sequence[LiveTrajectory]) -> dict[TrajectoryId, int]:
@@ -147,7 +147,7 @@ class SlotTable:
         live.record_tokens(tokens, logprobs, version)
 
     def evict(self, live: LiveTrajectory, version: int, *, with_kv: bool) -> None:
-        """Free a trajectory's slot; the record keeps all it needs to continue, its KV in host memory if asked."""
+        """Free a trajectory's slot; the record keeps all it needs to continue, optionally its KV in host memory."""
         self.record(live, version)
         slot, ahead = slot_of(live), live.position + 1
         live.pending = self._buffers.read(slot, ahead, ahead + live.num_forced)[0]
@@ -168,7 +168,7 @@ class SlotTable:
             self.evict(live, version_of(live), with_kv=True)
 
     def free(self, live: LiveTrajectory) -> None:
-        """Give up a trajectory's slot; does nothing for one without."""
+        """Free a trajectory's slot, if it has one."""
         if live.slot is not None:
             self._buffers.free(live.slot)
             self._special.pop(live.request.id, None)

@@ -30,7 +30,7 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRow:
-    """What one slot starts from."""
+    """Initial state of a slot."""
 
     position: int
     """Position in prompt + response of the token fed next."""

@@ -1,4 +1,4 @@
-"""Whether a response contains a stop text, without decoding it after every token.
+"""Detects stop texts in a response without decoding it after every token.
 
     token ── may_complete ──▶ no, for nearly all    ──▶ decode on
                           └─▶ perhaps ── is_in ──▶ decode the whole response and look
@@ -17,20 +17,20 @@ _PART_OF_A_CHARACTER = "\ufffd"
 
 
 class StopTexts:
-    """Looks for stop texts in what one vocabulary decodes."""
+    """Finds stop texts in the text of one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._text_by_token: dict[int, str] = {}
 
     def may_complete(self, token: int, stop_texts: Sequence[str]) -> bool:
-        """A response that ends with this token may contain one of the texts for the first time."""
+        """Whether this token may complete one of the texts."""
         if token not in self._text_by_token:
             self._text_by_token[token] = self._vocabulary.decode([token])
         text = self._text_by_token[token]
         return not text or _PART_OF_A_CHARACTER in text or any(stop[-1] in text for stop in stop_texts)
 
     def is_in(self, response: Sequence[int], stop_texts: Sequence[str]) -> bool:
-        """The decoded response contains one of the texts."""
+        """Whether the decoded response contains one of the texts."""
         text = self._vocabulary.decode(response)
         return any(stop in text for stop in stop_texts)

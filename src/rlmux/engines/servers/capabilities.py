@@ -1,4 +1,4 @@
-"""What the server of a rollout engine can do, as `measuring.py` found it; docs/how-to/vllm.md has the checks."""
+"""Capabilities of a rollout server, as measured by `measuring.py`; docs/how-to/vllm.md has the checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a probe found. Each is described in `measuring.py`."""
+    """Measured capabilities, each described in `measuring.py`."""
 
     keeps_held: bool
     has_positional_noise: bool
@@ -18,7 +18,7 @@ class Capabilities:
     freed_bytes: float
     """Device memory that sleeping gives back."""
     remarks: tuple[str, ...] = ()
-    """One line for each capability that is not there: what happened when it was tried."""
+    """One line for each missing capability: the outcome of its check."""
 
 
 CANNOT = Capabilities(
@@ -30,4 +30,4 @@ CANNOT = Capabilities(
     frees_memory=False,
     freed_bytes=0.0,
 )
-"""What is known of a server before it was probed."""
+"""Capabilities before measurement."""

@@ -1,7 +1,7 @@
-"""How one kind of server is started and spoken to. Each dialect is a small file: vllm.py, sglang.py.
+"""The commands and endpoints of one kind of server. Each dialect is a small file: vllm.py, sglang.py.
 
-A dialect words questions and reads answers. It keeps no state, knows no trajectory, and believes no answer: what a
-server can do is measured (measuring.py), since a 200 proves only that an endpoint returned.
+A dialect makes requests and reads responses. It has no state and no trajectories. Capabilities are measured
+(measuring.py), since a 200 proves only that an endpoint returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Dialect(Protocol):
         """Environment variables beside those of the worker."""
 
     def version(self, server: ServerConnection) -> str:
-        """The version that the server says it has. Raises UserError for a server of another kind."""
+        """The server's reported version. Raises UserError for a server of another kind."""
 
     def generate_path(self) -> str:
         """Path that streams tokens."""
@@ -42,7 +42,7 @@ class Dialect(Protocol):
         """Stop between two steps; requests stay."""
 
     def release(self, server: ServerConnection) -> None:
-        """Go on after `hold`."""
+        """Continue after `hold`."""
 
     def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
         """End requests."""
@@ -54,13 +54,13 @@ class Dialect(Protocol):
         """Take device memory again."""
 
     def is_awake(self, server: ServerConnection) -> bool:
-        """Whether the server says that it is."""
+        """Whether the server reports itself awake."""
 
     def load_weights(self, server: ServerConnection, folder: Path, version: int) -> None:
         """Load the folder's weights, drop what was cached under the old ones, and name the version."""
 
     def weight_version(self, server: ServerConnection) -> str:
-        """The version that the server says its weights are."""
+        """The server's reported weight version."""
 
     def checksums(self, server: ServerConnection) -> Mapping[str, str]:
-        """sha256 of the bytes of parameters, by name; empty where the server tells none."""
+        """sha256 of parameters' bytes, by name; empty if the server reports none."""

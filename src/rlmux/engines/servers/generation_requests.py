@@ -1,4 +1,4 @@
-"""Requests under way at a server: a thread reads each answer, and one queue brings what they read.
+"""Active requests of a server: one thread reads each response, and all write to one queue.
 
     begin(sampling) ──▶ thread ──▶ (request id, Piece) ... (request id, Ended)   in the queue
     end(ids)        ──▶ their streams are closed; what they still bring is not passed on
@@ -24,7 +24,7 @@ class Ended:
     """An answer's end."""
 
     error: RlmuxError | None
-    """What went wrong; None where the server ended it."""
+    """The error; None if the server ended the answer."""
 
 
 class Requests:
@@ -47,7 +47,7 @@ class Requests:
         reader.start()
 
     def next(self, wait_s: float) -> tuple[str, Piece | Ended] | None:
-        """What came next of an answer that was not ended here; None where nothing came in time."""
+        """The next event of an answer that was not ended here; None after the limit."""
         while True:
             try:
                 request_id, found = self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get_nowait()
@@ -60,7 +60,7 @@ class Requests:
             return request_id, found
 
     def end(self, request_ids: Sequence[str]) -> None:
-        """Forget answers and tell the server so."""
+        """Drop answers, and abort their requests at the server."""
         for request_id in request_ids:
             stream = self._streams.pop(request_id, None)
             if stream is not None:
@@ -75,6 +75,6 @@ class Requests:
                 self._queue.put((request_id, piece))
         except RlmuxError as caught:
             error = caught
-        except Exception as caught:  # a reader that died in silence would look like a slow server
+        except Exception as caught:  # a silently dead reader would look like a slow server
             error = RlmuxError(f"reading an answer: {caught!r}")
         self._queue.put((request_id, Ended(error)))

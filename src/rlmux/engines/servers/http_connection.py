@@ -1,10 +1,9 @@
-"""HTTP to a server on this machine: short questions with a time limit, and answers that come event by event.
+"""HTTP to a server on this machine: short requests with a time limit, and responses in events.
 
     request(method, path, body)  ──▶ JSON           503 is retried for a while: a server pauses or wakes
     events(path, body)       ──▶ JSON, JSON ... one connection an answer; `close` from another thread ends it
 
-What goes wrong is one of two errors: ServerGoneError (nothing answers: the worker's successor may do better) and
-ServerAnswerError (it answers something else).
+Errors are ServerGoneError (no answer: the worker's successor may succeed) and ServerAnswerError (an unexpected answer).
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from urllib.parse import urlencode, urlsplit
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
 
-_ASK_AGAIN_S = 0.05
+_RETRY_S = 0.05
 _SHOWN_CHARS = 200
 
 
 class ServerGoneError(WorkerLostError):
-    """The server does not answer, or no longer."""
+    """The server does not answer."""
 
 
 class ServerAnswerError(PipelineError):
-    """The server answers something that its kind of server does not."""
+    """The server's answer is not of its kind of server."""
 
 
 class ServerConnection:
-    """Where one server listens. Safe to use from several threads: every question has a connection of its own."""
+    """The address of one server. Thread-safe: every request has a connection of its own."""
 
     def __init__(self, url: str, *, busy_limit_s: float = 60.0) -> None:
         """`busy_limit_s`: seconds for which a 503 is retried."""
@@ -51,14 +50,14 @@ class ServerConnection:
         query: Mapping[str, str] | None = None,
         limit_s: float = 60.0,
     ) -> Any:
-        """The answer's JSON (None where it is empty). Raises ServerGoneError, ServerAnswerError."""
+        """The response's JSON; None for an empty one. Raises ServerGoneError, ServerAnswerError."""
         target = f"{path}?{urlencode(query)}" if query else path
         until_s = time.monotonic() + self._busy_limit_s
         while True:
             status, content = self._exchange(method, target, body, limit_s)
             if status != 503 or time.monotonic() >= until_s:
                 break
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(_RETRY_S)
         if status >= 400:
             raise ServerAnswerError(f"{method} {self.url}{target} was answered {status}: {_shown(content)}")
         try:
@@ -69,7 +68,7 @@ class ServerConnection:
             ) from error
 
     def is_there(self, path: str, *, limit_s: float = 5.0) -> bool:
-        """Whether this path is answered with a success."""
+        """Whether a request of this path succeeds."""
         try:
             return self._exchange("GET", path, None, limit_s)[0] < 400
         except ServerGoneError:
@@ -106,16 +105,16 @@ class EventStream:
         self.is_closed = False
 
     def close(self) -> None:
-        """End it, from whatever thread: its reader sees the end."""
+        """End the answer, from any thread: its reader sees the end."""
         self.is_closed = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def __iter__(self) -> Iterator[Any]:
-        """The JSON of each event. It ends where the server ends it, whole or not, and where it was closed.
+        """The JSON of each event, until the server ends the answer, complete or not, or `close` does.
 
-        Raises ServerGoneError where nothing comes, BusyError for a 503, ServerAnswerError for another refusal.
+        Raises ServerGoneError without an answer, BusyError for a 503, ServerAnswerError for another refusal.
         """
         try:
             _send(self._connection, "POST", self._path, self._body)

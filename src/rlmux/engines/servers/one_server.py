@@ -1,4 +1,4 @@
-"""One server, started or found: asked by itself, measured, ended. What a rollout engine builds on."""
+"""One server, started or found: single requests, memory, end. The base of the rollout engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 from rlmux.rl.config import EngineConfig
 
 MAX_LOST = 5
-"""Requests for one trajectory that the server may lose, without a token between, before it is given up."""
+"""Most requests of one trajectory that the server may lose in a row without a new token."""
 _EVENT_LIMIT_S = 120.0
 """Longest wait for a request's next event."""
 _BUSY_LIMIT_S = 60.0
 _POLL_S = 0.05
 _CANARY_TOKENS = 2
 WAKE_LIMIT_S = 120.0
-"""Longest wait for a server that sleeps to give its memory back, or that wakes to answer."""
+"""Longest wait for a sleeping server to free memory, or a waking one to answer."""
 
 
 class OneServer:
@@ -55,7 +55,7 @@ class OneServer:
             raise
 
     def _connect(self) -> None:
-        """Start the server or find it; it must say that it is one of this kind."""
+        """Start or find the server, and check its kind."""
         if self._engine.python is not None:
             self._process = ServerProcess(self.dialect, self._engine.python, self._settings)
         url = self._process.url if self._process else str(self._engine.url)
@@ -72,16 +72,16 @@ class OneServer:
 
     @property
     def dtype(self) -> str:
-        """What the server samples in."""
+        """Dtype of the server's sampling."""
         return self._settings.dtype
 
     @property
     def can_restart(self) -> bool:
-        """The server is this process's own."""
+        """Whether this process started the server."""
         return self._process is not None
 
     def last_words(self) -> str:
-        """What the server wrote last, which also goes to this process's output."""
+        """The server's last output, which also goes to this process's output."""
         return self._process.last_words() if self._process is not None else ""
 
     def close(self) -> None:
@@ -91,9 +91,9 @@ class OneServer:
         shutil.rmtree(self._settings.folder, ignore_errors=True)
 
     def sample(self, tokens: Sequence[int], *, seed: int, max_tokens: int) -> Piece:
-        """One request by itself, to its end, with nothing else under way; one that the server loses is made again.
+        """Run a single request to its end, with no other active; a lost request is repeated.
 
-        Raises ServerGoneError where it loses too many, ServerAnswerError for other than so many tokens and log-probs.
+        Raises ServerGoneError after too many lost requests, ServerAnswerError for a wrong number of tokens.
         """
         for _ in range(MAX_LOST + 1):
             piece = self._sample_once(tokens, seed=seed, max_tokens=max_tokens)
@@ -103,7 +103,7 @@ class OneServer:
             raise ServerGoneError(f"{self.dialect.name} lost the same request {MAX_LOST + 1} times")
         if not len(piece.tokens) == len(piece.logprobs) == max_tokens:
             raise ServerAnswerError(
-                f"{self.server.url}: {max_tokens} tokens were asked for, {len(piece.tokens)} came with "
+                f"{self.server.url}: {max_tokens} tokens were requested, {len(piece.tokens)} came with "
                 f"{len(piece.logprobs)} log-probs; accepted: a server of this model"
             )
         return piece
@@ -144,7 +144,7 @@ class OneServer:
         return self.sample(tokens, seed=1, max_tokens=_CANARY_TOKENS)
 
     def _wait_for_memory(self, at_most: float) -> None:
-        """A 200 proves only that an endpoint returned: memory may come late."""
+        """Wait for freed memory: a 200 proves only that the endpoint returned."""
         until_s = time.monotonic() + WAKE_LIMIT_S
         while self.memory_bytes() > at_most:
             if time.monotonic() >= until_s:

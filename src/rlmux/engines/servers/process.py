@@ -68,7 +68,7 @@ class ServerProcess:
         return self._reaper.poll() is None
 
     def last_words(self) -> str:
-        """Its last line that names an error, or its last line; its last lines go to this process's output."""
+        """Its last line with an error, or its last line; the last lines also go to this process's output."""
         with contextlib.suppress(OSError):
             lines = [line.rstrip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
             print("\n".join(lines[-_NUM_SHOWN_LINES:]), file=sys.stderr, flush=True)

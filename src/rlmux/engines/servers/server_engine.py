@@ -2,11 +2,11 @@
 
     submit / continue_from ──▶ waiting ──one request each──▶ server ──events──▶ FinishedTurn ──▶ reply, or released
                                   ▲                            │
-                                  └── aborted, or lost: the next request is prompt + tokens so far, KV computed anew
+                                  └── aborted, or lost: the next request is prompt + tokens so far, KV recomputed
 
     a chunk ends      the server is held between two steps (`keeps_held`), or its requests are aborted
-    offload, load     requests aborted; sleep and wake where that frees memory; a canary prompt after every wake
-    load_weights      requests aborted; the server loads a file (`reloads`), or is started anew from it; its version,
+    offload, load     requests aborted; sleep and wake if that frees memory; a canary prompt after every wake
+    load_weights      requests aborted; the server loads a file (`reloads`), or is restarted from it; its version,
                       and its checksums of what it stores as the file does, are compared with the file's
 
 Invariant: a trajectory's requests carry a seed that is a function of (seed, step, prompt, sample) and, where the
@@ -51,7 +51,7 @@ _CANARY_GAP = 1e-2
 
 
 def _nothing() -> None:
-    """What is called while waiting, by default."""
+    """Default `on_wait`."""
 
 
 class ServerRolloutEngine(OneServer):
@@ -70,7 +70,7 @@ class ServerRolloutEngine(OneServer):
         on_wait: Callable[[], None] = _nothing,
         free_bytes: Callable[[], float] | None = None,
     ) -> None:
-        """Starts the server, or finds the one at `engine.url`. It can nothing until `capabilities` are set.
+        """Starts the server, or finds it at `engine.url`. It has no capabilities until `capabilities` is set.
 
         `on_wait`: called now and then while the server is waited for. `free_bytes`: free memory of a GPU. Raises
         ServerGoneError, and UserError for a server of another kind.
@@ -78,7 +78,7 @@ class ServerRolloutEngine(OneServer):
         super().__init__(dialect, settings, engine, on_wait=on_wait, free_bytes=free_bytes)
         self.version = 0
         self.capabilities: Capabilities = CANNOT
-        """What the server can do, as measured (measuring.py)."""
+        """Measured capabilities of the server (measuring.py)."""
         self._temperature = rollout.temperature
         self._staleness = staleness
         self._is_single_turn = is_single_turn
@@ -100,7 +100,7 @@ class ServerRolloutEngine(OneServer):
         self._weights_to_load: tuple[Path, int] | None = None
         """File and version that came while offloaded."""
         self._canary: Piece | None = None
-        """What the canary prompt gave under the present weights; None: not asked yet."""
+        """Answer to the canary prompt under the present weights; None before the first."""
 
     @property
     def limits(self) -> RequestLimits:
@@ -108,12 +108,12 @@ class ServerRolloutEngine(OneServer):
 
     @property
     def is_unused(self) -> bool:
-        """It is loaded and has no trajectory."""
+        """Whether it is loaded and has no trajectory."""
         return not self._live and not self._is_offloaded
 
     @property
     def num_unfinished(self) -> int:
-        """Trajectories that are here and not over."""
+        """Unfinished trajectories of the engine."""
         return len(self._live)
 
     # --- trajectories ---------------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ class ServerRolloutEngine(OneServer):
             self._enqueue(ServedTrajectory(request=request))
 
     def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
-        """Queue trajectories that another engine began; one that waits for its environment waits here."""
+        """Queue unfinished trajectories of another engine, those that wait for their environment included."""
         for partial in partials:
             self._limits.check_partial(partial)
         for partial in partials:
             self._enqueue(ServedTrajectory.from_partial(partial))
 
     def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
-        """Continue trajectories with what their environment said, and forget those that are over."""
+        """Continue trajectories with their environment's replies, and drop those that are over."""
         for answer in replies:
             live = self._live.get(answer.id)
             if live is None or not live.is_waiting_for_env:
@@ -182,11 +182,11 @@ class ServerRolloutEngine(OneServer):
     def run_chunk(self, *, max_decode_steps: int, max_seconds: float) -> ChunkReport:
         """Decode until nothing is left to decode or a limit is reached.
 
-        A server is not told how many steps to make: the chunk ends once some trajectory has made that many. Raises
+        Servers take no limit of steps: the chunk ends once some trajectory has made that many. Raises
         ServerGoneError for a server that is gone, PipelineError for answers that cannot be right.
         """
         if self._is_offloaded:
-            raise IllegalTransitionError("an offloaded rollout engine was asked to run")
+            raise IllegalTransitionError("an offloaded rollout engine cannot run")
         start = time.perf_counter()
         tally = ChunkTally(finished=self._overdue)
         self._overdue = []
@@ -239,7 +239,7 @@ class ServerRolloutEngine(OneServer):
             )
 
     def _take_event(self, tally: ChunkTally, made: dict[TrajectoryId, int], wait_s: float) -> bool:
-        """Take one event; False where none came."""
+        """Handle one event; False if there was none."""
         event = self.requests.next(wait_s)
         if event is None:
             if self._process is not None and not self._process.is_alive:
@@ -300,7 +300,7 @@ class ServerRolloutEngine(OneServer):
         return live.finished_turn("stop" if has_stopped else "length")
 
     def _lose(self, live: ServedTrajectory, ended: Ended) -> None:
-        """Its request ended before its turn: it goes on with what it has, unless that happened too often."""
+        """Requeue a trajectory whose request was lost. Raises after too many losses."""
         self._by_request.pop(str(live.request_id))
         live.request_id = None
         if ended.error is not None and not isinstance(ended.error, ServerGoneError):
@@ -315,14 +315,14 @@ class ServerRolloutEngine(OneServer):
         self._waiting.put_back([live])
 
     def _drain(self) -> None:
-        """Take in what has come already. Turns that end here are told with the next report."""
+        """Handle pending events. Turns that end here are in the next report."""
         tally = ChunkTally(finished=[])
         while self._by_request and self._take_event(tally, {}, 0.0):
             pass
         self._overdue += tally.finished
 
     def _abort(self, lives: Sequence[ServedTrajectory]) -> None:
-        """End their requests; they wait for others, in their order, before all that are new."""
+        """Abort trajectories' requests and requeue them, in their order, before all new ones."""
         under_way = [live for live in lives if live.request_id is not None]
         self.requests.end([str(live.request_id) for live in under_way])
         for live in reversed(under_way):
@@ -331,7 +331,7 @@ class ServerRolloutEngine(OneServer):
             self._waiting.put_back([live])
 
     def abort_all(self) -> None:
-        """End all requests; what they brought is kept, and they go on with the next chunk."""
+        """Abort all requests; trajectories keep their tokens and continue with the next chunk."""
         self._drain()
         self._abort(list(self._by_request.values()))
 
@@ -353,10 +353,10 @@ class ServerRolloutEngine(OneServer):
     # --- weights --------------------------------------------------------------------------------------------
 
     def load_weights(self, path: Path, version: int) -> None:
-        """Take over a safetensors file; also while offloaded.
+        """Load weights from a safetensors file; also while offloaded.
 
-        Trajectories under way go on with prompt and tokens so far. Raises IllegalTransitionError where one has tokens
-        and the pipeline's staleness is 0, PipelineError for weights that are damaged, or that the server does not have.
+        Active trajectories continue with prompt and tokens so far. Raises IllegalTransitionError if one has tokens and
+        the pipeline's staleness is 0, PipelineError for damaged weights, or if the server has other weights.
         """
         self._drain()
         begun = [live for live in self._live.values() if live.tokens]
@@ -385,14 +385,14 @@ class ServerRolloutEngine(OneServer):
             found = self.dialect.weight_version(self.server)
             if self.capabilities.reloads and found != str(version):
                 raise PipelineError(
-                    f"{self.dialect.name} says its weights are version {found!r}; it is to be {version}"
+                    f"{self.dialect.name} reports weights of version {found!r}; accepted: {version}"
                 )
         if self.capabilities.has_checksums:
             check_checksums(self.dialect.name, self.dialect.checksums(self.server), tensors, self.dtype)
         self._canary = None
 
     def restart(self) -> None:
-        """Start the server again, from the folder's weights: for one that cannot take new ones."""
+        """Restart the server from the folder's weights, if it cannot load new ones."""
         if self._process is None:
             raise PipelineError(
                 f"{self.dialect.name} at {self._engine.url} does not take new weights, as its probe found; accepted: "
@@ -412,7 +412,7 @@ class ServerRolloutEngine(OneServer):
     def offload(self, *, spill_to: Path | None = None) -> None:
         """Leave the device as far as the server can; trajectories keep their tokens. Does nothing when offloaded.
 
-        Raises PipelineError for a server that keeps its memory though it sleeps, where its probe saw it go.
+        Raises PipelineError for a sleeping server that keeps its memory, although it freed it when measured.
         """
         if self._is_offloaded:
             return

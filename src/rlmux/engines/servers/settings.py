@@ -1,4 +1,4 @@
-"""What a server is started with and asked for: frozen values that know no engine by name."""
+"""Settings and requests of a server: frozen values, independent of the kind of server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ServerSettings:
     """`cpu` or `cuda`."""
     num_threads: int
     dtype: str
-    """What it samples in: `float32` or `bfloat16`."""
+    """Dtype of sampling: `float32` or `bfloat16`."""
     memory_bytes: float
     """Device memory that the server may take: weights, KV cache and its own."""
     args: Sequence[str]
@@ -48,7 +48,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What an answer's event brings: new tokens, or its end."""
+    """An event of an answer: new tokens, or the end."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -56,4 +56,4 @@ class Piece:
     finish: str | None
     """`stop`, `length`, `abort`, or None while more is to come."""
     versions: Sequence[str] = ()
-    """Weight versions that the server says it made tokens with; empty where it does not say."""
+    """Reported weight versions of the tokens; empty without a report."""

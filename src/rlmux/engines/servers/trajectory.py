@@ -18,12 +18,12 @@ from rlmux.rl.types import PartialTrajectory
 
 @dataclass(slots=True, kw_only=True)
 class ServedTrajectory(RecordedTrajectory):
-    """What the server is asked of a trajectory, beside its record."""
+    """A trajectory's state at the server, beside its record."""
 
     num_lost: int = 0
     """Requests for it that the server lost since its last token."""
     request_id: str | None = None
-    """The request under way; None while there is none."""
+    """The active request; None without one."""
 
     @classmethod
     def from_partial(cls, partial: PartialTrajectory) -> ServedTrajectory:
@@ -67,5 +67,5 @@ class ServedTrajectory(RecordedTrajectory):
         self.versions += [version] * len(tokens)
 
     def to_partial(self) -> PartialTrajectory:
-        """Everything that another engine needs to continue it. What the environment wrote last was never sampled on."""
+        """Everything that another engine needs to continue it. The last reply has no sampled token after it yet."""
         return self.partial(pending_tokens=(), kv=None)

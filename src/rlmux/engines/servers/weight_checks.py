@@ -1,8 +1,7 @@
-"""Does a server hold the weights that it was given? Its checksums, compared with the file's tensors.
+"""Verifies a server's weights: compares its checksums with the file's tensors.
 
 A server fuses, pads and packs matrices as its kernels like, and keeps norms as they are, in what it samples in. So what
-is compared is every parameter with one axis that it names as the file does; a server that names none has no checksums
-worth asking for.
+is compared is every parameter with one axis under the file's name; without such parameters, checksums are useless.
 """
 
 from __future__ import annotations

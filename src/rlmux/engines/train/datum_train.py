@@ -5,7 +5,7 @@
 
 Invariants: the weights are a function of the config and of the requests so far, however they were cut into calls,
 offloaded or restored in between. A request that fails changes nothing, but the next OptimizerStep fails with it and
-drops the gradients: momentum would move the weights without one of the gradients that were asked for.
+drops the gradients: momentum would move the weights with a requested gradient missing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DatumTrainEngine:
         self._state = TrainState(nn.Module.to(model, torch.device(device)), config, is_base_shared=is_shared)
         self._version = 0
         self._failure: str | None = None
-        """The first failed ForwardBackward since the last OptimizerStep; None: all went well."""
+        """First failed ForwardBackward since the last OptimizerStep; None if none failed."""
         self._files: dict[str, bytes] = {}
 
     @property
@@ -107,7 +107,7 @@ class DatumTrainEngine:
         return ForwardBackwardDone(logprobs=ordered, loss=total, num_tokens=tokens)  # type: ignore[return-value]
 
     def optimizer_step(self, request: OptimizerStep) -> OptimizerStepDone:
-        """Raises UserError where a ForwardBackward since the last step failed or none was asked for."""
+        """Raises UserError if a ForwardBackward since the last step failed, or there was none."""
         self._state.require_loaded()
         failure, self._failure = self._failure, None
         if failure is not None or not self._state.has_kept_gradients:
@@ -129,8 +129,7 @@ class DatumTrainEngine:
         return OptimizerStepDone(grad_norm=norm)
 
     def load_state(self, request: LoadState) -> str:
-        """Take over a checkpoint of the same model; returns the checksum of its weights. Raises UserError for
-        another."""
+        """Load a checkpoint; returns the checksum of its weights. Raises UserError for one of another model."""
         try:
             self.restore(request.folder)
         except CheckpointError as error:
@@ -161,7 +160,7 @@ class DatumTrainEngine:
         return TrainSnapshot(state=state, files=self._files, marks={}, tensors=self._state.copies()).write(folder)
 
     def restore(self, folder: Path) -> None:
-        """Take over a checkpoint whole. Raises CheckpointError for one that is damaged or of another model."""
+        """Load a checkpoint with its moments. Raises CheckpointError for a damaged one or another model."""
         self._state.require_loaded()
         state = read_checkpoint(folder)
         self._state.restore(folder, num_updates=int(state["optimizer_updates"]), needs_reference=False)
@@ -171,7 +170,7 @@ class DatumTrainEngine:
     # --- residency ------------------------------------------------------------------------------------------
 
     def offload(self, *, spill_to: Path | None = None) -> None:
-        """Device to host, or to disk under this name; gradients go along. Does nothing when offloaded."""
+        """Device to host, or to disk under this name, with gradients. Does nothing when offloaded."""
         self._state.offload(spill_to=spill_to)
 
     def load(self) -> None:

@@ -26,7 +26,7 @@ from rlmux.rl.batch_metrics import count_trained
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
-    """What a trainer needs to know of one trajectory or demonstration."""
+    """The trainer's input from one trajectory or demonstration."""
 
     prompt_tokens: Sequence[int]
     tokens: Sequence[int]
@@ -39,7 +39,7 @@ class TrainingSequence:
     logprobs: Sequence[float] = ()
     """Log-probability of each token when it was sampled; empty for demonstrations."""
     is_stale: Sequence[bool] = ()
-    """True for each token that an older version made than the one being trained; empty where there is none."""
+    """True for each token made by a version older than the trained one; empty if there is none."""
 
     @property
     def num_tokens(self) -> int:

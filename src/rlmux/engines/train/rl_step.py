@@ -45,12 +45,12 @@ _FIGURES = (
     "behavior_ratio",
     "num_dropped_tokens",
 )
-"""What is added up over the micro-batches of a step, in the order of `RlStep._add_gradient`."""
+"""Figures summed over a step's micro-batches, in the order of `RlStep._add_gradient`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Losses:
-    """What a micro-batch says of its tokens."""
+    """Loss and figures of a micro-batch's tokens."""
 
     of_tokens: Tensor
     """Loss [R], with its gradient."""
@@ -67,7 +67,7 @@ class _Losses:
 
 
 class RlStep:
-    """The batch under way and what its stages found."""
+    """The present batch and the results of its stages."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RlStep:
         """Raises PipelineError for a token that breaks the staleness bound."""
         self.number = batch.step
         self.is_trained = False
-        """The optimizer step is made: the weights are those of version `number`."""
+        """Whether all optimizer steps are done: the weights are version `number`."""
         self._config = config
         self._state = state
         sequences = [
@@ -93,7 +93,7 @@ class RlStep:
         max_tokens = config.train.tokens_per_micro_batch
         self._minibatches = [in_leaf_order(cut(part, algorithm.micro_batch_size, max_tokens)) for part in parts]
         self._dealt = [state.ranks.positions(leaves, first) for first, leaves in _numbered(self._minibatches)]
-        """What this rank computes of each mini-batch, one after another; None where only others have a micro-batch."""
+        """This rank's micro-batches of each mini-batch, in order; None where only other ranks have one."""
         self._reference_logprobs: dict[int, Tensor] = {}
         """Log-probs [R] under the reference, by leaf."""
         self._old_logprobs: dict[int, Tensor] = {}
@@ -123,7 +123,7 @@ class RlStep:
 
     @property
     def is_half_trained(self) -> bool:
-        """Some of the step's updates are made and others are not: the weights are those of no version."""
+        """Whether only some of the step's updates are done: the weights are then of no version."""
         return 0 < self._num_updates_done < self._config.algorithm.num_updates
 
     def _num_passes(self, stage: Stage) -> int:
@@ -270,7 +270,7 @@ def _num_tokens(dealt: tuple[int, MicroBatch] | None) -> int:
 def _training_sequence(
     trajectory: Trajectory, advantage: float, newest: int, config: TrainingConfig
 ) -> TrainingSequence:
-    """What the trainer needs of one trajectory; `newest` is the version being trained."""
+    """The trainer's input from one trajectory; `newest` is the version being trained."""
     algorithm = config.algorithm
     is_fresh = trajectory.versions.count(newest) == len(trajectory.versions)
     if not is_fresh:
@@ -304,7 +304,7 @@ def _check_versions(trajectory: Trajectory, newest: int, config: TrainingConfig)
 
 
 class _FirstPass:
-    """What the weights that a step begins with make of its tokens, added up over the micro-batches."""
+    """Figures of a step's tokens under its initial weights, summed over the micro-batches."""
 
     def __init__(self, max_logprob_gap: float) -> None:
         self._gap = LogprobGap(max_logprob_gap)
@@ -313,7 +313,7 @@ class _FirstPass:
 
     @torch.no_grad()
     def add(self, leaf: int, batch: MicroBatch, scores: TokenScores, place: str) -> None:
-        """One micro-batch, and what the model says of it.
+        """Add one micro-batch and the model's scores of it.
 
         Raises PipelineError, beginning with `place`, as `LogprobGap` does.
         """

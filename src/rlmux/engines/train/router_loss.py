@@ -23,7 +23,7 @@ def has_experts(config: Any) -> bool:
 
 
 def router_loss_coef(config: Any, train: TrainConfig) -> float:
-    """The loss's weight: that of the file, else that of config.json where it asks for the loss; 0 without experts."""
+    """Weight of the loss: from the file, else from config.json if that enables the loss; 0 without experts."""
     if not has_experts(config):
         return 0.0
     if train.router_aux_loss_coef is not None:
@@ -42,7 +42,7 @@ def router_loss(logits_by_layer: Sequence[Tensor], config: Any) -> Tensor:
 
 
 def with_gradient_of(loss: Tensor, values: Tensor) -> Tensor:
-    """`values`, whose backward is also that of `loss`, whatever is made of them."""
+    """`values`, with a backward pass that includes the one of `loss`."""
     kept: Tensor = _WithGradient.apply(values, loss)  # type: ignore[no-untyped-call]
     return kept
 

@@ -36,11 +36,11 @@ class SftWarmup:
 
     @property
     def is_done(self) -> bool:
-        """All updates are done, and RL may begin."""
+        """Whether all updates are done, so that RL may begin."""
         return self.num_updates_done == self._config.sft_warmup.num_updates
 
     def work(self) -> StageWork:
-        """The stage under way; begun with the first call."""
+        """The present stage, begun by the first call."""
         if self._work is None:
             ranks = self._state.ranks
             num_leaves = -(-self._config.sft_warmup.batch_size // self._config.algorithm.micro_batch_size)
@@ -56,7 +56,7 @@ class SftWarmup:
         return self._work
 
     def restore(self, num_updates_done: int) -> None:
-        """Continue from a checkpoint after so many updates; what was under way is dropped."""
+        """Continue from a checkpoint after so many updates; an unfinished one is dropped."""
         self.num_updates_done = num_updates_done
         self._work = None
 

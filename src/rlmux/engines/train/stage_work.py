@@ -1,4 +1,4 @@
-"""A training stage under way, as micro-batches that are done one at a time."""
+"""A training stage in progress, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlmux.rl.types import TrainReport
 
 @dataclass(slots=True, kw_only=True)
 class StageWork:
-    """How far a stage is. A stage is a generator that stops after each micro-batch, so it can be cut anywhere."""
+    """Progress of a stage, a generator that stops after each micro-batch, so it can be cut anywhere."""
 
     micro_batches: Iterator[int]
     """Does one micro-batch per item and yields its prompt and response tokens: 0 where only other ranks have one."""
@@ -24,7 +24,7 @@ class StageWork:
     """Micro-batches done so far."""
     is_done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the stage found, filled in as it runs; whole once `is_done`."""
+    """Results of the stage, complete once `is_done`."""
 
     def run(self, max_seconds: float) -> TrainReport:
         """Do at least one micro-batch, until the stage is done or another like the last would end after `max_seconds`.

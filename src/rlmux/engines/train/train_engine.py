@@ -8,7 +8,7 @@
     StageWork    how far a stage is                  TrainSnapshot       what a checkpoint holds
 
 A stage is a generator that stops after each micro-batch; `run_stage` continues it until its time is up, so
-every call is bounded by one micro-batch more than asked.
+every call exceeds its limit by one micro-batch at most.
 
 Invariants: the weights after step n are a function of the config and of the batches 1 .. n, however the stages
 were cut into calls, offloaded, or restored in between. Checkpoints and published weights are those of a version:
@@ -54,7 +54,7 @@ RL_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
 update."""
 
 _ROUNDED_GAP = 1.0
-"""Largest gap in nats between the log-probs of rollout and training that is accepted where both may round otherwise."""
+"""Largest accepted gap in nats between rollout and training log-probs if either may round differently."""
 
 
 class TorchTrainEngine:
@@ -326,7 +326,7 @@ class TorchTrainEngine:
         self._state.load()
 
     def leave_cache(self) -> None:
-        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
+        """Drop the system's cache of a spilled file, so that a measured load reads the disk."""
         self._state.leave_cache()
 
     def resident_bytes(self) -> int:

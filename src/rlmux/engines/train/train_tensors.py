@@ -33,7 +33,7 @@ REFERENCE_FILE = "reference.safetensors"
 
 @contextmanager
 def deterministic_backward() -> Iterator[None]:
-    """Gradients by deterministic kernels alone, in a process that asked torch for deterministic algorithms.
+    """Use only deterministic kernels for gradients, in a process with torch's deterministic algorithms enabled.
 
     With `warn_only`, torch's memory-efficient attention still adds its gradients atomically: on an H200, the weights of
     two runs differed after 20 updates. Raises PipelineError for an operation without a deterministic kernel.
@@ -78,11 +78,11 @@ class TrainTensors(ABC):
     @property
     @abstractmethod
     def has_reference(self) -> bool:
-        """There are weights that the KL penalty compares with."""
+        """Whether there are reference weights for the KL penalty."""
 
     @abstractmethod
     def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
-        """What the model says of a micro-batch on its device, with a gradient where torch is to keep one."""
+        """The model's scores of a micro-batch on its device, with a gradient if torch records one."""
 
     @abstractmethod
     def accompany(self) -> None:
@@ -96,7 +96,7 @@ class TrainTensors(ABC):
 
     @abstractmethod
     def begin_update(self, num_leaves: int) -> None:
-        """An update of so many micro-batches begins, those of other ranks included."""
+        """Begin an update of so many micro-batches, over all ranks."""
 
     @abstractmethod
     def add_gradient(self, loss: Tensor, place: str) -> float:
@@ -122,7 +122,7 @@ class TrainTensors(ABC):
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Forget the partial sums of a step that will not be finished."""
+        """Drop the partial sums of an abandoned step."""
 
     @abstractmethod
     def reset_optimizer(self) -> None:
@@ -134,7 +134,7 @@ class TrainTensors(ABC):
 
     @abstractmethod
     def reference_weights(self) -> AbstractContextManager[None]:
-        """The model computes with the reference inside."""
+        """Let the model compute with the reference."""
 
     # --- files ----------------------------------------------------------------------------------------------
 
@@ -151,15 +151,15 @@ class TrainTensors(ABC):
 
     @abstractmethod
     def weights_sha256(self) -> str:
-        """Hash of all parameters in name order, float32, computed anew."""
+        """Hash of all parameters in name order, float32, recomputed."""
 
     @abstractmethod
     def copies(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
+        """Tensors for a checkpoint, by file name and tensor name, as copies in host memory."""
 
     @abstractmethod
     def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
-        """Take over the tensors of a checkpoint and forget partial sums.
+        """Load the tensors of a checkpoint and drop partial sums.
 
         Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
         """
@@ -194,7 +194,7 @@ class TrainTensors(ABC):
         return [*self._device_tensors(), *(self._host_tensors() if self._has_spilled_host else ())]
 
     def leave_cache(self) -> None:
-        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
+        """Drop the system's cache of a spilled file, so that a measured load reads the disk."""
         if self._offloaded is not None:
             self._offloaded.leave_cache()
 

@@ -50,7 +50,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What a model says of the R sampled tokens of a micro-batch."""
+    """A model's scores of the R sampled tokens of a micro-batch."""
 
     logprobs: Tensor
     """Log-probability [R] of each target, float32, with a gradient."""
@@ -61,7 +61,7 @@ class TokenScores:
 def score_tokens(model: Any, batch: MicroBatch, temperature: float, *, train: TrainConfig | None = None) -> TokenScores:
     """Scores under log-softmax of logits / temperature, the distribution that rollout samples from.
 
-    The model is one that `prepare_forward` or `pack_attention` was called for. `train` says how large a chunk is. The
+    The model is one that `prepare_forward` or `pack_attention` was called for. `train` has the size of a chunk. The
     gradient of the log-probs brings along that of the router's auxiliary loss, where the model and `train` have one.
     """
     train = train or TrainConfig()
@@ -96,7 +96,7 @@ class _Outputs:
     hidden: Tensor
     """Last hidden state [T, width], in the order of the batch's tokens."""
     router_logits: Sequence[Tensor]
-    """Router logits [T, experts] of each layer with experts; empty where they were not asked for."""
+    """Router logits [T, experts] of each layer with experts; empty unless requested."""
 
 
 def _hidden(model: Any, batch: MicroBatch, options: dict[str, Any]) -> _Outputs:
@@ -139,8 +139,8 @@ def _is_token(batch: MicroBatch) -> Tensor:
 def _checkpoint_layers(model: PreTrainedModel) -> None:
     """Have each layer keep its input alone and compute the rest again for the gradient.
 
-    The model stays in evaluation, without dropout: only the layers themselves are told that they train, which is what
-    transformers asks for.
+    The model stays in evaluation mode, without dropout: only its layers are set to training mode, as transformers
+    requires.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or not layers:
@@ -195,7 +195,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-# --- models that no test knows ----------------------------------------------------------------------------------
+# --- other architectures -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

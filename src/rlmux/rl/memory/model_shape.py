@@ -34,7 +34,7 @@ def adapter_parameters(shape: ModelShape, adapter: AdapterConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the bytes of a model and of its computation follow from."""
+    """The sizes that determine the bytes of a model and its computation."""
 
     hidden_size: int
     intermediate_size: int

@@ -1,4 +1,4 @@
-"""Which prompts a step samples, and how far: tail batching, interruptible rollouts.
+"""Prompts of a step, and the length of their rollouts: tail batching, interruptible rollouts.
 
 Reading order: prompt_rounds, backlog, plan_clock, epoch_clock, learned_lengths.
 """

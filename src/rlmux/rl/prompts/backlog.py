@@ -1,4 +1,4 @@
-"""What an interruptible rollout goes on from after a step: its clock, and the trajectories that no step has trained on.
+"""State of an interruptible rollout after a step: its clock, and the trajectories that are not trained on yet.
 
     controller ── packed ──▶ TrainingBatch.backlog ──▶ backlog.bin of the step's checkpoint ──▶ the next start
 
@@ -22,12 +22,12 @@ from rlmux.rl.prompts.epoch_clock import ClockState
 from rlmux.rl.types import TrajectoryId
 
 BACKLOG_FILE = "backlog.bin"
-"""The file of a checkpoint that has it."""
+"""Name of the backlog's file in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The response of a trajectory, as far as it is sampled."""
+    """The sampled part of a trajectory's response."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -35,10 +35,10 @@ class SampledTokens:
     versions: tuple[int, ...]
     """Weight version that made each token."""
     stop_reason: str | None
-    """As in `FinishedTurn`; None for one that goes on."""
+    """As in `FinishedTurn`; None for an unfinished one."""
 
     def first(self, num_tokens: int) -> SampledTokens:
-        """The same when it had so many tokens, and went on."""
+        """Its first `num_tokens` tokens, unfinished."""
         return SampledTokens(
             tokens=self.tokens[:num_tokens],
             logprobs=self.logprobs[:num_tokens],

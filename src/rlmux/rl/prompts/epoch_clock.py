@@ -46,7 +46,7 @@ class GroupId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSizes:
-    """What the clock's decisions are a function of, beside lengths."""
+    """Parameters of the clock's decisions, beside lengths."""
 
     num_steps: int
     groups_per_step: int
@@ -55,11 +55,11 @@ class EpochSizes:
     """Largest staleness of a trained token, in versions."""
     num_slots: int
     overlap_ticks: int
-    """Ticks from the completion of a batch to the arrival of the weights that are made of it."""
+    """Ticks from the completion of a batch to the arrival of its weights."""
 
     @classmethod
     def of(cls, config: TrainingConfig) -> EpochSizes:
-        """Those of a pipeline with interruptible rollouts."""
+        """Sizes of a pipeline with interruptible rollouts."""
         algorithm, interruptible = config.algorithm, config.rollout.interruptible
         assert interruptible is not None
         return cls(
@@ -88,7 +88,7 @@ class EpochSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockState:
-    """Where the clock stands between two steps. Goes into the checkpoint."""
+    """State of the clock between two steps, part of the checkpoint."""
 
     num_begun: int = 0
     """Trajectories that had a slot: the first so many in id order."""
@@ -122,7 +122,7 @@ class Admitted:
     """The prompts that a pipeline's rollouts may sample, from step to step."""
 
     def __init__(self, config: TrainingConfig, state: ClockState) -> None:
-        """`state`: where the clock stands before the first step that is asked for."""
+        """`state`: of the clock before the first step."""
         self._sizes = EpochSizes.of(config)
         self._first_new = state.num_begun
         """Number of the first trajectory that has not begun."""
@@ -139,7 +139,7 @@ class Admitted:
         return new
 
     def is_open(self, id: TrajectoryId) -> bool:
-        """It is not trained on."""
+        """Whether it is not trained on yet."""
         return id >= self._sizes.id_at(self._first_new) or GroupId(id.step, id.prompt) in self._begun
 
 
@@ -209,7 +209,7 @@ class EpochClock:
         self._begin_leg(step - 2 if has_overlap else step - 1, self._sizes.overlap_ticks if has_overlap else math.inf)
 
     def begin_last_leg(self) -> None:
-        """The weights of the step before have arrived."""
+        """Begin the last leg: the weights of the previous step have arrived."""
         self._begin_leg(self._step - 1, math.inf)
 
     def _begin_leg(self, version: int, ticks: float) -> None:
@@ -218,7 +218,7 @@ class EpochClock:
         self._made, self._length = dict(self._had), {}
 
     def wanted(self) -> list[TrajectoryId]:
-        """What devices may sample in this leg: the seated ones, then those admitted that wait for a slot."""
+        """Trajectories for this leg: the seated ones, then admitted ones that wait for a slot."""
         last = self._sizes.num_admitted(self._version) * self._sizes.group_size
         return [*self._start_by_seated, *map(self._sizes.id_at, range(self._num_begun, last))]
 
@@ -227,11 +227,11 @@ class EpochClock:
         return {id: self._had[id] + self._now - start for id, start in self._start_by_seated.items()}
 
     def end_leg(self) -> None:
-        """What is seated begins the next leg with what it has now."""
+        """End the leg: seated trajectories start the next one with their present tokens."""
         self._had = self.standing()
 
     def end_step(self) -> list[TrajectoryId]:
-        """The step's batch, in id order. The clock forgets it."""
+        """Remove and return the step's batch, in id order."""
         batch = self._batch()
         for group in batch:
             del self._oldest[group], self._num_ended[group]
@@ -241,7 +241,7 @@ class EpochClock:
         return taken
 
     def state(self) -> ClockState:
-        """Where it stands, between two steps."""
+        """State of the clock, between two steps."""
         return ClockState(
             num_begun=self._num_begun,
             tokens_by_seated=dict(self._had),
@@ -256,11 +256,11 @@ class EpochClock:
     # ------------------------------------------------------------------ news
 
     def note_progress(self, id: TrajectoryId, num_tokens: int) -> None:
-        """A trajectory has so many tokens and goes on. One that began anew reports fewer, and will have them again."""
+        """Record the tokens of an unfinished trajectory. After a restart it reports fewer, and will have them again."""
         self._made[id] = max(self._made.get(id, 0), num_tokens)
 
     def note_end(self, id: TrajectoryId, num_tokens: int) -> None:
-        """A trajectory has ended with so many tokens; the first time counts."""
+        """Record the tokens of a finished trajectory; the first call counts."""
         self._length.setdefault(id, num_tokens)
 
     def ended(self) -> set[TrajectoryId]:
@@ -282,8 +282,7 @@ class EpochClock:
         return self._ticks - min(behind, default=self._now)
 
     def advance(self) -> list[list[TrajectoryId]]:
-        """Go on as far as is known. Returns the trajectories of each group that is known to be in the step's batch now,
-        in id order."""
+        """Advance as far as is decided. Returns the trajectories of each newly decided group of the batch."""
         while not self.is_leg_over:
             if self.is_last_leg and self._is_complete():
                 self.is_leg_over = True
@@ -297,8 +296,8 @@ class EpochClock:
         return self._newly_in_batch()
 
     def _next_end(self) -> float | None:
-        """Tick at which the next trajectory ends, infinite where none is seated; None where that is not known yet. A
-        leg's last tick stands for all after it."""
+        """Tick at which the next trajectory ends, infinite if none is seated, None if undecided. A leg's last tick
+        stands for all later ones."""
         self._fill_slots()
         first, decided_until = math.inf, math.inf
         for id, start in self._start_by_seated.items():
@@ -344,12 +343,12 @@ class EpochClock:
         return len(self._done) >= size and len(self._batch()) == size
 
     def _batch(self) -> list[GroupId]:
-        """The groups that are known to be in the batch, now and when more are done."""
+        """Groups that are certain to be in the batch, now and when more are done."""
         size = self._sizes.groups_per_step
         due_by = {group: version + self._sizes.staleness + 1 for group, version in self._oldest.items()}
         batch: dict[GroupId, None] = {}
         num_missing = 0
-        """Places that are kept for groups that are not done."""
+        """Places reserved for unfinished groups."""
         for step in sorted({*due_by.values()}):
             num_begun = sum(due <= step for due in due_by.values())
             num_needed = num_begun - (step - self._step) * size - len(batch) - num_missing

@@ -1,9 +1,9 @@
-"""How long the answers to a prompt were when it was last asked: what a rollout orders its prompts by.
+"""Lengths of a prompt's previous answers, by which a rollout orders its prompts.
 
     TrajectoryRequest ◀── expected_tokens ── LearnedLengths ◀── lengths of a finished step
 
-A dataset that is gone through several times has its prompts come again, and their answers stay alike in length. A
-process that starts anew knows nothing: that costs time and changes no result.
+In later epochs of a dataset, answers to a prompt stay alike in length. A restarted process has no lengths, which costs
+time and changes no result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class LearnedLengths:
         """Mean length by the hash of the prompt's tokens, which is the same in every process."""
 
     def expected(self, prompt_tokens: tuple[int, ...]) -> int:
-        """Mean length of the prompt's last answers; 0 for a prompt that was never asked."""
+        """Mean length of the prompt's last answers; 0 for a new prompt."""
         return self._tokens_by_prompt.get(hash(prompt_tokens), 0)
 
     def learn(self, lengths: Mapping[tuple[int, ...], Sequence[int]]) -> None:
-        """Take in the lengths of all answers of each prompt."""
+        """Record the lengths of all answers of each prompt."""
         for prompt_tokens, of_answers in lengths.items():
             key = hash(prompt_tokens)
             self._tokens_by_prompt.pop(key, None)

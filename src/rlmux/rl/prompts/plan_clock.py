@@ -1,4 +1,4 @@
-"""The plan clock: a rollout engine in ticks, which decides what a paper decides by who is first on the wall's clock.
+"""The plan clock: decides a race in ticks of a virtual rollout engine instead of by wall-clock time.
 
     lengths, lower bounds ──▶ PlanClock ── advance ──▶ prompt groups that are done, in the order of their ticks
 
@@ -9,8 +9,8 @@ and its others give up their slots. The first `num_groups` groups that are done 
     unfinished, 12 tokens made   it ends later than 12 ticks after its start
     ended after 17 tokens        it ends 17 ticks after its start
 
-What is decided is a function of the trajectories' lengths and the sizes above. Devices, pauses, migrations and the
-order in which news comes decide only when it is known: the clock goes no further than what has been sampled allows.
+Decisions are a function of the trajectories' lengths and the sizes above. Devices, pauses, migrations and the order of
+reports only affect when a decision is made: the clock advances as far as the sampled tokens allow.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class PlanClock:
 
     @property
     def is_decided(self) -> bool:
-        """The batch is complete."""
+        """Whether the batch is complete."""
         return self._num_done == self._num_groups
 
     def is_lost(self, id: TrajectoryId) -> bool:
-        """The trajectory is not kept, however long it is."""
+        """Whether the trajectory is excluded, whatever its length."""
         return id in self._lost
 
     def note_progress(self, id: TrajectoryId, num_tokens: int) -> None:
-        """A trajectory has so many tokens and goes on. One that began anew reports fewer, and will have them again."""
+        """Record the tokens of an unfinished trajectory. After a restart it reports fewer, and will have them again."""
         self._made[id] = max(self._made[id], num_tokens)
 
     def note_end(self, id: TrajectoryId, num_tokens: int) -> None:
-        """A trajectory has ended with so many tokens; the first time counts."""
+        """Record the tokens of a finished trajectory; the first call counts."""
         self._length.setdefault(id, max(num_tokens, self._made[id]))
 
     def advance(self) -> list[list[TrajectoryId]]:
-        """Go on as far as is known. Returns those that are kept of each group that is done now, in id order."""
+        """Advance as far as is decided. Returns the kept trajectories of each group that is done now, in id order."""
         done: list[list[TrajectoryId]] = []
         while not self.is_decided and (ended := self._next_end()) is not None:
             self._now, id = ended
@@ -77,7 +77,7 @@ class PlanClock:
         return done
 
     def _next_end(self) -> tuple[int, TrajectoryId] | None:
-        """The next trajectory to end and its tick; None where that is not known yet."""
+        """The next trajectory to end and its tick; None if undecided."""
         while self._waiting and len(self._start_by_seated) < self._num_slots:
             self._start_by_seated[self._waiting.popleft()] = self._now
         first: tuple[float, TrajectoryId] | None = None
@@ -104,8 +104,8 @@ class PlanClock:
         self._waiting = deque(id for id in self._waiting if id not in self._lost)
 
     def _lose_those_too_late(self) -> None:
-        """Where all have a slot, every start is known: a trajectory is lost once it is past the tick at which its group
-        or the batch is done at the latest. It goes on here, as it may be needed to know how late others are."""
+        """Mark trajectories as lost, once all have a slot, that are past the latest tick at which their group or the
+        batch is done. They stay on the clock, as the lateness of others may depend on them."""
         if self.is_decided or self._waiting:
             return
         ticks: dict[int, list[int]] = {prompt: [] for prompt in self._ended_by_prompt}

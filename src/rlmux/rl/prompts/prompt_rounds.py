@@ -1,11 +1,11 @@
-"""Which prompts each step samples under tail batching (RollPacker, NSDI'26): short rounds, long rounds of their losers.
+"""Prompts of each step under tail batching (RollPacker, NSDI'26): short rounds, and long rounds of their losers.
 
     dataset ── next prompts ──▶ short round: more prompts and answers than needed; the first that are done are the batch
                                     └── prompts that lost ──▶ queue ──▶ long round: those prompts, none too many
 
 A step is a long round when the queue has a batch's worth of prompts, or when the rest of the run has too few prompts
 left for a short one. Every prompt that the pipeline would train on without tail batching is trained on exactly once: in
-all, prompts 0 to steps x prompts per step. A prompt that waited is sampled anew, by the weights of its new step.
+all, prompts 0 to steps x prompts per step. A prompt that waited is sampled again, by the weights of its new step.
 
 Invariant: prompts taken from the dataset = prompts trained on + prompts in the queue.
 """
@@ -24,7 +24,7 @@ from rlmux.rl.tasks import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one step samples."""
+    """Prompts and answers of one step."""
 
     prompts: tuple[int, ...]
     """Indices of the prompts, by their place in the step."""
@@ -36,7 +36,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptQueue:
-    """Where a pipeline stands in its prompts between two steps. Goes into the checkpoint."""
+    """A pipeline's position in its prompts between two steps, part of the checkpoint."""
 
     next_prompt: int = 0
     """Index of the next prompt that no step has sampled."""
@@ -55,7 +55,7 @@ class PromptQueue:
         return cls(next_prompt=int(fields["next_prompt"]), queued=tuple(map(int, fields["queued"])))
 
     def round(self, step: int, config: TrainingConfig) -> Round:
-        """What this step samples."""
+        """The round of this step."""
         batching, algorithm = config.rollout.tail_batching, config.algorithm
         assert batching is not None
         wanted = algorithm.prompts_per_step

@@ -38,13 +38,13 @@ _ASKED = ("stop", "is_single_turn", "prompt", "demonstration", "score", "environ
 
 
 def is_of_user(name: str) -> bool:
-    """Whether a plug-in answers to this name of a task. Nothing is imported."""
+    """Whether a plug-in has this task name. Imports nothing."""
     is_ours = name in TASKS or name == "file" or name.startswith(_GYM_PREFIX)
     return not is_ours and plugins.is_plugin("task", name)
 
 
 def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
-    """The task a pipeline names; a wrong name or option is a `UserError` that says what is accepted."""
+    """A pipeline's task. Raises UserError, with what is accepted, for a wrong name or option."""
     if config.name.startswith(_GYM_PREFIX):
         return ReasoningGymTask(config.name.removeprefix(_GYM_PREFIX), config.params, seed)
     if config.name == "file":

@@ -1,4 +1,4 @@
-"""What a task is: prompts by index, answers to learn from, a score, perhaps an environment that talks back.
+"""The interface of a task: prompts by index, demonstrations, a score, optionally an environment.
 
     prompt(index) ──▶ Prompt ──▶ the model's turns ◀──▶ environment(prompt).reply(turn)
                         │                 │
@@ -25,7 +25,7 @@ class Segment:
 
     text: str
     is_sampled: bool
-    """False where the environment speaks: such tokens carry no loss."""
+    """False for the environment's tokens, which carry no loss."""
 
 
 class Environment(Protocol):
@@ -35,7 +35,7 @@ class Environment(Protocol):
     """
 
     def reply(self, turn: str) -> str | Awaitable[str | None] | None:
-        """What the environment says to the model's latest turn; None ends the trajectory.
+        """The environment's reply to the model's latest turn; None ends the trajectory.
 
         An `async def` may wait: replies that fall due together wait together.
         """
@@ -50,7 +50,7 @@ class Task(Protocol):
 
     @property
     def is_single_turn(self) -> bool:
-        """No environment ever answers: a stop ends the trajectory, and its slot is free at once."""
+        """Whether there is no environment: a stop ends the trajectory and frees its slot at once."""
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of any whole number, a function of (options, seed, index) alone."""

@@ -1,8 +1,8 @@
-"""Multi-turn with a tool: the model asks, the calculator answers, the model says the result.
+"""Multi-turn with a tool: the model calls, the calculator answers, the model writes the result.
 
     k:47+85=   model <47+85>   tool 132|   model 132
 
-The `>` ends the model's turn. Half the reward is for the call, half for the last word, both by
+The `>` ends the model's turn. Half the reward is for the call, half for the result, both by
 right positions. `wait_s` makes the tool slow, as real ones are.
 """
 
@@ -77,7 +77,7 @@ class Calculator:
 
 
 def calculate(turn: str) -> str:
-    """The result of the call at the end of a turn, `?` where there is none."""
+    """The result of the call at the end of a turn, `?` without a call."""
     match = _CALL.search(turn)
     if match is None:
         return "?"

@@ -70,7 +70,7 @@ class FileTask(SingleTurnTask):
         return float(prompt.answer is not None and response.strip() == prompt.answer.strip())
 
     def environment(self, prompt: Prompt) -> Environment | None:
-        """Raises UserError for a class that makes no environment from a row."""
+        """Make an environment. Raises UserError for a class that makes none from a row."""
         if self._environment is None:
             return None
         environment = self._environment_class(deepcopy(dict(prompt.data or {})))
@@ -147,7 +147,7 @@ def _shown(found: Any) -> str:
 
 
 def _text_of(answer: Any) -> str | None:
-    """What a warm-up shows and a response is compared with: JSON for an answer that is no text."""
+    """Text of an answer, for warm-up and comparison: JSON for an answer that is no text."""
     if answer is None or isinstance(answer, str):
         return answer
     return json.dumps(answer, ensure_ascii=False, default=str)
@@ -160,7 +160,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 _ABSENT = object()
-"""What a lookup gives for a column that a row does not have, unlike one that holds null."""
+"""Lookup result for a missing column, as opposed to null."""
 
 
 def _lookup(columns: Mapping[str, Any], dotted_key: str) -> Any:

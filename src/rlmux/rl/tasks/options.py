@@ -1,4 +1,4 @@
-"""Takes a built-in task's options out of `task.params`, and refuses what it does not know."""
+"""Takes a built-in task's options out of `task.params`, and refuses unknown ones."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ReasoningGymTask(SingleTurnTask):
     def score(self, prompt: Prompt, response: str) -> float:
         try:
             return float(self._dataset.score_answer(response.strip(), dict(prompt.data or {})))
-        except Exception:  # scorers raise whatever they like on an answer they cannot read: that earns nothing
+        except Exception:  # scorers raise anything on an unreadable answer, which scores 0
             return 0.0
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline's `rollout.engine`, found before anything starts; none but the user's own is imported.
+"""Checks a pipeline's `rollout.engine` before anything starts; imports only the user's own engine.
 
 python ── importlib.metadata ──▶ the engine's version ── and its folder ──▶ does it name the model's class?
 url ── /version, /server_info ─▶ the engine's version
@@ -62,7 +62,7 @@ def check_engine(engine: EngineConfig, model: ModelConfig) -> str | None:
 
 
 def call_user_engine(config: TrainingConfig, **given: Any) -> Any:
-    """What the user's function or class makes of the config. Raises PipelineError where it raises."""
+    """Call the user's engine factory with the config. Raises PipelineError if it raises."""
     name = config.rollout.engine.name
     make = plugins.find("engine", name, ENGINES)
     try:
@@ -74,7 +74,7 @@ def call_user_engine(config: TrainingConfig, **given: Any) -> Any:
 
 
 def check_version(name: str, version: str, where: str) -> None:
-    """Raises UserError for a version whose endpoints are not known."""
+    """Raises UserError for a version with unknown endpoints."""
     if not any(version == known or version.startswith(f"{known}.") for known in VERSIONS[name]):
         accepted = ", ".join(f"{known}.x" for known in VERSIONS[name])
         raise UserError(f"{where} has {name} {version}, whose endpoints are not known; accepted: {accepted}")

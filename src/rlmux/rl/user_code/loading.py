@@ -1,4 +1,4 @@
-"""Calls the user's code: bounded in time, and every way it can go wrong becomes one line.
+"""Calls the user's code with a time limit, and turns every failure into one line.
 
     call_each([(name, call), ...])        call ──▶ result | awaitable      each limited by an alarm signal
     call_and_await([(name, call), ...])   the same, awaitables awaited     those that wait, wait together
@@ -41,7 +41,7 @@ class _OutOfTime(BaseException):
 
 
 def _nothing() -> None:
-    """What is done after an answer by default."""
+    """Default `on_answer`."""
 
 
 def call_each(
@@ -86,7 +86,7 @@ def call_and_await(
 
 
 def load_callable(key: str, spec: str, kind: str) -> Callable[..., Any]:
-    """What `module:name` of this key of the file names, from sys.path. Raises UserError where there is none.
+    """Load `module:name`, the value of this key of the file, from sys.path. Raises UserError if it is missing.
 
     `kind`: "function" or "class", for errors.
     """
@@ -124,7 +124,7 @@ class PendingCalls(Generic[K]):
         return key in self._tasks
 
     def begin(self, key: K, name: str, awaitable: Awaitable[Any]) -> None:
-        """Take over an awaitable; errors begin with `name`."""
+        """Add an awaitable; errors begin with `name`."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         self._tasks[key] = name, self._loop.create_task(_limited(name, awaitable, self._limit_s))
@@ -153,7 +153,7 @@ class PendingCalls(Generic[K]):
         return done
 
     def drop(self, key: K) -> None:
-        """Cancel one; its result is not wanted any more."""
+        """Cancel an awaitable whose result is no longer needed."""
         assert self._loop is not None
         self._loop.run_until_complete(_cancel([self._tasks.pop(key)[1]]))
         if not self._tasks:

@@ -1,6 +1,6 @@
 """Prompts, environments and rewards of one pipeline; the env worker process holds one. Pure Python.
 
-    begin_step(n) ──▶ requests ──▶ (rollout) ──▶ on_turns ──▶ replies: what the environment said; the episode continues
+    begin_step(n) ──▶ requests ──▶ (rollout) ──▶ on_turns ──▶ the environments' replies; the episode continues
                                                     │  │ └──▶ released: over, the slot is free
                                                     │  └────▶ in a later call: the environment has not replied yet
                                                     ▼
@@ -12,7 +12,7 @@ Invariants: everything that comes out is a function of the config and of the tur
 order and grouping; a turn delivered twice is answered alike and counted once; steps may overlap. Nothing here
 depends on what else the machine runs. Under tail batching (`prompt_rounds.py`) more requests are made than a step
 trains on: only turns of those that are kept come in, and only they are scored. Interruptible rollouts
-(`epoch_clock.py`) have requests of several steps under way, and say of which trajectories a batch is made.
+(`epoch_clock.py`) have requests of several steps in progress, and choose the trajectories of a batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rlmux.rl.user_code.rewards import Response, Reward
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, prompt_tokens_of, stop_tokens_of
 
 _KEPT_BATCHES = 3
-"""Finished steps whose batch can still be asked for, after a train worker was lost."""
+"""Finished steps whose batches are kept for a restart of a train worker."""
 
 
 class PipelineEnv:
@@ -82,11 +82,11 @@ class PipelineEnv:
         self._queue = prompts or PromptQueue()
         """The prompts of tail batching after the last finished step."""
         self._admitted = None if config.rollout.interruptible is None else Admitted(config, clock or ClockState())
-        """Which prompts interruptible rollouts may sample; None: each step those that it trains on."""
+        """Prompts that interruptible rollouts may sample; None: each step samples what it trains on."""
         self._lengths = LearnedLengths() if config.rollout.order == "longest" else None
         self._conversations = Conversations(self._task, self._vocabulary, self._limit_s, on_answer)
         self._unanswered: dict[TrajectoryId, FinishedTurn] = {}
-        """Turns that `on_turns` was given and has not answered yet."""
+        """Turns that `on_turns` has not answered yet."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -95,7 +95,7 @@ class PipelineEnv:
 
     @property
     def is_single_turn(self) -> bool:
-        """No reply ever comes: a stop ends the trajectory."""
+        """Whether there are no replies, so that a stop ends the trajectory."""
         return self._task.is_single_turn
 
     def begin_step(self, step: int) -> list[TrajectoryRequest]:
@@ -161,7 +161,7 @@ class PipelineEnv:
         return replies, released
 
     def is_step_complete(self, step: int) -> bool:
-        """Every trajectory of the step is scored."""
+        """Whether every trajectory of the step is scored."""
         if step in self._batch_by_step:
             return True
         return self._num_unscored(step) == 0
@@ -222,7 +222,7 @@ class PipelineEnv:
         return [self._episodes_by_step[id.step].pop(id) for id in ids]
 
     def _round(self, step: int) -> Round:
-        """The prompts of a step, and how many answers each is asked for."""
+        """The prompts of a step, and the number of answers to each."""
         algorithm = self._config.algorithm
         if self._config.rollout.tail_batching is not None:
             return self._queue.round(step, self._config)
@@ -231,7 +231,7 @@ class PipelineEnv:
         return Round(prompts=prompts, group_size=algorithm.group_size, is_long=False)
 
     def _end_round(self, step: int, trajectories: Sequence[Trajectory]) -> RoundRecord | None:
-        """What tail batching made of a step that trains on these; its queue moves on."""
+        """The tail-batching record of a step that trains on these; advances the queue."""
         if self._config.rollout.tail_batching is None:
             return None
         round = self._round(step)

@@ -1,7 +1,7 @@
-"""What is wrong with a pipeline's prompts and reward, found before anything starts.
+"""Checks a pipeline's prompts and reward before anything starts.
 
     TrainingConfig ── vocabulary ── task ──▶ every row of a file, or the prompts of the first step
-                                       ├───▶ environment: imported, made from prompt 0, told one turn
+                                       ├───▶ environment: imported, made from prompt 0, called with one turn
                                        └───▶ reward: imported, its signature read, called once on a sample
 
 Every complaint is one line that begins with the key to change ("task.reward: ..."), or with a file and its row. The
@@ -36,7 +36,7 @@ Placed = tuple[str, Prompt]
 
 
 def _ignore(key: str) -> None:
-    """What is done before the user's code by default."""
+    """Default `before_user_code`."""
 
 
 def calls_user_code(config: TrainingConfig) -> bool:
@@ -48,7 +48,7 @@ def calls_user_code(config: TrainingConfig) -> bool:
 
 
 def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], None] = _ignore) -> str | None:
-    """The first thing that is wrong with this pipeline's prompts, environment or reward.
+    """The first error in this pipeline's prompts, environment or reward.
 
     `before_user_code`: called before every call of the user's code, which may hang in ways that no time limit ends,
     with the key of `task` that names the code.
@@ -162,7 +162,7 @@ def _count(vocabulary: Vocabulary, text: str, place: str) -> int:
 
 
 def _check_environment(config: TrainingConfig, task: Task, before_user_code: Callable[[str], None]) -> None:
-    """Import the user's environment class, make one for prompt 0 and tell it that prompt's answer as the first turn."""
+    """Import the user's environment class, make one for prompt 0, and send it that prompt's answer as first turn."""
     limit_s, prompt = config.task.reward_timeout_s, task.prompt(0)
     name = f"environment {config.task.environment} on a sample"
     try:

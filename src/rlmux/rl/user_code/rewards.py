@@ -3,9 +3,9 @@
     verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
     TRL    reward(prompts, completions, **columns) -> list[float | None]        (None: not to be judged)
 
-The two are told apart by their parameters' names. verl's is called once per trajectory. TRL's is called once
-per prompt group, in sample order, when the group is complete: what it sees together is fixed by the config, not
-by which trajectory finished first. Either may be `async def`. A completion that TRL's gives None has the advantage 0
+Parameter names distinguish the two. verl's is called once per trajectory. TRL's is called once
+per prompt group, in sample order, when the group is complete: the config decides its calls, not the order in which
+trajectories finish. Either may be `async def`. A completion that TRL's gives None has the advantage 0
 and is left out of its group's mean and deviation, as in TRL.
 
 TRL's gets what its GRPOTrainer passes (`_calculate_rewards`), by the kind of the row:
@@ -45,7 +45,7 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What a model, and its environment between its turns, answered to a prompt."""
+    """A response to a prompt: the model's turns, and the environment's between them."""
 
     text: str
     """All of it, special tokens left out."""
@@ -59,7 +59,7 @@ class Reward:
     """Scores responses to one prompt in two halves: `call` the user's code, then `check` what it returned."""
 
     def __init__(self, task: Task, config: TaskConfig, num_steps: int) -> None:
-        """`num_steps`: steps of the pipeline, which a reward may ask for."""
+        """`num_steps`: steps of the pipeline, for rewards that use it."""
         self.name = f"reward {config.reward}" if config.reward else f"the reward of task {config.name!r}"
         self._task = task
         self._task_name = config.name

@@ -37,8 +37,8 @@ _SILENCE_S = 3.0
 """Seconds of waiting before a message on stderr."""
 
 _CHILD = (
-    "import sys; sys.path[:] = sys.argv[2:]; from rlmux.runtime.checks import preflight; "
-    "preflight.serve(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from rlmux.runtime.checks import preflight; preflight.serve(int(sys.argv[1]))"
 )
 
 

@@ -32,7 +32,7 @@ FORMAT = 2
 
 
 def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: dict[str, Any]) -> None:
-    """Have `write_files` fill a folder aside, add `state` with the checksums, and rename it to `folder`."""
+    """Let `write_files` fill a temporary folder, add `state` with the checksums, and rename it to `folder`."""
     folder.parent.mkdir(exist_ok=True)  # never the run's own folder: one that was removed stays removed
     aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: d
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """The numbers in state.json, once every file is found to be as it was written; CheckpointError otherwise."""
+    """The numbers in state.json, after a check of every file's bytes. Raises CheckpointError for damage."""
     state = read_state(folder)
     for name, expected in state["files"].items():
         if _file_sha256(folder / name) != expected:
@@ -59,7 +59,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The numbers in state.json, once it is whole and every file is there in its length; CheckpointError otherwise.
+    """The numbers in state.json, after a check of it and of every file's length. Raises CheckpointError for damage.
 
     Reads no other file, however large they are.
     """

@@ -25,17 +25,16 @@ _ALIGNMENT_BYTES = 64
 
 
 class FlatParameters:
-    """Takes over the trained parameters of a float32 model, an adapter's alone where there is one; tied ones count
-    once."""
+    """Owns the trained parameters of a float32 model, only the adapter's if there is one; tied ones count once."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype`: what the model computes in from now on."""
+        """`dtype`: of the model's computation from now on."""
         self._parameters = trained_parameters(model)
         self._offset_by_name, size = offsets_of(self._parameters, dtype)
         device = next(iter(self._parameters.values())).device
         self.weights = torch.zeros(size, device=device)
         self.working = self.weights if dtype == torch.float32 else torch.zeros(size, device=device, dtype=dtype)
-        """What the model computes with: the weights themselves in float32."""
+        """Weights that the model computes with, the same tensor in float32."""
         self.gradients = torch.zeros(size, device=device, dtype=dtype)
         for name, parameter in self._parameters.items():
             self._view(self.weights, name).copy_(parameter.data)
@@ -46,11 +45,11 @@ class FlatParameters:
 
     @property
     def is_rounded(self) -> bool:
-        """The model computes with a copy of the weights, of fewer bits."""
+        """Whether the model computes with a copy of the weights in fewer bits."""
         return self.working is not self.weights
 
     def round(self) -> None:
-        """Have the model compute with the weights as they are now."""
+        """Copy the present weights to the model's working weights."""
         if self.is_rounded:
             self.working.copy_(self.weights)
 
@@ -66,7 +65,7 @@ class FlatParameters:
 
     @contextmanager
     def using(self, buffer: Tensor) -> Iterator[None]:
-        """The model computes with the weights in `buffer` inside."""
+        """Let the model compute with the weights in `buffer`."""
         self._point_at(buffer)
         try:
             yield

@@ -1,4 +1,4 @@
-"""AdamW's two moments of each weight, and where they lie between two updates.
+"""AdamW's two moments of each weight, and their place between two updates.
 
     device   float32, beside the weights
     cpu      float32, in host memory; a part at a time comes to the device for its update, and goes back
@@ -22,7 +22,7 @@ from torch import Tensor
 from rlmux.core.errors import CheckpointError, UserError
 
 PART_SIZE = 2**20
-"""Weights that are updated at once where their moments come from elsewhere; a multiple of a block."""
+"""Weights per update step if the moments are not on the device in float32; a multiple of a block."""
 BLOCK_SIZE = 256
 """Weights that have one scale, with 8 bits."""
 
@@ -46,7 +46,7 @@ class Moments(ABC):
 
     @abstractmethod
     def store(self, part: slice, pair: Pair) -> None:
-        """Keep what a part's moments have become."""
+        """Store a part's updated moments."""
 
     @abstractmethod
     def named(self) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ class Moments(ABC):
 
     @property
     def is_on_host(self) -> bool:
-        """They lie in host memory, whatever the device is."""
+        """Whether they are in host memory on any device."""
         return False
 
     def reset(self) -> None:
@@ -63,7 +63,7 @@ class Moments(ABC):
             tensor.zero_()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `named` gave. Raises CheckpointError for moments of another kind."""
+        """Load the tensors of `named`. Raises CheckpointError for moments of another kind."""
         mine = self.named()
         if {name: tensor.shape for name, tensor in tensors.items()} != {
             name: each.shape for name, each in mine.items()

@@ -1,4 +1,4 @@
-"""The ranks that train one pipeline together: who computes which micro-batch, and how what they found is joined.
+"""The ranks that train one pipeline together: assignment of micro-batches, and the reduction of results.
 
     leaves of the gradient tree    0 1 2 3 | 4 5 6 7     an update's micro-batches, dealt by `leaf_order`
     rank                              0    |    1        each rank sums a subtree of its own
@@ -55,7 +55,7 @@ class Ranks:
         return subtree(num_leaves, self.rank, self.count)
 
     def positions(self, leaves: Sequence[Item], first: int = 0) -> list[tuple[int, Item] | None]:
-        """What this rank computes one after another, with its number; None at the end where another rank has one more.
+        """This rank's items in order, with their numbers; a final None if another rank has one more.
 
         `first`: number of the first leaf.
         """
@@ -69,7 +69,7 @@ class Ranks:
     # --- joining --------------------------------------------------------------------------------------------
 
     def agree(self, *, is_over: bool) -> bool:
-        """What rank 0 says."""
+        """The decision of rank 0."""
         if self.count == 1:
             return is_over
         answer = torch.tensor([is_over], dtype=torch.uint8)
@@ -78,7 +78,7 @@ class Ranks:
         return bool(answer)
 
     def join(self, partial: Tensor | None, num_leaves: int, like: Tensor) -> Tensor:
-        """The sum of all leaves, from each rank's sum of its own; None where a rank has none.
+        """The sum of all leaves, from each rank's partial sum; None for a rank without leaves.
 
         `partial` may be added into. The result has the shape of `like`.
         """
@@ -118,7 +118,7 @@ class Ranks:
         return sorted((row for of_rank in gathered for row in of_rank), key=_number)
 
     def is_same(self, text: str) -> bool:
-        """Every rank has this text."""
+        """Whether every rank has this text."""
         if self.count == 1:
             return True
         gathered: list[Any] = [None] * self.count
@@ -160,7 +160,7 @@ class RankStore:
 
 
 def join_ranks(store: RankStore | tuple[str, int], rank: int, count: int, *, host: str) -> Ranks:
-    """Connect this process with the other ranks; returns once all are there.
+    """Connect this process with the other ranks; returns once all have joined.
 
     `store`: the gang's, or its address. `host`: this machine's address, as the other ranks reach it.
     """
@@ -175,7 +175,7 @@ def join_ranks(store: RankStore | tuple[str, int], rank: int, count: int, *, hos
 
 
 def _interface_of(host: str) -> str | None:
-    """The network interface that has this address; None where none has."""
+    """The network interface with this address; None without one."""
     address = socket.gethostbyname(host)
     for interface, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
@@ -185,7 +185,7 @@ def _interface_of(host: str) -> str | None:
 
 @contextmanager
 def touching_others() -> Iterator[None]:
-    """A rank that is gone shows in the others' exchanges: what is lost is the gang, not the pipeline."""
+    """Turn a failed exchange, caused by a lost rank, into the loss of the gang, not of the pipeline."""
     try:
         yield
     except (torch.OutOfMemoryError, PipelineError):

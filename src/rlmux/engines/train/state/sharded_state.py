@@ -1,4 +1,4 @@
-"""The tensors of one training pipeline whose model fits no one device: each rank has a part of them (FSDP2).
+"""Training tensors of a model that is too large for one device: each rank has a part of them (FSDP2).
 
     rank            0         1         2         3            `fully_shard` of torch cuts each parameter along its rows
     parameter    [ rows ]  [ rows ]  [ rows ]  [ rows ]        gathered layer by layer, for its forward and backward
@@ -55,7 +55,7 @@ from rlmux.rl.config import TrainConfig, TrainingConfig
 
 
 class ShardedState(TrainTensors):
-    """Takes over the parameters of a float32 model on the CPU; each rank keeps its part of them on its device."""
+    """Owns the parameters of a float32 model on the CPU; each rank keeps its part on its device."""
 
     def __init__(self, model: PreTrainedModel, config: TrainingConfig, ranks: Ranks, device: torch.device) -> None:
         super().__init__(config.name, model, device)
@@ -77,7 +77,7 @@ class ShardedState(TrainTensors):
         self._reference: dict[str, Tensor] | None = None
         """This rank's rows of the weights that the KL penalty compares with; None without one."""
         self._checksum: str | None = None
-        """Checksum of the present weights, once the whole of them was gathered for it."""
+        """Checksum of the present weights, computed when they are gathered."""
         (nothing,) = cut([TrainingSequence(prompt_tokens=[0], tokens=[0], is_sampled=[True], weight=0.0)], 1)
         self._nothing = replace(nothing, token_share=0.0).to(device)
         """A micro-batch that adds nothing to a gradient."""
@@ -203,7 +203,7 @@ class ShardedState(TrainTensors):
         return self._checksum
 
     def _set_checksum(self, masters: Mapping[str, Tensor]) -> None:
-        """The first rank computes it of what it alone has."""
+        """Compute the checksum on the first rank, which alone has whole tensors."""
         if self._checksum is None:
             self._checksum = self.ranks.of_first(weights_checksum(masters) if self.ranks.rank == 0 else "")
 
@@ -213,7 +213,7 @@ class ShardedState(TrainTensors):
         return self.ranks.of_first(weights_sha256(masters) if self.ranks.rank == 0 else "")
 
     def copies(self) -> dict[str, dict[str, Tensor]]:
-        """What `TrainState.copies` returns, on the first rank; nothing on others, which have to call it too."""
+        """As `TrainState.copies`, on the first rank; empty on others, which must call it too."""
         self.require_loaded()
         is_kept = self.ranks.rank == 0
         tensors = {self._weights_file: self._whole(self._parameters.get, is_kept=is_kept)}
@@ -226,7 +226,7 @@ class ShardedState(TrainTensors):
         return tensors if is_kept else {}
 
     def _whole(self, rows_of: Callable[[str], Any], *, is_kept: bool) -> dict[str, Tensor]:
-        """Whole tensors in host memory by name; nothing on a rank that takes part and does not keep them."""
+        """Whole tensors in host memory by name; empty on ranks that only contribute."""
         found = {}
         for name, parameter in self._parameters.items():
             whole = self._gather(rows_of(name), parameter)
@@ -352,7 +352,7 @@ def _shard(model: PreTrainedModel, train: TrainConfig, ranks: Ranks, device: tor
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
             module.set_gradient_divide_factor(1.0)
     return scorer
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, taken out of a train engine: it can be written while training continues.
+"""A snapshot of a train engine for a checkpoint, which is written while training continues.
 
     TorchTrainEngine.snapshot() ─▶ TrainSnapshot ─▶ write(folder), perhaps in another thread
 
@@ -37,7 +37,7 @@ class TrainSnapshot:
     """Tensors by file name and tensor name, in host memory."""
 
     def write(self, folder: Path) -> str:
-        """Write a checkpoint folder; returns the SHA-256 of its weights when it would survive a power cut."""
+        """Write a durable checkpoint folder; returns the SHA-256 of its weights."""
         (weights,) = self.tensors.keys() & {MODEL_FILE, ADAPTER_FILE}
         sums: dict[str, str] = {CHECKSUM: self.state[CHECKSUM], SHA256: weights_sha256(self.tensors[weights])}
 

@@ -1,4 +1,4 @@
-"""The tensors of one training pipeline where every rank has all of them, and where they lie.
+"""Training tensors of one pipeline, all of them on every rank.
 
     weights, gradients      FlatParameters        survive an offload: weights, moments, reference, partial sums
     moments                 AdamW                 scratch: the gradients of the micro-batch under way
@@ -39,7 +39,7 @@ from rlmux.rl.config import TrainingConfig
 
 
 class TrainState(TrainTensors):
-    """Takes over the parameters of a float32 model that is on its device; it computes in `train.dtype` from then on."""
+    """Owns the parameters of a float32 model on its device, which computes in `train.dtype` from then on."""
 
     def __init__(self, model: nn.Module, config: TrainingConfig, *, is_base_shared: bool = False) -> None:
         """`is_base_shared`: frozen parameters are views of a file that others map too, and stay there."""
@@ -58,11 +58,11 @@ class TrainState(TrainTensors):
         self._num_leaves = 0
         self._gradient_sum = TreeSum(0)
         self._kept_gradients: Tensor | None = None
-        """Gradients of losses that were asked for one by one, and whose update is to come; None: there are none."""
+        """Summed gradients of requested losses for the next update; None without any."""
         self._reference: Tensor | None = None
         """Flat weights [parameters] that the KL penalty compares with; None without one."""
         self._checksum: str | None = None
-        """Checksum of the present weights, once it was asked for."""
+        """Checksum of the present weights, computed on demand."""
 
     @property
     def num_updates(self) -> int:
@@ -71,7 +71,7 @@ class TrainState(TrainTensors):
 
     @property
     def has_reference(self) -> bool:
-        """There are weights that the KL penalty compares with."""
+        """Whether there are reference weights for the KL penalty."""
         return self._reference is not None
 
     # --- learning -------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class TrainState(TrainTensors):
         return [gradient for gradient in found if gradient is not None]
 
     def begin_update(self, num_leaves: int) -> None:
-        """An update of so many micro-batches begins, those of other ranks included."""
+        """Begin an update of so many micro-batches, over all ranks."""
         self._num_leaves = num_leaves
         self._gradient_sum = TreeSum(len(self.ranks.own(num_leaves)))
 
@@ -138,11 +138,11 @@ class TrainState(TrainTensors):
 
     @property
     def has_kept_gradients(self) -> bool:
-        """Some gradient was kept since the last update."""
+        """Whether any gradient was kept since the last update."""
         return self._kept_gradients is not None
 
     def drop_gradients(self) -> None:
-        """Forget the partial sums of a step that will not be finished."""
+        """Drop the partial sums of an abandoned step."""
         self._gradient_sum = TreeSum(0)
         self._kept_gradients = None
 
@@ -156,7 +156,7 @@ class TrainState(TrainTensors):
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """The model computes with the reference inside."""
+        """Let the model compute with the reference."""
         assert self._reference is not None
         with self._flat.using(self._reference):
             yield
@@ -180,12 +180,12 @@ class TrainState(TrainTensors):
         return self._checksum
 
     def weights_sha256(self) -> str:
-        """Hash of all parameters in name order, float32, computed anew."""
+        """Hash of all parameters in name order, float32, recomputed."""
         self.require_loaded()
         return weights_sha256(self._flat.named())
 
     def copies(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
+        """Tensors for a checkpoint, by file name and tensor name, as copies in host memory."""
         self.require_loaded()
         tensors: dict[str, Mapping[str, Tensor]] = {
             self._weights_file: self._flat.named(),
@@ -196,7 +196,7 @@ class TrainState(TrainTensors):
         return {name: own_copies(each) for name, each in tensors.items()}
 
     def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
-        """Take over the tensors of a checkpoint and forget partial sums.
+        """Load the tensors of a checkpoint and drop partial sums.
 
         Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
         """
@@ -255,7 +255,7 @@ class TrainState(TrainTensors):
 
 
 def _own_frozen_parameters(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-    """The parameters that training leaves as they are, each in memory of its own that can be given back."""
+    """Frozen parameters, each in memory of its own that can be freed."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     for parameter in frozen:
         parameter.data = parameter.data.to(dtype, copy=True)

@@ -34,11 +34,11 @@ class TreeSum:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is held now."""
+        """The partial sums held now."""
         return self._partials
 
     def add(self, leaf: Tensor) -> None:
-        """Take the next leaf; it may be added into, so hand over a tensor of its own."""
+        """Add the next leaf, a tensor of its own, since it may be changed."""
         total = leaf
         for _ in range(self._additions[self._num_added]):
             total = self._partials.pop().add_(total)
