@@ -1,4 +1,4 @@
-"""JigsawRL's published figures again: the paper's, ours, and the cause of each difference.
+"""JigsawRL's published figures: the paper's, ours, and the cause of each difference.
 
     two pipelines alike, 8 H100       jigsaw over colocated, over rollmux, latency of each pipeline
     two unlike (0.6B beside 8B)       latency

@@ -11,6 +11,8 @@ ask for, so their training takes half as long. Long-tail migration is left out h
 
 The policy `gavel` on the same nodes stands for the paper's Gavel+: the solo seconds of the steps that it finishes in a
 long time are its throughput. It needs the `solver` extra.
+
+A module of its own: it runs the groups as the paper draws them, by a policy of its own.
 """
 
 from __future__ import annotations

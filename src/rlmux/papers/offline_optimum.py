@@ -2,7 +2,7 @@
 
 Regrouping costs nothing here and happens at once, as in the paper's offline optimum (section 8.2): no
 policy that decides without knowing the future can do better within the same groups (strict meta-iterations, every SLO
-kept at every moment, the cap on a group). The search is exact while it ends within its limit; `bound_usd` says
+kept at every moment, the cap on a group). The search is exact while it ends within its limit; `bound_usd` shows
 what is proven otherwise.
 """
 

@@ -4,7 +4,7 @@
     replay      the published trace played by the published rules, outside rlmux
     ours        what rlmux gets
 
-A row has one accepted range, which contains the published figure. `is_reached`: ours is within it. A cause is
+A row has one accepted range, which contains the published figure. `is_reached` is true if ours is within. A cause is
 computed (ours without it is there to compare) or a conjecture, and is named as what it is.
 """
 
@@ -47,7 +47,7 @@ class PaperRow:
     source: str = ""
     """Section, table or drawing of the paper with the published figure."""
     replay: float | None = None
-    """Figure of a replay of the published trace by the published rules, outside rlmux; None where there is none."""
+    """Figure of a replay of the published trace by the published rules, outside rlmux; None without one."""
     ours: float
     low: float | None = None
     """Least of our values over seeds or workloads; None where there is one value."""
@@ -82,7 +82,7 @@ class PaperRow:
         return self.accepted[0] <= self.ours <= self.accepted[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as JSON has it. A reached row has no cause; a missed one has one, or states that it is missing."""
+        """The row as JSON. A reached row has no cause; a missed one without a cause is marked."""
         missed: dict[str, Any] = {"cause": "", "cause_is": "", "ours_without_cause": None}
         if not self.is_reached:
             cause = self.cause or MissCause(text="not known")

@@ -9,6 +9,8 @@
 
 Results come by key: ("weave", nodes, policy, seed), (mix, policy, seed), ("stretched", mix, policy),
 ("drift", drift, policy, seed); the offline optimum is the policy "offline".
+
+A module of its own: rows state what the paper printed, `rollmux.py` runs the simulations.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 Policy `rollmux` runs the pair in the simulator, once with `migrates_tails` and once without: one H20 node of eight
 GPUs, each a device, and one training node. The end of each of 128 responses is the measured one; how much slower a GPU
 decodes that has more of them than it had then comes from the decode-cost model. Migrated contexts are computed again.
+
+A module of its own: a test of the policies uses its pipelines, too.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     prefill         a batch of new prompts        old_logprobs   forward of a micro-batch
     dense, tail     decode steps, full or few     update          forward, backward, optimizer step
 
-Processes are told to begin and end at the same moments, and work on a little beyond both, so that what is counted was
+Processes begin and end counting at the same moments, and work on a little beyond both, so that counted work was
 done beside the others from first to last. On a core, a second is one of the processor time that these processes got
 together (or each, on cores of their own): other programs on the same core slow them, and change nothing in what they
 do to each other.
@@ -201,7 +201,7 @@ def _training(sizes: BenchmarkSizes, device: str, *, is_update: bool) -> Callabl
 
 
 class BenchmarkProcess:
-    """A process that does units of one sub-stage, and is told when and at which device fraction."""
+    """A process that does units of one sub-stage, on command and at a given device fraction."""
 
     def __init__(self, sub_stage: str, sizes: BenchmarkSizes, device: str, core: int | None) -> None:
         self._sub_stage = sub_stage
@@ -247,7 +247,7 @@ class BenchmarkProcess:
 def benchmark_processes(
     sub_stages: Sequence[str], sizes: BenchmarkSizes, device: str, core: int | None, *, num_each: int = 2
 ) -> Iterator[dict[str, list[BenchmarkProcess]]]:
-    """`num_each` processes of each sub-stage, idle until told; all on one core, or on one GPU (`cuda`, `cuda:1`)."""
+    """`num_each` processes of each sub-stage, idle until started; all on one core or GPU (`cuda`, `cuda:1`)."""
     made = {one: [BenchmarkProcess(one, sizes, device, core) for _ in range(num_each)] for one in sub_stages}
     try:
         for pair in made.values():
@@ -263,7 +263,7 @@ def benchmark_processes(
 def rates(working: Sequence[tuple[BenchmarkProcess, float]], seconds: float, *, is_core: bool) -> list[float]:
     """Units per second of processes that work at once, each at its device fraction.
 
-    On a core, seconds are counted as the module says.
+    On a core, seconds are counted as described in the module.
     """
     from_s = time.monotonic() + _PAD_S
     for process, device_fraction in working:

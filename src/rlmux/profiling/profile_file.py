@@ -4,7 +4,7 @@
                                    ──load_switch_costs──▶ SwitchCosts ──▶ Pipeline.switch
                                    ──sim.models──▶ what a prediction uses
 
-A policy is only told of pairs and device fractions that were measured on this very device and that helped: both
+A policy gets only pairs and device fractions that were measured on this device and that helped: both
 together did more in a second than one after the other. What a file has beyond that is named in a warning, with what is
 used instead.
 """
@@ -36,7 +36,7 @@ _SCHEDULED_AS: Mapping[SubStage, SubStage] = {
     SubStage.OLD_LOGPROBS: SubStage.UPDATE,
     SubStage.REFERENCE: SubStage.UPDATE,
 }
-"""Sub-stages that the scheduler does not tell apart from another; all others keep their names."""
+"""Sub-stages that the scheduler merges with another; all others keep their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def _is_prepared(fraction: float, fractions: DeviceFractions) -> bool:
 
 
 def _worst_entries(measured: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]]) -> list[SharingEntry]:
-    """One entry for each pair that the scheduler tells apart, with the worst slowdown of those it does not."""
+    """One entry for each pair that the scheduler distinguishes, with the worst slowdown of merged ones."""
     entries: dict[tuple[SubStage, SubStage, float], SharingEntry] = {}
     for (a, b, fraction), (slow_a, slow_b) in measured.items():
         key = (_SCHEDULED_AS.get(a, a), _SCHEDULED_AS.get(b, b), fraction)

@@ -1,9 +1,11 @@
-"""What a switch of a pipeline's own states will take here, from the states that were measured.
+"""Estimates the seconds of a pipeline's switches on this device from measured states.
 
     SwitchTimes of a profile ──▶ SwitchCosts ──estimate_of(config, cluster)──▶ SwitchEstimate, the scheduler's belief
 
 A state of another size takes time in proportion to its bytes, after the measured one whose size is nearest. In a pool
 that spills, a switch counts as one from disk, until the run has seen what its own take.
+
+A module of its own: it is tested without a profile file.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rlmux.rl.memory.footprint import footprint_of
 
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
-    """What a profile says of switches on the device that is here."""
+    """A profile's figures of switches on this device."""
 
     measured: tuple[SwitchTimes, ...] = ()
 

@@ -36,7 +36,7 @@ class SwitchTimes:
     state_bytes: float
     """Bytes that the state holds on the device."""
     footprint_bytes: float
-    """Bytes that the config says the state takes on the device at most; states of other configs are compared by it."""
+    """Most device bytes of the state by its config, for comparison with states of other configs."""
     offload_s: float
     """Seconds from the device to host memory."""
     load_s: float

@@ -25,7 +25,7 @@ from rlmux.core.errors import UserError
 from rlmux.plugins import is_reference
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe")
-"""Values of `model_type` in config.json that both engines know how to run, and architectures of new models."""
+"""Values of `model_type` in config.json that both engines support, and architectures of new models."""
 
 ACCEPTED_MODELS = ", ".join(ARCHITECTURES) + "; vLLM and SGLang serve others (rollout.engine)"
 """What a refusal of another architecture names."""
@@ -49,7 +49,7 @@ MAX_POSITIONS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a field accepts, in words, where its type and bounds do not say it. For `Annotated`."""
+    """Words for what a field accepts, beyond its type and bounds. For `Annotated`."""
 
     text: str
 

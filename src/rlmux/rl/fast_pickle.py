@@ -5,6 +5,8 @@
 
 A frozen dataclass with slots is otherwise pickled by a function of Python that looks its fields up for each value. A
 step has hundreds of requests and trajectories, which cross processes while a device waits for them.
+
+A module of its own: it serves any dataclass and is tested alone.
 """
 
 from __future__ import annotations

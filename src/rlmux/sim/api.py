@@ -34,7 +34,7 @@ from rlmux.sim.workloads import spot as spot_trace
 from rlmux.sim.workloads.arrivals import Workload, check_ends
 
 _MOST_REFUSALS = 3
-"""Reasons of refusals that are told one by one."""
+"""Most refusal reasons that are listed one by one."""
 WorkloadMaker = Callable[[int], Workload]
 """Makes the workload of a seed."""
 
@@ -83,7 +83,7 @@ def simulate(
 
 
 def with_spot(workload: str | Workload | WorkloadMaker, path: Path) -> Workload | WorkloadMaker:
-    """The workload on nodes whose prices change and that are taken back, as the file says. Raises UserError."""
+    """The workload on spot nodes, with the file's prices and reclaims. Raises UserError."""
     if isinstance(workload, Workload):
         return replace(workload, spot=spot_trace.load(path, workload.cluster))
     made = workload
@@ -92,7 +92,7 @@ def with_spot(workload: str | Workload | WorkloadMaker, path: Path) -> Workload 
         one = catalog.load(made, seed=seed) if isinstance(made, str) else made(seed)
         return replace(one, spot=spot_trace.load(path, one.cluster))
 
-    of_seed(0)  # what is wrong with the file is told before anything is simulated
+    of_seed(0)  # errors in the file are raised before any simulation
     return of_seed
 
 
@@ -161,7 +161,7 @@ def tasks_of(
     if not policies:
         raise UserError("no policy was named; accepted: one or more of those in docs/how-it-works/policies.md")
     if not seeds:
-        raise UserError("seeds: none is asked for; accepted: num_seeds of 1 or more, or one or more by number")
+        raise UserError("seeds: none is given; accepted: num_seeds of 1 or more, or one or more by number")
     for name in policies:
         make_policy(name)
     tasks = []

@@ -1,4 +1,4 @@
-"""Lower bounds on what pipelines must cost, to say how far from the best a policy is.
+"""Lower bounds on pipelines' cost, to measure a policy's distance from the optimum.
 
     work_usd           dollars of so many steps on nodes that are never idle: no schedule of that work is below
     kept_slos_usd      the same for a workload, of the steps that every policy makes which keeps all SLOs
@@ -56,7 +56,7 @@ def work_usd(
 
 
 def are_own_pools(pipeline: Pipeline, placement: Placement, cluster: Cluster) -> bool:
-    """Whether it trains on as many training nodes as it asks for, and rolls out on as many of either pool."""
+    """Whether it trains on its requested number of training nodes, and rolls out on as many nodes of either pool."""
     trains_at_home = all(cluster.pools[node.pool].phase is Phase.TRAIN for node in placement.train_nodes)
     num_train, num_rollout = len(placement.train_nodes), len(placement.rollout_nodes)
     at_least = pipeline.num_rollout_nodes
@@ -100,7 +100,7 @@ def _held_part(world: TrueSeconds) -> float:
 
 
 def _node_usd(cluster: Cluster, phase: Phase) -> float:
-    """Dollars per hour of a node of the phase's pool; of the other pool's where there is none."""
+    """Dollars per hour of a node of the phase's pool, or of the other pool if the first is missing."""
     pool = cluster.pool_for(phase) or next(iter(cluster.pools.values()))
     return pool.usd_per_node_hour
 

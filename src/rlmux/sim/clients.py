@@ -1,4 +1,4 @@
-"""A client of a pipeline whose work arrives, played again: it asks, waits, and thinks as long as it thought.
+"""A replayed client of an on-demand pipeline: it sends requests, waits, and thinks as long as recorded.
 
     batch i ends ── think_s of batch j ─▶ WorkArrived of j ── the scheduler's turn ─▶ batch j runs for its seconds
 

@@ -1,6 +1,8 @@
-"""Orders that are told to pause: they stop at once, those of fillers at their next safe point.
+"""Pauses of orders: an order stops at once, a filler's at its next safe point.
 
 Pause ─▶ order ── safe point ─▶ its work is kept, and StagePaused is handled at that instant
+
+A module of its own: it decides when a pause takes effect, without the simulation.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Pauses:
         return paused
 
     def take(self, paused: StagePaused) -> bool:
-        """Whether what was stopped is still to be told of."""
+        """Whether the stop is still to be reported."""
         return self._stopped.pop(paused.order, None) is not None
 
     def drop(self, pipelines: Collection[SimPipeline]) -> None:

@@ -39,7 +39,7 @@ class SimOrders:
         self._rates = rates
         self._collector = collector
         self._are_independent = not rates.depends_on_sub_stage
-        """Whether an order that begins or ends leaves the rates of all others as they are."""
+        """Whether the begin or end of an order leaves all other rates unchanged."""
         self._has_reports = reacts_to_progress or not self._are_independent
         self._spans_until_s = spans_until_s
         self._order_by_id: dict[OrderId, SimOrder] = {}

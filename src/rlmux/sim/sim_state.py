@@ -49,7 +49,7 @@ class SimPipeline:
     placement: Placement | None = None
     rollout_devices: tuple[DeviceId, ...] = ()
     train_scale: float = 1.0
-    """Training nodes asked for over training nodes placed on; 1 unless the simulation rescales training."""
+    """Requested training nodes over placed ones; 1 unless the simulation rescales training."""
     paused: dict[WorkKey, PausedWork] = field(default_factory=dict)
     client: SimClient | None = None
     """Its client, where its work arrives."""

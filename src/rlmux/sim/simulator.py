@@ -104,7 +104,7 @@ def simulate(
 ) -> SimResult:
     """Run the workload under the policy until every pipeline is over.
 
-    `rescales_training`: training on more nodes than the pipeline asks for is faster in proportion (the published
+    `rescales_training`: training on more nodes than requested is faster in proportion (the published
     replay does not do that). `interference`: slowdowns of orders on one device; by default they are estimated where
     the worlds name their GPU, else there are none. A policy that can share devices and has no table gets this one.
     What busy neighbours cost is part of the workload. `spans_until_s`: orders that begin before are kept for a Gantt

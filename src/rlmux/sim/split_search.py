@@ -86,7 +86,7 @@ def wants_another_rollout_node(
 
 
 def estimated_seconds(pipeline: Pipeline) -> tuple[Seconds, Seconds]:
-    """Both phases in proportion to their nodes, from an estimate on those that the pipeline asks for: the best case, as
+    """Both phases in proportion to their nodes, from an estimate on the requested ones: the best case, as
     nothing is known of its longest answer."""
     estimate = pipeline.estimate
     assert estimate is not None, "files read for planning have estimates"
@@ -117,7 +117,7 @@ def recorded_seconds(world: RecordedSeconds, *, devices_per_node: int, num_train
 
 
 def splits(workload: Workload, num_nodes: int, recorded: Workload | None = None) -> list[dict[str, Any]]:
-    """Each trained pipeline of the workload by itself on so many nodes, beside the nodes that it asks for.
+    """Each trained pipeline of the workload alone on so many nodes, beside its requested nodes.
 
         [{"pipeline", "overlaps", "rollout_nodes", "train_nodes", "rollout_s", "train_s", "step_s",
           "asked": {the same five}, "gain", "wants_another_rollout_node"}]

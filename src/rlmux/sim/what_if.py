@@ -1,4 +1,4 @@
-"""What would change if ... : what is left of a run, simulated as it is and with a change, side by side.
+"""What-if questions: the rest of a run, simulated unchanged and with a change, side by side.
 
 Ongoing ─▶ Workload ──────────────▶ simulate ─▶ now  ─┐
               └─ add, remove, policy, cluster ─▶ then ─┴▶ table of both
@@ -24,7 +24,7 @@ FEW_STEPS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfChange:
-    """What is to be different."""
+    """The change of a what-if question."""
 
     added: Sequence[Arrival] = ()
     removed: Sequence[str] = ()

@@ -87,7 +87,7 @@ def drift_curve(model: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrueSeconds:
-    """The truth about one pipeline's stages, on the nodes it asks for."""
+    """True seconds of one pipeline's stages, on its requested nodes."""
 
     by_stage: Mapping[Stage, float]
     variation: Variation = STEADY
@@ -98,7 +98,7 @@ class TrueSeconds:
     """Solo seconds that migrated trajectories lose on their target: their contexts are computed again."""
 
     tail: RolloutTail | None = None
-    """How a rollout really ends, where a device stands for a node of several GPUs; None: as `finish_fractions` says."""
+    """True finish times of a rollout, if a device stands for a node of several GPUs; None: by `finish_fractions`."""
 
     @property
     def gpu(self) -> str | None:
@@ -174,7 +174,7 @@ class SwitchSeconds:
 
     @property
     def estimate(self) -> SwitchEstimate:
-        """What a scheduler that knows them counts with."""
+        """Estimate of a scheduler that has the true seconds."""
         return SwitchEstimate(
             rollout_s=self.warm_rollout_s,
             train_s=self.warm_train_s,

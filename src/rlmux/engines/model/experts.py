@@ -6,6 +6,8 @@
 How many rows an expert has depends on their neighbours, and a matrix product may round otherwise at another number of
 rows. So an expert computes its rows in batches of a few sizes, filled up with zeros, that a measurement found to give
 the same bits (`_exact_sizes`).
+
+A module of its own: only mixtures of experts compute with it.
 """
 
 from __future__ import annotations

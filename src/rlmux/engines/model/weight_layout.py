@@ -1,4 +1,7 @@
-"""Layout of the slot engine's fused weights, and the tensors that a weight file must have for them."""
+"""Layout of the slot engine's fused weights, and the tensors that a weight file must have for them.
+
+A module of its own: it has names and shapes, and no forward pass.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
     waiting trajectories ──▶ distinct contexts ──▶ batches of one padded length ──▶ `kv` of each trajectory
 
 Trajectories of one prompt group share a prompt, and its KV is computed once. Those of different adapters share none.
+
+A module of its own: it decides what is prefilled together, and never touches a slot.
 """
 
 from __future__ import annotations

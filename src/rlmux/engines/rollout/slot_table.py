@@ -5,6 +5,8 @@
       └────free──────┴────────────────┘        evict: the trajectory takes its tokens and KV along
 
 Invariant: a trajectory's `slot` and this table always agree.
+
+A module of its own: it owns the slots, and the engine owns the trajectories.
 """
 
 from __future__ import annotations

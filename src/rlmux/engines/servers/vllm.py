@@ -7,6 +7,8 @@
                   GET /weight_info, POST /weight_checker
 
 All but the first are behind VLLM_SERVER_DEV_MODE=1. (docs.vllm.ai, `vllm/entrypoints` of the wheel)
+
+A module of its own: each kind of server has one file.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Sequences are sorted by length, and by content where lengths are equal: what is computed together, and in which order,
 depends on what a request holds and not on the order in which it lists it.
+
+A module of its own: it turns datums into tensors, and never touches weights.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ Each of several ranks computes the micro-batches that are its leaves of the grad
 figures are added up over the micro-batches of all ranks, in their order.
 
 Shapes: R is the number of sampled tokens of a micro-batch.
+
+A module of its own: a step lives shorter than the engine that runs it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Difference:
 
     step: int
     compared: str
-    """What differs: `checksum` or `sha256`, of the weights unless a reason says otherwise."""
+    """The differing sum, `checksum` or `sha256`, of the weights unless the reason names another cause."""
     logged: str
     """Sum in the log."""
     alone: str | None

@@ -2,6 +2,8 @@
 
 rlmux notice DIR rollout-0 --seconds 120 ─▶ NoticeGiven ─▶ pipelines leave; ExpectLoss ─▶ at that time NodeLost
 rlmux notice DIR rollout-0 --back        ─▶ NodeJoined
+
+A module of its own: it checks the names of nodes, and needs only a scheduler.
 """
 
 from __future__ import annotations

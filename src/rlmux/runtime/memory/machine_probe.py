@@ -54,7 +54,7 @@ def describe_machine(
     free_bytes = _read_free_bytes(make_driver, gpus)
     if len(free_bytes) != len(gpus):
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={','.join(gpus)}: names {len(gpus)} GPUs, of which the driver knows "
+            f"CUDA_VISIBLE_DEVICES={','.join(gpus)}: names {len(gpus)} GPUs, of which the driver has "
             f"{len(free_bytes)}; accepted: GPUs that nvidia-smi lists"
         )
     return MachineMemory(

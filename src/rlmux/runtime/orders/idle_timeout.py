@@ -4,6 +4,8 @@
 
 A client that returns at once (an environment's next turn, an update behind its loss) keeps its device. One that thinks
 for longer than a switch costs releases it at once.
+
+A module of its own: it is tested without workers.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
 
 A device works under its own order alone: a shard whose order is paused hands back when it runs again. After the loss of
 a worker, a shard first repeats its part of the leg.
+
+A module of its own: only interruptible rollouts use it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
                                    └──▶ lost trajectories: their shards cut them with the next chunk
 
 The plan clock decides (rl/prompts/plan_clock.py). This module holds only finished turns that are not decided yet.
+
+A module of its own: only tail batching uses it.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ is charged the seconds of its own rounds; tokens are reported by an order of the
 
 A round outlives the order that started it, so that no answer is lost when a tenant ends. Such a round may meet an
 offload, so it makes no call to a worker without any pipeline's state on the device.
+
+A module of its own: several pipelines share its workers.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ second instead of several.
 
     the controller's machine    the controller's own fork server, as under `local`
     another machine             the fork server that an actor on its Ray node keeps
+
+A module of its own: it keeps actors of its own, whose life is not that of workers.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 A bundle keeps the GPU that Ray gave it. So all workers of a device see the same GPU, workers of several pipelines use
 it one after another, and no actor of another program gets it. A Ray node without GPUs has no group: its devices are
 cores.
+
+A module of its own: only clusters with GPUs use it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ Every version's sum is checked where it arrives, CRC-32 of objects, whose carrie
 loads it checks the checksum in the file. Only the PUBLISH that a delivery belongs to waits for it, and holds no device:
 a slow link delays its own pipeline and no other. The controller keeps an empty file for each version that has arrived;
 the bytes never come to it.
+
+A module of its own: only clusters without shared memory use it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Unfinished trajectories in transit between two rollout workers, their KV as bytes.
 
 rollout worker ── packed ──▶ controller ──▶ unpacked ── rollout worker
+
+A module of its own: it keeps torch out of the controller.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class TrainWorker:
                 self._restore()
 
     def run_stage(self, call: TrainCall) -> TrainCallResult:
-        """Begin the step of the given batch, continue a stage, and hand out the weights at its end if the call says so.
+        """Begin the step of the given batch, continue a stage, and hand out the weights at its end if requested.
 
         Raises PipelineError for a batch of another run or plan, and errors of writing a checkpoint.
         """

@@ -6,6 +6,8 @@
 Workers that wait (for the disk, user code, a lock) are not reported: some calls consist of waiting. Neither are workers
 that show life, such as one that polls a starting server and needs hardly any processor. Nothing is decided here; the
 supervisor ends a call that shows no life for its limit.
+
+A module of its own: it is tested without processes.
 """
 
 from __future__ import annotations

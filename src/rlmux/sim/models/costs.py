@@ -1,11 +1,11 @@
-"""What an engine and a trainer of a given model cost: measured where there is a measurement, else estimated.
+"""Costs of an engine and a trainer of a given model: measured, or estimated without a measurement.
 
     data/decode_curves.csv, host_costs.csv  (fitted to logs of real runs) ─┐
     roofline.py                             (everything else) ─────────────┴─> rollout_costs(model, gpu, tp)
     data/train_costs.csv                    (else by parameter count) ───────> train_costs(model, gpu, num_gpus)
 
-Invariant: an answer says whether it was measured (`is_measured`) and where from (`source`).
-What this module does not know: which sequences run (`decoder.py`), and what else runs on the device
+Invariant: an answer has its origin: whether it was measured (`is_measured`), and its `source`.
+This module is independent of the running sequences (`decoder.py`) and of other work on the device
 (`interference.py`).
 """
 

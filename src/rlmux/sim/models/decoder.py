@@ -5,7 +5,7 @@
 Slots stand for the cache: so many sequences decode at once, the others wait for one to end. The sequences can be taken
 out and given to another decoder: none is lost.
 
-Two models of continuous batching are here, and they agree within a percent where both apply. This one knows its whole
+Two models of continuous batching are here, and they agree within a percent where both apply. This one has its whole
 future when it begins, since nothing but a migration changes it: a progress report or a rate costs a look-up, and long
 simulations are made of these. Trajectories with waits for an environment have a future that depends on the rate, so
 `TurnDecoder` (multi_turn.py) goes from one moment to the next, at ten times the cost.

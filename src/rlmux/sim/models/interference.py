@@ -5,7 +5,7 @@
 
 The first sub-stage has the device fraction, the second has the rest. A device fraction of 1.0 is no split: both may use
 the whole device. A table always answers: with the entry, with its mirror (b, a, 1 - device fraction), with the nearest
-device fraction that the device can do, and last with `roofline_interference`; the warnings say which of these it is.
+device fraction that the device can do, and last with `roofline_interference`; the warnings name the case.
 
 The estimate splits the solo time of a sub-stage into a part bound by arithmetic, a part bound by memory bandwidth and a
 rest of latencies. The first part stretches as 1 / device fraction. The second stretches only where the fraction is too
@@ -36,7 +36,7 @@ NO_SPLIT = 1.0
 BANDWIDTH_FRACTION = 0.4
 """Fraction of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
 SCHEDULED_SUB_STAGES = (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, SubStage.UPDATE)
-"""Sub-stages that the scheduler tells apart; UPDATE stands for all of training."""
+"""Sub-stages that the scheduler distinguishes; UPDATE stands for all of training."""
 OLD_NAMES: Mapping[str, SubStage] = {"old_log_probs": SubStage.OLD_LOGPROBS}
 """Names of sub-stages in profile files of version 0.1, with the sub-stage of today."""
 _TOLERANCE = 1e-6
@@ -188,7 +188,7 @@ class InterferenceTable:
     def holes(
         self, sub_stages: Iterable[SubStage], fractions: Iterable[float] | None = None
     ) -> list[tuple[SubStage, SubStage, float]]:
-        """Pairs that a scheduler may ask for and that only the estimate can answer."""
+        """Pairs that a scheduler may query and that are only estimated."""
         fractions = self.grid.usual() if fractions is None else tuple(fractions)
         chosen = list(sub_stages)
         return [key for key in product(chosen, chosen, fractions) if not self.is_measured(*key)]
@@ -228,7 +228,7 @@ def estimated_table(grid: FractionGrid) -> InterferenceTable:
 
 
 def sharing_table(table: InterferenceTable, fractions: tuple[float, ...] | None = None) -> SharingTable:
-    """What the scheduler may know of a table: every pair at every split, as a profile of the device lists them."""
+    """The scheduler's view of a table: every pair at every split, as in a profile of the device."""
     entries = []
     for device_fraction in fractions or table.grid.usual():
         if device_fraction >= NO_SPLIT:
@@ -256,8 +256,8 @@ def load_interference(
 ) -> tuple[InterferenceTable, list[str]]:
     """The table of a profile file for one device, and warnings: what the file lacks, and what is used instead.
 
-    Holes are looked for at the device fractions that will be asked for, by default the usual ones. A file that does not
-    fit costs accuracy and is a warning. Raises UserError for a file that is no profile.
+    Holes are counted at the given device fractions, by default the usual ones. A file for another device costs accuracy
+    and is a warning. Raises UserError for a file that is no profile.
     """
     if path is None:
         return estimated_table(grid), [f"no interference profile for {grid.device}: every pair is estimated"]

@@ -8,7 +8,7 @@ A trajectory that waits decodes nothing, and holds no slot that another could us
 loses nothing, since the waits go on.
 
 The decoder goes from one moment (a turn ends, an environment replies) to the next; in between the same sequences
-decode. `Decoder` (decoder.py) is the cheaper model where there are no waits, and says why both exist.
+decode. `Decoder` (decoder.py) is the cheaper model without waits, and explains why both exist.
 """
 
 from __future__ import annotations

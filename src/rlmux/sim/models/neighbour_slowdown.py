@@ -65,7 +65,7 @@ class Neighbours:
 
 
 def load_neighbours(path: str | Path, device: str) -> tuple[Neighbours | None, list[str]]:
-    """What a profile file says of neighbouring devices, or None with the reason why there is nothing for this device.
+    """A profile file's figures of neighbouring devices, or None with the reason for their absence.
 
     Raises UserError for a file that is no profile, and for entries that are no slowdowns.
     """

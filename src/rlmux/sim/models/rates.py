@@ -6,7 +6,7 @@
     NeighbourRates      the rate of one of the above, over the slowdown by orders that compute on other devices of the
                         same machine; an order that only waits for an environment slows no other
 
-The simulation says which order begins, changes or ends; the answer is the orders whose rate has to be updated.
+The simulation reports which order begins, changes or ends; the result is the orders whose rate has to be updated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlmux.sim.models.neighbour_slowdown import Neighbours
 
 
 class Computing(Protocol):
-    """What rates need to know of a running order."""
+    """The state of a running order that rates depend on."""
 
     device_fraction: float
 
@@ -74,7 +74,7 @@ class FractionRates:
 
 
 class InterferenceRates(Generic[C]):
-    """Orders that share a device slow each other as the table says."""
+    """Orders that share a device slow each other by the table."""
 
     depends_on_sub_stage = True
 

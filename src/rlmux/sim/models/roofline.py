@@ -6,10 +6,12 @@
     cache bytes / tp / (hbm * e_kv) ────────────────────> per cached token
     layers * eager launch, 2 * active params / tp / (tflops * e) ──> prefill: fixed, per token
 
-The efficiencies were fitted once to kernel tables and to the measured decode curves (`data/roofline.csv` says
+The efficiencies were fitted once to kernel tables and to the measured decode curves (`data/roofline.csv` states
 to which); only those constants are empirical, so the estimate extends to other shapes and devices. Its error
 against end-to-end serving measurements is in docs/how-it-works/cost-model.md. Of mixtures of experts the reading of
 experts was compared with measured kernels; expert parallelism is outside it.
+
+A module of its own: its constants are fitted and compared with measurements without any pipeline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of an order, in solo seconds: one small protocol, whatever is inside.
+"""The work of an order, in solo seconds: one small protocol with several implementations.
 
     SoloSeconds         a number of seconds: training, publishing, a rollout of which nothing more is known
     TailedSeconds       a number of seconds whose tail may go on on a part of the node that is its device
@@ -90,12 +90,12 @@ class SoloSeconds:
         return [left_s] if left_s > DONE_S else []
 
     def give(self, trajectories: Sequence[float], cost_s: float) -> None:
-        """Trajectories run one after the other: nothing says that they would fit beside each other."""
+        """Run trajectories one after the other, as they may not fit beside each other."""
         self.left_s += sum(trajectories) + cost_s
 
 
 class TailedSeconds:
-    """A rollout on a node of several GPUs that is one device: told are the moments at which its tail may leave the rest
+    """A rollout on a node of several GPUs that is one device, with the moments at which its tail may leave the rest
     of the node. With no more than the tail's part of it from such a moment on it is as much later as was measured, and
     loses nothing else; with more than that it is as slow as its part is small, tail or not."""
 
@@ -157,7 +157,7 @@ class TailedSeconds:
         return 1.0
 
     def _num_left(self) -> int | None:
-        """Trajectories left at the last moment that is told of; None before the first."""
+        """Trajectories left at the last given moment; None before the first."""
         done_s = self._seconds - self._left_s + DONE_S
         passed = [point.num_left for point in self._tail.points if point.begins * self._seconds <= done_s]
         return passed[-1] if passed else None

@@ -2,7 +2,7 @@
 
     a simulation with a Stopwatch ──▶ mean seconds by type of event ──▶ DecisionCost of another simulation
 
-The simulator runs the very scheduler that the controller of a real run goes through, so a stopwatch around it says
+The simulator runs the scheduler of real runs, so a stopwatch around it shows
 what a decision takes on this machine. A simulation gets the seconds from outside and stays a function of its arguments.
 """
 

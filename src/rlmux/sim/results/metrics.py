@@ -2,7 +2,7 @@
 
 cost           the ledger's $/h between two changes of placement, integrated
 parts of it    the bound, switches, idle nodes of each phase's pool, and what computes beyond the bound: they sum to it
-solo hours     what the finished steps take alone, each on the nodes that its pipeline asks for, wherever it ran
+solo hours     hours of the finished steps alone, each on its pipeline's requested nodes, wherever it ran
 slowdowns      of a pipeline: time / solo time of the steps in it; `step_slowdown` from its first work,
                `completion_slowdown` from its submission, queueing included: this is held against the SLO.
                To its last step's end; where it left before its steps were done, to then, if that makes it larger:
@@ -365,7 +365,7 @@ class Collector:
 def predicted_slowdown(group: GroupLoad, pipeline: Pipeline) -> float:
     """Step slowdown of a member in its group's strict meta-iteration; 1 where nothing is known.
 
-    Relative to the solo time on the nodes that it asks for, wherever it is placed.
+    Relative to the solo time on its requested nodes, wherever it is placed.
     """
     return group.slowdown_of(pipeline.id)
 

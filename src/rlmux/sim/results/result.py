@@ -38,7 +38,7 @@ class PipelineResult:
     left_s: float | None
     steps: int
     solo_s: float
-    """Seconds that its finished steps take alone on the nodes that it asks for, one phase after the other: what SLOs
+    """Seconds that its finished steps take alone on its requested nodes, one phase after the other: what SLOs
     are planned by."""
     overlapped_solo_s: float
     """The same as a run's summary counts it: with staleness a rollout overlaps the rest of a step."""
@@ -55,7 +55,7 @@ class PipelineResult:
 
     @property
     def shown_slowdown(self) -> float | None:
-        """`step_slowdown` as a run's summary would tell it."""
+        """`step_slowdown` as in a run's summary."""
         if self.step_slowdown is None or not self.overlapped_solo_s:
             return self.step_slowdown
         return self.step_slowdown * self.solo_s / self.overlapped_solo_s
@@ -198,5 +198,5 @@ class SimResult:
 
 
 def quantile(ordered: list[float], q: float) -> float:
-    """The smallest value that at least a fraction q of the ordered values does not exceed; 0 where there is none."""
+    """The smallest value that at least a fraction q of the ordered values does not exceed; 0 without values."""
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0

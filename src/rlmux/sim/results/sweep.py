@@ -3,7 +3,7 @@
     tasks ─▶ process pool ─▶ results in the order of the tasks; `progress(done, total)` as they come in
 
 A result depends on its task alone, so a sweep gives the same results on one core and on many. Workers end with the
-sweep: when it is interrupted, and with the process that asked for it, however that ended. They do not run its script.
+sweep: when it is interrupted, and with its parent process, however that ended. They do not run its script.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def spread(
 
 
 def _end_with(pipe: Connection) -> None:
-    """Have this worker end when the pipe does: its sweep was interrupted, or the process that asked is gone."""
+    """End this worker when the pipe closes: its sweep was interrupted, or the parent process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's to answer
 
     def wait() -> None:

@@ -35,7 +35,7 @@ H20_USD_PER_GPU_HOUR = 1.76
 H800_USD_PER_GPU_HOUR = 5.28
 GPUS_PER_NODE = 8
 LIMIT_FACTOR = 2.0
-"""Seconds of a step whose answers all reach the token limit over the mean ones, where nothing says more: our choice."""
+"""Default ratio of a step's seconds with all answers at the token limit to its mean seconds: our choice."""
 SYNCED = (Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH)
 """Stages of a step whose weight sync takes seconds."""
 _GB = 1e9
@@ -152,7 +152,7 @@ def free_of_costs(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
         return ()
     which = "every pipeline" if len(free) == len(arrivals) else f"{len(free)} of {len(arrivals)} pipelines"
     return (
-        f"switches and weight sync are free for {which}: nothing says what they take (rollout_switch_s, sync_s, ...)",
+        f"switches and weight sync are free for {which}: their seconds are missing (rollout_switch_s, sync_s, ...)",
     )
 
 
@@ -225,7 +225,7 @@ def profiled_arrival(
 
 
 def at_token_limit(phases: PhaseSeconds) -> PhaseSeconds:
-    """Seconds of a step whose answers all reach the token limit, where nothing says how long these are."""
+    """Seconds of a step whose answers all reach the token limit, without data on these."""
     return PhaseSeconds(rollout_s=LIMIT_FACTOR * phases.rollout_s, train_s=LIMIT_FACTOR * phases.train_s)
 
 

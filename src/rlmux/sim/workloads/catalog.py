@@ -148,7 +148,7 @@ def weave(
     `host_memory_gb` gives nodes that much and pipelines their footprints; without it the cap on a group
     stands in.
     `drift` is none, up, down or mixed (section 8.8).
-    `slo_probability`: asked for by every pipeline. The trace says nothing of steps at the token limit; twice the mean
+    `slo_probability`: required by every pipeline. The trace has no data on steps at the token limit; twice the mean
     is taken.
     `tails`: whether the tail of a rollout can leave seven of its node's eight GPUs to another pipeline
     (`rollout_tails.py`): none, as the published replay has it; copied or recomputed, by what becomes of its KV caches.
@@ -347,7 +347,7 @@ def micro(
     costs: bool = True,
     unbounded: bool = False,
 ) -> Workload:
-    """One of the three micro-benchmarks on the paper's GPUs; `unbounded` gives a policy what it asks for."""
+    """One of the three micro-benchmarks on the paper's GPUs; `unbounded` gives a policy all nodes it requests."""
     types, num_rollout, num_train = _MICRO_CASES[case]
     arrivals = tuple(
         profiled_arrival(
@@ -384,7 +384,7 @@ def _steps_within(duration_s: float, phases: PhaseSeconds) -> int:
 
 
 def _terms(departure: str, costs: bool) -> str:
-    """What of the figures' terms a reader has to know."""
+    """Definitions of the figures' terms."""
     work = "the same steps under every policy" if departure == "work" else "departures by the clock"
     return f"{work}, {'switches and sync included' if costs else 'switches and sync free'}"
 

@@ -1,11 +1,11 @@
-"""What is left of a run that goes on, as a workload: when would its pipelines end?
+"""The rest of a run in progress as a workload, to predict when its pipelines end.
 
     run.db ─▶ pipelines that are not over ─▶ what is left of their open steps, and the steps after them,
                                              each like the last ones                                     ─▶ Workload
 
 All of them are submitted at second 0 as their users did, so that they are placed as they were, with their processes
 there: first starts cost what a warm switch costs. They come in the order in which the run placed them, turned so that
-the first is the one whose open step is furthest: a cycle goes on where it is.
+the first is the one whose open step is furthest, so that a cycle continues from its position.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ongoing:
 
 
 def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
-    """A run as far as its log goes. `cluster`: that of its file, as prices and memory are not in the log.
+    """A run up to the end of its log. `cluster`: from its file, as prices and memory are not in the log.
 
     What cannot be predicted is left out, with a note. Raises UserError where nothing is known.
     """
@@ -91,8 +91,8 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
 
 
 def _from_ready(order: OrderRecord, ready_s: Sequence[float]) -> OrderRecord:
-    """The order without the seconds for which it waited for the first worker process of its run: those of pipelines
-    that come later are forked from a server that is there."""
+    """The order without its wait for the run's first worker process: workers of later pipelines are forked from a
+    running server."""
     return replace(order, start_s=max([order.start_s, *(at_s for at_s in ready_s if at_s < order.end_s)]))
 
 

@@ -55,7 +55,7 @@ class RecordedSeconds(TrueSeconds):
     rollouts: Mapping[int, RecordedRollout] = field(default_factory=dict)
     """Recorded rollouts, by step."""
     like: Sequence[int] = ()
-    """Recorded rollouts that those of other steps are like, by step; empty: all of them."""
+    """Steps whose recorded rollouts stand for other steps; empty: all of them."""
 
     def seconds(self, stage: Stage, step: int) -> float:
         return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))
@@ -168,7 +168,7 @@ def _arrival(
 def _client(
     record: PipelineRecord, orders: Sequence[OrderRecord], switch: SwitchSeconds, lost_s: Mapping[int, float]
 ) -> Arrival:
-    """A client that asks for the same batches, each as long after the end of an earlier one as it was."""
+    """A client that sends the same batches, each after the recorded pause behind an earlier one."""
     by_batch: dict[tuple[tuple[Phase, ...], int, float | None], list[OrderRecord]] = {}
     for order in orders:
         by_batch.setdefault((order.kind, order.step, order.arrived_s), []).append(order)

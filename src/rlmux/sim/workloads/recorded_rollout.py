@@ -7,6 +7,8 @@
 Prompt groups are dealt to devices as the runtime deals them. Half of the trajectories do not decode in half of the
 seconds: the longest one decodes to its end wherever it is, and an iteration of few rows is not much cheaper than one of
 many.
+
+A module of its own: it is tested without a log.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Iterations:
         prefill_s, num_trajectories = 0.0, 0
         for note in notes:
             num_trajectories += len(note["runs"])
-            # `bands` is the name in older logs, which also know one decode only.
+            # `bands` is the name in older logs, which have only one decode.
             for sub_stage, rows, iterations, _, ms in note["iterations" if "iterations" in note else "bands"]:
                 if sub_stage == SubStage.PREFILL:
                     prefill_s += ms * 1e-3

@@ -108,7 +108,7 @@ def crowd(
 ) -> Workload:
     """These pipelines together. Steps grow with the devices, as batches do in practice.
 
-    `num_parts`: each pipeline asks for one of so many equal parts of the cluster. `train_part`: the fraction of the
+    `num_parts`: each pipeline requests one of so many equal parts of the cluster. `train_part`: the fraction of the
     devices in the training pool of a disaggregated deployment.
     """
     if num_gpus % tp or num_gpus < tp:
@@ -143,7 +143,7 @@ def crowd(
 
 
 def _arrival(pipeline: Pipeline, world: SubStageWorld, num_steps: int, *, is_shared: bool) -> Arrival:
-    """The pipeline with what its world tells of it, there from the start."""
+    """The pipeline with its world's seconds, submitted at the start."""
     phases = world.mean_phases()
     part = MEMORY_PART * gpu_spec(world.gpu).hbm_gb * 1e9
     return Arrival(

@@ -74,7 +74,7 @@ COLUMNS = ("pipeline", "submit_s", *_ENDS, *_OPTIONAL)
 
 
 def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
-    """Read the file. Without a cluster: as many H20 and H800 nodes as are asked for."""
+    """Read the file. Without a cluster: as many H20 and H800 nodes as requested."""
     path = Path(path)
     lines = numbered_lines(path)
     if not lines:
