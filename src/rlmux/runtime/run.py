@@ -222,13 +222,13 @@ def _on_machine(
 
 def _probe_promises(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
     """Raises UserError for a pipeline that requires more than its engines keep; the run's folder is not touched."""
-    asking = [submission for submission in submissions if submission.promise is not None]
-    if not asking:
+    promised = [submission for submission in submissions if submission.promise is not None]
+    if not promised:
         return
     with tempfile.TemporaryDirectory(prefix="rlmux-probe-") as scratch:
         backend = options.make_backend(cluster, Path(scratch), options=options.workers)
         try:
-            check_promises(backend.workplace, cluster, asking, Path(scratch))
+            check_promises(backend.workplace, cluster, promised, Path(scratch))
         finally:
             backend.close()
 
@@ -338,9 +338,9 @@ def _with_resume_hint(folder: Path, problem: str) -> str:
 
 def _as_defect(folder: Path, error: RlmuxError) -> str:
     """One line with the defective part and the remedy. The recent events are in the log."""
-    whose = "the policy" if isinstance(error, PolicyError) else "rlmux"
+    part = "the policy" if isinstance(error, PolicyError) else "rlmux"
     found = str(error).partition("\n")[0]
-    text = f"this is a defect of {whose}, not of your file: {found}; to report it, send {folder / LOG_NAME}"
+    text = f"this is a defect of {part}, not of your file: {found}; to report it, send {folder / LOG_NAME}"
     return _with_resume_hint(folder, text)
 
 

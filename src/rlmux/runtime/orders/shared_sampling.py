@@ -31,7 +31,7 @@ from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.workers.request_workers import BatchReport, RequestResult
 from rlmux.runtime.workers.worker_pool import Worker
 
-Asked = tuple[SampleRequest, Path | None]
+QueuedRequest = tuple[SampleRequest, Path | None]
 """A request, and the file of its weights; None: the model's initial weights."""
 
 _SHARED_CHUNK_S = 0.05
@@ -50,8 +50,8 @@ class SampleQueue:
         self.adapter = adapter
         self.name = "" if adapter is None else str(pipeline)
         """Name of the tenant in its worker."""
-        self.waiting: deque[Asked] = deque()
-        self.begun: dict[str, Asked] = {}
+        self.waiting: deque[QueuedRequest] = deque()
+        self.begun: dict[str, QueuedRequest] = {}
         """Requests pending at a worker, by id."""
         self.unreported_tokens = 0
         """Tokens sampled for it and not reported by an order of its own yet."""

@@ -196,8 +196,8 @@ class Deliveries:
         from rlmux.runtime.weights.thin_link import SyncLayout
 
         layout, meeting = SyncLayout(num_senders=len(senders), num_receivers=len(receivers)), senders[0].meet.remote()
-        going = [sender.send.remote(name, meeting, layout, place) for place, sender in enumerate(senders)]
-        return [*going, *(one.receive.remote(name, meeting, layout, place) for place, one in enumerate(receivers))]
+        sends = [sender.send.remote(name, meeting, layout, place) for place, sender in enumerate(senders)]
+        return [*sends, *(one.receive.remote(name, meeting, layout, place) for place, one in enumerate(receivers))]
 
     def watched(self) -> list[ray.ObjectRef[Any]]:
         return [reference for delivery in self._under_way for reference in delivery.waiting]

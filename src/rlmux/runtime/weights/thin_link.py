@@ -183,8 +183,8 @@ class WeightReceiver:
         for work, (begin, end) in zip(coming, chunks, strict=True):
             work.wait()
             parts = [self._empty(end - begin) for _ in range(layout.num_receivers)]
-            going_round = self._inside.allgather([parts], [shards[mine, begin:end]])
-            rounds.append((going_round, parts, begin, end))
+            gathering = self._inside.allgather([parts], [shards[mine, begin:end]])
+            rounds.append((gathering, parts, begin, end))
             if len(rounds) > _MAX_ROUNDS_UNDER_WAY:
                 _finish_round(shards, *rounds.pop(0))
         for one in rounds:

@@ -61,19 +61,19 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
     orders_by_pipeline: dict[PipelineId, list[OrderRecord]] = {name: [] for name in timeline.pipelines}
     for order in timeline.orders:
         if order.counts:
-            orders_by_pipeline[order.pipeline].append(_from_ready(order, timeline.ready_s))
+            orders_by_pipeline[order.pipeline].append(_without_startup(order, timeline.ready_s))
     whole: dict[PipelineId, Arrival] = {}
-    left: list[_Left] = []
+    left: list[_Remainder] = []
     notes = []
     for record in sorted(timeline.pipelines.values(), key=_admission_order):
         name = record.pipeline.id
-        arrival = None if record.pipeline.work_arrives else _whole(record, orders_by_pipeline[name])
+        arrival = None if record.pipeline.work_arrives else _whole_arrival(record, orders_by_pipeline[name])
         if arrival is not None:
             whole[name] = arrival
         if record.is_over:
             continue
         if arrival is not None:
-            left.append(_left(arrival, record, orders_by_pipeline[name], timeline.end_s))
+            left.append(_remainder(arrival, record, orders_by_pipeline[name], timeline.end_s))
         elif record.pipeline.work_arrives:
             notes.append(f"{name} is left out: what its client will ask for is not known")
         else:
@@ -83,20 +83,20 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
     workload = Workload(
         name=Path(folder).absolute().name,
         cluster=cluster,
-        arrivals=tuple(_turned(left)),
-        about=_about(timeline, left),
+        arrivals=tuple(_in_cycle_order(left)),
+        about=_description(timeline, left),
         notes=tuple(notes),
     )
     return Ongoing(at_s=timeline.end_s, policy=str(timeline.header.get("policy")), left=workload, whole=whole)
 
 
-def _from_ready(order: OrderRecord, ready_s: Sequence[float]) -> OrderRecord:
+def _without_startup(order: OrderRecord, ready_s: Sequence[float]) -> OrderRecord:
     """The order without its wait for the run's first worker process: workers of later pipelines are forked from a
     running server."""
     return replace(order, start_s=max([order.start_s, *(at_s for at_s in ready_s if at_s < order.end_s)]))
 
 
-def _about(timeline: Timeline, left: Sequence[_Left]) -> str:
+def _description(timeline: Timeline, left: Sequence[_Remainder]) -> str:
     if not left:
         return f"from second {timeline.end_s:.0f} on, where all its pipelines are over"
     return f"from second {timeline.end_s:.0f} on, each step like the last ones"
@@ -110,14 +110,14 @@ def _admission_order(record: PipelineRecord) -> tuple[bool, float, PipelineId]:
 # --- from the first step on ---------------------------------------------------------------------------------
 
 
-def _whole(record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arrival | None:
+def _whole_arrival(record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arrival | None:
     """The pipeline from its first step on; None where nothing is known of its seconds."""
     pipeline = record.pipeline
     done = max(record.published, default=0)
     if done:
         arrival = recorded_arrival(record, [order for order in orders if order.step <= done])
         assert isinstance(arrival.world, RecordedSeconds)
-        world = _continued(arrival.world, done)
+        world = _with_later_steps(arrival.world, done)
         return replace(arrival, submit_s=0.0, pipeline=replace(pipeline, first_step=1), world=world)
     if pipeline.estimate is None:
         return None
@@ -128,7 +128,7 @@ def _whole(record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arrival | N
     )
 
 
-def _continued(world: RecordedSeconds, done: int) -> RecordedSeconds:
+def _with_later_steps(world: RecordedSeconds, done: int) -> RecordedSeconds:
     """Recorded steps as they were, and all that follow like the last of them."""
     last = range(max(1, done + 1 - LIKE_STEPS), done + 1)
     by_stage = {}
@@ -142,7 +142,7 @@ def _continued(world: RecordedSeconds, done: int) -> RecordedSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _Remainder:
     """What is left of a pipeline."""
 
     arrival: Arrival
@@ -150,13 +150,13 @@ class _Left:
     """Part of its open step that is done."""
 
 
-def _turned(left: Sequence[_Left]) -> list[Arrival]:
+def _in_cycle_order(left: Sequence[_Remainder]) -> list[Arrival]:
     """Arrivals in their order, beginning with the one whose open step is furthest on."""
     first = max(range(len(left)), key=lambda number: left[number].part_done, default=0)
     return [one.arrival for one in (*left[first:], *left[:first])]
 
 
-def _left(arrival: Arrival, record: PipelineRecord, orders: Sequence[OrderRecord], now_s: float) -> _Left:
+def _remainder(arrival: Arrival, record: PipelineRecord, orders: Sequence[OrderRecord], now_s: float) -> _Remainder:
     """Its steps that are not published, without what is done of them; its processes are there."""
     done = max(record.published, default=0)
     switch = arrival.switch
@@ -179,7 +179,7 @@ def _left(arrival: Arrival, record: PipelineRecord, orders: Sequence[OrderRecord
         part_done = 1.0 - world.solo_s(done + 1) / usual_s if usual_s else 0.0
     has_sft_warmup = arrival.pipeline.has_sft_warmup and not done
     pipeline = replace(arrival.pipeline, first_step=done + 1, has_sft_warmup=has_sft_warmup)
-    return _Left(replace(arrival, pipeline=pipeline, switch=switch, world=world), part_done)
+    return _Remainder(replace(arrival, pipeline=pipeline, switch=switch, world=world), part_done)
 
 
 def _seconds_left(

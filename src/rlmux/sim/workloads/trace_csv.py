@@ -92,7 +92,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
             raise row.error("pipeline", f"was given before, in row {line_by_name[name]}; accepted: each name once")
         line_by_name[name] = number
         arrivals.append(_arrival(row))
-    order = _order(arrivals, [number for number, _ in lines[1:]])
+    order = _order_note(arrivals, [number for number, _ in lines[1:]])
     arrivals.sort(key=lambda arrival: arrival.submit_s)
     cluster = cluster or h20_h800_cluster()
     return Workload(
@@ -100,7 +100,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
         cluster=cluster,
         arrivals=tuple(arrivals),
         about=f"{len(arrivals)} pipelines from {path.name}",
-        notes=(_nodes_of(cluster), *order, *_clocked(arrivals), *free_of_costs(arrivals)),
+        notes=(_nodes_of(cluster), *order, *_departure_note(arrivals), *free_of_costs(arrivals)),
     )
 
 
@@ -108,20 +108,20 @@ def _nodes_of(cluster: Cluster) -> str:
     """The nodes that the trace is priced on: it describes none."""
     pools = [
         f"{pool.name} for {pool.phase} ({pool.gpus_per_node} GPUs a node, ${pool.usd_per_gpu_hour:g} for a GPU-hour, "
-        f"{_how_many(pool.num_nodes)})"
+        f"{_node_count(pool.num_nodes)})"
         for pool in cluster.pools.values()
     ]
     first = next(iter(cluster.pools))
     return f"priced on nodes of {' and '.join(pools)}; others: --set cluster.pools.{first}.usd_per_gpu_hour=2"
 
 
-def _how_many(num_nodes: int | None) -> str:
+def _node_count(num_nodes: int | None) -> str:
     if num_nodes is None:
         return "as many as are asked for"
     return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
 
 
-def _order(arrivals: Sequence[Arrival], rows: Sequence[int]) -> tuple[str, ...]:
+def _order_note(arrivals: Sequence[Arrival], rows: Sequence[int]) -> tuple[str, ...]:
     """A line on rows that come before the one above them, which may be a mistake of the file's."""
     pairs = zip(rows[1:], pairwise(arrivals), strict=True)
     late = next((row for row, (before, one) in pairs if one.submit_s < before.submit_s), None)
@@ -130,7 +130,7 @@ def _order(arrivals: Sequence[Arrival], rows: Sequence[int]) -> tuple[str, ...]:
     return (f"rows are not in the order of submit_s (row {late} is before the one above it): they were sorted",)
 
 
-def _clocked(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
+def _departure_note(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
     number = sum(one.depart_s is not None for one in arrivals)
     if not number:
         return ()
