@@ -85,6 +85,24 @@ def test_a_folder_has_few_modules_and_lists_them_in_reading_order():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_a_module_with_one_importer_in_its_folder_says_why_it_stands_alone():
+    module_of = {".".join(("rlmux", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in sources()}
+    importers: dict[str, set[str]] = {name: set() for name in module_of}
+    for name, path in module_of.items():
+        for imported in imported_by(path, set(module_of)):
+            importers[imported].add(name)
+    unsaid = []
+    for name, path in module_of.items():
+        folder = name.rpartition(".")[0]
+        alone = [one for one in importers[name] if one.rpartition(".")[0] == folder and not one.endswith("__init__")]
+        if len(importers[name]) == len(alone) == 1:
+            own, all_of_it = (ast.get_docstring(tree_of(each)) or "" for each in (path, path.parent / "__init__.py"))
+            listed = all_of_it.partition("Modules of their own")[2].partition("Reading order")[0]
+            if "A module of its own:" not in own and path.stem not in re.findall(r"\w+", listed):
+                unsaid.append(f"{name_of(path)} is imported by {alone[0]} alone")
+    assert not unsaid, "\n" + "\n".join(unsaid)
+
+
 @pytest.mark.parametrize("pattern", [PEOPLE, FORMER_WORDS], ids=["people", "former-words"])
 def test_the_source_and_the_docs_keep_to_our_words(pattern):
     texts = [*sources(), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]

@@ -6,6 +6,8 @@
     defaults.rollout.slots=32     as if in the file's defaults
 
 The value is read as YAML. An override names itself in every error about it.
+
+A module of its own: the grammar of `--set` has tests of its own.
 """
 
 from __future__ import annotations

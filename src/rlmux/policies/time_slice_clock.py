@@ -1,6 +1,8 @@
 """The clock of a policy with time slices (`gavel`). The scheduler stores it; see `core/queue/time_slicing.py`.
 
     Claim ── policy.turns ─▶ SliceGrant        targets X ── seconds held ─▶ deficits, whenever targets are made anew
+
+A module of its own: it is the state that the scheduler stores for the policy.
 """
 
 from __future__ import annotations

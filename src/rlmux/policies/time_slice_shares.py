@@ -7,6 +7,8 @@ X_mc is the part of the time for which pipeline m holds configuration c, which t
 T_mc steps a second there. Gavel's columns are kinds of accelerators; a step of RL needs two kinds at once, so ours are
 configurations. A second program keeps the minimum and maximises the sum, so that nothing is left that could be given
 away; ties go to the pipeline and the configuration that come first.
+
+A module of its own: it is the linear program of the paper, tested by itself.
 """
 
 from __future__ import annotations

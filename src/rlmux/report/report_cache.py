@@ -6,6 +6,8 @@
 
 The log decides: its segments are checked against the hashes that their successors name, and its rows against what the
 files were made of. A record that is missing, damaged or of anything else counts for nothing. It may be deleted.
+
+A module of its own: whether reports are current is decided apart from their content.
 """
 
 from __future__ import annotations

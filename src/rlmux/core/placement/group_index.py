@@ -4,6 +4,8 @@
 
 A newcomer needs T_train <= room = budget - T_load of the training nodes, and period <= its own budget. Most groups of a
 busy cluster have no such room: of 628 groups that 2,000 pipelines make, some 2 are left to be tried.
+
+A module of its own: it is an index that must agree with the groups, and is checked against them.
 """
 
 from __future__ import annotations

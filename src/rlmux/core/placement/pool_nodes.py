@@ -2,6 +2,8 @@
 
 ClusterNodes   uses of each node: by a group, and by each pipeline that vacates it; the last one gives it back
 PoolNodes      one pool's: the lowest free number is taken first
+
+A module of its own: nodes of one pool have invariants of their own.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 Periods are those of the run's clock, as days are: a budget for 30 days begins anew at day 0, 30, 60. Only accounts with
 a budget are counted, from when it is set.
+
+A module of its own: prices and periods are a subject apart from counts.
 """
 
 from __future__ import annotations

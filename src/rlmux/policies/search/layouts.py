@@ -5,6 +5,8 @@
 A kind is all that a layout depends on: seconds, nodes, bytes and the price of slowness, no SLO. Sixteen kinds make up
 the pipelines of a production trace, so computed results are needed again and again. Fewest rollout nodes are not
 always cheapest where slowness has a price: every number counts until the period no longer falls.
+
+A module of its own: it enumerates layouts without knowing prices.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Canvas (canvas.py) ◀── DeviceRows (device_rows.py)  PipelineRows (pipeline
      ▼
 Chart.draw: names at the left, grid, the zoomed group, texts, and marks: failures and migrations, moved by a zoom
 but not stretched
+
+A module of its own: it is drawn and tested without the page around it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ and that is the look-ahead's affair.
 
 Invariant, checked on construction: edges go forward in the list of nodes, so the graph has no cycle; nodes of one shard
 follow each other; no two nodes have the same key.
+
+A module of its own: it is the graph as data, which pages and tests read without a drawing.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 WorkArrived ─▶ announced ── RunStage of a new batch ─▶ open ── StageFinished ─▶ gone
                             RunStage of the same ─────▶ open since its first arrival
+
+A module of its own: it is a small fold of its own over the events of clients.
 """
 
 from __future__ import annotations
