@@ -116,6 +116,33 @@ def test_the_source_and_the_docs_keep_to_our_words(pattern):
     assert not found, "\n" + "\n".join(found)
 
 
+def test_identifiers_keep_to_the_words_of_the_docs():
+    table = (ROOT / "docs/reference/words.md").read_text(encoding="utf-8").partition("| word | rather than |")[2]
+    avoided = set(re.findall(r"\w+", " ".join(row.split("|")[2] for row in table.splitlines() if row.count("|") == 3)))
+    assert {"told", "foreign"} <= avoided, "the table was found"
+    found = [
+        f"{name_of(path)}:{node.lineno}: {name}"
+        for path in sources()
+        for node in ast.walk(tree_of(path))
+        for name in names_made_by(node)
+        if avoided & {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def names_made_by(node: ast.AST) -> list[str]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.arg():
+            return [node.arg]
+        case ast.Name(ctx=ast.Store()):
+            return [node.id]
+        case ast.Attribute(ctx=ast.Store()):
+            return [node.attr]
+    return []
+
+
 def test_names_of_tests_fit_a_line():
     names = [
         node.name

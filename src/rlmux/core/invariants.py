@@ -36,7 +36,7 @@ def check(scheduler: Scheduler) -> None:
     state = scheduler.state
     _check_devices(scheduler)
     _check_ready_work(state)
-    _check_asked_migrations(state)
+    _check_requested_migrations(state)
     for run in state.runs.values():
         if run.status is PipelineStatus.RUNNING:
             _check_run(state, run)
@@ -123,7 +123,7 @@ def _check_work(state: SchedulerState, ready: dict[int, ReadyWork], work: Work) 
         assert (order.migrates_from is not None) == (work.state is WorkState.MIGRATING), f"{work} has order {order}"
 
 
-def _check_asked_migrations(state: SchedulerState) -> None:
+def _check_requested_migrations(state: SchedulerState) -> None:
     for run in state.runs.values():
         for shard in run.step.shards.values():
             if shard.migrate_to is not None:

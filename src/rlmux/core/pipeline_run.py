@@ -126,9 +126,9 @@ class StepBeliefs:
     """Solo seconds of its last whole steps, which it is planned with where its user gave no estimate."""
     batch_seconds: RequestBatchSeconds = field(default_factory=RequestBatchSeconds)
     """Seconds of its last batches, and of its client's thinking between them."""
-    told_slowdown: float | None = None
+    emitted_slowdown: float | None = None
     """Expected step slowdown as last emitted; None before the first."""
-    told_probability: float | None = None
+    emitted_probability: float | None = None
     """The probability that was last stated."""
 
 

@@ -83,7 +83,7 @@ class GroupState:
     """Look of the group when its policy last planned it; None before the first time."""
     planned_s: float = 0.0
     """Time of that plan."""
-    has_asked_migrations: bool = False
+    has_requested_migrations: bool = False
     """Whether ready work of it was paused to migrate, and its policy chooses about that next."""
     tail_left: int = 0
     """Trajectories of a step at which its members' rollouts leave their nodes to the next; 0: they keep them."""

@@ -89,7 +89,7 @@ def test_a_ranking_with_other_terms_is_made_anew():
 
 
 def test_groups_beyond_a_budget_are_found_though_few_are_asked():
-    num_late = num_asked = num_groups = 0
+    num_late = num_requested = num_groups = 0
     for seed in range(5):
         world, watch = World(seed), BudgetWatch()
         for number in range(60):
@@ -97,8 +97,8 @@ def test_groups_beyond_a_budget_are_found_though_few_are_asked():
             groups = tuple(world.view.groups())
             economy = Economy(view=world.view, slowness_price=1.2, hold_up_usd=4.0, move_horizon_h=3.0)
             late = watch.late_groups(groups, economy)
-            num_asked += len(economy._group_budgets)
+            num_requested += len(economy._group_budgets)
             assert late == [group for group in groups if not economy.keeps_budgets(group)]
             num_late, num_groups = num_late + len(late), num_groups + len(groups)
     assert num_late > 50
-    assert num_asked < 0.8 * num_groups
+    assert num_requested < 0.8 * num_groups

@@ -135,7 +135,7 @@ class Expectations:
             step_slowdown, reason = self._expected(run)
             probability = self._probability(run)
             is_stated_anew = run.estimates.bounds is not None and (
-                probability != run.estimates.told_probability or pipeline in placed
+                probability != run.estimates.emitted_probability or pipeline in placed
             )
             if (
                 pipeline in learned
@@ -143,7 +143,7 @@ class Expectations:
                 or bool(reason) != (pipeline in beyond_slo)
                 or _is_news(run, step_slowdown)
             ):
-                run.estimates.told_slowdown, run.estimates.told_probability = step_slowdown, probability
+                run.estimates.emitted_slowdown, run.estimates.emitted_probability = step_slowdown, probability
                 seen = run.estimates.batch_seconds if run.pipeline.work_arrives else run.estimates.measured
                 is_given = run.estimates.has_given_estimate and not run.estimates.has_left_estimate
                 measured = None if is_given else seen.seconds()
@@ -245,6 +245,6 @@ def _stretch(now_s: float, before_s: float) -> float:
 
 def _is_news(run: PipelineRun, step_slowdown: float) -> bool:
     """Whether the expected slowdown of a pipeline with an SLO differs noticeably from the last emitted one."""
-    if run.estimates.told_slowdown is None or run.pipeline.slo_slowdown == math.inf:
+    if run.estimates.emitted_slowdown is None or run.pipeline.slo_slowdown == math.inf:
         return False
-    return abs(step_slowdown - run.estimates.told_slowdown) > _NOTICEABLE * run.estimates.told_slowdown
+    return abs(step_slowdown - run.estimates.emitted_slowdown) > _NOTICEABLE * run.estimates.emitted_slowdown

@@ -60,8 +60,8 @@ class Shares:
 
     def note_submitted(self, pipeline: Pipeline) -> None:
         """A pipeline has come."""
-        is_urgency_said = pipeline.urgency not in (Urgency.NORMAL, Urgency.FILLER)
-        if pipeline.account != _NO_ACCOUNT or is_urgency_said or pipeline.rank != 0:
+        has_urgency = pipeline.urgency not in (Urgency.NORMAL, Urgency.FILLER)
+        if pipeline.account != _NO_ACCOUNT or has_urgency or pipeline.rank != 0:
             self.begin()
 
     def begin(self) -> None:

@@ -44,8 +44,8 @@ def dispatch(parts: Parts, group: GroupState) -> list[Action]:
             actions += parts.orders.change_fraction(order, choice.device_fraction, choice.slowdown)
     if not is_all_started:  # a filler is leaving: then the policy plans again
         group.planned, group.planned_s = planned
-    if group.has_asked_migrations:
-        parts.steps.drop_asked_migrations(group)
+    if group.has_requested_migrations:
+        parts.steps.drop_requested_migrations(group)
     return actions
 
 

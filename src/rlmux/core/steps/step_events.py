@@ -62,7 +62,7 @@ def on_stage_paused(parts: Parts, event: StagePaused) -> list[Action]:
     return []
 
 
-def on_work_told(parts: Parts, event: WorkArrived | WorkWithdrawn) -> list[Action]:
+def on_work_announced(parts: Parts, event: WorkArrived | WorkWithdrawn) -> list[Action]:
     run = parts.run(event.pipeline)
     parts.batches.handle(run, event)
     if run.status is PipelineStatus.RUNNING:

@@ -327,12 +327,12 @@ class StepMachine:
             self._orders.end(self._orders.named(order))
             self._ready_after_pause(run, shard)
 
-    def drop_asked_migrations(self, group: GroupState) -> None:
+    def drop_requested_migrations(self, group: GroupState) -> None:
         """Shards that were paused to migrate, and that the policy left where they are, are ready like any other."""
         for ready in [work for work in group.ready.values() if work.migrate_to is not None]:
             shard = group.members[ready.pipeline].step.shards[ready.devices[0]]
             shard.work = group.ready[ready.sequence] = replace(ready, migrate_to=None)
-        group.has_asked_migrations = False
+        group.has_requested_migrations = False
 
     def order_migration(
         self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool
@@ -395,7 +395,7 @@ class StepMachine:
         is_waiting, migrate_to = shard.state is WorkState.WAITING_FOR_ENV, shard.migrate_to
         shard.migrate_to = None
         if migrate_to is not None:
-            self._state.group_of(run).has_asked_migrations = True
+            self._state.group_of(run).has_requested_migrations = True
         shard.work = self._shard_work(
             run, shard.device, is_continuation=True, is_waiting=is_waiting, migrate_to=migrate_to
         )

@@ -222,9 +222,9 @@ def _pinned(
         if index == len(phases):
             found.append(_pinned_so(phases, tuple(nodes_of), states, device_bytes))
             return
-        seconds, _, state_bytes, num_asked, need_bytes, growth_s, tail_s, _ = phases[index]
+        seconds, _, state_bytes, num_requested, need_bytes, growth_s, tail_s, _ = phases[index]
         seconds += growth_s - tail_s
-        for nodes in _next_nodes(num_used, num_asked, num_nodes):
+        for nodes in _next_nodes(num_used, num_requested, num_nodes):
             num_used_then = max(num_used, nodes[-1] + 1)
             if num_used_then + num_to_come[index] < num_nodes:
                 continue
@@ -249,9 +249,9 @@ _NodeState = tuple[int, float, float, float]
 
 
 @cache
-def _next_nodes(num_used: int, num_asked: int, num_nodes: int) -> tuple[tuple[int, ...], ...]:
+def _next_nodes(num_used: int, num_requested: int, num_nodes: int) -> tuple[tuple[int, ...], ...]:
     """Nodes that the next member may take, where so many are used: among those, and unused ones in their order."""
-    taken = combinations(range(min(num_nodes, num_used + num_asked)), num_asked)
+    taken = combinations(range(min(num_nodes, num_used + num_requested)), num_requested)
     return tuple(
         nodes
         for nodes in taken
