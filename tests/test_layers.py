@@ -154,6 +154,24 @@ def test_imports_point_down_the_house():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_modules_that_children_import_by_a_string_are_there():
+    """Code in a string, and names of modules to preload or run: no type checker looks for these."""
+    missing = []
+    for path in sorted([*SOURCE.rglob("*.py"), *SOURCE.parents[1].glob("tests/**/*.py")]):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for package, name in re.findall(r"from (rlmux[\w.]*) import (\w+)", node.value):
+                    missing += [] if exists(package, name) else [f"{path.name}:{node.lineno}: {package}.{name}"]
+    assert not missing, missing
+
+
+def exists(package: str, name: str) -> bool:
+    place = SOURCE.parent.joinpath(*package.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    is_inside = (place / f"{name}.py").is_file() or (place / name).is_dir()
+    return is_inside or (file.is_file() and name in file.read_text(encoding="utf-8"))
+
+
 def test_every_room_is_in_the_table():
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
     assert rooms <= set(ROOMS)
