@@ -169,7 +169,7 @@ def exists(package: str, name: str) -> bool:
     place = SOURCE.parent.joinpath(*package.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     is_inside = (place / f"{name}.py").is_file() or (place / name).is_dir()
-    return is_inside or (file.is_file() and name in file.read_text(encoding="utf-8"))
+    return is_inside or (file.is_file() and re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) is not None)
 
 
 def test_every_room_is_in_the_table():

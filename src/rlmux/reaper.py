@@ -113,15 +113,25 @@ def _end_all(is_theirs: Callable[[Path], bool], *, term_s: float = 0.0) -> None:
                 pass
         num_left = 0
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it is gone, or another user's
+            with contextlib.suppress(OSError), _handle_of(process) as handle:  # it is gone, or another user's
                 if is_theirs(process):
                     num_left += 1
                     if is_late or process not in terminated:
                         terminated.add(process)
-                        os.kill(int(process.name), signal.SIGKILL if is_late else signal.SIGTERM)
+                        signal.pidfd_send_signal(handle, signal.SIGKILL if is_late else signal.SIGTERM)
         if num_left == 0:
             return
         time.sleep(_POLL_EVERY_S)
+
+
+@contextlib.contextmanager
+def _handle_of(process: Path) -> Iterator[int]:
+    """A pidfd, opened before the process is looked at: its number may be another one's afterwards."""
+    handle = os.pidfd_open(int(process.name))
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 if __name__ == "__main__":

@@ -147,15 +147,15 @@ class EmbeddedBroker:
             self._emit(event)
 
     def _note(self, note: Note) -> None:
-        self._inbox.call_soon(lambda backend: backend.note(note.type, **note.fields))
+        self.call_controller(lambda backend: backend.note(note.type, **note.fields))
 
     def _emit(self, event: PipelineSubmitted | Report) -> None:
         if not isinstance(event, PipelineSubmitted):
-            self._inbox.call_soon(lambda backend: backend.external.report(event))
+            self.call_controller(lambda backend: backend.external.report(event))
             return
         pipeline = self._sized(event.pipeline)
         program = _ExternalProgram(self, pipeline.id)
-        self._inbox.call_soon(lambda backend: backend.external.add(pipeline, program))
+        self.call_controller(lambda backend: backend.external.add(pipeline, program))
 
     def _sized(self, pipeline: Pipeline) -> Pipeline:
         """A program of unknown size fills its device; it takes no memory if the file gives devices none."""

@@ -115,7 +115,7 @@ def test_a_name_is_taken_once_and_free_again_where_what_it_was_taken_for_fails()
     inbox.claim(PipelineId("b"))
 
 
-def test_a_cancelled_program_is_released_and_what_it_reports_later_is_dropped(run):
+def test_a_failed_program_is_released_and_what_it_reports_later_is_dropped(run):
     program = run.add("a", ends_itself=False)
     run.announce("a")
     run.go_on()

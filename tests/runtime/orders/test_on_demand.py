@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.runtime.orders.test_shared_sampling import config, random_adapters, requests, sampled
-from tests.waiting import LIMIT_S
+from tests.waiting import until
 
 from rlmux.core.events import PipelineFailed, WorkerLost
 from rlmux.core.model import Footprint, Pipeline, PipelineId, PipelineStatus
@@ -75,10 +74,13 @@ class Run:
     def sample(self, name: PipelineId, request: Any, weights: Path) -> None:
         self.inbox.call_soon(lambda backend: backend.on_demand.sample(name, request, weights))
 
-    def go_on(self, until: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        self.controller.run([], until=lambda: until() or time.monotonic() > end_s)
-        assert until(), f"{len(self.results)} results, {self.events[-5:]}"
+    def go_on(self, is_so: Callable[[], bool]) -> None:
+        def is_so_after_a_pass() -> bool:
+            passes = iter((False, True))
+            self.controller.run([], until=lambda: next(passes))
+            return is_so()
+
+        until(is_so_after_a_pass, "the run", seen=lambda: (len(self.results), self.events[-5:]), poll_s=0.0)
 
     def update(self, now_s: float, events: Any, actions: Any, notes: Any) -> None:
         self.events += events

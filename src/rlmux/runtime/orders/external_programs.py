@@ -100,7 +100,7 @@ class ExternalPrograms:
         return event
 
     def leftovers(self, devices: Sequence[DeviceId], pipeline: PipelineId) -> dict[Resident, ExternalProgram]:
-        """Remove and return leftover states on the devices, without the pipeline's own, which it reuses."""
+        """Leftover states on the devices, until they have left. Forgets the pipeline's own, which it reuses."""
         found: dict[Resident, ExternalProgram] = {}
         for device in devices:
             here = self._leftovers.get(device, {})

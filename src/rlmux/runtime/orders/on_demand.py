@@ -16,7 +16,6 @@ from rlmux.core.events import ClientFinished, PipelineFailed, PipelineSubmitted,
 from rlmux.core.model import Pipeline, PipelineId
 from rlmux.rl.client_requests import SampleRequest, TrainRequest
 from rlmux.rl.config import TrainingConfig
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.request_batches import Client, OnDemandPipeline, Surroundings
 from rlmux.runtime.workers.worker_pool import Worker
 
@@ -29,7 +28,7 @@ class OnDemandPipelines:
 
     def __init__(self, surroundings: Surroundings) -> None:
         self._surroundings = surroundings
-        self._outbox: Outbox = surroundings.outbox
+        self._outbox = surroundings.outbox
         self._pipelines: dict[PipelineId, OnDemandPipeline] = {}
         self._sha256: dict[PipelineId, str | None] = {}
         """Hashes of the newest weights of pipelines that are over."""

@@ -154,6 +154,7 @@ class SampleWorker:
             self._request_by_trajectory.update((one.id, key) for one in trajectories)
         return refused
 
+    @beating()
     def run_chunk(self, max_seconds: float) -> BatchReport:
         """Decode until some request is answered, nothing is left, or the time is up."""
         start = time.perf_counter()
@@ -259,6 +260,7 @@ class DatumWorker:
         """Queue requests by id."""
         self._waiting += requests
 
+    @beating()
     def run_chunk(self, max_seconds: float) -> BatchReport:
         """Carry out requests until none is left or the time is up; at least one micro-batch."""
         start = time.perf_counter()
@@ -318,16 +320,15 @@ class DatumWorker:
     def _carry_out(self, name: str, request: TrainRequest) -> RequestResult:
         value: Any
         try:
-            with beating():
-                match request:
-                    case OptimizerStep():
-                        value = self._engine.optimizer_step(request)
-                    case WriteWeights():
-                        value = self._engine.save_weights(request.path)
-                    case SaveState():
-                        value = self._engine.save_state(request.folder)
-                    case LoadState():
-                        value = self._engine.load_state(request)
+            match request:
+                case OptimizerStep():
+                    value = self._engine.optimizer_step(request)
+                case WriteWeights():
+                    value = self._engine.save_weights(request.path)
+                case SaveState():
+                    value = self._engine.save_state(request.folder)
+                case LoadState():
+                    value = self._engine.load_state(request)
         except (UserError, PipelineError) as error:
             return RequestResult(id=name, error=str(error))
         except OSError as error:  # a disk that is full: the model goes on
