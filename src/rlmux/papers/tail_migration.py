@@ -4,7 +4,7 @@
     GPU 7      [ A dense ][ A's tail  ]...............[ A dense ]      the tail still gates A's training
     training                           [ A trains ][ B ...
 
-Policy `rollmux` runs the pair in the simulator, once with `migrates_tails` and once without: one H20 node of eight
+Policy `rollmux` runs the pair in the simulator, once with `tails` and once without: one H20 node of eight
 GPUs, each a device, and one training node. The end of each of 128 responses is the measured one; how much slower a GPU
 decodes that has more of them than it had then comes from the decode-cost model. Migrated contexts are computed again.
 
@@ -138,4 +138,4 @@ def _makespan_s(pair: tuple[TailedPipeline, ...], num_steps: int, *, migrates: b
         cluster=h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=NUM_GPUS),
         arrivals=tuple(one.arrival(number, num_steps) for number, one in enumerate(pair)),
     )
-    return simulate(workload, make_policy("rollmux", migrates_tails=migrates)).hours * 3600.0
+    return simulate(workload, make_policy("rollmux", tails=migrates)).hours * 3600.0

@@ -64,8 +64,12 @@ class Jigsaw:
     reacts_to_progress: bool = True
     sharing: SharingTable = NO_SHARING
     """Pairs that were measured to help on these devices; empty: every order has its devices alone."""
-    migrates: bool = True
+    tails: bool = True
     """False: every shard stays on its device."""
+    fractions: bool = True
+    """False: every order has its devices alone, whatever the table."""
+    fill: bool = True
+    """False: a shard that only waits for its environments keeps its device."""
     looks_ahead: bool = True
     """False: greedy, for comparison."""
     migration_stretch: float = 1.1
@@ -95,16 +99,18 @@ class Jigsaw:
         if not view.has_changed:
             return
         yield MarkPlanned()
-        yield from yield_devices(view)
-        sharing = self.sharing if self.sharing.entries and fit_together(view) else NO_SHARING
-        pairs = shards_for_idle_devices(view) if self.migrates else ()
+        if self.fill:
+            yield from yield_devices(view)
+        is_shared = self.fractions and self.sharing.entries and fit_together(view)
+        sharing = self.sharing if is_shared else NO_SHARING
+        pairs = shards_for_idle_devices(view) if self.tails else ()
         if not pairs and not self._is_choice(view, sharing):
             yield from start_side_by_side(view, (), sharing)
             return
         forecast = forecast_group(view, is_due_by_mean=self.keeps_cycle)
         problem = Problem(
             work_items=tuple(forecast.work_items),
-            sibling_migrations=self._sibling_migrations(view, forecast, sharing) if self.migrates else (),
+            sibling_migrations=self._sibling_migrations(view, forecast, sharing) if self.tails else (),
             idle_migrations=idle_migrations_of(view, forecast, pairs, self._migration_s),
             sharing=sharing,
             kept=forecast.kept,
@@ -165,7 +171,7 @@ class Jigsaw:
         if any(all(num_holders.get(device, 0) <= max_holders for device in work.devices) for work in ready):
             return True
         return (
-            self.migrates
+            self.tails
             and bool(view.ready)
             and any(
                 num_rollouts.get(member.id, 0) and len(member.unfinished_rollout_devices) > 1 for member in view.members

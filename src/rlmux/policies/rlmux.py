@@ -75,10 +75,13 @@ class RlMux:
     end."""
     slo_margin: float = 0.0
     """Part of each SLO kept in hand for what the meta-iteration does not show: waiting for a slot after a move."""
-    overtakes: bool = True
-    """Whether a phase may leave the cycle's order for a gap or a threatened SLO, if no other is late."""
-    migrates_tails: bool = True
-    """Whether the tail of a rollout on several devices leaves those that another pipeline waits for."""
+    tails: bool = True
+    """Whether the tail of a rollout leaves devices that another pipeline waits for."""
+    fractions: bool = True
+    """Whether sub-stages run side by side on a fraction of a device each, where the table says that it helps."""
+    fill: bool = True
+    """Whether a phase may leave the cycle's order for a gap or a threatened SLO, if no other is late, and a device on
+    which a shard only waits for its environments goes to other work."""
     varies_steps_per_cycle: bool = True
     """Whether short pipelines may make several steps in a long one's cycle."""
     slowness_price: float = 1.2
@@ -108,8 +111,8 @@ class RlMux:
     """The policy inside groups whose pools are kept apart, where sub-stages may share a device."""
 
     def __post_init__(self) -> None:
-        sub_stages = Jigsaw(sharing=self.sharing)
-        if self.sharing.entries:
+        sub_stages = Jigsaw(sharing=self.sharing, tails=self.tails, fractions=self.fractions, fill=self.fill)
+        if self.sharing.entries and self.fractions:
             sub_stages = replace(sub_stages, mean_weight=self.mean_weight)
         object.__setattr__(self, "_sub_stages", sub_stages)
         object.__setattr__(self, "_both_grains", replace(sub_stages, keeps_cycle=True))
@@ -172,8 +175,8 @@ class RlMux:
         planner = self._planner(view)
         if planner is not None:
             return planner.dispatch(view)
-        start = start_in_cycle_order_or_overtake if self.overtakes else start_in_cycle_order
-        if self.migrates_tails and (view.has_wide_rollouts or view.has_tails):
+        start = start_in_cycle_order_or_overtake if self.fill else start_in_cycle_order
+        if self.tails and (view.has_wide_rollouts or view.has_tails):
             return chain(migrate_tails(view), share_nodes_with_tails(view), start(view))
         return start(view)
 
@@ -182,7 +185,7 @@ class RlMux:
         planner = self._planner(view)
         if planner is not None:
             return planner.idling(view)
-        return Idling(cycle_lead=math.inf if self.overtakes else 1.0)
+        return Idling(cycle_lead=math.inf if self.fill else 1.0)
 
     def _planner(self, view: GroupView) -> Jigsaw | None:
         """The look-ahead over sub-stages that decides in this group; None where the order of the cycle decides."""

@@ -42,7 +42,7 @@ class RollMux:
     name: str = "rollmux"
     reacts_to_progress: bool = True
     sharing: ClassVar[None] = None
-    migrates_tails: bool = True
+    tails: bool = True
     """Whether the tail of a rollout on several devices leaves those that another pipeline waits for."""
     skips_saturated: bool = False
     """Skip groups that are saturated before the insertion, as Algorithm 1 is printed. The published cost and
@@ -69,7 +69,7 @@ class RollMux:
         return mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if self.migrates_tails and (view.has_wide_rollouts or view.has_tails):
+        if self.tails and (view.has_wide_rollouts or view.has_tails):
             return chain(migrate_tails(view), share_nodes_with_tails(view), start_in_cycle_order(view))
         return start_in_cycle_order(view)
 

@@ -10,11 +10,11 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.policies.rlmux import RlMux
 
 
-def run(builders, pipelines, *, overtakes, num_rollout, at_s=None):
+def run(builders, pipelines, *, fill, num_rollout, at_s=None):
     """Until the end; (time of each step's end by pipeline) with one training node for everybody."""
     driver = builders.Driver(
         Scheduler(
-            builders.cluster(rollout=num_rollout, train=1), RlMux(overtakes=overtakes, varies_steps_per_cycle=False)
+            builders.cluster(rollout=num_rollout, train=1), RlMux(fill=fill, varies_steps_per_cycle=False)
         )
     )
     waiting = sorted(zip(at_s or [0.0] * len(pipelines), pipelines, strict=True), key=lambda one: one[0])
@@ -41,8 +41,8 @@ def test_a_gap_that_a_slot_leaves_is_filled_and_no_member_pays(builders):
         builders.pipeline("long", rollout_s=10.0, train_s=2.0, num_steps=4),
         builders.pipeline("short", rollout_s=2.0, train_s=1.0, num_steps=12),
     ]
-    strict = run(builders, pair, overtakes=False, num_rollout=2)
-    filled = run(builders, pair, overtakes=True, num_rollout=2)
+    strict = run(builders, pair, fill=False, num_rollout=2)
+    filled = run(builders, pair, fill=True, num_rollout=2)
     assert filled["long"] == strict["long"]
     assert strict["short"][3] >= 3 * 12.0  # one step for each of the long one's
     assert filled["short"][3] <= 13.0
@@ -62,8 +62,8 @@ def test_filling_gaps_never_makes_a_step_end_later_than_the_strict_cycle_would(b
             for n in range(generator.randint(2, 4))
         ]
         num_rollout = generator.randint(1, len(group))
-        strict = run(builders, group, overtakes=False, num_rollout=num_rollout)
-        filled = run(builders, group, overtakes=True, num_rollout=num_rollout)
+        strict = run(builders, group, fill=False, num_rollout=num_rollout)
+        filled = run(builders, group, fill=True, num_rollout=num_rollout)
         for name, before in strict.items():
             assert all(now <= then + 1e-9 for now, then in zip(filled[name], before, strict=True)), (group, name)
             num_sooner += sum(now < then - 1e-9 for now, then in zip(filled[name], before, strict=True))
@@ -78,15 +78,15 @@ def test_a_newcomer_that_would_break_its_slo_overtakes_members_that_have_time(bu
     ]
     at_s = [0.0, 0.0, 28.0]
 
-    def slowdowns(*, overtakes):
-        ended = run(builders, group, overtakes=overtakes, num_rollout=3, at_s=at_s)
+    def slowdowns(*, fill):
+        ended = run(builders, group, fill=fill, num_rollout=3, at_s=at_s)
         return [
             (ended[one.id][-1] - submit_s) / (one.num_steps * one.estimate.solo_s)
             for one, submit_s in zip(group, at_s, strict=True)
         ]
 
-    assert slowdowns(overtakes=False)[2] > 1.8
-    assert all(mine <= one.slo_slowdown for mine, one in zip(slowdowns(overtakes=True), group, strict=True))
+    assert slowdowns(fill=False)[2] > 1.8
+    assert all(mine <= one.slo_slowdown for mine, one in zip(slowdowns(fill=True), group, strict=True))
 
 
 def test_a_newcomer_begins_in_the_present_cycle_however_far_ahead_gaps_brought_another(builders):
@@ -95,6 +95,6 @@ def test_a_newcomer_begins_in_the_present_cycle_however_far_ahead_gaps_brought_a
         builders.pipeline("short", rollout_s=2.0, train_s=1.0, num_steps=60),
         builders.pipeline("new", rollout_s=18.0, train_s=25.0, num_steps=2),
     ]
-    ended = run(builders, group, overtakes=True, num_rollout=3, at_s=[0.0, 0.0, 50.0])
+    ended = run(builders, group, fill=True, num_rollout=3, at_s=[0.0, 0.0, 50.0])
     assert len([end_s for end_s in ended["short"] if end_s < 50.0]) >= 12
     assert ended["new"][0] <= 50.0 + 18.0 + 25.0 + 22.0

@@ -26,13 +26,13 @@ def arrival(name: str, *, rollout_s: float = 100.0, train_s: float = 10.0, **fie
     )
 
 
-def run(*arrivals: Arrival, policy: str = "rollmux", migrates_tails: bool = True):
+def run(*arrivals: Arrival, policy: str = "rollmux", tails: bool = True):
     """(hours, migrations ordered) on one rollout node of two devices and one training node."""
     cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=2)
     migrations: list[MigrateShard] = []
     result = simulate(
         Workload(name="tails", cluster=cluster, arrivals=arrivals),
-        make_policy(policy, migrates_tails=migrates_tails),
+        make_policy(policy, tails=tails),
         observer=lambda _, actions: migrations.extend(one for one in actions if isinstance(one, MigrateShard)),
         checks=True,
     )
@@ -43,7 +43,7 @@ def run(*arrivals: Arrival, policy: str = "rollmux", migrates_tails: bool = True
 @pytest.mark.parametrize("policy", ["rollmux", "rlmux"])
 def test_a_tail_migrates_to_one_device_and_the_others_go_to_the_next_pipeline(policy):
     hours, migrations = run(arrival("a"), arrival("b"), policy=policy)
-    without, none = run(arrival("a"), arrival("b"), policy=policy, migrates_tails=False)
+    without, none = run(arrival("a"), arrival("b"), policy=policy, tails=False)
     assert hours < 0.85 * without
     assert migrations
     assert not none
@@ -55,7 +55,7 @@ def test_no_tail_migrates_before_a_whole_rollout_was_seen():
 
 
 def test_no_tail_migrates_where_no_pipeline_waits_for_its_devices():
-    assert run(arrival("a")) == run(arrival("a"), migrates_tails=False)
+    assert run(arrival("a")) == run(arrival("a"), tails=False)
 
 
 def test_no_tail_migrates_that_makes_the_longest_step_longer():

@@ -39,7 +39,7 @@ def seconds_of(workload, policy="rollmux", **options):
 @pytest.mark.parametrize("policy", ["rollmux", "rlmux"])
 def test_two_pipelines_whose_rollouts_fill_their_node_are_faster(policy):
     pair = on_nodes(arrival("a"), arrival("b"))
-    assert seconds_of(pair, policy) < 0.98 * seconds_of(pair, policy, migrates_tails=False)
+    assert seconds_of(pair, policy) < 0.98 * seconds_of(pair, policy, tails=False)
 
 
 @pytest.mark.parametrize(("names", "copies_kv"), product([("7B_8k", "7B_8k"), ("14B_8k", "14B_8k")], [True, False]))
@@ -90,14 +90,14 @@ def test_a_pipeline_that_has_left_its_node_loads_its_state_again():
 
 def test_no_tail_leaves_a_node_that_none_waits_for():
     alone = on_nodes(arrival("a"))
-    assert seconds_of(alone) == seconds_of(alone, migrates_tails=False)
+    assert seconds_of(alone) == seconds_of(alone, tails=False)
 
 
 def test_no_tail_leaves_where_that_makes_the_meta_iteration_longer():
     """7B rolls out in the shade of 8B: a tail that ends later would delay its training."""
     late = RolloutTail(points=(TailPoint(num_left=32, begins=0.9, growth=0.5),), device_fraction=0.125)
     made = on_nodes(arrival("a", tail=late), arrival("b", "8B_8k", tail=None))
-    assert seconds_of(made) == seconds_of(made, migrates_tails=False)
+    assert seconds_of(made) == seconds_of(made, tails=False)
 
 
 @pytest.mark.parametrize("policy", ["fifo", "gavel-steps", "most-idle"])
@@ -135,7 +135,7 @@ def test_a_node_as_one_device_flatters_tails_no_more_than_eight_gpus_that_are_de
         arrivals = [replace(each, pipeline=replace(each.pipeline, tail=tail)) for each in arrivals]
         return seconds_of(on_nodes(*arrivals), **options)
 
-    gain = cycle_s(migrates_tails=False) / cycle_s()
+    gain = cycle_s(tails=False) / cycle_s()
     assert 1.05 < gain <= migration_gain(profile, profile).gain
 
 

@@ -34,7 +34,7 @@ def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
     pipeline, state = event.pipeline, parts.state
     if pipeline.id in state.runs:
         raise parts.journal.illegal(f"pipeline {pipeline.id} was submitted before")
-    if pipeline.tail is not None and not getattr(parts.policy, "migrates_tails", False):
+    if pipeline.tail is not None and not getattr(parts.policy, "tails", False):
         pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do
     state.has_tails = state.has_tails or pipeline.tail is not None
     run = PipelineRun(pipeline, event.time_s, state.next_in_sequence())
