@@ -12,7 +12,6 @@ from logged_engine import EngineLimits, ToolCalls, kv_pool_tokens, predict_rollo
 from tests.examples import examples
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import DENSE_DECODE_MIN
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.hardware import model_shape
 from rlmux.sim.models.lengths import length_distribution
@@ -102,7 +101,7 @@ def test_tail_is_most_of_a_short_answer_rollout_and_little_of_its_tokens():
     worker = predict_rollout(
         lengths, "qwen3-4b", prompt_tokens=83, group_size=4, limits=measured_engine("qwen3-4b")
     ).workers[0]
-    tail_from_s = worker.time_to_active(DENSE_DECODE_MIN - 1)
+    tail_from_s = worker.time_to_active(127)
     assert worker.seconds - tail_from_s > 0.5 * worker.seconds
     assert worker.span_tokens[worker.times_s[:-1] >= tail_from_s].sum() < 0.4 * worker.tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
 
 
 def entry(a, b, device_fraction, slow_a, slow_b):
@@ -20,14 +20,34 @@ def test_the_two_sides_of_a_pair_never_have_more_than_the_device():
     )
     for a in ("x", "y"):
         for b in ("x", "y"):
-            assert table.pair_rates(a, b).device_fraction + table.pair_rates(b, a).device_fraction <= 1.0
+            assert table.rates_beside(a, (b,)).device_fraction + table.rates_beside(b, (a,)).device_fraction <= 1.0
 
 
 def test_two_alike_both_get_the_smaller_fraction_and_its_slowdown():
-    pair_rates = SharingTable.of([entry("x", "x", 0.75, 1.1, 1.7)]).pair_rates("x", "x")
-    assert (pair_rates.device_fraction, pair_rates.slowdown, pair_rates.other_slowdown) == (0.25, 1.7, 1.7)
+    shared = SharingTable.of([entry("x", "x", 0.75, 1.1, 1.7)]).rates_beside("x", ("x",))
+    assert (shared.device_fraction, shared.slowdown) == (0.25, 1.7)
 
 
 def test_a_pair_that_does_no_more_together_than_one_after_the_other_is_not_in_the_table():
-    assert SharingTable.of([entry("x", "y", 0.5, 2.0, 2.0)]).pair_rates("x", "y") is None
-    assert SharingTable.of([entry("x", "x", 0.75, 1.1, 2.2)]).pair_rates("x", "x") is None
+    assert SharingTable.of([entry("x", "y", 0.5, 2.0, 2.0)]).rates_beside("x", ("y",)) is None
+    assert SharingTable.of([entry("x", "x", 0.75, 1.1, 2.2)]).rates_beside("x", ("x",)) is None
+
+
+def triple(*slowdowns):
+    return SharingTriple(sub_stages=("x", "y", "z"), device_fractions=(0.5, 0.25, 0.25), slowdowns=slowdowns)
+
+
+def test_three_share_a_device_where_they_do_more_than_the_best_two_of_them():
+    pairs = [entry("x", "y", 0.5, 1.5, 1.5)]
+    table = SharingTable.of(pairs, [triple(2.0, 2.0, 2.0)])
+    assert (table.most_together, table.rates_beside("y", ("z", "x")).device_fraction) == (3, 0.25)
+    assert SharingTable.of(pairs, [triple(2.2, 2.2, 2.2)]).most_together == 2
+
+
+def test_a_forward_of_training_goes_by_the_most_alike_that_was_measured():
+    update = entry("update", "tail", 0.75, 1.2, 1.2)
+    by_update = SharingTable.of([update])
+    assert by_update.rates_beside("reference", ("tail",)) == by_update.rates_beside("update", ("tail",))
+    by_forward = SharingTable.of([update, entry("old_logprobs", "tail", 0.5, 1.1, 1.1)])
+    assert by_forward.rates_beside("reference", ("tail",)).slowdown == 1.1
+    assert by_forward.rates_beside("update", ("tail",)).slowdown == 1.2

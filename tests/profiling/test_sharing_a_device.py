@@ -44,15 +44,16 @@ def test_only_device_fractions_that_helped_reach_a_policy(tmp_path):
         {("dense", "dense", 0.5): (2.0, 2.0), ("tail", "update", 0.25): (1.4, 1.2), ("tail", "update", 0.75): (1, 4)},
     )
     sharing, warnings = load_sharing(path, HERE)
-    assert sharing.pair_rates("dense", "dense") is None
-    assert sharing.pair_rates("tail", "update").device_fraction == 0.25
+    assert sharing.rates_beside("dense", ["dense"]) is None
+    assert sharing.rates_beside("tail", ["update"]).device_fraction == 0.25
     assert any("holes" in warning and "estimated" in warning for warning in warnings)
 
 
 def test_the_worst_sub_stage_of_training_stands_for_all(tmp_path):
     path = save(tmp_path, {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_logprobs", 0.5): (1.1, 1.5)})
-    pair_rates = load_sharing(path, HERE)[0].pair_rates("tail", "update")
-    assert (pair_rates.slowdown, pair_rates.other_slowdown) == (1.2, 1.5)
+    sharing = load_sharing(path, HERE)[0]
+    assert sharing.rates_beside("tail", ["update"]).slowdown == 1.2
+    assert sharing.rates_beside("update", ["tail"]).slowdown == 1.5
 
 
 def test_a_profile_of_another_device_is_named_and_not_used(tmp_path):
@@ -66,7 +67,7 @@ def test_a_profile_of_another_device_is_named_and_not_used(tmp_path):
 def test_a_device_fraction_that_is_not_prepared_is_named_with_those_that_are(tmp_path):
     path = save(tmp_path, {("tail", "update", 0.35): (1.1, 1.1), ("tail", "update", 0.5): (1.1, 1.2)})
     sharing, warnings = load_sharing(path, HERE)
-    assert sharing.pair_rates("tail", "update").device_fraction == 0.5
+    assert sharing.rates_beside("tail", ["update"]).device_fraction == 0.5
     assert any("fraction 0.35 is not prepared here; used instead: 0.25, 0.5, 0.75" in warning for warning in warnings)
 
 

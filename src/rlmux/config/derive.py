@@ -25,6 +25,7 @@ from rlmux.core.model import (
     SwitchEstimate,
     Urgency,
     Visibility,
+    dense_threshold_of,
 )
 
 BYTES_PER_GB = 1e9
@@ -67,6 +68,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         slo_probability=config.slo_probability,
         limit=_limit(config.estimate),
         footprint=_footprint(config.footprint),
+        dense_threshold=dense_threshold_of(config.rollout.num_slots),
         switch=_warm_switch(config.estimate),
         staleness=config.versions_behind,
         user=config.user or "",

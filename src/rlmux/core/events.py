@@ -168,6 +168,8 @@ class StageFinished:
     """Seconds spent offloading the previous resident and loading this one."""
     tokens: int = 0
     """Tokens generated since the order began."""
+    prefill_s: float = 0.0
+    """Part of `seconds` in which a rollout computed the prompts before its first decode step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +184,8 @@ class StagePaused:
     """Seconds spent offloading the previous resident and loading this one."""
     tokens: int = 0
     """Tokens generated since the order began."""
+    prefill_s: float = 0.0
+    """Part of `seconds` in which a rollout computed the prompts before its first decode step."""
     is_waiting: bool = False
     """Whether it is a rollout shard that can compute nothing until one of its environments replies."""
 

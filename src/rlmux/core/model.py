@@ -99,7 +99,7 @@ class SubStage(StrEnum):
 
     PREFILL = "prefill"
     DENSE_DECODE = "dense"
-    """Decode of DENSE_DECODE_MIN or more sequences at once."""
+    """Decode of half the slots or more at once."""
     TAIL_DECODE = "tail"
     """Decode of fewer sequences: bound by latency and memory."""
     TOOL_WAIT = "tool_wait"
@@ -117,13 +117,17 @@ ARRIVING_KINDS: tuple[tuple[Phase, ...], ...] = (
 )
 """The kinds of work that can arrive: for the devices of one phase, or of both, which are then granted together."""
 
-DENSE_DECODE_MIN = 128
-"""Sequences in one engine iteration from which decode counts as dense rather than as a tail (JigsawRL's cut)."""
 
 
-def decode_sub_stage(num_active: int) -> SubStage:
+def dense_threshold_of(num_slots: int) -> int:
+    """Sequences in one engine iteration from which decode counts as dense rather than as a tail: half of the slots
+    (JigsawRL cuts at 128 of 256)."""
+    return max(1, (num_slots + 1) // 2)
+
+
+def decode_sub_stage(num_active: int, dense_threshold: int) -> SubStage:
     """Dense or tail, by the sequences that one iteration decodes."""
-    return SubStage.DENSE_DECODE if num_active >= DENSE_DECODE_MIN else SubStage.TAIL_DECODE
+    return SubStage.DENSE_DECODE if num_active >= dense_threshold else SubStage.TAIL_DECODE
 
 
 PHASE_BY_STAGE: Mapping[Stage, Phase] = {
@@ -364,6 +368,8 @@ class Pipeline:
     bounded: BoundedSteps | None = None
     """Bounds that an earlier part of its run planned it with last; None: there was none, or it had no bounds."""
     footprint: Footprint = field(default_factory=Footprint)
+    dense_threshold: int | None = None
+    """Sequences from which a decode iteration counts as dense; None: half of those that its shards begin with."""
     switch: SwitchEstimate | None = None
     """Seconds of its switches; None: not measured. Placement then counts nothing, dispatch what switches take."""
     migration: MigrationEstimate | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from rlmux.core.estimation.estimates import StepEstimates
-from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage, dense_threshold_of
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.group_load import sync_s
 from rlmux.core.placement.group_snapshot import GroupLook
@@ -184,6 +184,14 @@ class MemberView:
     def estimates(self) -> StepEstimates:
         """Forecast of its next step from the last ones."""
         return self._run.estimates.history.estimates()
+
+    @property
+    def dense_threshold(self) -> int | None:
+        """Sequences from which its decode counts as dense; None where neither slots nor a shard are known."""
+        known = self._run.pipeline.dense_threshold
+        if known is None and (peak := self._run.estimates.history.largest_shard):
+            return dense_threshold_of(peak)
+        return known
 
     @property
     def step_began_s(self) -> float:

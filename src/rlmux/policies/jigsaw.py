@@ -18,7 +18,8 @@ not while no other work waits, and not when contexts are so long that migrating 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
@@ -26,12 +27,16 @@ from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.steps.colocation import NO_SHARING, SharingTable
 from rlmux.core.steps.idle_check import Idling
-from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView
+from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView, RunWork
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.cycle_priorities import in_cycle_order
-from rlmux.policies.lookahead.dispatching import start_in_cycle_order, start_oldest_first, start_where_free
+from rlmux.policies.lookahead.dispatching import (
+    start_in_cycle_order,
+    start_in_cycle_order_or_overtake,
+    start_oldest_first,
+    start_where_free,
+)
 from rlmux.policies.lookahead.forecast import Forecast, forecast_group, is_idle, solo_step_s
-from rlmux.policies.lookahead.measured_tails import begin_tail_migrations
 from rlmux.policies.lookahead.migration import (
     begin_migrations,
     continue_migrations,
@@ -40,9 +45,10 @@ from rlmux.policies.lookahead.migration import (
     possible_sibling_migrations,
     shards_for_idle_devices,
 )
+from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
 from rlmux.policies.lookahead.problem import Problem, Schedule, SiblingMigration
 from rlmux.policies.lookahead.search import BUDGET, plan, play_out
-from rlmux.policies.lookahead.side_by_side import fit_together, start_side_by_side
+from rlmux.policies.lookahead.side_by_side import num_fitting_together, start_side_by_side
 from rlmux.policies.lookahead.tool_waits import yield_devices
 from rlmux.policies.search.greedy import greedy
 from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_nodes
@@ -80,10 +86,11 @@ class Jigsaw:
     """Starts on a device that one decision may play out; fewer where steps take less than a second."""
     max_members: int = MAX_MEMBERS
     mean_weight: float = 0.1
-    """Weight of the mean completion time beside the makespan, of the steps that are looked ahead to."""
+    """Weight of the mean completion time beside the makespan, of the steps that are looked ahead to, for each other
+    member: what ends first begins its next step beyond them."""
     keeps_cycle: bool = False
-    """True where pools are kept apart by phase: the strict cycle is kept unless another schedule is expected to be
-    clearly shorter, and a step is due as its pipeline's SLO requires in the mean of its steps."""
+    """True where a place was promised by the strict cycle: it is kept unless another schedule is expected to be clearly
+    shorter, and a step is due as its pipeline's SLO requires in the mean of its steps."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_on_shared_nodes(pipeline, view, max_members=self.max_members)
@@ -92,8 +99,8 @@ class Jigsaw:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if view.has_arriving_work:  # what a client does next cannot be planned
-            yield from start_oldest_first(view)
+        if not self.has_sub_stages_to_place(view):
+            yield from self._start_phases(view)
             return
         has_migrated = yield from continue_migrations(view)
         if not view.has_changed:
@@ -101,13 +108,12 @@ class Jigsaw:
         yield MarkPlanned()
         if self.fill:
             yield from yield_devices(view)
-        is_shared = self.fractions and self.sharing.entries and fit_together(view)
-        sharing = self.sharing if is_shared else NO_SHARING
+        sharing = self.sharing.up_to(num_fitting_together(view) if self.fractions else 1)
         pairs = shards_for_idle_devices(view) if self.tails else ()
         if not pairs and not self._is_choice(view, sharing):
             yield from start_side_by_side(view, (), sharing)
             return
-        forecast = forecast_group(view, is_due_by_mean=self.keeps_cycle)
+        forecast = forecast_group(view, is_due_by_mean=self.keeps_cycle, splits_training=self.fill)
         problem = Problem(
             work_items=tuple(forecast.work_items),
             sibling_migrations=self._sibling_migrations(view, forecast, sharing) if self.tails else (),
@@ -115,29 +121,60 @@ class Jigsaw:
             sharing=sharing,
             kept=forecast.kept,
             num_kept=forecast.num_kept,
-            mean_weight=self.mean_weight,
+            mean_weight=self.mean_weight * (view.num_members - 1),
         )
         cycles = tuple(in_cycle_order(view, forecast, problem)) if self.keeps_cycle else ()
         if self.looks_ahead:
             schedule = plan(problem, budget=self._budget(view), openings=cycles)
         else:
             schedule = greedy(problem)
-        if cycles and not _is_worth_leaving(schedule, [play_out(problem, cycle) for cycle in cycles]):
-            yield from begin_tail_migrations(view)
-            works = [choice.work for choice in start_in_cycle_order(view)]
+        cycle = min((play_out(problem, one) for one in cycles), key=lambda one: one.score, default=None)
+        is_kept = cycle is not None and not _is_worth_leaving(schedule, cycle)
+        yield from begin_migrations(view, forecast, problem, cycle if cycle and is_kept else schedule, pairs)
+        if is_kept:
+            works = [choice.work for choice in self._in_cycle_order(view)]
         else:
-            yield from begin_migrations(view, forecast, problem, schedule, pairs)
             works = _works_to_start(view, forecast, schedule)
         has_started = yield from start_side_by_side(view, overdue_first(view, works), sharing)
         if not has_started and not view.running and not view.migrating and not has_migrated:
             yield from start_where_free(view, [work for work in view.ready if not work.is_waiting])
 
     def idling(self, view: GroupView) -> Idling:
-        """A device waits for what is about to become ready, but not while nothing runs, nor beside overdue work. Beside
-        a pipeline whose work arrives it waits for nothing."""
-        if view.has_arriving_work:
+        """A device waits for what is about to become ready, but not while nothing runs, nor beside overdue work; for
+        the first slot of a cycle, while no other phase may begin; for nothing beside a pipeline whose work arrives and
+        that no cycle was promised to."""
+        if self.has_sub_stages_to_place(view):
+            return Idling(patience_s=_patience_s(view))
+        if not self.keeps_cycle:
             return Idling()
-        return Idling(patience_s=_patience_s(view))
+        return Idling(cycle_lead=math.inf if self.fill else 1.0)
+
+    def has_sub_stages_to_place(self, view: GroupView) -> bool:
+        """Whether there is more to decide than which phase begins: sub-stages may share a device, tails may leave one,
+        or a device has work of both phases. What a client does next cannot be planned."""
+        if view.has_arriving_work:
+            return False
+        if not self.keeps_cycle:
+            return True
+        if view.num_members < 2:
+            return False
+        return (self.tails and view.has_wide_rollouts) or self._may_share(view)
+
+    def _may_share(self, view: GroupView) -> bool:
+        return self.fractions and bool(self.sharing.entries) and num_fitting_together(view) > 1
+
+    def _start_phases(self, view: GroupView) -> Iterator[Choice]:
+        if not self.keeps_cycle:
+            yield from start_oldest_first(view)
+            return
+        if self.fill and view.num_members > 1:
+            yield from yield_devices(view)
+        if self.tails and view.has_tails:
+            yield from share_nodes_with_tails(view)
+        yield from self._in_cycle_order(view)
+
+    def _in_cycle_order(self, view: GroupView) -> Iterator[RunWork]:
+        return start_in_cycle_order_or_overtake(view) if self.fill else start_in_cycle_order(view)
 
     def _sibling_migrations(
         self, view: GroupView, forecast: Forecast, sharing: SharingTable
@@ -159,7 +196,7 @@ class Jigsaw:
 
     def _is_choice(self, view: GroupView, sharing: SharingTable) -> bool:
         """Whether anything could start or migrate to a sibling now, so that a plan is worth its milliseconds."""
-        max_holders = 1 if sharing.entries else 0
+        max_holders = sharing.most_together - 1
         num_holders: dict[DeviceId, int] = {}
         num_rollouts: dict[PipelineId, int] = {}
         for order in view.running:
@@ -179,12 +216,11 @@ class Jigsaw:
         )
 
 
-def _is_worth_leaving(schedule: Schedule, cycles: Sequence[Schedule]) -> bool:
+def _is_worth_leaving(schedule: Schedule, cycle: Schedule) -> bool:
     """Whether the schedule keeps more of the SLOs than the strict cycle, or its pipelines end clearly sooner.
 
     Not by makespans: a cycle's pipelines end one after another, and the first begins its next cycle meanwhile.
     """
-    cycle = min(cycles, key=lambda one: one.score)
     if schedule.missed_s < cycle.missed_s - 1e-6:
         return True
     return schedule.mean_end_s < (1.0 - LEAST_GAIN) * cycle.mean_end_s

@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import ClassVar
 
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
@@ -42,17 +41,13 @@ from rlmux.core.steps.idle_check import Idling
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
-from rlmux.policies.lookahead.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
-from rlmux.policies.lookahead.measured_tails import migrate_tails
-from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
-from rlmux.policies.lookahead.side_by_side import fit_together
 from rlmux.policies.search.candidates import founding, impossible, joining, may_join, queue
 from rlmux.policies.search.economic_placement import cheapest_place
 from rlmux.policies.search.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
 from rlmux.policies.search.economy import Economy
 from rlmux.policies.search.ranking import GroupRanking
 from rlmux.policies.search.regrouping import partition_of, relocations_to, targets_of
-from rlmux.policies.search.shared_placement import place_on_shared_nodes
+from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_nodes
 from rlmux.policies.search.slo_repair import mend_slos
 
 
@@ -89,9 +84,6 @@ class RlMux:
     dollars per hour count there, too."""
     hold_up_usd: float = 4.0
     """Dollars that a move costs there for each rollout node, beside cold starts."""
-    mean_weight: float = 0.3
-    """Weight of the mean completion time beside the makespan in the look-ahead, where sub-stages share devices: what
-    ends first begins its next step beyond it."""
     keeps_pools_apart: bool = False
     """Whether nodes of a pool for one phase never serve the other, whatever the table."""
     move_horizon_h: float = 3.0
@@ -105,21 +97,17 @@ class RlMux:
     _by_waste: GroupRanking = field(init=False, default_factory=GroupRanking, repr=False, compare=False)
     _step_finder: CycleStepFinder = field(init=False, default_factory=CycleStepFinder, repr=False, compare=False)
     """A cache of this object alone: `replace` makes a new one. Dropping its content changes no decision."""
-    _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
-    """The policy inside groups whose nodes serve both phases of every member."""
-    _both_grains: Jigsaw = field(init=False, repr=False, compare=False)
-    """The policy inside groups whose pools are kept apart, where sub-stages may share a device."""
+    _on_shared_nodes: Jigsaw = field(init=False, repr=False, compare=False)
+    _in_a_cycle: Jigsaw = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sub_stages = Jigsaw(sharing=self.sharing, tails=self.tails, fractions=self.fractions, fill=self.fill)
-        if self.sharing.entries and self.fractions:
-            sub_stages = replace(sub_stages, mean_weight=self.mean_weight)
-        object.__setattr__(self, "_sub_stages", sub_stages)
-        object.__setattr__(self, "_both_grains", replace(sub_stages, keeps_cycle=True))
+        object.__setattr__(self, "_on_shared_nodes", sub_stages)
+        object.__setattr__(self, "_in_a_cycle", replace(sub_stages, keeps_cycle=True))
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         if self._shares_devices(pipeline, view):
-            return place_on_shared_nodes(pipeline, view, max_members=self._sub_stages.max_members)
+            return place_on_shared_nodes(pipeline, view, max_members=MAX_MEMBERS)
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal
@@ -172,30 +160,15 @@ class RlMux:
         return tuple(fruitless)
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        planner = self._planner(view)
-        if planner is not None:
-            return planner.dispatch(view)
-        start = start_in_cycle_order_or_overtake if self.fill else start_in_cycle_order
-        if self.tails and (view.has_wide_rollouts or view.has_tails):
-            return chain(migrate_tails(view), share_nodes_with_tails(view), start(view))
-        return start(view)
+        return self._sub_stages_of(view).dispatch(view)
 
     def idling(self, view: GroupView) -> Idling:
-        """As `jigsaw` where its dispatch is; else a device waits for the first slot while no other phase may begin."""
-        planner = self._planner(view)
-        if planner is not None:
-            return planner.idling(view)
-        return Idling(cycle_lead=math.inf if self.fill else 1.0)
+        return self._sub_stages_of(view).idling(view)
 
-    def _planner(self, view: GroupView) -> Jigsaw | None:
-        """The look-ahead over sub-stages that decides in this group; None where the order of the cycle decides."""
-        if view.num_members < 2:
-            return None
-        if view.serves_both_phases:
-            return self._sub_stages
-        if self.sharing.entries and not view.has_arriving_work and fit_together(view):
-            return self._both_grains
-        return None
+    def _sub_stages_of(self, view: GroupView) -> Jigsaw:
+        """What decides inside this group: its places were promised by the strict cycle, but where nodes serve both
+        phases of every member."""
+        return self._on_shared_nodes if view.serves_both_phases else self._in_a_cycle
 
     def _prices_slowness(self, view: PlacementView) -> bool:
         """Whether what a step takes is weighed against dollars: nodes never run out, and each has a price."""

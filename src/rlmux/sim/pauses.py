@@ -74,5 +74,6 @@ class Pauses:
             order=order,
             seconds=self._running.computed_s(running),
             switch_s=running.switch_s,
+            prefill_s=running.prefill_s,
             is_waiting=idle_s > 0.0,
         )

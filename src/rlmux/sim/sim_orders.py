@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rlmux.core.events import ChunkFinished, StageFinished
-from rlmux.core.model import OrderId
+from rlmux.core.model import OrderId, SubStage
 from rlmux.sim.kernel import WORK_ENDS, Kernel
 from rlmux.sim.models.rates import Rates
 from rlmux.sim.models.work import SoloSeconds
@@ -102,7 +102,10 @@ class SimOrders:
         if type(work) is SoloSeconds:  # its one entry is its end
             running.busy_s += (self._kernel.now_s - running.advanced_to_s) * running.device_fraction
             return self._finish(running)
+        is_prefill = work.sub_stage is SubStage.PREFILL
         self.advance(running)
+        if is_prefill and not running.prefill_s:
+            running.prefill_s = self.computed_s(running)
         if work.is_over:
             return self._finish(running)
         self.change(running)
@@ -145,7 +148,11 @@ class SimOrders:
         if action.stage is running.pipeline.last_stage:
             self._collector.end_step(action.pipeline, action.step, now_s)
         return StageFinished(
-            time_s=now_s, order=action.order, seconds=self.computed_s(running), switch_s=running.switch_s
+            time_s=now_s,
+            order=action.order,
+            seconds=self.computed_s(running),
+            switch_s=running.switch_s,
+            prefill_s=running.prefill_s,
         )
 
     # ------------------------------------------------------------------ rates

@@ -111,6 +111,8 @@ class SimOrder:
     """Seconds of computing so far, each times the device fraction."""
     waited_s: float = 0.0
     """Seconds so far with nothing to compute."""
+    prefill_s: float = 0.0
+    """Seconds before its first decode step; 0 until then."""
     reported: tuple[int, int, int] | None = None
     """Counts of the last progress report."""
     entry: int = 0

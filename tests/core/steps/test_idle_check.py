@@ -66,7 +66,7 @@ class Idle(Jigsaw):
 def play(builders, policy):
     """`b` has rollout nodes of its own where pools are apart, and could train while `a` rolls out."""
     driver = builders.Driver(Scheduler(builders.cluster(rollout=3, train=1), policy))
-    driver.submit(builders.pipeline("a", num_steps=30, rollout_s=5.0, train_s=1.0))
+    driver.submit(builders.pipeline("a", num_steps=30, rollout_s=9.0, train_s=1.0))
     driver.submit(builders.pipeline("b", num_steps=8, rollout_s=1.0, train_s=6.0, num_rollout_nodes=2))
     driver.run()
 

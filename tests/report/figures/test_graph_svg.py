@@ -28,6 +28,7 @@ def graph():
             StageRecord(stage=Stage.UPDATE, devices=(D0, D1), begin_s=15, end_s=20),
             StageRecord(stage=Stage.PUBLISH, devices=(), begin_s=20, end_s=20.01),
         ],
+        dense_threshold=128,
     )
 
 

@@ -32,6 +32,7 @@ def recorded() -> SubStageGraph:
             ShardRecord(device=D1, begin_s=10, end_s=16, reports=((11, 4, 0), (12, 0, 4), (14, 4, 0))),
         ],
         [StageRecord(stage=Stage.UPDATE, devices=(D0,), begin_s=20, end_s=25)],
+        dense_threshold=128,
     )
 
 

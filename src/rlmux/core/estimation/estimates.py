@@ -19,7 +19,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.model import PHASE_BY_STAGE, DeviceId, Phase, PhaseSeconds, Pipeline, Stage
+from rlmux.core.model import (
+    PHASE_BY_STAGE,
+    DeviceId,
+    Phase,
+    PhaseSeconds,
+    Pipeline,
+    Stage,
+    SubStage,
+    dense_threshold_of,
+)
 
 WINDOW_STEPS = 3
 """Steps that an estimate looks back."""
@@ -27,6 +36,8 @@ TYPICAL_TAIL_PART = 0.5
 """Part of a rollout's seconds spent in its tail, before a step was seen (0.4 to 0.7 in recorded runs)."""
 TAIL_PART = 0.25
 """Part of the sequences that a shard began with, at or below which it is in its tail."""
+LEAST_PART = 0.05
+"""Part of a shard's seconds below which a sub-stage of it is not distinguished."""
 UNKNOWN_S = 1.0
 """Seconds assumed for a stage that nothing is known about."""
 
@@ -39,6 +50,8 @@ class Curve:
     """Solo seconds of each report since the shard began, ascending; the last is the end."""
     active: tuple[int, ...]
     """Active sequences from each of these seconds on; the last is 0."""
+    prefill_s: float = 0.0
+    """Solo seconds before its first decode step."""
 
     @property
     def end_s(self) -> float:
@@ -119,10 +132,38 @@ class StepEstimates:
 
     @property
     def tail_s(self) -> float:
-        """Solo seconds of a shard after its tail has begun."""
+        """Solo seconds of a shard after its tail has begun; 0 where it reports nothing of its trajectories."""
         if not self.curves:
             return TYPICAL_TAIL_PART * self.rollout_s
-        return _median([curve.end_s - curve.time_to(tail_count(curve.peak)) for curve in self.curves])
+        reported = [curve for curve in self.curves if len(curve.seconds) > 2]
+        if not reported:
+            return 0.0
+        return _median([curve.end_s - curve.time_to(tail_count(curve.peak)) for curve in reported])
+
+    def sub_stages(self, dense_threshold: int | None) -> tuple[tuple[float, SubStage], ...]:
+        """Sub-stages of a whole shard as (solo seconds left when it begins, sub-stage), in order (JigsawRL section 3).
+
+        `dense_threshold`: as in `Pipeline`. One that would last less than `LEAST_PART` of the shard belongs to its
+        neighbour.
+        """
+        if not self.curves:
+            return (
+                (self.rollout_s, SubStage.DENSE_DECODE),
+                (TYPICAL_TAIL_PART * self.rollout_s, SubStage.TAIL_DECODE),
+            )
+        curve = sorted(self.curves, key=lambda one: one.end_s)[len(self.curves) // 2]
+        threshold = dense_threshold or dense_threshold_of(curve.peak)
+        tail_from_s = max(curve.prefill_s, curve.time_to(threshold - 1))
+        begins = (
+            (0.0, SubStage.PREFILL), (curve.prefill_s, SubStage.DENSE_DECODE), (tail_from_s, SubStage.TAIL_DECODE)
+        )  # fmt: skip
+        ends = (*[begin_s for begin_s, _ in begins[1:]], curve.end_s)
+        long = [
+            (curve.end_s - begin_s, sub_stage)
+            for (begin_s, sub_stage), end_s in zip(begins, ends, strict=True)
+            if end_s - begin_s >= LEAST_PART * curve.end_s
+        ]
+        return ((curve.end_s, long[0][1]), *long[1:])
 
     @property
     def whole_migration_s(self) -> float:
@@ -163,6 +204,8 @@ class _ShardProgress:
     step: int
     before_s: float = 0.0
     """Solo seconds of its earlier orders."""
+    prefill_s: float = 0.0
+    """Those of them before its first decode step."""
     seconds: list[float] = field(default_factory=list)
     """Solo seconds of each report since the shard began."""
     active: list[int] = field(default_factory=list)
@@ -242,10 +285,11 @@ class StepHistory:
             shard.seconds.append(shard.before_s + solo_s)
             shard.active.append(num_active)
 
-    def add_pause(self, device: DeviceId, solo_s: float) -> None:
-        """The shard's order was paused after so many solo seconds."""
+    def add_pause(self, device: DeviceId, solo_s: float, prefill_s: float = 0.0) -> None:
+        """The shard's order was paused after so many solo seconds, `prefill_s` of them before its first decode step."""
         shard = self._open.get(device)
         if shard is not None:
+            shard.prefill_s = shard.prefill_s or prefill_s
             shard.before_s += solo_s
 
     def add_migration(
@@ -280,8 +324,9 @@ class StepHistory:
         self._switch_s.setdefault((phase, is_warm), deque(maxlen=WINDOW_STEPS)).append(seconds)
         self._estimates = None
 
-    def end_shard(self, device: DeviceId, solo_s: float) -> None:
-        """The shard is done; its last order computed for so many solo seconds."""
+    def end_shard(self, device: DeviceId, solo_s: float, prefill_s: float = 0.0) -> None:
+        """The shard is done; its last order computed for so many solo seconds, `prefill_s` of them before its first
+        decode step."""
         shard = self._open.pop(device, None)
         if shard is None:
             return
@@ -298,7 +343,8 @@ class StepHistory:
         if self._has_tail_left and self._curves:
             return
         peak = max(shard.active, default=1)
-        curve = Curve((0.0, *shard.seconds, shard.before_s + solo_s), (peak, *shard.active, 0))
+        seconds = (0.0, *shard.seconds, shard.before_s + solo_s)
+        curve = Curve(seconds, (peak, *shard.active, 0), shard.prefill_s or prefill_s)
         steps = sorted({shard.step, *(step for step, _ in self._curves)})[-WINDOW_STEPS:]
         self._curves = [one for one in (*self._curves, (shard.step, curve)) if one[0] in steps]
         self._estimates = None
@@ -307,6 +353,12 @@ class StepHistory:
         """A stage other than GENERATE is done."""
         self._stages.setdefault(stage, deque(maxlen=WINDOW_STEPS)).append(solo_s)
         self._estimates = None
+
+    @property
+    def largest_shard(self) -> int:
+        """Most sequences of a shard that were reported; 0 before any."""
+        open_counts = [shard.active[0] for shard in self._open.values() if shard.active]
+        return max([curve.peak for _, curve in self._curves] + open_counts, default=0)
 
     def live_shard(self, device: DeviceId) -> tuple[int | None, float]:
         """Sequences active at the last report, None before the first, and solo seconds of earlier orders."""

@@ -1,19 +1,28 @@
-"""Which pairs of sub-stages may share a device, at which device fraction, and how much each slows the other.
+"""Which sub-stages may share a device, at which device fractions, and how much each slows the others.
 
-    rlmux profile / a simulated device ── entries ─▶ SharingTable ── pair_rates(a, b) ─▶ PairRates or None
+    rlmux profile / a simulated device ── entries ─▶ SharingTable ── rates_beside(a, (b,)) ─▶ SharedRates or None
 
-Sub-stages are named as `SubStage` does; `update` stands for all of training where no more is measured. A pair is in the
-table only if it was measured to help: together they do more work in a second than one after the other. An empty table
-allows no sharing: every order then has its devices alone.
+Sub-stages are named as `SubStage` does. Where no more is measured, `old_logprobs` stands for every forward of training
+and `update` for all of training. A pair is in the table only if it was measured to help: together they do more work in
+a second than one after the other. Three are in it if they do more than the best two of them. An empty table allows no
+sharing: every order then has its devices alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+
+from rlmux.core.model import SubStage
 
 MIN_GAIN = 1.05
 """Work done together over work done one after the other, below which sharing is not worth its switches."""
+_STAND_INS: Mapping[str, Sequence[str]] = {
+    SubStage.REFERENCE: (SubStage.OLD_LOGPROBS, SubStage.UPDATE),
+    SubStage.OLD_LOGPROBS: (SubStage.UPDATE,),
+}
+"""Measured sub-stages by one that was not measured and is like them, the most alike first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,58 +44,102 @@ class SharingEntry:
         return 1.0 / self.slowdown_a + 1.0 / self.slowdown_b
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingTriple:
+    """Three sub-stages that were measured side by side on one device."""
+
+    sub_stages: tuple[str, str, str]
+    device_fractions: tuple[float, float, float]
+    """Part of the device that each has."""
+    slowdowns: tuple[float, float, float]
+    """Seconds of each beside the two others, over its seconds alone."""
+
+    @property
+    def gain(self) -> float:
+        """Work done together over work done one after the other."""
+        return sum(1.0 / slowdown for slowdown in self.slowdowns)
+
+
 @dataclass(frozen=True, slots=True)
-class PairRates:
-    """How two sub-stages run side by side."""
+class SharedRates:
+    """How a sub-stage runs beside others."""
 
     device_fraction: float
-    """Part of the device that the first of the two has."""
+    """Part of the device that it has."""
     slowdown: float
-    """Seconds of the first beside the second, over its seconds alone."""
-    other_slowdown: float
-    """Seconds of the second beside the first, over its seconds alone."""
+    """Its seconds beside the others, over its seconds alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingTable:
-    """The best device fraction of every pair that helps; see the module."""
+    """The best device fractions of every pair and triple that helps; see the module."""
 
     entries: tuple[SharingEntry, ...] = ()
-    _pair_rates: dict[tuple[str, str], PairRates] = field(init=False, repr=False, compare=False)
-    _rates: dict[tuple[str, str], float] = field(init=False, repr=False, compare=False)
+    triples: tuple[SharingTriple, ...] = ()
+    _shared: dict[tuple[str, ...], SharedRates] = field(init=False, repr=False, compare=False)
+    most_together: int = field(init=False, repr=False, compare=False)
+    """Sub-stages that share a device at most; 1 where none may."""
+    _rates: dict[tuple[str, ...], float] = field(init=False, repr=False, compare=False)
+    _pairs: SharingTable | None = field(init=False, repr=False, compare=False)
+    """The same without triples; None where it has none."""
 
     def __post_init__(self) -> None:
-        best: dict[tuple[str, str], tuple[float, PairRates]] = {}
-        for entry in self.entries:
+        shared: dict[tuple[str, ...], SharedRates] = {}
+        gains: dict[frozenset[str], float] = {}
+        for entry in _with_stand_ins(self.entries):
             if not 0.0 < entry.device_fraction < 1.0 or min(entry.slowdown_a, entry.slowdown_b) < 1.0:
                 raise ValueError(f"{entry} is no measured pair: 0 < device_fraction < 1, slowdowns at least 1")
-            if entry.sub_stage_a == entry.sub_stage_b:
+            a, b = entry.sub_stage_a, entry.sub_stage_b
+            if a == b:
                 entry = _even(entry)
-            if entry.gain < MIN_GAIN:
+            if entry.gain < MIN_GAIN or entry.gain <= gains.get(frozenset((a, b)), 0.0):
                 continue
-            forward = PairRates(entry.device_fraction, entry.slowdown_a, entry.slowdown_b)
-            backward = PairRates(1.0 - entry.device_fraction, entry.slowdown_b, entry.slowdown_a)
-            for key, pair_rates in (
-                ((entry.sub_stage_a, entry.sub_stage_b), forward),
-                ((entry.sub_stage_b, entry.sub_stage_a), backward),
-            ):
-                if key not in best or entry.gain > best[key][0]:
-                    best[key] = (entry.gain, pair_rates)
-        object.__setattr__(self, "_pair_rates", {key: pair_rates for key, (_, pair_rates) in best.items()})
-        object.__setattr__(self, "_rates", {key: 1.0 / pair_rates.slowdown for key, (_, pair_rates) in best.items()})
+            gains[frozenset((a, b))] = entry.gain
+            shared[b, a] = SharedRates(1.0 - entry.device_fraction, entry.slowdown_b)
+            shared[a, b] = SharedRates(entry.device_fraction, entry.slowdown_a)
+        for triple in sorted(self.triples, key=lambda one: one.gain):
+            best_pair = max(gains.get(frozenset(pair), 1.0) for pair in combinations(triple.sub_stages, 2))
+            if triple.gain < MIN_GAIN * best_pair:
+                continue
+            for place, sub_stage in enumerate(triple.sub_stages):
+                others = sorted(triple.sub_stages[:place] + triple.sub_stages[place + 1 :])
+                shared[sub_stage, *others] = SharedRates(triple.device_fractions[place], triple.slowdowns[place])
+        object.__setattr__(self, "_shared", shared)
+        object.__setattr__(self, "_rates", {key: 1.0 / one.slowdown for key, one in shared.items()})
+        object.__setattr__(self, "most_together", max(map(len, shared), default=1))
+        object.__setattr__(self, "_pairs", SharingTable(self.entries) if self.triples else None)
 
     @classmethod
-    def of(cls, entries: Iterable[SharingEntry]) -> SharingTable:
-        return cls(tuple(entries))
+    def of(cls, entries: Iterable[SharingEntry], triples: Iterable[SharingTriple] = ()) -> SharingTable:
+        return cls(tuple(entries), tuple(triples))
 
     @property
-    def rates(self) -> dict[tuple[str, str], float]:
-        """Solo seconds per second of the first beside the second, for every pair that helps."""
+    def rates(self) -> dict[tuple[str, ...], float]:
+        """Solo seconds per second of the first beside the others, which are sorted, for all that helps."""
         return self._rates
 
-    def pair_rates(self, sub_stage: str, other: str) -> PairRates | None:
-        """How `sub_stage` runs beside `other`; None where sharing was not measured to help."""
-        return self._pair_rates.get((sub_stage, other))
+    def up_to(self, num_together: int) -> SharingTable:
+        """The same where no more than so many states fit a device together."""
+        if num_together < 2:
+            return NO_SHARING
+        return self._pairs if num_together == 2 and self._pairs is not None else self
+
+    def rates_beside(self, sub_stage: str, others: Iterable[str]) -> SharedRates | None:
+        """How `sub_stage` runs beside the others; None where sharing was not measured to help."""
+        return self._shared.get((sub_stage, *sorted(others)))
+
+
+def _with_stand_ins(entries: tuple[SharingEntry, ...]) -> Iterator[SharingEntry]:
+    """The entries, and the same for sub-stages that were not measured."""
+    known = {name for entry in entries for name in (entry.sub_stage_a, entry.sub_stage_b)}
+    names: dict[str, list[str]] = {name: [name] for name in known}
+    for missing, stand_ins in _STAND_INS.items():
+        stand_in = next((one for one in stand_ins if one in known), None)
+        if missing not in known and stand_in is not None:
+            names[stand_in].append(missing)
+    for entry in entries:
+        for a, b in product(names[entry.sub_stage_a], names[entry.sub_stage_b]):
+            yield replace(entry, sub_stage_a=a, sub_stage_b=b)
 
 
 def _even(entry: SharingEntry) -> SharingEntry:

@@ -34,7 +34,7 @@ def on_stage_finished(parts: Parts, event: StageFinished) -> list[Action]:
         has_new_seconds = parts.expectations.learn_batches(run)
     else:
         if order.phase is Phase.ROLLOUT:
-            run.estimates.history.end_shard(order.devices[0], solo_s)
+            run.estimates.history.end_shard(order.devices[0], solo_s, _solo_prefill_s(event, solo_s))
         else:
             run.estimates.history.end_stage(order.stage, solo_s)
         actions += parts.steps.finish(run, order)
@@ -57,7 +57,7 @@ def on_stage_paused(parts: Parts, event: StagePaused) -> list[Action]:
         parts.batches.pause(run, order)
         return []
     if order.phase is Phase.ROLLOUT:
-        run.estimates.history.add_pause(order.devices[0], solo_s)
+        run.estimates.history.add_pause(order.devices[0], solo_s, _solo_prefill_s(event, solo_s))
     parts.steps.pause(run, order, is_waiting=event.is_waiting)
     return []
 
@@ -128,6 +128,11 @@ def _end_named(parts: Parts, order_id: OrderId) -> tuple[Order, PipelineRun]:
     else:
         drain(parts, run, [order])
     return order, run
+
+
+def _solo_prefill_s(event: StageFinished | StagePaused, solo_s: float) -> float:
+    """Solo seconds of its prefill: slowed by neighbours as the rest of it."""
+    return event.prefill_s * solo_s / event.seconds if event.seconds > 0.0 else 0.0
 
 
 def _measure(parts: Parts, run: PipelineRun, order: Order, event: StageFinished | StagePaused) -> float:

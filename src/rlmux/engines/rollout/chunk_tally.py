@@ -13,6 +13,8 @@ from rlmux.rl.types import FinishedTurn, SubStageIterations
 class ChunkTally:
     """Begins empty with `run_chunk` and becomes its `ChunkReport`."""
 
+    dense_threshold: int
+    """Trajectories from which a decode step counts as dense."""
     finished: list[FinishedTurn] = field(default_factory=list)
     decode_steps: int = 0
     sampled_tokens: int = 0
@@ -33,7 +35,7 @@ class ChunkTally:
         """
         self.decode_steps += steps
         self.sampled_tokens += num_sampled
-        sub_stage = decode_sub_stage(num_active)
+        sub_stage = decode_sub_stage(num_active, self.dense_threshold)
         self.add_iterations(sub_stage, num_rows, iterations=steps, tokens=num_made, seconds=seconds)
 
     def add_iterations(

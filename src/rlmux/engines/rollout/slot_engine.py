@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.core.model import dense_threshold_of
 from rlmux.engines.adapters.adapter_table import AdapterTable
 from rlmux.engines.adapters.adapter_weights import AdapterWeights
 from rlmux.engines.adapters.shared_base import SharedBase
@@ -102,6 +103,7 @@ class SlotRolloutEngine:
         self._device = torch.device(device)
         self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
         longest, max_len = _lengths(rollout)
+        self._dense_threshold = dense_threshold_of(rollout.num_slots)
         self._steps_at_once = steps_at_once or _STEPS_AT_ONCE.get(self._device.type, 1)
         self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
         base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
@@ -219,7 +221,7 @@ class SlotRolloutEngine:
         if self._offloaded is not None:
             raise IllegalTransitionError("an offloaded rollout engine cannot run")
         deadline = (start := time.perf_counter()) + max_seconds
-        tally = ChunkTally(finished=self._overdue)
+        tally = ChunkTally(dense_threshold=self._dense_threshold, finished=self._overdue)
         self._overdue = []
         while True:
             self._refill(tally)

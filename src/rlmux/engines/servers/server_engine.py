@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError
-from rlmux.core.model import decode_sub_stage
+from rlmux.core.model import decode_sub_stage, dense_threshold_of
 from rlmux.engines.model.weights import MODEL_FILE, read_weights
 from rlmux.engines.rollout.chunk_tally import ChunkTally
 from rlmux.engines.rollout.request_limits import RequestLimits
@@ -80,6 +80,7 @@ class ServerRolloutEngine(OneServer):
         self.capabilities: Capabilities = CANNOT
         """Measured capabilities of the server (measuring.py)."""
         self._temperature = rollout.temperature
+        self._dense_threshold = dense_threshold_of(rollout.num_slots)
         self._staleness = staleness
         self._is_single_turn = is_single_turn
         self._limits = RequestLimits(
@@ -188,7 +189,7 @@ class ServerRolloutEngine(OneServer):
         if self._is_offloaded:
             raise IllegalTransitionError("an offloaded rollout engine cannot run")
         start = time.perf_counter()
-        tally = ChunkTally(finished=self._overdue)
+        tally = ChunkTally(dense_threshold=self._dense_threshold, finished=self._overdue)
         self._overdue = []
         self._release()
         made: dict[TrajectoryId, int] = {}
@@ -206,7 +207,8 @@ class ServerRolloutEngine(OneServer):
         if steps:
             sampled = sum(made.values())
             tally.decode_steps, tally.sampled_tokens = steps, sampled
-            tally.add_iterations(decode_sub_stage(most), most, iterations=steps, tokens=sampled, seconds=seconds)
+            sub_stage = decode_sub_stage(most, self._dense_threshold)
+            tally.add_iterations(sub_stage, most, iterations=steps, tokens=sampled, seconds=seconds)
         tally.finished.sort(key=lambda turn: turn.id)
         return ChunkReport(
             finished=tally.finished,
@@ -316,7 +318,7 @@ class ServerRolloutEngine(OneServer):
 
     def _drain(self) -> None:
         """Handle pending events. Turns that end here are in the next report."""
-        tally = ChunkTally(finished=[])
+        tally = ChunkTally(dense_threshold=self._dense_threshold, finished=[])
         while self._by_request and self._take_event(tally, {}, 0.0):
             pass
         self._overdue += tally.finished

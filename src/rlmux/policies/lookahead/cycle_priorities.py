@@ -46,7 +46,9 @@ def _slots(view: GroupView, forecast: Forecast) -> dict[int, Slot]:
     num_before: dict[tuple[int, int], int] = {}
     slots: dict[int, Slot] = {}
     for index, item in enumerate(forecast.work_items):
-        if item.is_running or not item.devices or (index in forecast.works and not forecast.is_fresh(index)):
+        if item.is_running or not item.devices or index in forecast.continued:
+            continue
+        if index in forecast.works and not forecast.is_fresh(index):
             continue
         member = members[item.pipeline]
         phase = Phase.TRAIN if item.state == state_number(item.pipeline, Phase.TRAIN) else Phase.ROLLOUT

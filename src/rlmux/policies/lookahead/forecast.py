@@ -1,7 +1,11 @@
 """The near future of a group as work items for the look-ahead: what runs, what is ready, and the steps after.
 
-    each pipeline, staleness k:   R[n] ──▶ T[n] ──▶ R[n+1+k]     R: one work item per shard and step; T: one per step
-                                  R[n] ──▶ R[n+1],  T[n] ──▶ T[n+1]
+    a pipeline of staleness k     shard on worker 0   prefill ─▶ dense ─▶ tail ─┐
+                                  shard on worker 1   prefill ─▶ dense ─▶ tail ─┴─▶ reward ─▶ reference ─▶ old log-probs
+                                  shards of step n + 1 + k  ◀── publish ◀── update ◀──────────────────────────────┘
+
+A shard is one work item, and so is each stage of training; a reward and a publication are waits that hold no device.
+Shards of step n + 1 come after those of step n, and so does training.
 
 Running work comes with what is left of it by the live active count; later steps are as the last ones were. Every
 pipeline is looked ahead to about the same time, the end of the longest one's next step.
@@ -13,7 +17,15 @@ import math
 from dataclasses import dataclass, field
 
 from rlmux.core.estimation.estimates import StepEstimates
-from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, Phase, PipelineId, Stage, SubStage
+from rlmux.core.model import (
+    SUB_STAGE_BY_STAGE,
+    DeviceId,
+    Phase,
+    PipelineId,
+    Stage,
+    SubStage,
+    decode_sub_stage,
+)
 from rlmux.core.views import GroupView, MemberView, OrderView
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.problem import WorkItem
@@ -21,6 +33,8 @@ from rlmux.policies.lookahead.problem import WorkItem
 MAX_WORK_ITEMS = 96
 """More would leave time for one schedule only: crowds look ahead less far."""
 _SHORTEST_S = 1e-6
+_LEAST_WAIT = 0.01
+"""Part of a step below which a reward or a publication is not a wait of its own."""
 
 
 @dataclass(slots=True)
@@ -34,6 +48,8 @@ class Forecast:
     """Order of each item that runs, by index."""
     shards: dict[PipelineId, list[int]] = field(default_factory=dict)
     """Indices of the unfinished shards of each pipeline's open rollout."""
+    continued: set[int] = field(default_factory=set)
+    """Indices of training stages after the first of their step: no phase begins with them."""
     later_shards: dict[PipelineId, list[list[int]]] = field(default_factory=dict)
     """Indices of the shards of each of a pipeline's next rollouts."""
     device_of: dict[int, DeviceId] = field(default_factory=dict)
@@ -54,11 +70,11 @@ class Forecast:
         return index in self.works and not self.works[index].is_continuation
 
 
-def forecast_group(view: GroupView, *, is_due_by_mean: bool = False) -> Forecast:
+def forecast_group(view: GroupView, *, is_due_by_mean: bool = False, splits_training: bool = True) -> Forecast:
     """What the members run, have ready and will do in their next steps.
 
     `is_due_by_mean`: a step is due when the mean of all its pipeline's steps would break the SLO, as cycle slots have
-    it; else each step is due by itself.
+    it; else each step is due by itself. `splits_training`: whether other work may come between two stages of training.
     """
     members = view.members
     numbers: dict[DeviceId, int] = {}
@@ -74,13 +90,16 @@ def forecast_group(view: GroupView, *, is_due_by_mean: bool = False) -> Forecast
         running[order.pipeline].append(order)
     solos = [solo_step_s(member) for member in members]
     longest_s = max(solos, default=0.0)
-    per_step = sum(len(member.rollout_devices) + 1 for member in members)
+    per_step = sum(
+        len(member.rollout_devices) + (len(member.pipeline.train_stages) if splits_training else 1)
+        for member in members
+    )
     for number, (member, solo_s) in enumerate(zip(members, solos, strict=True)):
         num_steps = min(3, max(1, round(longest_s / solo_s))) if solo_s > 0 else 1
         if per_step * (num_steps + 1) > MAX_WORK_ITEMS:
             num_steps = 1 if 2 * per_step <= MAX_WORK_ITEMS else 0
         works, orders = ready[member.id], running[member.id]
-        _MemberForecast(view, forecast, member, number, works, orders, is_due_by_mean).add(num_steps)
+        _MemberForecast(view, forecast, member, number, works, orders, is_due_by_mean, splits_training).add(num_steps)
     if any(item.switch_s for item in forecast.work_items):
         _add_kept_states(view, forecast)
     return forecast
@@ -109,9 +128,23 @@ def state_number(pipeline: int, phase: Phase) -> int:
     return 2 * pipeline + (phase is Phase.TRAIN)
 
 
-def decode_sub_stage(num_active: int | None) -> SubStage:
-    """The sub-stage of decoding so many sequences; None: nothing is known yet."""
-    return SubStage.TAIL_DECODE if num_active is not None and num_active < DENSE_DECODE_MIN else SubStage.DENSE_DECODE
+def rollout_sub_stage(member: MemberView, num_active: int | None) -> SubStage:
+    """The sub-stage of a shard of so many sequences; None: it has not begun to decode."""
+    threshold = member.dense_threshold
+    if num_active is None or threshold is None:
+        return member.estimates.sub_stages(threshold)[0][1]
+    return decode_sub_stage(num_active, threshold)
+
+
+def sub_stage_of(member: MemberView, order: OrderView) -> SubStage:
+    """The sub-stage that the order is in now."""
+    return SUB_STAGE_BY_STAGE.get(order.stage) or rollout_sub_stage(member, order.num_active)
+
+
+def ready_sub_stage(member: MemberView, work: ReadyWork) -> SubStage:
+    """The sub-stage that ready work begins with; a shard that has not begun begins as the last ones did."""
+    num_active = member.live_shard(work.devices[0])[0] if work.is_continuation else None
+    return SUB_STAGE_BY_STAGE.get(work.stage) or rollout_sub_stage(member, num_active)
 
 
 def is_idle(order: OrderView) -> bool:
@@ -138,15 +171,23 @@ class _MemberForecast:
     running: list[OrderView]
     is_due_by_mean: bool
     """Whether what its earlier steps took less, or more, counts for the next."""
+    splits_training: bool
+    """Whether each stage of training is a work item of its own."""
     estimates: StepEstimates = field(init=False)
+    shard_s: float = field(init=False)
+    tail_s: float = field(init=False)
+    sub_stages: tuple[tuple[float, SubStage], ...] = field(init=False)
+    """Sub-stages of a whole shard as (solo seconds left when it begins, sub-stage)."""
     train_devices: tuple[int, ...] = field(init=False)
     trains: dict[int, int] = field(default_factory=dict)
-    """Index of each step's training."""
+    """Index of each step's last stage of training."""
     last_train: int | None = None
     """Index of the training that was added last; the next one needs it."""
 
     def __post_init__(self) -> None:
-        self.estimates = self.member.estimates
+        estimates = self.estimates = self.member.estimates
+        self.shard_s, self.tail_s = estimates.shard_s, estimates.tail_s
+        self.sub_stages = estimates.sub_stages(self.member.dense_threshold)
         self.train_devices = tuple(self.forecast.device_numbers[device] for device in self.member.train_devices)
 
     def add(self, num_steps: int) -> None:
@@ -173,20 +214,14 @@ class _MemberForecast:
         """Add the training that is ready or runs, all its later stages included."""
         for order in self.running:
             if order.phase is Phase.TRAIN:
-                left_s = self._train_left_s(order.stage) - order.solo_s(self.view.now_s)
-                left_s = max(left_s, 0.05 * self.estimates.train_s)
-                self.forecast.orders[self._add_train_item(order.step, left_s, (), is_running=True)] = order
+                run_s = order.solo_s(self.view.now_s)
+                first = self._add_training_from(order.stage, order.step, (), is_running=True, run_s=run_s)
+                self.forecast.orders[first] = order
                 return
         for work in self.ready:
             if work.phase is Phase.TRAIN:
-                self.forecast.works[self._add_train_item(work.step, self._train_left_s(work.stage), ())] = work
+                self.forecast.works[self._add_training_from(work.stage, work.step, ())] = work
                 return
-
-    def _train_left_s(self, stage: Stage) -> float:
-        stages = self.member.pipeline.train_stages
-        if stage not in stages:
-            return self.estimates.train_s
-        return sum(self.estimates.stage_s(later) for later in stages[stages.index(stage) :])
 
     def _add_open_shards(self) -> list[int]:
         added = []
@@ -205,14 +240,13 @@ class _MemberForecast:
         if order is not None:
             run_s = before_s + order.solo_s(self.view.now_s)
             left_s = estimates.remaining_time(num_active, run_s).median_s
-            left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * estimates.shard_s)
+            left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * self.shard_s)
         elif work is not None and work.is_continuation:
             left_s = estimates.remaining_time(num_active, before_s).median_s
         else:
-            left_s = estimates.shard_s
+            left_s = self.shard_s
         needs = () if work is None or not work.is_waiting else (self._add_tool_wait(work),)
-        num_sequences = num_active if num_active is not None else estimates.peak
-        index = self._add_shard(device, left_s, num_sequences, needs, is_running=order is not None)
+        index = self._add_shard(device, left_s, num_active, needs, is_running=order is not None)
         self.forecast.device_of[index] = device
         if order is not None:
             self.forecast.orders[index] = order
@@ -222,22 +256,37 @@ class _MemberForecast:
 
     def _add_tool_wait(self, work: ReadyWork) -> int:
         """Add the wait for an environment's reply, which holds no device; returns its index."""
-        known_s = self.estimates.wait_s if self.estimates.wait_s is not None else 0.1 * self.estimates.shard_s
+        known_s = self.estimates.wait_s if self.estimates.wait_s is not None else 0.1 * self.shard_s
         left_s = max(known_s - (self.view.now_s - work.since_s), 0.1 * known_s, _SHORTEST_S)
+        return self._add_wait(left_s, (), is_running=True)
+
+    def _add_wait(self, seconds: float, needs: tuple[int, ...], *, is_running: bool = False) -> int:
+        """Add seconds that hold no device; returns its index."""
         return self.forecast.add(
-            WorkItem(pipeline=self.number, sub_stage=SubStage.TOOL_WAIT, devices=(), seconds=left_s, is_running=True)
+            WorkItem(
+                pipeline=self.number,
+                sub_stage=SubStage.TOOL_WAIT,
+                devices=(),
+                seconds=seconds,
+                needs=needs,
+                is_running=is_running,
+            )
         )
+
+    def _after(self, stage: Stage, needs: tuple[int, ...]) -> tuple[int, ...]:
+        """What needs these and a stage that holds no device has to wait for."""
+        seconds = self.estimates.stage_s(stage)
+        if seconds < _LEAST_WAIT * (self.shard_s + self.estimates.train_s):
+            return needs
+        return (self._add_wait(seconds, needs),)
 
     def _add_later_rollout(self, step: int, shards_before: list[int]) -> list[int]:
         """Add a rollout to come, as the last ones were; returns the indices of its shards."""
         needs = tuple(shards_before)
         trained = self.trains.get(step - 1 - self.member.pipeline.staleness)
         if trained is not None:
-            needs = (*needs, trained)
-        shards = [
-            self._add_shard(device, self.estimates.shard_s, self.estimates.peak, needs)
-            for device in self.member.rollout_devices
-        ]
+            needs = (*needs, *self._after(Stage.PUBLISH, (trained,)))
+        shards = [self._add_shard(device, self.shard_s, None, needs) for device in self.member.rollout_devices]
         self.forecast.later_shards.setdefault(self.member.id, []).append(shards)
         return shards
 
@@ -245,18 +294,22 @@ class _MemberForecast:
         self,
         device: DeviceId,
         seconds: float,
-        num_sequences: int | None,
+        num_active: int | None,
         needs: tuple[int, ...],
         *,
         is_running: bool = False,
     ) -> int:
+        """Add a shard with so many solo seconds left; `num_active`: sequences at its last report, None before it."""
+        begun = self.sub_stages[0][1] if num_active is None else rollout_sub_stage(self.member, num_active)
+        later = tuple(one for one in self.sub_stages[1:] if one[0] < seconds and one[1] is not begun)
         return self.forecast.add(
             WorkItem(
                 pipeline=self.number,
-                sub_stage=decode_sub_stage(num_sequences),
+                sub_stage=begun,
+                later=later if begun is not SubStage.TAIL_DECODE else (),
                 devices=(self.forecast.device_numbers[device],),
                 seconds=max(seconds, _SHORTEST_S),
-                tail_s=self.estimates.tail_s,
+                tail_s=self.tail_s,
                 needs=needs,
                 is_running=is_running,
                 state=state_number(self.number, Phase.ROLLOUT),
@@ -269,25 +322,50 @@ class _MemberForecast:
         if step in self.trains:
             self.last_train = self.trains[step]
             return
-        needs = tuple(shards) if self.last_train is None else (*shards, self.last_train)
-        self._add_train_item(step, self.estimates.train_s, needs)
+        needs = self._after(Stage.REWARD, tuple(shards))
+        if self.last_train is not None:
+            needs = (*needs, self.last_train)
+        self._add_training_from(self.member.pipeline.train_stages[0], step, needs)
 
-    def _add_train_item(self, step: int, seconds: float, needs: tuple[int, ...], *, is_running: bool = False) -> int:
-        index = self.forecast.add(
-            WorkItem(
-                pipeline=self.number,
-                sub_stage=SubStage.UPDATE,
-                devices=self.train_devices,
-                seconds=max(seconds, _SHORTEST_S),
-                needs=needs,
-                is_running=is_running,
-                deadline_s=self._deadline_s(step),
-                state=state_number(self.number, Phase.TRAIN),
-                switch_s=self.estimates.switch_s(Phase.TRAIN),
+    def _add_training_from(
+        self, stage: Stage, step: int, needs: tuple[int, ...], *, is_running: bool = False, run_s: float = 0.0
+    ) -> int:
+        """Add this stage, of which `run_s` solo seconds are done, and all after it; returns the index of the first."""
+        stages, estimates = self.member.pipeline.train_stages, self.estimates
+        if stage in stages:
+            left = [(later, estimates.stage_s(later)) for later in stages[stages.index(stage) :]]
+        else:  # the SFT warm-up
+            left = [(stage, estimates.train_s)]
+        left[0] = (stage, max(left[0][1] - run_s, 0.05 * left[0][1]))
+        if self.splits_training:
+            items = [(SUB_STAGE_BY_STAGE[one], (), seconds) for one, seconds in left]
+        else:
+            later, left_s = [], 0.0
+            for one, seconds in reversed(left):
+                left_s += seconds
+                later.append((left_s, SUB_STAGE_BY_STAGE[one]))
+            items = [(later[-1][1], tuple(reversed(later[:-1])), left_s)]
+        first = len(self.forecast.work_items)
+        for place, (sub_stage, later_ones, seconds) in enumerate(items):
+            index = self.forecast.add(
+                WorkItem(
+                    pipeline=self.number,
+                    sub_stage=sub_stage,
+                    later=later_ones,
+                    devices=self.train_devices,
+                    seconds=max(seconds, _SHORTEST_S),
+                    needs=needs,
+                    is_running=is_running and place == 0,
+                    deadline_s=self._deadline_s(step) if place == len(items) - 1 else None,
+                    state=state_number(self.number, Phase.TRAIN),
+                    switch_s=self.estimates.switch_s(Phase.TRAIN),
+                )
             )
-        )
+            needs = (index,)
+            if place:
+                self.forecast.continued.add(index)
         self.trains[step] = self.last_train = index
-        return index
+        return first
 
     def _deadline_s(self, step: int) -> float | None:
         """Seconds from now by which the step must have ended to keep the SLO; on-policy pipelines only."""

@@ -63,6 +63,7 @@ def possible_sibling_migrations(
         if member.id in migrating or len(shards) < 2:
             continue
         possible += _whole_shards(forecast, member, shards, is_odd=number % 2 == 1)
+        possible += _late_shards(view, forecast, member, shards)
         if not _is_tail_near(forecast, shards):
             continue
         target = max(shards, key=lambda index: forecast.work_items[index].seconds)
@@ -116,6 +117,21 @@ def _whole_shards(
                 yield SiblingMigration(
                     source=source, target=target, cost_s=member.estimates.whole_migration_s, is_whole=True
                 )
+
+
+def _late_shards(
+    view: GroupView, forecast: Forecast, member: MemberView, shards: Sequence[int]
+) -> Iterator[SiblingMigration]:
+    """Whole shards that have not begun since their device is held, to the sibling that began last."""
+    begun = [index for index in shards if index in forecast.orders and not forecast.orders[index].is_pausing]
+    if not begun or member.estimates.peak is None:
+        return
+    target = max(begun, key=lambda index: forecast.orders[index].started_s)
+    for source in shards:
+        if forecast.is_fresh(source) and not view.is_free((forecast.device_of[source],)):
+            yield SiblingMigration(
+                source=source, target=target, cost_s=member.estimates.whole_migration_s, is_whole=True
+            )
 
 
 # --- to an idle device --------------------------------------------------------------------------------------

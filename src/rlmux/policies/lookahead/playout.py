@@ -33,7 +33,8 @@ class Setting:
     """What is the same in all playouts of one problem."""
 
     __slots__ = (
-        "deadlines_s", "devices", "followers", "is_sharing", "masks", "num_devices", "num_needs", "problem", "rates",
+        "begins", "deadlines_s", "devices", "first_sub_stages", "followers", "is_sharing", "masks", "most_together",
+        "num_devices", "num_needs", "problem", "rates",
     )  # fmt: skip
 
     def __init__(self, problem: Problem) -> None:
@@ -50,8 +51,22 @@ class Setting:
             for need in item.needs:
                 self.followers[need].append(index)
         self.is_sharing = bool(problem.sharing.entries)
+        self.most_together = problem.sharing.most_together
         self.rates = problem.sharing.rates
+        self.begins = [_begins(item) for item in work_items]
+        """(solo seconds left when it begins, sub-stage) of each item's sub-stages after the first, in order."""
+        self.first_sub_stages = [
+            SubStage.TAIL_DECODE if item.seconds <= item.tail_s + _DONE_S else item.sub_stage for item in work_items
+        ]
         self.deadlines_s = [(i, item.deadline_s) for i, item in enumerate(work_items) if item.deadline_s is not None]
+
+
+def _begins(item: WorkItem) -> tuple[tuple[float, SubStage], ...]:
+    """Its later sub-stages, and its tail, which is one of its own even after tail decoding that may not migrate."""
+    if not 0.0 < item.tail_s < item.seconds - _DONE_S:
+        return item.later if not item.tail_s else ()
+    before = tuple(one for one in item.later if one[0] > item.tail_s + _DONE_S)
+    return (*before, (item.tail_s, SubStage.TAIL_DECODE))
 
 
 class Playout:
@@ -60,9 +75,12 @@ class Playout:
     __slots__ = (
         "advanced_s",
         "after",
+        "begun",
         "change_s",
+        "crowded",
         "devices",
         "end_s",
+        "grown_s",
         "holders",
         "idle_migrations",
         "kept",
@@ -102,16 +120,18 @@ class Playout:
         self.left_s = [item.seconds for item in work_items]
         """Solo seconds left, as of `advanced_s`."""
         self.tail_s = [item.tail_s for item in work_items]
-        self.sub_stage = [
-            SubStage.TAIL_DECODE if item.seconds <= item.tail_s + _DONE_S else item.sub_stage for item in work_items
-        ]
+        self.sub_stage = list(setting.first_sub_stages)
+        self.begun = [0] * len(work_items)
+        """Sub-stages after the first that have begun."""
+        self.grown_s = [0.0] * len(work_items)
+        """Seconds by which its tail has grown."""
         self.start_s = [NOT_YET] * len(work_items)
         self.end_s = [NOT_YET] * len(work_items)
         self.advanced_s = [0.0] * len(work_items)
         self.rate = [1.0] * len(work_items)
         """Solo seconds per second."""
         self.change_s = [0.0] * len(work_items)
-        """When a running work item ends or begins its tail."""
+        """When a running work item ends or begins its next sub-stage."""
         self.kept = list(setting.problem.kept)
         self.num_missing = list(setting.num_needs)
         """Needs that have not ended."""
@@ -121,8 +141,10 @@ class Playout:
         self.holders: list[list[int]] = [[] for _ in range(setting.num_devices)]
         """Work items that hold each device; kept only where devices may be shared."""
         self.taken = 0
-        """Bits of the devices that a work item holds; `shared` has those that two hold."""
+        """Bits of the devices that a work item holds; `shared` has those that several hold, `crowded` those that as
+        many hold as may."""
         self.shared = 0
+        self.crowded = 0
         self.masks = setting.masks
         self.devices = setting.devices
         if priorities.idle_migrations:
@@ -159,7 +181,7 @@ class Playout:
             now_s = self.now_s = min([change_s[index] for index in self.running])
             for index in [index for index in self.running if change_s[index] <= now_s + _DONE_S]:
                 if index in self.running:
-                    self._end_or_begin_tail(index)
+                    self._end_or_go_on(index)
 
     # starting and ending
 
@@ -175,7 +197,7 @@ class Playout:
             if mask & self.taken:
                 if not is_sharing and self.taken == taken_all:
                     return
-                if not is_sharing or mask & self.shared or not self._may_share(index):
+                if not is_sharing or mask & self.crowded or not self._may_share(index):
                     position += 1
                     continue
             if after and index in after:
@@ -199,8 +221,11 @@ class Playout:
         self.running.append(index)
         self.advanced_s[index] = self.now_s
         if self.setting.is_sharing:
+            most = self.setting.most_together
             for device in self.devices[index]:
                 self.holders[device].append(index)
+                if len(self.holders[device]) >= most:
+                    self.crowded |= 1 << device
             if both:
                 for device in self.devices[index]:
                     for other in self.holders[device]:
@@ -219,10 +244,13 @@ class Playout:
             others = [other for other in kept[device] if other != state]
             kept[device] = (state, *others)[: int(min(num_kept[device], len(others) + 1))]
 
-    def _end_or_begin_tail(self, index: int) -> None:
+    def _end_or_go_on(self, index: int) -> None:
         self._advance(index)
         if self.left_s[index] > self._rounding_s():
-            self.sub_stage[index] = SubStage.TAIL_DECODE
+            begins, begun = self.setting.begins[index], self.begun[index]
+            if begun < len(begins):
+                self.sub_stage[index] = begins[begun][1]
+                self.begun[index] = begun + 1
             self._schedule_end(index)
             if self.shared & self.masks[index]:
                 self._update_rates_on_devices_of(index)
@@ -239,7 +267,10 @@ class Playout:
                 self.holders[device].remove(index)
             both = self.shared & mask
             self.taken &= ~(mask & ~both)
-            self.shared &= ~mask
+            self.crowded &= ~mask
+            for device in self.devices[index] if both else ():
+                if len(self.holders[device]) == 1:
+                    self.shared &= ~(1 << device)
             if both:
                 self._update_rates_on_devices_of(index)
         else:
@@ -265,9 +296,11 @@ class Playout:
         return _DONE_S + _ROUNDING * self.now_s
 
     def _schedule_end(self, index: int) -> None:
-        """Know when it ends at its present rate, or begins its tail."""
-        left_s, tail_s = self.left_s[index], self.tail_s[index]
-        until_s = left_s - tail_s if tail_s and left_s > tail_s + self._rounding_s() else left_s
+        """Know when it ends at its present rate, or begins its next sub-stage."""
+        until_s = self.left_s[index]
+        begins, begun = self.setting.begins[index], self.begun[index]
+        if begun < len(begins):
+            until_s = max(0.0, until_s - begins[begun][0] - self.grown_s[index])
         self.change_s[index] = self.advanced_s[index] + until_s / self.rate[index]
 
     def _update_rate(self, index: int) -> None:
@@ -285,23 +318,32 @@ class Playout:
 
     def _rate(self, index: int) -> float:
         """Solo seconds per second: what the slowest of its devices gives."""
-        rate = 1.0
-        sub_stage = self.sub_stage[index]
+        rate, rates, sub_stages = 1.0, self.setting.rates, self.sub_stage
         for device in self.devices[index]:
-            for other in self.holders[device]:
-                if other != index:
-                    rate = min(rate, self.setting.rates.get((sub_stage, self.sub_stage[other]), 0.5))
+            holders = self.holders[device]
+            if len(holders) == 2:
+                other = holders[0] if holders[1] == index else holders[1]
+                rate = min(rate, rates.get((sub_stages[index], sub_stages[other]), 0.5))
+            elif len(holders) > 2:
+                others = sorted(sub_stages[other] for other in holders if other != index)
+                rate = min(rate, rates.get((sub_stages[index], *others), 1.0 / len(holders)))
         return rate
 
     def _may_share(self, index: int) -> bool:
         unshared = self.unshared
         if index in unshared:
             return False
-        sub_stage = self.sub_stage[index]
         for device in self.devices[index]:
-            for other in self.holders[device]:
-                if other in unshared or (sub_stage, self.sub_stage[other]) not in self.setting.rates:
-                    return False
+            holders = self.holders[device]
+            if not holders:
+                continue
+            if not unshared.isdisjoint(holders):
+                return False
+            others = [self.sub_stage[other] for other in holders]
+            if len(others) > 1:
+                others.sort()
+            if (self.sub_stage[index], *others) not in self.setting.rates:
+                return False
         return True
 
     # migrations to siblings
@@ -333,8 +375,10 @@ class Playout:
         else:
             tail_s = min(self.tail_s[target], self.left_s[target])
             before_s = self.left_s[target] - tail_s
-            self.tail_s[target] = max(self.left_s[source], tail_s) * migration.stretch + migration.cost_s
-            self.left_s[target] = before_s + self.tail_s[target]
+            grown_s = max(self.left_s[source], tail_s) * migration.stretch + migration.cost_s
+            self.grown_s[target] += grown_s - self.tail_s[target]
+            self.tail_s[target] = grown_s
+            self.left_s[target] = before_s + grown_s
         if self.start_s[target] != NOT_YET:
             self._schedule_end(target)
         if self.start_s[source] != NOT_YET:

@@ -2,7 +2,9 @@
 
     Problem ── work items, what runs, which shards may migrate ──▶ lookahead.plan ──▶ Schedule
 
-Work items are known by their index in the problem, devices by their number. A shard of a rollout is one work item.
+A work item is a chain of nodes of the Sub-Stage Graph (JigsawRL section 3) that holds its devices in one piece: a shard
+of a rollout with its prefill, dense decode and tail, or one stage of training. Work items are known by their index in
+the problem, devices by their number.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ class WorkItem:
 
     pipeline: int
     sub_stage: SubStage
-    """Its character, as in the sharing table."""
+    """The one that it is in, or begins with."""
     devices: tuple[int, ...]
     """Numbers of the devices that it needs all at once; () for work that holds no device."""
     seconds: float
     """Solo seconds left."""
+    later: tuple[tuple[float, SubStage], ...] = ()
+    """Its sub-stages after that as (solo seconds left when it begins, sub-stage), in order."""
     tail_s: float = 0.0
-    """The part of `seconds`, at the end, that is its tail: tail decoding, which may migrate. 0.0 without a tail."""
+    """The part of `seconds`, at the end, that is tail decoding and may migrate. 0.0 without one."""
     needs: tuple[int, ...] = ()
     """Indices of work items that must have ended; they come earlier in the problem."""
     is_running: bool = False

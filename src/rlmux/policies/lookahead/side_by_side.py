@@ -1,6 +1,6 @@
-"""Starting work beside work: two orders share a device at the fraction that was measured for their sub-stages.
+"""Starting work beside work: orders share a device at the fractions that were measured for their sub-stages.
 
-    works to start, in order ──▶ granted where every device has room and the pair helps ──▶ new fractions of all
+    works to start, in order ──▶ granted where every device has room and sharing helps ──▶ new fractions of all
 
 An order that shares gives up its part before the newcomer starts; an order that is alone again gets the whole device.
 """
@@ -8,20 +8,21 @@ An order that shares gives up its part before the newcomer starts; an order that
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from itertools import accumulate
 
-from rlmux.core.model import DeviceId, OrderId, Phase, SubStage
-from rlmux.core.steps.colocation import SharingTable
-from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, OrderView, RunWork
+from rlmux.core.model import DeviceId, OrderId, PipelineId, SubStage
+from rlmux.core.steps.colocation import SharedRates, SharingTable
+from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, RunWork
 from rlmux.core.work import ReadyWork
-from rlmux.policies.lookahead.forecast import decode_sub_stage
+from rlmux.policies.lookahead.forecast import ready_sub_stage, sub_stage_of
 
 Holder = OrderId | ReadyWork
 """An order that computes, or the ready work that was granted its place."""
 Holders = dict[DeviceId, list[tuple[Holder, SubStage]]]
 
 
-def fit_together(view: GroupView) -> bool:
-    """Whether any two states of the group fit any of its devices together."""
+def num_fitting_together(view: GroupView) -> int:
+    """How many states of the group fit any of its devices together, whichever they are; 1 where a size is unknown."""
     needs = [
         size
         for member in view.members
@@ -30,11 +31,13 @@ def fit_together(view: GroupView) -> bool:
             member.pipeline.footprint.train_device_bytes,
         )
     ]
-    if None in needs:
-        return False
-    two_largest = sum(sorted((size for size in needs if size is not None), reverse=True)[:2])
+    known = sorted((size for size in needs if size is not None), reverse=True)
+    if len(known) < len(needs):
+        return 1
     devices = {device for member in view.members for device in member.rollout_devices + member.train_devices}
-    return all(two_largest <= view.memory_bytes(device) for device in devices)
+    memory_bytes = min(view.memory_bytes(device) for device in devices)
+    sums = accumulate(known)
+    return max(1, sum(size <= memory_bytes for size in sums))
 
 
 def start_side_by_side(
@@ -46,12 +49,13 @@ def start_side_by_side(
     """
     holders: Holders = {}
     pausing: set[DeviceId] = set()
+    members = {member.id: member for member in view.members}
     for order in view.running:
         for device in order.devices:
-            holders.setdefault(device, []).append((order.id, sub_stage_of(order)))
+            holders.setdefault(device, []).append((order.id, sub_stage_of(members[order.pipeline], order)))
             if order.is_pausing:
                 pausing.add(device)
-    granted = _grant(view, works, sharing, holders, pausing)
+    granted = _grant(members, works, sharing, holders, pausing)
     fractions = _fractions(holders, sharing)
     raised: list[ChangeFraction] = []
     for order in view.running:
@@ -73,17 +77,20 @@ def start_side_by_side(
 
 
 def _grant(
-    view: GroupView, works: Sequence[ReadyWork], sharing: SharingTable, holders: Holders, pausing: set[DeviceId]
+    members: Mapping[PipelineId, MemberView],
+    works: Sequence[ReadyWork],
+    sharing: SharingTable,
+    holders: Holders,
+    pausing: set[DeviceId],
 ) -> list[ReadyWork]:
-    """The works that can start, entered into `holders`: at most two hold a device, and only a pair that helps."""
-    members = {member.id: member for member in view.members}
+    """The works that can start, entered into `holders`: beside others only where all of them together help."""
     granted: list[ReadyWork] = []
     for work in works:
-        sub_stage = _ready_sub_stage(members[work.pipeline], work)
+        sub_stage = ready_sub_stage(members[work.pipeline], work)
         present = [holders.get(device, []) for device in work.devices]
-        if any(device in pausing for device in work.devices) or any(len(there) > 1 for there in present):
+        if any(device in pausing for device in work.devices):
             continue
-        if any(sharing.pair_rates(sub_stage, other) is None for there in present for _, other in there):
+        if any(there and sharing.rates_beside(sub_stage, [other for _, other in there]) is None for there in present):
             continue
         for device in work.devices:
             holders.setdefault(device, []).append((work, sub_stage))
@@ -99,25 +106,11 @@ def _fractions(
     for there in holders.values():
         for holder, sub_stage in there:
             device_fraction, slowdown = fractions.get(holder, (1.0, 1.0))
-            for other, other_sub_stage in there:
-                if other != holder:
-                    rates = sharing.pair_rates(sub_stage, other_sub_stage)
-                    mine = (rates.device_fraction, rates.slowdown) if rates else (0.5, 2.0)
-                    device_fraction, slowdown = min(device_fraction, mine[0]), max(slowdown, mine[1])
+            others = [other_sub_stage for other, other_sub_stage in there if other != holder]
+            if others:
+                rates = sharing.rates_beside(sub_stage, others)
+                if rates is None:
+                    rates = SharedRates(device_fraction=1.0 / len(there), slowdown=float(len(there)))
+                device_fraction, slowdown = min(device_fraction, rates.device_fraction), max(slowdown, rates.slowdown)
             fractions[holder] = (device_fraction, slowdown)
     return fractions
-
-
-def sub_stage_of(order: OrderView) -> SubStage:
-    """The sub-stage that the order is in now."""
-    if order.phase is Phase.TRAIN:
-        return SubStage.UPDATE
-    return decode_sub_stage(order.num_active)
-
-
-def _ready_sub_stage(member: MemberView, work: ReadyWork) -> SubStage:
-    """The sub-stage that ready work begins with; a shard that has not begun begins as the last ones did."""
-    if work.phase is Phase.TRAIN:
-        return SubStage.UPDATE
-    num_active = member.live_shard(work.devices[0])[0] if work.is_continuation else member.estimates.peak
-    return decode_sub_stage(num_active)

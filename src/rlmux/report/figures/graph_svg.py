@@ -12,8 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rlmux.core.errors import UserError
-from rlmux.core.estimation.estimates import tail_count
-from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage, SubStage
+from rlmux.core.model import DeviceId, PipelineId, Stage, SubStage, dense_threshold_of
 from rlmux.log.run_log import NOT_SHOWN, LogReader
 from rlmux.report.figures.step_graph import GraphNode, ShardRecord, StageRecord, SubStageGraph, graph_of_step
 from rlmux.report.figures.svg import bar, number, seconds_text, tag
@@ -41,9 +40,7 @@ _STYLE = (
 )
 
 
-def step_graph(
-    history: History, pipeline: PipelineId, step: int, *, dense_above: int = DENSE_DECODE_MIN
-) -> SubStageGraph:
+def step_graph(history: History, pipeline: PipelineId, step: int) -> SubStageGraph:
     """A step of a run from its log; empty for a step that never began."""
     shards: dict[DeviceId, ShardRecord] = {}
     stages: dict[Stage, StageRecord] = {}
@@ -65,7 +62,8 @@ def step_graph(
             known = stages.get(order.stage)
             begin_s = known.begin_s if known else order.start_s
             stages[order.stage] = StageRecord(stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s)
-    return graph_of_step(pipeline, step, list(shards.values()), list(stages.values()), dense_above=dense_above)
+    threshold = _dense_threshold(history, pipeline)
+    return graph_of_step(pipeline, step, list(shards.values()), list(stages.values()), threshold)
 
 
 def write_graph(folder: str | Path, wanted: str) -> Path:
@@ -85,17 +83,17 @@ def write_graph(folder: str | Path, wanted: str) -> Path:
         raise UserError(f"--graph {wanted}: step {number_text!r} is not in the log; accepted: {accepted}")
     step = int(number_text)
     path = Path(folder) / f"graph-{name}-{step}.svg"
-    graph = step_graph(history, PipelineId(name), step, dense_above=_dense_above(history, name))
+    graph = step_graph(history, PipelineId(name), step)
     path.write_text(draw(graph, title=f"{name}, step {step}"), encoding="utf-8")
     return path
 
 
-def _dense_above(history: History, name: str) -> int:
-    """JigsawRL's 128 where workers decode as many; else where the tail of the largest shard begins."""
+def _dense_threshold(history: History, name: str) -> int:
+    """As the scheduler has it of a pipeline whose slots are not known: by the sequences of its largest shard."""
     peak = max(
         (chunk.num_active for order in history.orders if order.pipeline == name for chunk in order.chunks), default=0
     )
-    return DENSE_DECODE_MIN if peak >= DENSE_DECODE_MIN else tail_count(peak) + 1
+    return dense_threshold_of(peak)
 
 
 def draw(graph: SubStageGraph, *, title: str = "") -> str:

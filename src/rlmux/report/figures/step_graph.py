@@ -19,15 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage, SubStage
-
-SUB_STAGE_BY_STAGE: Mapping[Stage, SubStage] = {
-    Stage.REFERENCE_LOGPROBS: SubStage.REFERENCE,
-    Stage.OLD_LOGPROBS: SubStage.OLD_LOGPROBS,
-    Stage.UPDATE: SubStage.UPDATE,
-    Stage.SFT_WARMUP: SubStage.UPDATE,
-}
-"""The one sub-stage of each stage that trains. A rollout has several, rewards and publishing have none."""
+from rlmux.core.model import SUB_STAGE_BY_STAGE, DeviceId, PipelineId, Stage, SubStage, decode_sub_stage
 
 
 class NodeKey(NamedTuple):
@@ -139,8 +131,8 @@ def graph_of_step(
     step: int,
     shards: Sequence[ShardRecord],
     stages: Sequence[StageRecord],
+    dense_threshold: int,
     *,
-    dense_above: int = DENSE_DECODE_MIN,
     min_part: float = 0.02,
 ) -> SubStageGraph:
     """The step as it went. Sub-stages shorter than `min_part` of their shard are joined to the one before them."""
@@ -149,7 +141,7 @@ def graph_of_step(
     lasts: list[int] = []
     for shard in shards:
         previous = None
-        for position, (sub_stage, begin_s, end_s) in enumerate(_sub_stages(shard, dense_above, min_part)):
+        for position, (sub_stage, begin_s, end_s) in enumerate(_sub_stages(shard, dense_threshold, min_part)):
             part = (end_s - begin_s) / max(shard.end_s - shard.begin_s, 1e-12)
             nodes.append(
                 GraphNode(
@@ -179,7 +171,7 @@ def graph_of_step(
     return SubStageGraph(nodes=tuple(nodes), edges=tuple(edges))
 
 
-def _sub_stages(shard: ShardRecord, dense_above: int, min_part: float) -> list[tuple[SubStage, float, float]]:
+def _sub_stages(shard: ShardRecord, dense_threshold: int, min_part: float) -> list[tuple[SubStage, float, float]]:
     """(sub-stage, begin, end) in order; consecutive reports of one character are one sub-stage."""
     found: list[tuple[SubStage, float, float]] = []
     times = [shard.begin_s, *(at_s for at_s, _, _ in shard.reports), shard.end_s]
@@ -188,11 +180,8 @@ def _sub_stages(shard: ShardRecord, dense_above: int, min_part: float) -> list[t
     for (active, waiting), begin_s, end_s in zip(counts, times, times[1:], strict=False):
         if end_s <= begin_s:
             continue
-        sub_stage = SubStage.TAIL_DECODE
-        if active == 0 and waiting > 0:
-            sub_stage = SubStage.TOOL_WAIT
-        elif active >= dense_above:
-            sub_stage = SubStage.DENSE_DECODE
+        is_waiting = active == 0 and waiting > 0
+        sub_stage = SubStage.TOOL_WAIT if is_waiting else decode_sub_stage(active, dense_threshold)
         is_short = end_s - begin_s < min_part * (shard.end_s - shard.begin_s)
         if found and (found[-1][0] is sub_stage or is_short):
             found[-1] = (found[-1][0], found[-1][1], end_s)

@@ -122,6 +122,7 @@ class RolloutDriver:
             shard, report = self._shards[device], result.report
             seconds = result.input_s + report.seconds
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
+            order.add_iterations(report.iterations)
             self._forward_turns(shard, result)
             if self._is_over(shard, report):
                 shard.unfinished.clear()

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, Event, StageFinished, StagePaused
-from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId
+from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, SubStage
+from rlmux.rl.types import SubStageIterations
 from rlmux.runtime.orders.call_loop import Future, LoopTask
 
 OrderWork = Generator[Future, Any, Event]
@@ -27,6 +28,9 @@ class RunningOrder:
     switch_s: float = 0.0
     """Seconds of others' offloading and of this order's loading."""
     tokens: int = 0
+    prefill_s: float = 0.0
+    """Part of `seconds` before its first decode step."""
+    has_decoded: bool = False
     is_pausing: bool = False
     is_calling: bool = True
     """Whether a call of the order is pending, or follows without a wait for anything outside the order."""
@@ -45,6 +49,12 @@ class RunningOrder:
         self.seconds += seconds
         self.switch_s += switch_s
         self.tokens += tokens
+
+    def add_iterations(self, iterations: Sequence[SubStageIterations]) -> None:
+        """Count the prefill of a rollout's chunk, until one has decoded."""
+        if not self.has_decoded:
+            self.prefill_s += sum(1e-3 * one.ms for one in iterations if one.sub_stage is SubStage.PREFILL)
+            self.has_decoded = any(one.sub_stage is not SubStage.PREFILL for one in iterations)
 
     def pause(self) -> None:
         """Stop at the next safe point, which is now if the order has nothing to compute."""
@@ -74,6 +84,7 @@ class RunningOrder:
             seconds=round(self.seconds, 6),
             switch_s=round(self.switch_s, 6),
             tokens=self.tokens,
+            prefill_s=round(self.prefill_s, 6),
         )
 
     def paused(self, *, is_waiting: bool = False) -> StagePaused:
@@ -82,6 +93,7 @@ class RunningOrder:
             seconds=round(self.seconds, 6),
             switch_s=round(self.switch_s, 6),
             tokens=self.tokens,
+            prefill_s=round(self.prefill_s, 6),
             is_waiting=is_waiting,
         )
 

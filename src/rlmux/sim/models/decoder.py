@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlmux.core.model import DENSE_DECODE_MIN, SubStage
+from rlmux.core.model import SubStage, decode_sub_stage, dense_threshold_of
 from rlmux.sim.models.costs import RolloutCosts
 from rlmux.sim.models.work import DONE_S
 
@@ -94,6 +94,7 @@ class Decoder:
         """`first_s`: solo seconds before anything is decoded."""
         self._costs = costs
         self._slots = slots
+        self._dense_threshold = dense_threshold_of(slots)
         self._group_size = group_size
         self._now_s = 0.0
         self._end_s = 0.0
@@ -112,7 +113,7 @@ class Decoder:
     def sub_stage(self) -> SubStage:
         if self.is_prefilling:
             return SubStage.PREFILL
-        return decode_sub_stage(self.num_active)
+        return decode_sub_stage(self.num_active, self._dense_threshold)
 
     @property
     def num_active(self) -> int:
@@ -242,11 +243,6 @@ class Decoder:
         if not self._spans or self._now_s >= self._end_s - _MOMENT_S:
             return None
         return self._spans[max(0, bisect_right(self._begins, self._now_s + _MOMENT_S) - 1)]
-
-
-def decode_sub_stage(num_active: int) -> SubStage:
-    """The sub-stage that decoding so many sequences is."""
-    return SubStage.DENSE_DECODE if num_active >= DENSE_DECODE_MIN else SubStage.TAIL_DECODE
 
 
 def recompute_s(costs: RolloutCosts, sequences: Sequence[Unfinished]) -> float:

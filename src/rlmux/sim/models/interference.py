@@ -35,8 +35,8 @@ NO_SPLIT = 1.0
 """Device fraction at which both use the whole device."""
 BANDWIDTH_FRACTION = 0.4
 """Fraction of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
-SCHEDULED_SUB_STAGES = (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, SubStage.UPDATE)
-"""Sub-stages that the scheduler distinguishes; UPDATE stands for all of training."""
+SCHEDULED_SUB_STAGES = tuple(one for one in SubStage if one is not SubStage.TOOL_WAIT)
+"""Sub-stages that hold a device."""
 OLD_NAMES: Mapping[str, SubStage] = {"old_log_probs": SubStage.OLD_LOGPROBS}
 """Names of sub-stages in profile files of version 0.1, with the sub-stage of today."""
 _TOLERANCE = 1e-6

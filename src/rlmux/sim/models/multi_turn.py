@@ -23,8 +23,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import SubStage
-from rlmux.sim.models.decoder import REPORT_AT, DecodeSeconds, LaterTurn, Unfinished, decode_sub_stage
+from rlmux.core.model import SubStage, decode_sub_stage, dense_threshold_of
+from rlmux.sim.models.decoder import REPORT_AT, DecodeSeconds, LaterTurn, Unfinished
 from rlmux.sim.models.work import DONE_S
 
 _ROUNDING = 1e-6
@@ -84,6 +84,7 @@ class TurnDecoder:
         """`first_s`: solo seconds before anything is decoded."""
         self._costs = costs
         self._slots = slots
+        self._dense_threshold = dense_threshold_of(slots)
         self._group_size = group_size
         self._keeps_slots = keeps_slots
         self._prefill_s = first_s
@@ -112,7 +113,7 @@ class TurnDecoder:
             return SubStage.TOOL_WAIT
         if self._prefill_s > 0.0 and self._iteration == 0.0:  # a reply's prefill is over at once
             return SubStage.PREFILL
-        return decode_sub_stage(len(self._active))
+        return decode_sub_stage(len(self._active), self._dense_threshold)
 
     @property
     def idle_s(self) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, PipelineId, Pool
+from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, PipelineId, Pool, dense_threshold_of
 from rlmux.sim.models.hardware import gpu_spec
 from rlmux.sim.models.multi_turn import ToolUse
 from rlmux.sim.models.substages import STAGES, SubStageWorld
@@ -154,6 +154,7 @@ def _arrival(pipeline: Pipeline, world: SubStageWorld, num_steps: int, *, is_sha
             num_train_nodes=world.num_train_devices,
             estimate=phases,
             colocated_estimate=phases if is_shared else None,
+            dense_threshold=dense_threshold_of(world.slots),
             footprint=Footprint(rollout_device_bytes=part, train_device_bytes=part),
         ),
         world=world,
