@@ -18,7 +18,7 @@ import pytest
 from tests.waiting import until
 
 from rlmux.core.errors import WorkerLostError
-from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.model import Cluster, MigrationEstimate, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import Choice, GroupView, MigrateWork, PauseOrder
 from rlmux.policies import make_policy
@@ -79,6 +79,12 @@ def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int =
     )
     assert not changes, changes
     return Submission(pipeline=pipeline, config=config)
+
+
+def migrating(one: Submission, *, copies_kv: bool) -> Submission:
+    """The pipeline, whose KV caches are cheaper to copy or to recompute."""
+    estimate = MigrationEstimate(copy_s=1.0, recompute_s=2.0 if copies_kv else 0.5)
+    return replace(one, pipeline=replace(one.pipeline, migration=estimate))
 
 
 def cluster(*, rollout: int = 1, train: int = 1) -> Cluster:
@@ -158,8 +164,7 @@ class MovesEverything(Meddler):
     """Begins the first device's shard of every rollout, pauses it, migrates it to the second device; lets that decode
     on, pauses it, and migrates all of it to the first. So every trajectory is migrated mid-way at least once."""
 
-    def __init__(self, *, copies_kv: bool) -> None:
-        self.copies_kv = copies_kv
+    def __init__(self) -> None:
         self.num_moves: dict[tuple[str, int], int] = {}
         self.paused: set[tuple[str, int]] = set()
 
@@ -178,7 +183,7 @@ class MovesEverything(Meddler):
                     continue  # the first move is still under way
                 self.paused.discard(key)
                 self.num_moves[key] = moves + 1
-                yield MigrateWork(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
+                yield MigrateWork(pipeline=work.pipeline, source=source, target=target)
             else:
                 going_on.append(work)
         yield from start_where_free(view, going_on)
@@ -428,6 +433,7 @@ def real():
         MovesEverything = MovesEverything
         Workplace = Workplace
         submission = staticmethod(submission)
+        migrating = staticmethod(migrating)
         cluster = staticmethod(cluster)
         run = staticmethod(run)
         replace = staticmethod(replace)

@@ -126,8 +126,8 @@ def test_beside_another_pipeline_with_every_order_paused_it_ends_with_the_same_w
 def test_shards_that_migrate_in_the_middle_of_a_leg_end_with_the_same_weights(real, mode, alone, tmp_path, copies_kv):
     run = real.run(
         tmp_path / "run",
-        [interruptible(real, mode, devices=2)],
-        policy=real.MovesEverything(copies_kv=copies_kv),
+        [real.migrating(interruptible(real, mode, devices=2), copies_kv=copies_kv)],
+        policy=real.MovesEverything(),
         on=real.cluster(rollout=2),
         options=WorkerOptions(chunk_decode_steps=1),
     )

@@ -106,7 +106,7 @@ def test_migrating_every_trajectory_to_another_worker_mid_way_changes_nothing(re
     moved = real.run(
         tmp_path / "moved",
         pair,
-        policy=real.MovesEverything(copies_kv=True),
+        policy=real.MovesEverything(),
         on=real.cluster(rollout=2),
         options=WorkerOptions(chunk_decode_steps=1),
         make_backend=make_backend,

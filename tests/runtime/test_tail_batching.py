@@ -93,8 +93,8 @@ def test_beside_another_pipeline_with_every_order_paused_it_keeps_the_same(real,
 def test_shards_that_migrate_in_mid_race_keep_the_same(real, alone, tmp_path, copies_kv):
     run = real.run(
         tmp_path / "run",
-        [racing(real, devices=2)],
-        policy=real.MovesEverything(copies_kv=copies_kv),
+        [real.migrating(racing(real, devices=2), copies_kv=copies_kv)],
+        policy=real.MovesEverything(),
         on=real.cluster(rollout=2),
         options=WorkerOptions(chunk_decode_steps=1),
     )

@@ -57,8 +57,6 @@ class MigrateWork:
     pipeline: PipelineId
     source: DeviceId
     target: DeviceId
-    copies_kv: bool = True
-    """Whether the KV cache is copied; False: the target computes it again from the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

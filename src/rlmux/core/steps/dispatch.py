@@ -101,4 +101,4 @@ def _migrate(parts: Parts, choice: MigrateWork) -> MigrateShard:
         raise parts.journal.illegal_choice(f"migrates {choice}: trajectories are on their way to one that leaves")
     if shard.work.takes_slot:  # its phase begins elsewhere: the device owes it no slot in this cycle
         parts.groups.count_begun(run, Phase.ROLLOUT, choice.source)
-    return parts.steps.order_migration(run, shard, choice.target, copies_kv=choice.copies_kv)
+    return parts.steps.order_migration(run, shard, choice.target)

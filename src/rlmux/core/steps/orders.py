@@ -55,8 +55,8 @@ class Orders:
         """Run a reward or a publication."""
         return self._run(run, step, stage, phase, (), 0.0)
 
-    def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> MigrateShard:
-        """Move the shard's unfinished trajectories to the target device."""
+    def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId) -> MigrateShard:
+        """Move the shard's trajectories to the target. The pipeline decides how their KV caches get there."""
         order_id = self._next_id()
         self._state.orders[order_id] = run.step.orders[order_id] = Order(
             order_id,
@@ -78,7 +78,7 @@ class Orders:
             step=run.step.rollout_step,
             source=shard.device,
             target=target,
-            copies_kv=copies_kv,
+            copies_kv=run.pipeline.copies_kv,
         )
 
     def change_fraction(self, order: Order, device_fraction: float, slowdown: float) -> list[Action]:

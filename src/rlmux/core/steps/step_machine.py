@@ -334,13 +334,11 @@ class StepMachine:
             shard.work = group.ready[ready.sequence] = replace(ready, migrate_to=None)
         group.has_requested_migrations = False
 
-    def order_migration(
-        self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool
-    ) -> MigrateShard:
+    def order_migration(self, run: PipelineRun, shard: RolloutShard, target: DeviceId) -> MigrateShard:
         """Move a ready shard's trajectories to the target, which has a shard of the same rollout."""
         self.move(shard, WorkInput.MIGRATION_ORDERED)
         del self._state.group_of(run).ready[shard.work.sequence]
-        action = self._orders.migrate(run, shard, target, copies_kv=copies_kv)
+        action = self._orders.migrate(run, shard, target)
         shard.order = action.order
         return action
 

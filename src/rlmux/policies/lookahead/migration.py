@@ -29,12 +29,7 @@ def continue_migrations(view: GroupView) -> Generator[MigrateWork, None, bool]:
     for work in view.ready:
         if work.migrate_to is not None and _can_take(view, work, work.migrate_to):
             has_migrated = True
-            yield MigrateWork(
-                pipeline=work.pipeline,
-                source=work.devices[0],
-                target=work.migrate_to,
-                copies_kv=view.pipeline(work.pipeline).copies_kv,
-            )
+            yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=work.migrate_to)
     return has_migrated
 
 
