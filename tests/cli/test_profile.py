@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlmux.api.files import policy_and_switches
+from rlmux.api.files import policy_and_costs
 from rlmux.cli import inputs, profile_tables
 from rlmux.core.model import Phase
 from rlmux.engines.device_fraction import DeviceFractions
+from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.runtime import launch
@@ -66,6 +67,16 @@ def test_people_see_a_row_for_each_state(capsys, tmp_path):
     assert "from disk s" in shown
 
 
+def test_people_see_a_row_for_the_migrations_of_each_pipeline(capsys, tmp_path):
+    times = MigrationTimes(
+        model="", num_slots=4, context_tokens=48.0, kv_bytes_per_token=512.0, copy_s_per_token=2e-6,
+        recompute_s_per_token=3e-6, is_recompute_exact=False,
+    )  # fmt: skip
+    profile_tables.show(Profile(table=TABLE, migrations={"tiny": times}), tmp_path / "profile.json", as_json=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["tiny", "48", "512", "2.00", "3.00", "other"] in rows
+
+
 def test_people_get_a_row_for_each_sub_stage_and_a_column_for_each_neighbour(tmp_path, capsys):
     with_neighbours = Profile(table=TABLE, neighbours=Neighbours(device=DEVICE, measured=SLOWDOWNS))
     profile_tables.show(with_neighbours, tmp_path, as_json=False)
@@ -75,21 +86,32 @@ def test_people_get_a_row_for_each_sub_stage_and_a_column_for_each_neighbour(tmp
     assert "left out" in capsys.readouterr().out.splitlines()
 
 
-def test_a_policy_that_shares_nothing_says_that_only_switches_are_used(here, folder, tmp_path, capsys):
+def test_a_policy_that_shares_nothing_says_that_only_other_costs_are_used(here, folder, tmp_path, capsys):
     Profile(table=TABLE, switches=SWITCHES).save(tmp_path / "profile.json")
     spec = inputs.load(str(folder / "small.yaml"), None, "solo")
-    policy, _ = policy_and_switches(spec, tmp_path / "profile.json", inputs.print_notice)
+    policy, _ = policy_and_costs(spec, tmp_path / "profile.json", inputs.print_notice)
     assert policy.name == "solo"
-    assert "solo gives devices as a whole: only its switches are used" in capsys.readouterr().err
+    assert "solo gives devices as a whole: only switches and migrations are used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_profile_of_another_device_ends_the_command_before_anything_starts(here, rlmux, folder, command):
+    table = InterferenceTable(device="another", grid=FractionGrid(device="another", num_units=20))
+    Profile(table=table, switches=SWITCHES).save(folder / "profile.json")
+    out = folder / "out"
+    said = rlmux(command, str(folder / "small.yaml"), "--profile", str(folder / "profile.json"), "--out", str(out))
+    assert said.code == 2
+    assert "was measured on 'another', and this machine has 'a device'; accepted: what `rlmux profile FILE`" in said.err
+    assert not out.exists()
 
 
 def test_a_profile_reaches_pipelines_that_are_submitted_late_too(here, folder):
     Profile(table=TABLE, switches=SWITCHES).save(folder / "profile.json")
     spec = inputs.load(str(folder / "small.yaml"))
-    _, estimate_switch = policy_and_switches(spec, folder / "profile.json")
-    parse = launch.parser(spec, estimate_switch)
+    _, add_costs = policy_and_costs(spec, folder / "profile.json")
+    parse = launch.parser(spec, add_costs)
     late = [one.pipeline.switch for one in parse((folder / "small.yaml").read_text(), "late.yaml")]
-    assert late == [one.pipeline.switch for one in launch.submissions(spec, estimate_switch)]
+    assert late == [one.pipeline.switch for one in launch.submissions(spec, add_costs)]
     assert None not in late
 
 
@@ -98,5 +120,5 @@ def test_a_policy_is_told_of_old_log_probs_only_where_a_pipeline_computes_them(h
     measured = {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_logprobs", 0.5): (1.1, 1.5)}
     Profile(table=replace(TABLE, measured=measured)).save(folder / "profile.json")
     spec = inputs.load(str(folder / "small.yaml"), sets, "jigsaw")
-    policy, _ = policy_and_switches(spec, folder / "profile.json")
+    policy, _ = policy_and_costs(spec, folder / "profile.json")
     assert policy.sharing.rates_beside("update", ["tail"]).slowdown == slowdown

@@ -10,10 +10,10 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Phase, Pool, SwitchEstimate
-from rlmux.profiling.profile_file import Profile, load_switch_costs
-from rlmux.profiling.switch_costs import SwitchCosts
+from rlmux.profiling.device_costs import DeviceCosts
+from rlmux.profiling.profile_file import Profile, load_costs
 from rlmux.profiling.switch_times import SwitchTimes, measure_switches, switch_times
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import ModelConfig, TrainingConfig
 from rlmux.rl.memory.footprint import footprint_of
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable, load_interference
 
@@ -59,7 +59,7 @@ def test_the_profile_keeps_seconds_and_bytes_a_second(measured, tmp_path):
     path = saved(tmp_path, *measured)
     entry = json.loads(path.read_text())["switches"][1]
     assert entry["warm_bytes_per_s"] == pytest.approx(measured[1].state_bytes / measured[1].warm_s)
-    assert load_switch_costs(path, DEVICE) == (SwitchCosts(tuple(measured)), [])
+    assert load_costs(path, DEVICE) == (DeviceCosts(tuple(measured)), [])
     assert load_interference(path, FractionGrid(device=DEVICE, num_units=20))[0].device == DEVICE
 
 
@@ -71,37 +71,61 @@ def test_pipelines_whose_states_are_alike_are_measured_once(tmp_path):
 
 
 def test_a_state_of_another_size_takes_time_after_the_nearest_that_was_measured():
-    costs = SwitchCosts((times(footprint_bytes=1e6, seconds=0.1), times(footprint_bytes=1e9, seconds=9.0)))
-    assert costs.seconds(Phase.TRAIN, 2e6, is_spilled=False) == pytest.approx(0.2)
-    assert costs.seconds(Phase.TRAIN, 5e8, is_spilled=False) == pytest.approx(4.5)
-    assert costs.seconds(Phase.TRAIN, 1e6, is_spilled=True) == pytest.approx(0.7)
-    assert costs.seconds(Phase.ROLLOUT, 1e6, is_spilled=False) is None
+    costs = DeviceCosts((times(footprint_bytes=1e6, seconds=0.1), times(footprint_bytes=1e9, seconds=9.0)))
+    assert costs.switch_s(Phase.TRAIN, 2e6, is_spilled=False) == pytest.approx(0.2)
+    assert costs.switch_s(Phase.TRAIN, 5e8, is_spilled=False) == pytest.approx(4.5)
+    assert costs.switch_s(Phase.TRAIN, 1e6, is_spilled=True) == pytest.approx(0.7)
+    assert costs.switch_s(Phase.ROLLOUT, 1e6, is_spilled=False) is None
 
 
 @pytest.mark.parametrize("spills", [False, True])
 def test_a_switch_is_estimated_from_disk_where_the_pool_spills(spills):
     config = TrainingConfig(name="a")
     footprint = footprint_of(config)
-    costs = SwitchCosts(
+    costs = DeviceCosts(
         (
             times(Phase.ROLLOUT, footprint.rollout_device_bytes, 1.0),
             times(Phase.TRAIN, footprint.train_device_bytes, 2.0),
         )
     )
-    estimate = costs.estimate_of(config, cluster(spills=spills))
+    estimate = costs.switch_of(config, cluster(spills=spills))
     expected = SwitchEstimate(rollout_s=1.0, train_s=14.0 if spills else 2.0)
     assert (estimate.rollout_s, estimate.train_s) == pytest.approx((expected.rollout_s, expected.train_s))
 
 
 def test_half_a_measurement_gives_no_estimate():
-    assert SwitchCosts((times(Phase.ROLLOUT),)).estimate_of(TrainingConfig(name="a"), cluster()) is None
+    assert DeviceCosts((times(Phase.ROLLOUT),)).switch_of(TrainingConfig(name="a"), cluster()) is None
 
 
-def test_a_profile_of_another_device_is_named_and_not_used(tmp_path):
-    costs, (warning,) = load_switch_costs(saved(tmp_path, times(), device="another"), DEVICE)
-    assert costs.measured == ()
-    assert "'another', not on 'a device'" in warning
-    assert "count as nothing until" in warning
+def test_a_profile_of_another_device_is_refused(tmp_path):
+    expected = "'another', and this machine has 'a device'; accepted: what `rlmux profile FILE` writes on this machine"
+    with pytest.raises(UserError, match=expected):
+        load_costs(saved(tmp_path, times(), device="another"), DEVICE)
+
+
+def test_a_profile_of_other_models_is_refused_with_those_it_has(measured, tmp_path):
+    config = TrainingConfig(name="a")
+    other = replace(config, name="b", model=replace(config.model, hidden_size=128))
+    path = saved(tmp_path, *measured)
+    assert load_costs(path, DEVICE, [config])[1] == []
+    expected = "measured with hidden_size 64, .*, and pipeline b has hidden_size 128, .*; accepted: what `rlmux profile"
+    with pytest.raises(UserError, match=expected):
+        load_costs(path, DEVICE, [config, other])
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [({"pipeline": "usual sizes"}, "measured without a file"), ({"model": None}, "names no models, an older version")],
+)
+def test_a_profile_that_names_none_of_the_models_is_accepted_with_a_warning(measured, tmp_path, changes, warned):
+    path = saved(tmp_path, *measured)
+    content = json.loads(path.read_text())
+    for entry in content["switches"]:
+        entry.update(changes)
+    path.write_text(json.dumps(content))
+    costs, (warning,) = load_costs(path, DEVICE, [TrainingConfig(name="b", model=ModelConfig(hidden_size=128))])
+    assert len(costs.switches) == 2
+    assert warned in warning
 
 
 def test_a_profile_from_before_switches_were_measured_still_loads(tmp_path):
@@ -109,8 +133,8 @@ def test_a_profile_from_before_switches_were_measured_still_loads(tmp_path):
     content = json.loads(path.read_text())
     del content["switches"]
     path.write_text(json.dumps(content))
-    costs, (warning,) = load_switch_costs(path, DEVICE)
-    assert costs.measured == ()
+    costs, (warning,) = load_costs(path, DEVICE)
+    assert costs == DeviceCosts()
     assert "has no switches" in warning
     assert "count as nothing until" in warning
 
@@ -122,4 +146,4 @@ def test_switches_that_are_no_numbers_are_told_with_what_is_expected(tmp_path, w
     content["switches"][0].update(wrong)
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"switch 1 is .*; expected phase rollout or train, and numbers"):
-        load_switch_costs(path, DEVICE)
+        load_costs(path, DEVICE)

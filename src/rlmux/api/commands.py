@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlmux import plugins
-from rlmux.api.files import File, OnWarning, load_file, load_workload, policy_and_switches, warn
+from rlmux.api.files import File, OnWarning, load_file, load_workload, policy_and_costs, warn
 from rlmux.api.run_handle import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
@@ -154,6 +154,8 @@ def compare(
         check_policy(name)
     spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, on_warning=on_warning)
 
+    policy_and_costs(spec, profile, on_warning=lambda _: None)  # a profile of something else is refused before a folder
+
     def start(one: Spec, into: Path) -> RunResult:
         with followed(one, (), display) as listening:
             options = RunOptions(backend=backend, listeners=listening)
@@ -182,12 +184,12 @@ def _train(
 
     if options.backend not in ("local", "ray"):
         raise UserError(f"backend is {options.backend!r}; accepted: local, ray")
-    policy, estimate_switch = policy_and_switches(spec, profile, on_warning)
+    policy, add_costs = policy_and_costs(spec, profile, on_warning)
     return launch.start_run(
         spec,
         folder,
         policy=policy,
-        estimate_switch=estimate_switch,
+        add_costs=add_costs,
         options=options,
         address=address,
         is_overwriting=is_overwriting,

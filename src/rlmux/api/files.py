@@ -1,6 +1,6 @@
 """From what a caller names to a checked file: a path, a mapping made in code, or a file that is loaded already.
 
-path | mapping | Spec ─▶ load_file(purpose=RUN | PLAN) ─▶ Spec ─┬▶ policy_and_switches ─▶ what a run is started with
+path | mapping | Spec ─▶ load_file(purpose=RUN | PLAN) ─▶ Spec ─┬▶ policy_and_costs ─▶ what a run is started with
 profile ────────────────────────────────────────────────────────┘
 
 Old keys of a file and unusable parts of a profile are warnings of the logger `rlmux`, or calls of `on_warning`.
@@ -24,7 +24,7 @@ from rlmux.core.policy import Policy
 from rlmux.policies import POLICIES, check_policy, make_policy
 
 if TYPE_CHECKING:
-    from rlmux.runtime.launch import EstimateSwitch
+    from rlmux.runtime.launch import AddCosts
     from rlmux.sim.workloads.arrivals import Workload
 
 File = str | Path | Mapping[str, Any] | Spec
@@ -104,30 +104,31 @@ def look_for_plugin(policy: str, folder: Path) -> None:
         plugins.look_in(folder)
 
 
-def policy_and_switches(
+def policy_and_costs(
     spec: Spec, profile: str | Path | None, on_warning: OnWarning = warn
-) -> tuple[Policy, EstimateSwitch]:
-    """The file's policy with the profile's measurements, and the switch estimator.
+) -> tuple[Policy, AddCosts]:
+    """The file's policy with the profile's measurements, and what adds the measured costs to each pipeline.
 
-    `on_warning`: receives each unusable part of the profile and its replacement.
+    `on_warning`: receives each unusable part of the profile and its replacement. Raises UserError for a profile of
+    another device or of other models.
     """
-    from rlmux.runtime.launch import estimate_nothing
+    from rlmux.runtime.launch import add_no_costs
 
     look_for_plugin(spec.policy, spec.code_folder)
     if profile is None:
-        return make_policy(spec.policy), estimate_nothing
+        return make_policy(spec.policy), add_no_costs
     from rlmux.profiling.interference_probe import fractions_here  # brings torch along, to look at the devices
-    from rlmux.profiling.profile_file import load_sharing, load_switch_costs, sub_stages_of
+    from rlmux.profiling.profile_file import load_costs, load_sharing, sub_stages_of
 
     here = fractions_here()
-    sharing, warnings = load_sharing(Path(profile), here, sub_stages_of(each.pipeline for each in spec.pipelines))
+    costs, warnings = load_costs(Path(profile), here.device, [each.config for each in spec.pipelines])
+    sharing, more = load_sharing(Path(profile), here, sub_stages_of(each.pipeline for each in spec.pipelines))
     policy = make_policy(spec.policy, sharing=sharing)
     if policy.sharing is None:
-        warnings.append(f"--profile: policy {spec.policy} gives devices as a whole: only its switches are used")
-    costs, more = load_switch_costs(Path(profile), here.device)
+        more.append(f"--profile: policy {spec.policy} gives devices as a whole: only switches and migrations are used")
     for warning in [*warnings, *more]:
         on_warning(warning)
-    return policy, costs.estimate_of
+    return policy, costs.add_to
 
 
 def _load(file: File, **how: Any) -> Spec:

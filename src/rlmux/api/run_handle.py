@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from rlmux.api.files import OnWarning, policy_and_switches, warn
+from rlmux.api.files import OnWarning, policy_and_costs, warn
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
 
@@ -225,13 +225,13 @@ class Run:
         from rlmux.runtime.run import RunOptions
 
         spec = launch.spec_of(self.folder)
-        policy, estimate_switch = policy_and_switches(spec, profile, on_warning)
+        policy, add_costs = policy_and_costs(spec, profile, on_warning)
         with followed(spec, listeners, display) as listening:
             self.result = launch.resume_run(
                 spec,
                 self.folder,
                 policy=policy,
-                estimate_switch=estimate_switch,
+                add_costs=add_costs,
                 options=RunOptions(listeners=listening, is_kept_open=keep_open),
                 address=address,
                 retry=retry,

@@ -1,4 +1,4 @@
-"""A measured profile for people: slowdowns of pairs, slowdowns of neighbours, seconds of switches."""
+"""A measured profile for people: slowdowns of pairs, slowdowns of neighbours, times of switches and of migrations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from rlmux.cli import tables
 from rlmux.core.model import SubStage
 from rlmux.core.steps.colocation import MIN_GAIN
+from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable
@@ -18,7 +19,7 @@ def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str
     """Print what `path` now holds.
 
     One row for each pair: the slowdowns at each device fraction, and whether the best of them helps. Then the slowdowns
-    of neighbours, or why there are none, and one row for each state.
+    of neighbours, or why there are none, one row for each state, and one for each pipeline's migrations.
     """
     if as_json:
         tables.print_json(profile.to_json())
@@ -34,6 +35,8 @@ def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str
         print(without_neighbours)
     print(f"{device}: seconds of a switch, another state of that size leaving included")
     tables.print_rows(_switch_rows(profile.switches))
+    print(f"{device}: time of a migration for each token of context; KV with other bits is never recomputed")
+    tables.print_rows(_migration_rows(profile.migrations))
     print(f"Written: {path}")
 
 
@@ -71,4 +74,19 @@ def _switch_rows(measured: Mapping[str, Sequence[SwitchTimes]]) -> list[dict[str
         }
         for name, times in measured.items()
         for one in times
+    ]
+
+
+def _migration_rows(measured: Mapping[str, MigrationTimes]) -> list[dict[str, Any]]:
+    """One row for each pipeline."""
+    return [
+        {
+            "migration of": name,
+            "tokens": f"{times.context_tokens:.0f}",
+            "KV bytes": f"{times.kv_bytes_per_token:,.0f}",
+            "copied us": f"{1e6 * times.copy_s_per_token:.2f}",
+            "recomputed us": f"{1e6 * times.recompute_s_per_token:.2f}",
+            "recomputed bits": "same" if times.is_recompute_exact else "other",
+        }
+        for name, times in measured.items()
     ]

@@ -1,12 +1,12 @@
 """The profile file: what was measured on this machine's devices, and what a policy may use of it.
 
     Profile ──save──▶ profile.json ──load_sharing──▶ SharingTable ──▶ a policy that shares devices
-                                   ──load_switch_costs──▶ SwitchCosts ──▶ Pipeline.switch
+                                   ──load_costs──▶ DeviceCosts ──▶ Pipeline.switch, Pipeline.migration
                                    ──sim.models──▶ what a prediction uses
 
 A policy gets only pairs and device fractions that were measured on this device and that helped: both
 together did more in a second than one after the other. What a file has beyond that is named in a warning, with what is
-used instead.
+used instead. A file of another device, or of other models than a run's, is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, Pipeline, Stage, SubStage
 from rlmux.core.steps.colocation import MIN_GAIN, SharingEntry, SharingTable
 from rlmux.engines.device_fraction import DeviceFractions
+from rlmux.profiling.device_costs import DeviceCosts
 from rlmux.profiling.interference_probe import fraction_grid_of
 from rlmux.profiling.micro_benchmarks import BENCHMARK_SUB_STAGES
-from rlmux.profiling.switch_costs import SwitchCosts
-from rlmux.profiling.switch_times import SwitchTimes
-from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, load_interference
+from rlmux.profiling.migration_times import MigrationTimes
+from rlmux.profiling.switch_times import USUAL, SwitchTimes, model_of
+from rlmux.rl.config import TrainingConfig
+from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, load_interference, read_profile
 from rlmux.sim.models.neighbour_slowdown import Neighbours
 
 _SWITCHES = "switches"
+_MIGRATIONS = "migrations"
 _SECONDS = tuple(one.name for one in fields(SwitchTimes) if one.name.endswith("_s"))
 _NUMBERS = ("state_bytes", "footprint_bytes", *_SECONDS)
+_MIGRATION_NUMBERS = tuple(
+    one.name for one in fields(MigrationTimes) if one.name not in ("model", "is_recompute_exact")
+)
+_ACCEPTED = "accepted: what `rlmux profile FILE` writes on this machine (with --device cuda where it has a GPU)"
 _SCHEDULED_AS: Mapping[SubStage, SubStage] = {
     SubStage.OLD_LOGPROBS: SubStage.UPDATE,
     SubStage.REFERENCE: SubStage.UPDATE,
@@ -46,12 +53,18 @@ class Profile:
     table: InterferenceTable
     switches: Mapping[str, Sequence[SwitchTimes]] = field(default_factory=dict)
     """Times of the rollout state and of the training state, by pipeline."""
+    migrations: Mapping[str, MigrationTimes] = field(default_factory=dict)
+    """Times of a trajectory's migration, by pipeline."""
     neighbours: Neighbours | None = None
     """None where the machine has no two devices of the kind."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of the profile file."""
-        content = {**self.table.to_json(), _SWITCHES: _switches_to_json(self.switches)}
+        content = {
+            **self.table.to_json(),
+            _SWITCHES: _switches_to_json(self.switches),
+            _MIGRATIONS: [{"pipeline": name, **asdict(times)} for name, times in self.migrations.items()],
+        }
         return content if self.neighbours is None else {**content, "neighbours": self.neighbours.to_json()}
 
     def save(self, path: Path) -> None:
@@ -92,8 +105,8 @@ def load_sharing(
     usable = (*fractions.prepared, NO_SPLIT)
     table, warnings = load_interference(path, fraction_grid_of(fractions), sub_stages, fractions=usable)
     if not fractions.prepared:
-        reason = f"{fractions.device} has no levels ({fractions.missing}): devices are not shared"
-        return SharingTable(), [*warnings, reason]
+        reason = f"{fractions.device} cannot be shared here ({fractions.missing})"
+        return SharingTable(), [f"{path}: {reason}; every order has its devices alone"]
     run_here = {key: slowdowns for key, slowdowns in table.measured.items() if {*key[:2]} <= {*sub_stages}}
     prepared = {key: slowdowns for key, slowdowns in run_here.items() if _is_prepared(key[2], fractions)}
     others = [key[2] for key in table.measured if key[2] < NO_SPLIT and key not in prepared]
@@ -128,32 +141,74 @@ def _worst_entries(measured: Mapping[tuple[SubStage, SubStage, float], tuple[flo
     return list(entries.values())
 
 
-def load_switch_costs(path: Path, device: str) -> tuple[SwitchCosts, list[str]]:
-    """Switches of a profile file that were measured on `device` (as profiles name it), and warnings of what is missing.
+def load_costs(
+    path: Path, device: str, configs: Sequence[TrainingConfig] = ()
+) -> tuple[DeviceCosts, list[str]]:
+    """Costs that a profile file has of `device` (as profiles name it), and warnings of what is missing.
 
-    Raises UserError for a file that cannot be read, or switches that are no numbers.
+    Raises UserError for a file that is no profile, that was measured on another device or with none of the models of
+    one of `configs`, and for costs that are no numbers.
     """
-    used_instead = "switches count as nothing until the run has seen what its own take"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"profile {path} cannot be read: {error}") from error
-    if content.get("device") != device:
-        return SwitchCosts(), [f"{path} was measured on {content.get('device')!r}, not on {device!r}: {used_instead}"]
-    if _SWITCHES not in content:
-        return SwitchCosts(), [f"{path} has no switches, it was written before they were measured: {used_instead}"]
-    return SwitchCosts(tuple(_read_switch(path, number, one) for number, one in enumerate(content[_SWITCHES], 1))), []
+    content = read_profile(path)
+    if content["device"] != device:
+        raise UserError(
+            f"--profile {path} was measured on {content['device']!r}, and this machine has {device!r}; {_ACCEPTED}"
+        )
+    entries = {name: content.get(name, []) for name in (_SWITCHES, _MIGRATIONS)}
+    costs = DeviceCosts(
+        tuple(_read_switch(path, number, one) for number, one in enumerate(entries[_SWITCHES], 1)),
+        tuple(_read_migration(path, number, one) for number, one in enumerate(entries[_MIGRATIONS], 1)),
+    )
+    instead = {
+        _SWITCHES: "switches count as nothing until the run has seen what its own take",
+        _MIGRATIONS: "KV caches are copied",
+    }
+    missing = [
+        f"{path} has no {name}, an older version wrote it: {instead[name]}" for name in instead if name not in content
+    ]
+    return costs, [*missing, *_check_models(path, entries[_SWITCHES], configs)]
+
+
+def _check_models(path: Path, switches: Sequence[Mapping[str, Any]], configs: Sequence[TrainingConfig]) -> list[str]:
+    """A warning where the file does not say which models it measured. Raises UserError for models that it has not."""
+    measured = dict.fromkeys(str(one.get("model") or "") for one in switches)
+    if any(one.get("pipeline") == USUAL for one in switches):
+        return [f"{path} was measured without a file: switches are scaled from those of a usual model"]
+    if not switches or "" in measured:
+        return [f"{path} names no models, an older version wrote it: switches are scaled by size"] if switches else []
+    for config in configs:
+        if model_of(config) not in measured:
+            raise UserError(
+                f"--profile {path} was measured with {'; '.join(measured)}, and pipeline {config.name} has "
+                f"{model_of(config)}; {_ACCEPTED}"
+            )
+    return []
 
 
 def _read_switch(path: Path, number: int, entry: Any) -> SwitchTimes:
     phases = [phase.value for phase in (Phase.ROLLOUT, Phase.TRAIN)]
-    is_entry = isinstance(entry, dict) and entry.get("phase") in phases
+    is_entry = isinstance(entry, dict) and entry.get("phase") in phases and _is_amount(entry.get("num_slots", 0))
     if not is_entry or not all(_is_amount(entry.get(name)) for name in _NUMBERS):
         raise UserError(
             f"{path}: switch {number} is {entry!r}; expected phase rollout or train, and numbers of 0 or more for "
             f"{', '.join(_NUMBERS)}"
         )
-    return SwitchTimes(phase=Phase(entry["phase"]), **{name: float(entry[name]) for name in _NUMBERS})
+    return SwitchTimes(
+        phase=Phase(entry["phase"]),
+        model=str(entry.get("model") or ""),
+        num_slots=entry.get("num_slots", 0),
+        **{name: float(entry[name]) for name in _NUMBERS},
+    )
+
+
+def _read_migration(path: Path, number: int, entry: Any) -> MigrationTimes:
+    is_entry = isinstance(entry, dict) and isinstance(entry.get("is_recompute_exact"), bool) and "model" in entry
+    if not is_entry or not all(_is_amount(entry.get(name)) for name in _MIGRATION_NUMBERS):
+        raise UserError(
+            f"{path}: migration {number} is {entry!r}; expected model, is_recompute_exact, and numbers of 0 or more "
+            f"for {', '.join(_MIGRATION_NUMBERS)}"
+        )
+    return MigrationTimes(**{one.name: entry[one.name] for one in fields(MigrationTimes)})
 
 
 def _is_amount(value: object) -> bool:

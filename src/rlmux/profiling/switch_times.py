@@ -12,7 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,7 +25,11 @@ from rlmux.engines.train.train_engine import TorchTrainEngine
 from rlmux.profiling.micro_benchmarks import usual_sizes
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TrainingConfig
 from rlmux.rl.memory.footprint import footprint_of
+from rlmux.rl.memory.model_shape import shape_of
 from rlmux.rl.vocabulary import load_vocabulary
+
+USUAL = "usual sizes"
+"""Name of the pipeline in a profile that no file was given for; pipelines of a file have no space in their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,10 @@ class SwitchTimes:
     """Seconds that one phase's state takes to leave and to enter one device."""
 
     phase: Phase
+    model: str = ""
+    """The measured model, as `model_of` describes it; empty: not known, an older version wrote the file."""
+    num_slots: int = 0
+    """Slots of the pipeline's rollout engine."""
     state_bytes: float
     """Bytes that the state holds on the device."""
     footprint_bytes: float
@@ -61,13 +69,34 @@ def usual_config(device: str) -> TrainingConfig:
     """A pipeline of the sizes that micro-benchmarks use, for a profile that no file is given for."""
     sizes = usual_sizes(device)
     return TrainingConfig(
-        name="usual sizes",
+        name=USUAL,
         model=sizes.model,
         rollout=RolloutConfig(
             max_new_tokens=sizes.new_tokens, max_prompt_tokens=sizes.prompt_tokens, num_slots=sizes.num_slots
         ),
         algorithm=AlgorithmConfig(micro_batch_size=sizes.micro_batch_size),
     )
+
+
+def model_of(config: TrainingConfig) -> str:
+    """The sizes of the pipeline's model, in one line that a profile file keeps."""
+    shape = shape_of(config.model)
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "num_experts": shape.num_experts,
+    }
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
+
+
+def unlike(configs: Sequence[TrainingConfig]) -> list[TrainingConfig]:
+    """The first config of those that cost the same."""
+    costs_alike = {(footprint_of(config), model_of(config)): config for config in reversed(configs)}
+    return list(costs_alike.values())[::-1]
 
 
 def measure_switches(
@@ -82,17 +111,18 @@ def measure_switches(
 
     `folder`: on the disk that states spill to. `progress`: called with (rounds done, rounds in all).
     """
-    unlike = list({footprint_of(config): config for config in reversed(configs)}.values())[::-1]
+    pipelines = unlike(configs)
     num_done = 0
 
     def count_round() -> None:
         nonlocal num_done
         num_done += 1
         if progress is not None:
-            progress(num_done, 2 * num_rounds * len(unlike))
+            progress(num_done, 2 * num_rounds * len(pipelines))
 
     return {
-        config.name: switch_times(config, device, folder, num_rounds=num_rounds, tick=count_round) for config in unlike
+        config.name: switch_times(config, device, folder, num_rounds=num_rounds, tick=count_round)
+        for config in pipelines
     }
 
 
@@ -104,17 +134,19 @@ def switch_times(
     `folder`: where spilled states go. `tick`: called after every round of either state.
     """
     footprint = footprint_of(config)
-    with _one_thread(config.train.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        return [
-            _measured(Phase.ROLLOUT, _rollout_engine(config, device), footprint.rollout_device_bytes or 0.0, num_rounds,
-                      Path(scratch), device, tick),
+    with worker_threads(config.train.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        measured = [
+            _measured(Phase.ROLLOUT, rollout_engine_of(config, device), footprint.rollout_device_bytes or 0.0,
+                      num_rounds, Path(scratch), device, tick),
             _measured(Phase.TRAIN, _train_engine(config, device, Path(scratch)), footprint.train_device_bytes or 0.0,
                       num_rounds, Path(scratch), device, tick),
         ]  # fmt: skip
+    return [replace(one, model=model_of(config), num_slots=config.rollout.num_slots) for one in measured]
 
 
 @contextmanager
-def _one_thread(num_threads: int) -> Iterator[None]:
+def worker_threads(num_threads: int) -> Iterator[None]:
+    """As many threads as a worker of the pipeline computes with."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -126,7 +158,8 @@ def _one_thread(num_threads: int) -> Iterator[None]:
 _Engine = SlotRolloutEngine | TorchTrainEngine
 
 
-def _rollout_engine(config: TrainingConfig, device: str) -> Callable[[], _Engine]:
+def rollout_engine_of(config: TrainingConfig, device: str) -> Callable[[], SlotRolloutEngine]:
+    """A maker of the pipeline's rollout engine."""
     vocab_size = load_vocabulary(config.model).vocab_size
     return lambda: SlotRolloutEngine(
         config.model, config.rollout, vocab_size=vocab_size, seed=config.seed, device=device

@@ -21,7 +21,7 @@ from rlmux.config import Spec
 from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster, SwitchEstimate
+from rlmux.core.model import Cluster, Pipeline
 from rlmux.core.policy import Policy
 from rlmux.log.run_log import LogReader
 from rlmux.rl.config import TrainingConfig
@@ -32,12 +32,13 @@ from rlmux.runtime.local import local_backend
 from rlmux.runtime.records.input_files import input_files
 from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_pipelines, run_pipelines
 
-EstimateSwitch = Callable[[TrainingConfig, Cluster], SwitchEstimate | None]
-"""Estimate of a pipeline's switches before the first one; None: no estimate."""
+AddCosts = Callable[[Pipeline, TrainingConfig, Cluster], Pipeline]
+"""Returns the pipeline with estimates of what its switches and migrations cost on this machine."""
 
 
-def estimate_nothing(config: TrainingConfig, cluster: Cluster) -> None:
-    """The estimate of a run without a profile."""
+def add_no_costs(pipeline: Pipeline, config: TrainingConfig, cluster: Cluster) -> Pipeline:
+    """The pipeline of a run without a profile."""
+    return pipeline
 
 
 def start_run(
@@ -45,7 +46,7 @@ def start_run(
     folder: Path,
     *,
     policy: Policy,
-    estimate_switch: EstimateSwitch = estimate_nothing,
+    add_costs: AddCosts = add_no_costs,
     options: RunOptions = RunOptions(),
     address: str | None = None,
     is_overwriting: bool = False,
@@ -54,8 +55,8 @@ def start_run(
 
     Raises UserError, before anything is made, where the backend or the folder cannot be had.
     """
-    options = _for_file(spec, options, estimate_switch, address)
-    given = submissions(spec, estimate_switch)
+    options = _for_file(spec, options, add_costs, address)
+    given = submissions(spec, add_costs)
     return run_pipelines(
         spec.cluster, given, policy, folder, options, spec=header(spec), is_overwriting=is_overwriting
     )
@@ -66,7 +67,7 @@ def resume_run(
     folder: Path,
     *,
     policy: Policy,
-    estimate_switch: EstimateSwitch = estimate_nothing,
+    add_costs: AddCosts = add_no_costs,
     options: RunOptions = RunOptions(),
     address: str | None = None,
     retry: Sequence[str] = (),
@@ -80,21 +81,21 @@ def resume_run(
     """
     with LogReader(folder) as log:
         backend = str(log.header.get("backend", LOCAL))
-    options = _for_file(spec, replace(options, backend=backend), estimate_switch, address)
-    given = submissions(spec, estimate_switch)
+    options = _for_file(spec, replace(options, backend=backend), add_costs, address)
+    given = submissions(spec, add_costs)
     for submitted in submitted_to(folder):
-        late = parser(spec, estimate_switch)(submitted.resolved, submitted.source)
+        late = parser(spec, add_costs)(submitted.resolved, submitted.source)
         given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
     if retry and check_training is not None:
         _check_training([one.config for one in given if one.pipeline.id in retry], check_training, spec.code_folder)
     return resume_pipelines(spec.cluster, given, policy, folder, options, retry=retry)
 
 
-def _for_file(spec: Spec, options: RunOptions, estimate_switch: EstimateSwitch, address: str | None) -> RunOptions:
+def _for_file(spec: Spec, options: RunOptions, add_costs: AddCosts, address: str | None) -> RunOptions:
     """The options with what the file decides; its code can be imported from then on."""
     make_backend = backend_maker(options.backend, address, spec.cluster)
     make_importable(spec.code_folder)
-    return replace(options, make_backend=make_backend, parse=parser(spec, estimate_switch), shares=spec.shares)
+    return replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares)
 
 
 def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, code_folder: Path) -> None:
@@ -123,26 +124,24 @@ def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBa
     return partial(ray_backend, address=address)
 
 
-def parser(run: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> ParseSubmission:
+def parser(run: Spec, add_costs: AddCosts = add_no_costs) -> ParseSubmission:
     """The parser of files submitted to this run, on the run's cluster, whatever cluster they name."""
 
     def parse(text: str, source: str) -> list[Submission]:
         spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
         make_importable(spec.code_folder, is_late=True)
-        return submissions(spec, estimate_switch)
+        return submissions(spec, add_costs)
 
     return parse
 
 
-def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> list[Submission]:
-    """The file's pipelines as submissions, with an estimate of their switches if there is one."""
+def submissions(spec: Spec, add_costs: AddCosts = add_no_costs) -> list[Submission]:
+    """The file's pipelines as submissions, with the costs of this machine."""
     taken = []
     for given in spec.pipelines:
-        switch = estimate_switch(given.config, spec.cluster)
-        pipeline = given.pipeline if switch is None else replace(given.pipeline, switch=switch)
         taken.append(
             Submission(
-                pipeline=pipeline,
+                pipeline=add_costs(given.pipeline, given.config, spec.cluster),
                 config=given.config,
                 submit_at_s=given.submit_at_s,
                 inputs=input_files(given.config, spec.code_folder),

@@ -53,24 +53,26 @@ def doctor(
 def profile(
     file: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE]", help="File whose switches to measure; by default a usual pipeline's."),
+        typer.Argument(metavar="[FILE]", help="File whose pipelines to measure; by default a usual one."),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Device to measure: cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("profile.json"),
     quick: Annotated[bool, typer.Option("--quick", help="Measure briefly: too noisy to plan with.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure the cost of device sharing and of switches on this machine.
+    """Measure the cost of device sharing, switches and migrations on this machine.
 
     Measures how each pair of prefill, decoding, log-probs and updates slow each other: on one device, at every device
     fraction that can be made here, and decoding and updates on two neighbouring devices. Then how long the file's own
-    states take to leave the device for host memory or disk, and to come back.
+    states take to leave the device for host memory or disk, and to come back, and how long a KV cache takes to be
+    copied to another engine, or recomputed there.
 
     \b
     Example: rlmux profile examples/01_two_pipelines.yaml --out profile.json
     """
     from rlmux.cli import inputs, profile_tables, progress
     from rlmux.profiling import interference_probe, neighbours
+    from rlmux.profiling.migration_times import measure_migrations
     from rlmux.profiling.profile_file import Profile
     from rlmux.profiling.switch_times import measure_switches, usual_config
 
@@ -85,9 +87,17 @@ def profile(
         table = interference_probe.measure_interference(device, progress=report_progress, **effort)
     with progress.bar("neighbours", is_quiet=json) as report_progress:
         ratios = neighbours.measure_neighbours(device, progress=report_progress, **effort)
+    num_rounds = 1 if quick else 5
     with progress.bar("switches", is_quiet=json) as report_progress:
-        switches = measure_switches(configs, device, folder, num_rounds=1 if quick else 5, progress=report_progress)
-    measured = Profile(table=table, switches=switches, neighbours=neighbours.neighbours_of(device, ratios))
+        switches = measure_switches(configs, device, folder, num_rounds=num_rounds, progress=report_progress)
+    with progress.bar("migrations", is_quiet=json) as report_progress:
+        migrations = measure_migrations(configs, device, num_rounds=num_rounds, progress=report_progress)
+    measured = Profile(
+        table=table,
+        switches=switches,
+        migrations=migrations,
+        neighbours=neighbours.neighbours_of(device, ratios),
+    )
     measured.save(out)
     without = neighbours.missing_neighbours(device)
     profile_tables.show(measured, out, as_json=json, without_neighbours=without)
