@@ -62,6 +62,12 @@ def test_a_file_made_in_code_plans_as_the_same_file_does(tmp_path):
     assert rlmux.plan(spec) == rlmux.plan(tmp_path / "file.yaml", policy="rollmux")
 
 
+def test_an_ablation_is_simulated_beside_its_policy():
+    told = rlmux.simulate(FILE, policies=["rollmux"], ablate=["tails"], processes=1)
+    assert list(told["policies"]) == ["rollmux", "rollmux-no-tails"]
+    assert told["ablations"]["rollmux"]["tails"]["policy"] == "rollmux-no-tails"
+
+
 def test_an_old_key_is_a_warning_of_the_logger(caplog):
     rlmux.plan({**FILE, "defaults": {**FILE["defaults"], "warm_start": {"updates": 4}}})
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
@@ -81,6 +87,8 @@ def test_an_old_key_is_a_warning_of_the_logger(caplog):
         (lambda: rlmux.plan(FILE, policy="rolmux"), "policy 'rolmux' is unknown"),
         (lambda: rlmux.simulate("wave"), "workload 'wave' is neither"),
         (lambda: rlmux.simulate("weave", overrides=["a=1"]), "only a YAML file takes overrides"),
+        (lambda: rlmux.simulate(FILE, policies=["rollmux"], ablate=["fill"]), "--ablate fill: policy 'rollmux' has no"),
+        (lambda: rlmux.compare(FILE, policies=["solo"], ablate=["all"]), "--ablate all: policy 'solo' has no such"),
         (lambda: rlmux.open_run("nowhere"), "nowhere: no such folder; accepted: the folder of a run"),
         (lambda: rlmux.connect("http://127.0.0.1:1"), "http://127.0.0.1:1: no token; accepted: RLMUX_TOKEN=..."),
         (lambda: rlmux.load(FILE, purpose="train"), "purpose is 'train'; accepted: run, plan"),

@@ -25,6 +25,22 @@ import pytest
         ),
         (["compare", "small.yaml", "--policies", "solo,nope"], "--policies 'nope': accepted: solo, "),
         (["compare", "small.yaml", "--policies", ","], "--policies '': accepted: solo, "),
+        (
+            ["compare", "small.yaml", "--policies", "rollmux", "--ablate", "tails,fractions"],
+            "--ablate fractions: policy 'rollmux' has no such mechanism; accepted: tails\n",
+        ),
+        (
+            ["simulate", "weave", "--policies", "solo,rlmux", "--ablate", "fils"],
+            "--ablate fils: policies 'solo', 'rlmux' have no such mechanism; accepted: tails, fractions, fill\n",
+        ),
+        (
+            ["simulate", "weave", "--policies", "solo", "--ablate", "all"],
+            "--ablate all: policy 'solo' has no such mechanism; accepted: none\n",
+        ),
+        (
+            ["run", "small.yaml", "--policy", "rollmux-no-fill"],
+            "policy 'rollmux' has no mechanism 'fill'; accepted: tails\n",
+        ),
         (["simulate", "nowhere"], "workload 'nowhere' is neither"),
         (["simulate", "weave", "--seeds", "0"], "--seeds '0': accepted: how many, from 1, or the first and the last"),
         (["simulate", "weave", "--seeds", "24-20"], "--seeds '24-20': accepted: "),

@@ -116,6 +116,26 @@ def test_a_trace_says_on_which_nodes_it_is_priced_and_takes_others(rlmux, files)
     assert "h800 for train (8 GPUs a node, $5.28 for a GPU-hour, 1 node)" in few.out
 
 
+def test_a_simulation_says_what_each_mechanism_is_worth(rlmux):
+    asked = ("simulate", "pair:num_steps=4", "--policies", "rlmux", "--ablate", "tails,fractions")
+    told = json.loads(rlmux(*asked, "--json").out)
+    assert list(told["policies"]) == ["rlmux", "rlmux-no-tails", "rlmux-no-fractions", "rlmux-no-tails-no-fractions"]
+    worth = told["ablations"]["rlmux"]
+    assert list(worth) == ["tails", "fractions", "tails,fractions"]
+    assert worth["fractions"]["figure"] == "makespan_s"
+    assert worth["fractions"]["without"] == told["policies"]["rlmux-no-fractions"]["makespan_s"]
+    assert worth["fractions"]["ratio"] > 1.2
+    assert f"{worth['fractions']['ratio']:.1%}" in rlmux(*asked).out
+
+
+def test_where_nodes_are_paid_a_mechanism_is_worth_dollars(rlmux, files):
+    asked = ("simulate", "plan.yaml", "--policies", "solo,rollmux", "--ablate", "all")
+    told = json.loads(rlmux(*asked, "--json").out)
+    assert list(told["ablations"]) == ["rollmux"]
+    assert told["ablations"]["rollmux"]["tails"]["figure"] == "cost_usd_per_solo_hour"
+    assert "$/solo h" in rlmux(*asked).out.partition("what mechanisms are worth")[2]
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -13,6 +13,8 @@ from tests.command_line import command
 from tests.small_files import REVERSE, SORT, small_file
 from tests.waiting import until
 
+from rlmux.api.run_handle import open_run
+
 pytest.importorskip("torch")
 
 NUM_STEPS = 30
@@ -99,13 +101,17 @@ def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run
 @pytest.mark.slow
 def test_compare_trains_under_each_policy_to_the_same_weights(folder: Path):
     code, out, err = finish(
-        start(folder, "compare", "small.yaml", "--policies", "solo,rollmux", "--out", "both", "--json")
+        start(
+            folder, "compare", "small.yaml", "--policies", "solo,rollmux", "--ablate", "all", "--out", "both", "--json"
+        )
     )
     assert code == 0, err
     table = json.loads(out)
-    assert list(table) == ["solo", "rollmux"]
-    assert table["rollmux"]["same_weights"] is True
+    assert list(table) == ["solo", "rollmux", "rollmux-no-tails", "ablations"]
+    assert table["rollmux"]["same_weights"] is table["rollmux-no-tails"]["same_weights"] is True
+    assert table["ablations"]["rollmux"]["tails"]["without"] == table["rollmux-no-tails"]["makespan_s"]
     assert (folder / "both" / "rollmux" / "timeline.html").is_file()
+    assert open_run(folder / "both" / "rollmux-no-tails").summary["policy"] == "rollmux-no-tails"
     assert finish(start(folder, "compare", "small.yaml", "--out", "both"))[0] == 2
 
 

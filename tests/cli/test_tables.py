@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmux.api.commands import with_worth
 from rlmux.cli import tables
 from rlmux.runtime.checks import run_comparison
 
@@ -92,6 +93,16 @@ def test_a_comparison_gives_ratios_to_the_first_policy():
     assert table["rollmux"]["max_step_slowdown"] == 1.5
     assert table["rollmux"]["utilization"] == {"rollout": 0.75}
     assert [row["same_weights"] for row in table.values()] == [True, True, False]
+
+
+def test_a_comparison_with_ablations_says_what_mechanisms_are_worth(capsys):
+    rows = run_comparison.compare({"rlmux": summary(8.0), "rlmux-no-tails": summary(10.0)})
+    table = with_worth({"folder": "runs/x", "policies": rows})
+    tables.show_comparison(table, as_json=False)
+    assert "rlmux   tails       makespan s     8       10  125.0%" in capsys.readouterr().out.splitlines()
+    tables.show_comparison(table, as_json=True)
+    worth = {"policy": "rlmux-no-tails", "figure": "makespan_s", "with": 8.0, "without": 10.0, "ratio": 1.25}
+    assert json.loads(capsys.readouterr().out)["ablations"] == {"rlmux": {"tails": worth}}
 
 
 def test_weights_that_are_not_known_are_not_the_same():

@@ -6,7 +6,7 @@ file ─▶ load ─▶ Spec ─┬▶ plan, simulate    dictionaries, the keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from rlmux.api.files import File, OnWarning, load_file, load_workload, policy_an
 from rlmux.api.run_handle import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
-from rlmux.policies import check_policy
+from rlmux.policies import check_policy, split_name, with_ablations
 
 if TYPE_CHECKING:
     from rlmux.runtime.controller import Listener
@@ -58,6 +58,7 @@ def simulate(
     workload: File | Workload,
     *,
     policies: Sequence[str] = ("solo", "rollmux", "rlmux"),
+    ablate: Sequence[str] = (),
     seeds: int = 1,
     overrides: Sequence[str] = (),
     progress: Progress | None = None,
@@ -66,6 +67,7 @@ def simulate(
 ) -> dict[str, Any]:
     """Figures of every policy on a file's pipelines, or on a workload by name, such as "weave".
 
+    `ablate`: mechanisms, or "all"; each policy that has them is also simulated without them (`with_worth`).
     `seeds`: workloads of seeds 0 to seeds - 1; figures are means with min and max. `processes`: by default one a core.
     `out`: a folder for pictures. The keys are those of `rlmux simulate --json` (docs/how-it-works/simulator.md).
     """
@@ -75,13 +77,15 @@ def simulate(
         check_policy(name)
         if plugins.is_plugin("policy", name):
             plugins.look_in(Path.cwd())
-    return api.simulate(
-        load_workload(workload, overrides),
-        policies=tuple(policies),
-        num_seeds=seeds,
-        progress=progress,
-        num_processes=processes,
-        out=None if out is None else Path(out),
+    return with_worth(
+        api.simulate(
+            load_workload(workload, overrides),
+            policies=with_ablations(policies, ablate),
+            num_seeds=seeds,
+            progress=progress,
+            num_processes=processes,
+            out=None if out is None else Path(out),
+        )
     )
 
 
@@ -132,6 +136,7 @@ def compare(
     file: File,
     *,
     policies: Sequence[str] = ("solo", "colocated", "rollmux"),
+    ablate: Sequence[str] = (),
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -143,7 +148,7 @@ def compare(
 ) -> dict[str, Any]:
     """Train the same pipelines under each policy, one after another; ratios are to the first.
 
-    `profile`, `display`, `on_warning`: as for `run`, under each policy anew.
+    `profile`, `display`, `on_warning`: as for `run`, under each policy anew. `ablate`: as for `simulate`.
     The keys are those of `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
     """
     from rlmux.runtime.checks import run_comparison
@@ -152,6 +157,7 @@ def compare(
 
     for name in policies:
         check_policy(name)
+    names = with_ablations(policies, ablate)
     spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, on_warning=on_warning)
 
     policy_and_costs(spec, profile, on_warning=lambda _: None)  # a profile of something else is refused before a folder
@@ -162,7 +168,32 @@ def compare(
             return _train(one, into, options, address=address, profile=profile, on_warning=on_warning)
 
     with folders.chosen(out, f"{_stem(file)}-compare") as folder:
-        return run_comparison.run_each(spec, tuple(policies), folder, start, is_overwriting=overwrite)
+        return with_worth(run_comparison.run_each(spec, names, folder, start, is_overwriting=overwrite))
+
+
+def with_worth(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with `policies`, and what mechanisms are worth where policies ran with and without them.
+
+        {..., "ablations": {policy: {"tails": {"policy", "figure", "with", "without", "ratio"}, "tails,fill": ...}}}
+
+    `figure`: a key of both rows, `cost_usd_per_solo_hour` where nodes are paid, else `makespan_s`; `ratio`: without
+    over with, above 1 if the mechanisms help.
+    """
+    rows, ablations = result["policies"], dict[str, dict[str, Any]]()
+    for name in rows:
+        policy, off = split_name(name)
+        if off and policy in rows:
+            worth = {"policy": name, **_worth(rows[policy], rows[name])}
+            ablations.setdefault(policy, {})[",".join(off)] = worth
+    return {**result, "ablations": ablations} if ablations else dict(result)
+
+
+def _worth(kept: Mapping[str, Any], ablated: Mapping[str, Any]) -> dict[str, Any]:
+    usd = "cost_usd_per_solo_hour"  # for the same dollars, a slower policy does less before pipelines depart
+    figure = usd if kept.get(usd) and ablated.get(usd) else "makespan_s"
+    above, below = ablated[figure], kept[figure]
+    ratio = above / below if above is not None and below else None
+    return {"figure": figure, "with": below, "without": above, "ratio": ratio}
 
 
 def _stem(file: File) -> str:

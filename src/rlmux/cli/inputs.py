@@ -57,12 +57,19 @@ def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -
     return spec
 
 
-def policy_names(text: str) -> tuple[str, ...]:
-    """The names of a comma-separated list, each of them a policy, none twice."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names or ("",):
+def policy_names(text: str, ablate: str | None = None) -> tuple[str, ...]:
+    """The names of a comma-separated list, each of them a policy, none twice, with their ablations."""
+    from rlmux.policies import with_ablations
+
+    names = _listed(text)
+    for name in names:
         check_policy("--policies", name)
-    return tuple(dict.fromkeys(names))
+    return with_ablations(names, () if ablate is None else _listed(ablate))
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """The words of a comma-separated list, none twice; one empty word where there is none."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip())) or ("",)
 
 
 def seed_numbers(text: str) -> tuple[int, ...]:
@@ -77,12 +84,12 @@ def seed_numbers(text: str) -> tuple[int, ...]:
 
 def check_policy(option: str, name: str) -> None:
     """Raises UserError for a name that is neither built in nor a plug-in's, whose module is looked for here too."""
-    from rlmux.policies import POLICIES
+    from rlmux.policies import POLICIES, split_name
 
     if plugins.is_plugin("policy", name):
         plugins.look_in(Path.cwd())
     else:
-        _check_choice(option, name, list(POLICIES))
+        _check_choice(option, split_name(name)[0], list(POLICIES))
 
 
 def backend_name(text: str) -> Literal["local", "ray"]:

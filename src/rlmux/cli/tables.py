@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 _WIDE = 100_000
 """Characters of a line that is not wrapped."""
 _FAILED_STATUSES = ("failed", "refused")
+_ABLATION_FIGURES = {"cost_usd_per_solo_hour": "$/solo h", "makespan_s": "makespan s"}
 _SLO_WORDS = {True: "kept", False: "missed", None: ""}
 
 
@@ -121,10 +122,13 @@ def show_by_policy(figures: Mapping[str, Row], *, as_json: bool) -> None:
 
 def show_comparison(table: Row, *, as_json: bool) -> None:
     """One row for each policy that was trained under, and where the runs are."""
-    show_by_policy(table["policies"], as_json=as_json)
-    if not as_json:
-        first = next(iter(table["policies"]))
-        print(f"\nspeedup and tokens_ratio: against {first}\nruns: {table['folder']}")
+    if as_json:
+        print_json({**table["policies"], **{key: table[key] for key in ("ablations",) if key in table}})
+        return
+    show_by_policy(table["policies"], as_json=False)
+    first = next(iter(table["policies"]))
+    print(f"\nspeedup and tokens_ratio: against {first}\nruns: {table['folder']}")
+    _show_ablations(table)
 
 
 def show_simulation(result: Row, *, as_json: bool) -> None:
@@ -170,6 +174,7 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     _show_fillers(result)
     _show_spot(result)
     _show_parts(result)
+    _show_ablations(result)
     _show_notes(result)
     for picture in result.get("pictures", ()):
         print(picture)
@@ -233,6 +238,27 @@ def _show_parts(result: Row) -> None:
         )
 
 
+def _show_ablations(result: Row) -> None:
+    """What each mechanism is worth, where policies ran with and without it."""
+    if "ablations" not in result:
+        return
+    print("\nwhat mechanisms are worth (above 100%: they help):")
+    print_rows(
+        [
+            {
+                "policy": policy,
+                "mechanisms": mechanisms.replace(",", ", "),
+                "figure": _ABLATION_FIGURES[worth["figure"]],
+                "with": worth["with"],
+                "without": worth["without"],
+                "without/with": _percent(worth["ratio"], digits=1),
+            }
+            for policy, ablations in result["ablations"].items()
+            for mechanisms, worth in ablations.items()
+        ]
+    )
+
+
 def _show_notes(result: Row) -> None:
     """What the figures rest on that was not given."""
     for note in result.get("notes", ()):
@@ -255,6 +281,7 @@ def _show_predictions(result: Row) -> None:
         for policy, figures in result["policies"].items()
     ]
     print_rows([{**dict.fromkeys(rows[0]), **first}, *rows])
+    _show_ablations(result)
     for picture in result.get("pictures", ()):
         print(picture)
 

@@ -4,13 +4,16 @@
 `core/policy.py` has the interface. A policy outside rlmux is a plug-in (`user_policy.py`), named `module:Class` or by
 an entry point.
 
+The name of a built-in policy may switch mechanisms off: `rlmux-no-tails`, `rlmux-no-tails-no-fill`. Such a policy is an
+ablation, and shows what the mechanism is worth.
+
 Reading order: baselines, rollmux, jigsaw, rlmux, optimal, static_sharing, gavel, max_min_fairness, time_slice_clock,
 time_slice_shares, user_policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -47,36 +50,97 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "optimal": Optimal,
 }
 """Maker of each policy, by the name that a user types."""
+MECHANISMS = ("tails", "fractions", "fill")
+"""Options that switch a mechanism of a policy on; each policy has some of them or none."""
+_WITHOUT = "-no-"
+"""Precedes each mechanism that a name switches off."""
 
 
 def check_policy(name: str) -> None:
     """Raises UserError for a name that is neither built in nor a plug-in that could be one. Nothing is imported."""
-    if name not in POLICIES and not plugins.is_plugin("policy", name):
+    if split_name(name)[0] not in POLICIES and not plugins.is_plugin("policy", name):
         plugins.find("policy", name, tuple(POLICIES))
+
+
+def split_name(name: str) -> tuple[str, tuple[str, ...]]:
+    """(the policy, the mechanisms that the name switches off): "rlmux-no-tails" is ("rlmux", ("tails",)).
+
+    A plug-in has no mechanisms, and its name is never split. Raises UserError for a mechanism that a built-in policy
+    does not have.
+    """
+    policy, *off = name.split(_WITHOUT)
+    if policy not in POLICIES:
+        return name, ()
+    known = _mechanisms_of(policy)
+    for mechanism in off:
+        if mechanism not in known:
+            raise UserError(f"policy {policy!r} has no mechanism {mechanism!r}; accepted: {', '.join(known) or 'none'}")
+    return policy, tuple(off)
+
+
+def with_ablations(names: Sequence[str], mechanisms: Sequence[str]) -> tuple[str, ...]:
+    """The policies, each followed by its ablations: without each of these mechanisms, then without all of them.
+
+        solo, rlmux; tails, fill  ─▶  solo, rlmux, rlmux-no-tails, rlmux-no-fill, rlmux-no-tails-no-fill
+
+    "all" stands for every mechanism. Raises UserError for a mechanism that none of the policies has.
+    """
+    on_in = {name: _mechanisms_on(name) for name in names}
+    known = [each for each in MECHANISMS if any(each in on for on in on_in.values())]
+    for mechanism in mechanisms:
+        if mechanism not in known and (mechanism != "all" or not known):
+            listed = ", ".join(map(repr, names))
+            none = f"policy {listed} has" if len(names) == 1 else f"policies {listed} have"
+            raise UserError(f"--ablate {mechanism}: {none} no such mechanism; accepted: {', '.join(known) or 'none'}")
+    ablated: list[str] = []
+    for name, on in on_in.items():
+        off = [each for each in on if each in mechanisms or "all" in mechanisms]
+        ablated += [name, *(name + _WITHOUT + each for each in off)]
+        if len(off) > 1:
+            ablated.append(_WITHOUT.join((name, *off)))
+    return tuple(dict.fromkeys(ablated))
+
+
+def _mechanisms_on(name: str) -> list[str]:
+    """Mechanisms of the policy that its name leaves on."""
+    policy, off = split_name(name)
+    return [each for each in _mechanisms_of(policy) if each not in off]
+
+
+def _mechanisms_of(policy: str) -> list[str]:
+    known = _options_of(POLICIES[policy]()) if policy in POLICIES else ()
+    return [each for each in MECHANISMS if each in known]
 
 
 def make_policy(name: str, *, seed: int = 0, sharing: SharingTable | None = None, **options: Any) -> Policy:
     """The policy of that name with these options: the one way to make a policy.
 
-    `seed` is used by a policy that draws lots, `sharing` by one that runs sub-stages side by side; other policies
-    ignore them (`policy.sharing` is then None). Raises UserError for a name or an option that is unknown.
+    The name may switch mechanisms off (`split_name`). `seed` is used by a policy that draws lots, `sharing` by one that
+    runs sub-stages side by side; other policies ignore them (`policy.sharing` is then None). Raises UserError for a
+    name or an option that is unknown.
     """
-    if name not in POLICIES:
+    policy, off = split_name(name)
+    if policy not in POLICIES:
         of_user = user_policy(name, tuple(POLICIES))
         made: Policy = replace(of_user, wrapped=_with_options(of_user.wrapped, name, seed, options))
     else:
-        made = _with_options(POLICIES[name](), name, seed, options)
+        switched_off = {"name": name, **dict.fromkeys(off, False)} if off else {}
+        made = _with_options(POLICIES[policy](), name, seed, {**switched_off, **options})
     return made if sharing is None else with_sharing(made, sharing)
 
 
 def _with_options(policy: Any, name: str, seed: int, options: Mapping[str, Any]) -> Policy:
-    known = [item.name for item in fields(policy)] if is_dataclass(policy) else []
+    known = _options_of(policy)
     for key in options:
         if key not in known:
             raise UserError(f"policy {name!r} has no option {key!r}; accepted: {', '.join(known)}")
     drawing = {"seed": seed} if "seed" in known else {}
     made: Policy = replace(policy, **{**drawing, **options})
     return made
+
+
+def _options_of(policy: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(policy)) if is_dataclass(policy) else ()
 
 
 def with_sharing(policy: Policy, sharing: SharingTable) -> Policy:

@@ -20,6 +20,14 @@ Sets = Annotated[
 ]
 PolicyName = Annotated[str | None, typer.Option("--policy", help="Scheduling policy; by default the file's.")]
 PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, separated by commas.")]
+Ablate = Annotated[
+    str | None,
+    typer.Option(
+        "--ablate",
+        metavar="MECHANISMS",
+        help="Also run the policies without mechanisms: tails, fractions, fill, separated by commas, or all.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON with stable keys on stdout.")]
 Out = Annotated[
     str | None,

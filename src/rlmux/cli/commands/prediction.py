@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlmux.cli.commands.options import File, Folder, Json, Pictures, PolicyName, PolicyNames, Sets
+from rlmux.cli.commands.options import Ablate, File, Folder, Json, Pictures, PolicyName, PolicyNames, Sets
 
 
 def simulate(
@@ -16,6 +16,7 @@ def simulate(
         typer.Argument(metavar="FILE|WORKLOAD", help="YAML file, CSV file, or a workload by name, such as weave."),
     ] = None,
     policies: PolicyNames = "solo,colocated,rollmux",
+    ablate: Ablate = None,
     from_run: Annotated[
         Path | None,
         typer.Option("--from-run", metavar="DIR", help="Simulate a finished run instead, from its measured seconds."),
@@ -44,10 +45,12 @@ def simulate(
 
     \b
     Example: rlmux simulate weave --policies solo,rollmux --seeds 5
+             rlmux simulate pair --policies rlmux --ablate tails,fractions
     """
+    from rlmux.api.commands import with_worth
     from rlmux.cli import inputs, progress, tables
 
-    names, numbers = inputs.policy_names(policies), inputs.seed_numbers(seeds)
+    names, numbers = inputs.policy_names(policies, ablate), inputs.seed_numbers(seeds)
     made = inputs.workload_or_run(workload, from_run, sets, profile)
 
     from rlmux.sim import api
@@ -55,7 +58,7 @@ def simulate(
     on_spot = made if spot is None else api.with_spot(made, spot)
 
     with progress.bar("simulations", is_quiet=json) as report_progress:
-        result = api.simulate(
+        simulated = api.simulate(
             on_spot,
             policies=names,
             seeds=numbers,
@@ -63,6 +66,7 @@ def simulate(
             out=out,
             counts_decisions=count_decisions,
         )
+    result = with_worth(simulated)
     if from_run is not None:
         result["measured"] = inputs.measured(from_run)
     tables.show_simulation(result, as_json=json)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlmux.cli.commands.options import (
+    Ablate,
     Address,
     BackendName,
     File,
@@ -75,6 +76,7 @@ def run(
 def compare(
     file: File,
     policies: PolicyNames = "solo,colocated,rollmux",
+    ablate: Ablate = None,
     backend: BackendName = "local",
     profile: ProfileFile = None,
     address: Address = None,
@@ -89,12 +91,13 @@ def compare(
 
     \b
     Example: rlmux compare examples/01_two_pipelines.yaml --policies solo,colocated,rollmux
+             rlmux compare examples/01_two_pipelines.yaml --policies rlmux --ablate all
     """
     from rlmux.api import commands
     from rlmux.cli import inputs, tables
     from rlmux.cli.live import Live
 
-    names = inputs.policy_names(policies)
+    names = inputs.policy_names(policies, ablate)
 
     def display(spec: Spec) -> Live:
         if not json:
