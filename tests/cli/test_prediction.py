@@ -136,6 +136,12 @@ def test_where_nodes_are_paid_a_mechanism_is_worth_dollars(rlmux, files):
     assert "$/solo h" in rlmux(*asked).out.partition("what mechanisms are worth")[2]
 
 
+def test_where_every_pipeline_is_refused_no_mechanism_has_a_worth(rlmux, files):
+    refused = ("--set", "defaults.footprint={rollout_host_gb: 200}", "--set", "cluster.pools.h20.host_memory_gb=100")
+    said = rlmux("simulate", "plan.yaml", "--policies", "rollmux", "--ablate", "all", "--json", *refused)
+    assert json.loads(said.out)["ablations"]["rollmux"]["tails"]["ratio"] is None
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -68,7 +68,7 @@ def policy_names(text: str, ablate: str | None = None) -> tuple[str, ...]:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    """The words of a comma-separated list, none twice; one empty word where there is none."""
+    """The words of a comma-separated list, none twice; an empty list is one empty word."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip())) or ("",)
 
 
