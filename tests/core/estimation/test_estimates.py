@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.estimation.estimates import Curve, StepHistory
-from rlmux.core.model import DeviceId, PhaseSeconds, Pipeline, PipelineId
+from rlmux.core.model import DeviceId, PhaseSeconds, Pipeline, PipelineId, SubStage
 
 A = PipelineId("a")
 D0, D1 = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
@@ -20,7 +20,7 @@ def history(curves: list[list[tuple[float, int]]]) -> StepHistory:
         made.open_rollout(step, (D0,), 0.0)
         for seconds, active in reports[:-1]:
             made.add_progress(D0, active, seconds)
-        made.end_shard(D0, reports[-1][0])
+        made.end_shard(D0, reports[-1][0], prefill_s=0.5)
     return made
 
 
@@ -45,6 +45,26 @@ def test_before_the_first_step_the_users_estimate_stands_in():
     known = history([]).estimates()
     assert (known.shard_s, known.train_s) == (9.0, 2.0)
     assert known.remaining_time(None, run_s=4.0).median_s == 5.0
+
+
+def test_a_shard_is_cut_where_it_begins_to_decode_and_where_half_of_its_slots_are_left():
+    known = history([SHORT, LONG, SHORT]).estimates()
+    whole = ((6.0, SubStage.PREFILL), (5.5, SubStage.DENSE_DECODE), (2.0, SubStage.TAIL_DECODE))
+    assert known.sub_stages(16) == known.sub_stages(None) == whole
+    assert known.sub_stages(64) == ((6.0, SubStage.PREFILL), (5.5, SubStage.TAIL_DECODE))
+
+
+def test_a_sub_stage_that_lasts_next_to_nothing_belongs_to_its_neighbour():
+    long = history([[(1.0, 32), (4.2, 8), (12.0, 0)]]).estimates()
+    assert long.sub_stages(16) == ((12.0, SubStage.DENSE_DECODE), (7.8, SubStage.TAIL_DECODE))
+
+
+def test_before_the_first_step_half_of_a_rollout_is_its_tail():
+    assert history([]).estimates().sub_stages(16) == ((9.0, SubStage.DENSE_DECODE), (4.5, SubStage.TAIL_DECODE))
+
+
+def test_the_tail_of_a_shard_that_reports_nothing_is_not_known():
+    assert history([[(6.0, 0)]]).estimates().tail_s == 0.0
 
 
 def test_the_curve_of_a_shard_that_another_migrated_to_is_not_learned():

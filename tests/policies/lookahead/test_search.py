@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
 from rlmux.policies.lookahead.priorities import longest_paths
 from rlmux.policies.lookahead.problem import IdleMigration, Problem, SiblingMigration, WorkItem
 from rlmux.policies.lookahead.search import plan
@@ -80,6 +80,28 @@ def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
     made = plan(problem)
     assert made.end_s[0] == pytest.approx(4.6)
     assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
+
+
+def test_an_item_goes_through_its_sub_stages_and_each_has_its_own_neighbours():
+    """Dense decode may run beside the tail, and its prefill may not: it begins when the tail has a second left."""
+    later = ((8.0, SubStage.DENSE_DECODE), (4.0, SubStage.TAIL_DECODE))
+    rollout = item(0, "prefill", (0,), 9.0, later=later, tail_s=2.0)
+    problem = Problem(work_items=(item(1, "tail", (0,), 5.0, tail_s=5.0, is_running=True), rollout), sharing=TABLE)
+    assert plan(problem).start_s[1] == pytest.approx(5.0)
+    begun = replace(rollout, sub_stage=SubStage.DENSE_DECODE, seconds=8.0, later=later[1:])
+    made = plan(replace(problem, work_items=(problem.work_items[0], begun)))
+    assert made.start_s[1] == 0.0
+    # Beside the tail 4 s of dense decode take 5.2 s; then the tail has 1 s left, beside which no other tail helps.
+    assert made.end_s[1] == pytest.approx(5.2 + (5.0 - 5.2 / 1.3) * 2.0 + 4.0 - (5.0 - 5.2 / 1.3))
+
+
+def test_three_share_a_device_only_at_rates_that_were_measured_for_three():
+    kinds = ("dense", "tail", "update")
+    triple = SharingTriple(sub_stages=kinds, device_fractions=(0.3, 0.3, 0.4), slowdowns=(1.5, 1.5, 1.5))
+    items = tuple(item(number, kind, (0,), 3.0) for number, kind in enumerate(kinds))
+    with_triple = SharingTable(TABLE.entries, (triple,))
+    assert plan(Problem(work_items=items, sharing=with_triple)).makespan_s == pytest.approx(4.5)
+    assert plan(Problem(work_items=items, sharing=TABLE)).makespan_s > 6.0
 
 
 def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
