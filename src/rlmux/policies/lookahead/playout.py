@@ -17,6 +17,8 @@ This is the kernel of the look-ahead, some 7 µs a start: state is in lists by w
 
 from __future__ import annotations
 
+import math
+
 from bisect import insort
 
 from rlmux.core.model import SubStage
@@ -87,10 +89,12 @@ class Playout:
         "left_s",
         "masks",
         "now_s",
+        "num_started",
         "num_missing",
         "open_migrations",
         "rank",
         "rate",
+        "rate_on",
         "ready",
         "running",
         "setting",
@@ -117,6 +121,8 @@ class Playout:
         self.idle_migrations = priorities.idle_migrations
         self.sibling_migrations_now: list[int] = []
         self.now_s = 0.0
+        self.num_started = 0
+        """Starts so far, a work item counting once for each device."""
         self.left_s = [item.seconds for item in work_items]
         """Solo seconds left, as of `advanced_s`."""
         self.tail_s = [item.tail_s for item in work_items]
@@ -130,6 +136,8 @@ class Playout:
         self.advanced_s = [0.0] * len(work_items)
         self.rate = [1.0] * len(work_items)
         """Solo seconds per second."""
+        self.rate_on: list[dict[int, float]] = [{} for _ in work_items] if setting.is_sharing else []
+        """The same on each device that is shared, or was."""
         self.change_s = [0.0] * len(work_items)
         """When a running work item ends or begins its next sub-stage."""
         self.kept = list(setting.problem.kept)
@@ -160,6 +168,12 @@ class Playout:
 
     def schedule(self) -> Schedule:
         """Play everything out; to be called once."""
+        schedule = self.schedule_before(math.inf)
+        assert schedule is not None, "without a limit it is played to its end"
+        return schedule
+
+    def schedule_before(self, limit_s: float) -> Schedule | None:
+        """The same; None where not everything has ended by then."""
         for index, item in enumerate(self.work_items):
             if item.is_running:
                 self._begin(index)
@@ -179,6 +193,8 @@ class Playout:
                 continue
             change_s = self.change_s
             now_s = self.now_s = min([change_s[index] for index in self.running])
+            if now_s > limit_s:
+                return None
             for index in [index for index in self.running if change_s[index] <= now_s + _DONE_S]:
                 if index in self.running:
                     self._end_or_go_on(index)
@@ -219,6 +235,7 @@ class Playout:
         if self.kept:
             self._bring_state(self.work_items[index], self.devices[index], index)
         self.running.append(index)
+        self.num_started += len(self.devices[index]) or 1
         self.advanced_s[index] = self.now_s
         if self.setting.is_sharing:
             most = self.setting.most_together
@@ -226,13 +243,9 @@ class Playout:
                 self.holders[device].append(index)
                 if len(self.holders[device]) >= most:
                     self.crowded |= 1 << device
-            if both:
-                for device in self.devices[index]:
-                    for other in self.holders[device]:
-                        if other != index:
-                            self._update_rate(other)
-                self.rate[index] = self._rate(index)
         self._schedule_end(index)
+        if both:
+            self._update_rates(index, both)
 
     def _bring_state(self, item: WorkItem, devices: tuple[int, ...], index: int) -> None:
         """The work item's state is there from now on, most recently used; it takes a switch longer if it was not."""
@@ -253,7 +266,7 @@ class Playout:
                 self.begun[index] = begun + 1
             self._schedule_end(index)
             if self.shared & self.masks[index]:
-                self._update_rates_on_devices_of(index)
+                self._update_rates(index, self.shared)
             return
         self._end(index)
 
@@ -272,7 +285,7 @@ class Playout:
                 if len(self.holders[device]) == 1:
                     self.shared &= ~(1 << device)
             if both:
-                self._update_rates_on_devices_of(index)
+                self._update_rates(index, both)
         else:
             self.taken &= ~mask
         self._release_followers(index)
@@ -303,46 +316,53 @@ class Playout:
             until_s = max(0.0, until_s - begins[begun][0] - self.grown_s[index])
         self.change_s[index] = self.advanced_s[index] + until_s / self.rate[index]
 
-    def _update_rate(self, index: int) -> None:
-        rate = self._rate(index)
-        if rate != self.rate[index]:
-            self._advance(index)
-            self.rate[index] = rate
-            self._schedule_end(index)
-
-    def _update_rates_on_devices_of(self, index: int) -> None:
-        """The rate of every work item on its devices, itself included."""
+    def _update_rates(self, index: int, mask: int) -> None:
+        """The rates of all work items on those of its devices that are in the mask, its own included."""
+        rates, sub_stages = self.setting.rates, self.sub_stage
         for device in self.devices[index]:
-            for holder in self.holders[device]:
-                self._update_rate(holder)
-
-    def _rate(self, index: int) -> float:
-        """Solo seconds per second: what the slowest of its devices gives."""
-        rate, rates, sub_stages = 1.0, self.setting.rates, self.sub_stage
-        for device in self.devices[index]:
+            if not mask >> device & 1:
+                continue
             holders = self.holders[device]
             if len(holders) == 2:
-                other = holders[0] if holders[1] == index else holders[1]
-                rate = min(rate, rates.get((sub_stages[index], sub_stages[other]), 0.5))
-            elif len(holders) > 2:
-                others = sorted(sub_stages[other] for other in holders if other != index)
-                rate = min(rate, rates.get((sub_stages[index], *others), 1.0 / len(holders)))
-        return rate
+                a, b = holders
+                kind_a, kind_b = sub_stages[a], sub_stages[b]
+                self._set_rate_on(device, a, rates.get((kind_a, kind_b), 0.5))
+                self._set_rate_on(device, b, rates.get((kind_b, kind_a), 0.5))
+            elif len(holders) == 1:
+                self._set_rate_on(device, holders[0], 1.0)
+            else:
+                for holder in holders:
+                    others = sorted(sub_stages[other] for other in holders if other != holder)
+                    self._set_rate_on(device, holder, rates.get((sub_stages[holder], *others), 1.0 / len(holders)))
+
+    def _set_rate_on(self, device: int, index: int, rate: float) -> None:
+        """The device gives the work item so much; the slowest of its devices sets its pace."""
+        rate_on = self.rate_on[index]
+        if rate_on.get(device, 1.0) == rate:
+            return
+        rate_on[device] = rate
+        slowest = min(rate_on.values())
+        if slowest != self.rate[index]:
+            self._advance(index)
+            self.rate[index] = slowest
+            self._schedule_end(index)
 
     def _may_share(self, index: int) -> bool:
         unshared = self.unshared
         if index in unshared:
             return False
+        rates, sub_stages, mine = self.setting.rates, self.sub_stage, self.sub_stage[index]
         for device in self.devices[index]:
             holders = self.holders[device]
             if not holders:
                 continue
             if not unshared.isdisjoint(holders):
                 return False
-            others = [self.sub_stage[other] for other in holders]
-            if len(others) > 1:
-                others.sort()
-            if (self.sub_stage[index], *others) not in self.setting.rates:
+            if len(holders) == 1:
+                key: tuple[str, ...] = (mine, sub_stages[holders[0]])
+            else:
+                key = (mine, *sorted(sub_stages[other] for other in holders))
+            if key not in rates:
                 return False
         return True
 

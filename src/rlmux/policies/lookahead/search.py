@@ -12,6 +12,7 @@ compared with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,22 +20,24 @@ from rlmux.policies.lookahead.playout import Playout, Setting
 from rlmux.policies.lookahead.priorities import Priorities, compatible_migrations, longest_paths, rank_descending
 from rlmux.policies.lookahead.problem import EMPTY_SCHEDULE, Problem, Schedule, WorkItem
 
+_SAME_S = 1e-6
+"""Seconds within which two moments of a schedule are one."""
 BUDGET = 400
-"""Starts on one device that a decision may play out: about 3 ms of one core."""
+"""Starts on one device that a decision may play out where devices are shared: about 3 ms of one core."""
+WHOLE_DEVICES = 4
+"""Times as many on whole devices, where they take less: there are no rates to update."""
 
 
 def plan(problem: Problem, *, budget: int = BUDGET, openings: Sequence[Priorities] = ()) -> Schedule:
-    """The best schedule found by playing out about `budget` starts, a work item counting once for each device.
+    """The best schedule found by playing out about `budget` starts, a work item counting once for each device, or
+    `WHOLE_DEVICES` times as many.
 
     `openings`: priorities that are tried before all others, so that the schedule is never worse than theirs.
     """
     work_items = problem.work_items
     if not work_items:
         return EMPTY_SCHEDULE
-    num_starts = sum(max(1, len(item.devices)) for item in work_items)
-    # On whole devices a start takes half the time: there are no rates to update.
-    num_playouts = (budget if problem.sharing.entries else 2 * budget) // num_starts
-    return _PlayoutSearch(problem, max(1, num_playouts), openings).best()
+    return _PlayoutSearch(problem, budget if problem.sharing.entries else WHOLE_DEVICES * budget, openings).best()
 
 
 def play_out(problem: Problem, priorities: Priorities) -> Schedule:
@@ -43,19 +46,21 @@ def play_out(problem: Problem, priorities: Priorities) -> Schedule:
 
 
 class _PlayoutSearch:
-    """Openings first, then improvement of the best of them, then of the next, while playouts are left."""
+    """Openings first, then improvement of the best of them, then of the next, while starts are left."""
 
-    def __init__(self, problem: Problem, num_playouts: int, openings: Sequence[Priorities]) -> None:
+    def __init__(self, problem: Problem, num_starts: int, openings: Sequence[Priorities]) -> None:
         self.problem = problem
         self.openings = openings
         self.setting = Setting(problem)
-        self.num_left = num_playouts
+        self.num_left = num_starts
         self.num_tried = 0
 
     def best(self) -> Schedule:
         tried = []
         for priorities in (*self.openings, *_openings(self.problem)):
-            tried.append((priorities, self.try_out(priorities)))
+            schedule = self.try_out(priorities)
+            assert schedule is not None, "without a limit it is played to its end"
+            tried.append((priorities, schedule))
             if self.num_left <= 0:
                 break
         tried.sort(key=lambda one: one[1].score)
@@ -68,10 +73,14 @@ class _PlayoutSearch:
                 best = improved
         return replace(best, num_tried=self.num_tried)
 
-    def try_out(self, priorities: Priorities) -> Schedule:
-        self.num_left -= 1
+    def try_out(self, priorities: Priorities, than: Schedule | None = None) -> Schedule | None:
+        """The schedule of these priorities; None where its makespan alone is more than the score of the other."""
+        playout = Playout(self.setting, priorities)
+        is_in_time = than is not None and than.missed_s == 0.0
+        schedule = playout.schedule_before(than.score[1] if than is not None and is_in_time else math.inf)
+        self.num_left -= playout.num_started
         self.num_tried += 1
-        return Playout(self.setting, priorities).schedule()
+        return schedule
 
     def improve(self, current: Priorities, schedule: Schedule) -> Schedule:
         """The first small change that helps, again and again, until none does."""
@@ -79,8 +88,8 @@ class _PlayoutSearch:
         while is_better and self.num_left > 0:
             is_better = False
             for candidate in _neighbours(self.problem, current, schedule):
-                found = self.try_out(candidate)
-                if _is_less(found.score, schedule.score):
+                found = self.try_out(candidate, schedule)
+                if found is not None and _is_less(found.score, schedule.score):
                     current, schedule, is_better = candidate, found, True
                     break
                 if self.num_left <= 0:
@@ -151,7 +160,10 @@ def _reordered(problem: Problem, current: Priorities, schedule: Schedule) -> Ite
     work_items = problem.work_items
     order = sorted(range(len(work_items)), key=lambda index: (schedule.start_s[index], current.rank[index]))
     masks = [sum(1 << device for device in item.devices) for item in work_items]
-    for position, later in enumerate(order):
+    critical = _critical(work_items, masks, schedule)
+    places = sorted(range(len(order)), key=lambda place: order[place] not in critical)
+    for position in places:
+        later = order[position]
         if work_items[later].is_running:
             continue
         if later in current.after:
@@ -171,6 +183,27 @@ def _reordered(problem: Problem, current: Priorities, schedule: Schedule) -> Ite
                 yield current.changed(rank=rank)
             if later not in current.after:
                 yield current.changed(rank=rank, after={**current.after, earlier: later})
+
+
+def _critical(work_items: Sequence[WorkItem], masks: Sequence[int], schedule: Schedule) -> set[int]:
+    """The work items without which the last one could have ended sooner: each began as another of them ended, which it
+    needs or whose device it has."""
+    start_s, end_s = schedule.start_s, schedule.end_s
+    left = [max(range(len(work_items)), key=end_s.__getitem__)]
+    critical: set[int] = set()
+    while left:
+        index = left.pop()
+        if index in critical:
+            continue
+        critical.add(index)
+        if start_s[index] > 0.0:
+            left += [
+                other
+                for other in range(len(work_items))
+                if abs(end_s[other] - start_s[index]) < _SAME_S
+                and (masks[other] & masks[index] or other in work_items[index].needs)
+            ]
+    return critical
 
 
 def _leads_to(work_items: Sequence[WorkItem], first: int, last: int) -> bool:
