@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from rlmux.core.estimation.estimates import StepEstimates
+from rlmux.core.estimation.estimates import StepEstimates, StepPlan
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage, dense_threshold_of
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.group_load import sync_s
@@ -190,6 +190,11 @@ class MemberView:
         if known is None and (peak := self._run.estimates.history.largest_shard):
             return dense_threshold_of(peak)
         return known
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """The sub-stages of its next step, as the look-ahead and the report have them."""
+        return self.estimates.plan(self.pipeline.train_stages, self.dense_threshold)
 
     @property
     def step_began_s(self) -> float:

@@ -38,6 +38,8 @@ TAIL_PART = 0.25
 """Part of the sequences that a shard began with, at or below which it is in its tail."""
 LEAST_PART = 0.05
 """Part of a shard's seconds below which a sub-stage of it is not distinguished."""
+LEAST_WAIT = 0.01
+"""Part of a step's seconds below which a reward or a publication is not a wait of its own."""
 UNKNOWN_S = 1.0
 """Seconds assumed for a stage that nothing is known about."""
 
@@ -76,6 +78,26 @@ class RemainingTime:
     low_s: float
     median_s: float
     high_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The sub-stages of a pipeline's next step, which are the same on each of its workers."""
+
+    shard_s: float
+    """Solo seconds of each shard."""
+    sub_stages: tuple[tuple[float, SubStage], ...]
+    """Sub-stages of a whole shard as (solo seconds left when it begins, sub-stage), in order."""
+    training: tuple[tuple[Stage, float], ...]
+    """Each stage of training with its solo seconds, in order."""
+    waits: tuple[tuple[Stage, float], ...]
+    """The reward and the publication with the seconds that they hold no device, without negligible ones."""
+
+    def sub_stages_after(self, begun: SubStage, left_s: float) -> tuple[tuple[float, SubStage], ...]:
+        """The later sub-stages of a shard that is in this one with so many solo seconds left, as `sub_stages`."""
+        if begun is SubStage.TAIL_DECODE:
+            return ()
+        return tuple(one for one in self.sub_stages[1:] if one[0] < left_s and one[1] is not begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +186,17 @@ class StepEstimates:
             if end_s - begin_s >= LEAST_PART * curve.end_s
         ]
         return ((curve.end_s, long[0][1]), *long[1:])
+
+    def plan(self, train_stages: Sequence[Stage], dense_threshold: int | None) -> StepPlan:
+        """The next step of a pipeline with these stages of training; `dense_threshold`: as for `sub_stages`."""
+        least_s = LEAST_WAIT * (self.shard_s + self.train_s)
+        waits = [(stage, self.stage_s(stage)) for stage in (Stage.REWARD, Stage.PUBLISH)]
+        return StepPlan(
+            shard_s=self.shard_s,
+            sub_stages=self.sub_stages(dense_threshold),
+            training=tuple((stage, self.stage_s(stage)) for stage in train_stages),
+            waits=tuple((stage, seconds) for stage, seconds in waits if seconds >= least_s),
+        )
 
     @property
     def whole_migration_s(self) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rlmux.core.estimation.estimates import StepEstimates
+from rlmux.core.estimation.estimates import StepEstimates, StepPlan
 from rlmux.core.model import (
     SUB_STAGE_BY_STAGE,
     DeviceId,
@@ -33,8 +33,6 @@ from rlmux.policies.lookahead.problem import WorkItem
 MAX_WORK_ITEMS = 96
 """More would leave time for one schedule only: crowds look ahead less far."""
 _SHORTEST_S = 1e-6
-_LEAST_WAIT = 0.01
-"""Part of a step below which a reward or a publication is not a wait of its own."""
 
 
 @dataclass(slots=True)
@@ -174,10 +172,8 @@ class _MemberForecast:
     splits_training: bool
     """Whether each stage of training is a work item of its own."""
     estimates: StepEstimates = field(init=False)
-    shard_s: float = field(init=False)
+    plan: StepPlan = field(init=False)
     tail_s: float = field(init=False)
-    sub_stages: tuple[tuple[float, SubStage], ...] = field(init=False)
-    """Sub-stages of a whole shard as (solo seconds left when it begins, sub-stage)."""
     train_devices: tuple[int, ...] = field(init=False)
     trains: dict[int, int] = field(default_factory=dict)
     """Index of each step's last stage of training."""
@@ -186,8 +182,7 @@ class _MemberForecast:
 
     def __post_init__(self) -> None:
         estimates = self.estimates = self.member.estimates
-        self.shard_s, self.tail_s = estimates.shard_s, estimates.tail_s
-        self.sub_stages = estimates.sub_stages(self.member.dense_threshold)
+        self.plan, self.tail_s = self.member.step_plan, estimates.tail_s
         self.train_devices = tuple(self.forecast.device_numbers[device] for device in self.member.train_devices)
 
     def add(self, num_steps: int) -> None:
@@ -240,11 +235,11 @@ class _MemberForecast:
         if order is not None:
             run_s = before_s + order.solo_s(self.view.now_s)
             left_s = estimates.remaining_time(num_active, run_s).median_s
-            left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * self.shard_s)
+            left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * self.plan.shard_s)
         elif work is not None and work.is_continuation:
             left_s = estimates.remaining_time(num_active, before_s).median_s
         else:
-            left_s = self.shard_s
+            left_s = self.plan.shard_s
         needs = () if work is None or not work.is_waiting else (self._add_tool_wait(work),)
         index = self._add_shard(device, left_s, num_active, needs, is_running=order is not None)
         self.forecast.device_of[index] = device
@@ -256,7 +251,7 @@ class _MemberForecast:
 
     def _add_tool_wait(self, work: ReadyWork) -> int:
         """Add the wait for an environment's reply, which holds no device; returns its index."""
-        known_s = self.estimates.wait_s if self.estimates.wait_s is not None else 0.1 * self.shard_s
+        known_s = self.estimates.wait_s if self.estimates.wait_s is not None else 0.1 * self.plan.shard_s
         left_s = max(known_s - (self.view.now_s - work.since_s), 0.1 * known_s, _SHORTEST_S)
         return self._add_wait(left_s, (), is_running=True)
 
@@ -275,10 +270,8 @@ class _MemberForecast:
 
     def _after(self, stage: Stage, needs: tuple[int, ...]) -> tuple[int, ...]:
         """What needs these and a stage that holds no device has to wait for."""
-        seconds = self.estimates.stage_s(stage)
-        if seconds < _LEAST_WAIT * (self.shard_s + self.estimates.train_s):
-            return needs
-        return (self._add_wait(seconds, needs),)
+        seconds = dict(self.plan.waits).get(stage)
+        return needs if seconds is None else (self._add_wait(seconds, needs),)
 
     def _add_later_rollout(self, step: int, shards_before: list[int]) -> list[int]:
         """Add a rollout to come, as the last ones were; returns the indices of its shards."""
@@ -286,7 +279,7 @@ class _MemberForecast:
         trained = self.trains.get(step - 1 - self.member.pipeline.staleness)
         if trained is not None:
             needs = (*needs, *self._after(Stage.PUBLISH, (trained,)))
-        shards = [self._add_shard(device, self.shard_s, None, needs) for device in self.member.rollout_devices]
+        shards = [self._add_shard(device, self.plan.shard_s, None, needs) for device in self.member.rollout_devices]
         self.forecast.later_shards.setdefault(self.member.id, []).append(shards)
         return shards
 
@@ -300,13 +293,12 @@ class _MemberForecast:
         is_running: bool = False,
     ) -> int:
         """Add a shard with so many solo seconds left; `num_active`: sequences at its last report, None before it."""
-        begun = self.sub_stages[0][1] if num_active is None else rollout_sub_stage(self.member, num_active)
-        later = tuple(one for one in self.sub_stages[1:] if one[0] < seconds and one[1] is not begun)
+        begun = self.plan.sub_stages[0][1] if num_active is None else rollout_sub_stage(self.member, num_active)
         return self.forecast.add(
             WorkItem(
                 pipeline=self.number,
                 sub_stage=begun,
-                later=later if begun is not SubStage.TAIL_DECODE else (),
+                later=self.plan.sub_stages_after(begun, seconds),
                 devices=(self.forecast.device_numbers[device],),
                 seconds=max(seconds, _SHORTEST_S),
                 tail_s=self.tail_s,
@@ -331,12 +323,13 @@ class _MemberForecast:
         self, stage: Stage, step: int, needs: tuple[int, ...], *, is_running: bool = False, run_s: float = 0.0
     ) -> int:
         """Add this stage, of which `run_s` solo seconds are done, and all after it; returns the index of the first."""
-        stages, estimates = self.member.pipeline.train_stages, self.estimates
+        stages = self.member.pipeline.train_stages
         if stage in stages:
-            left = [(later, estimates.stage_s(later)) for later in stages[stages.index(stage) :]]
+            left = list(self.plan.training[stages.index(stage) :])
         else:  # the SFT warm-up
-            left = [(stage, estimates.train_s)]
+            left = [(stage, self.estimates.train_s)]
         left[0] = (stage, max(left[0][1] - run_s, 0.05 * left[0][1]))
+        items: list[tuple[SubStage, tuple[tuple[float, SubStage], ...], float]]
         if self.splits_training:
             items = [(SUB_STAGE_BY_STAGE[one], (), seconds) for one, seconds in left]
         else:
