@@ -48,6 +48,7 @@ from rlmux.core.actions import Action
 from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster
+from rlmux.core.steps.colocation import SharingTable
 from rlmux.log import value_codec
 from rlmux.log.block_codec import Entry as Entry
 from rlmux.log.block_codec import Kind, entry_of, pack, parts_of, unpack
@@ -85,11 +86,12 @@ def run_header(
     policy: str,
     backend: str,
     cluster: Cluster | None = None,
+    sharing: SharingTable | None = None,
     spec: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The header of a run: facts for reports that no event holds."""
-    pools = cluster.pools.values() if cluster else ()
+    """The header of a run: facts for reports that no event holds. `sharing`: the policy's."""
+    pools = tuple(cluster.pools.values()) if cluster else ()
     return {
         "run_id": uuid.uuid4().hex,
         "policy": policy,
@@ -106,6 +108,8 @@ def run_header(
             }
             for pool in pools
         },
+        "cluster": pools,
+        "sharing": sharing and {"entries": sharing.entries, "triples": sharing.triples},
         "spec": dict(spec or {}),
         **more,
     }

@@ -2,6 +2,7 @@
 
     file ──config──▶ Spec ──start_run──▶ submissions, policy, backend ──▶ run_pipelines
     folder ──spec_of──▶ Spec, and what was submitted late ──resume_run──▶ resume_pipelines
+    folder ──scheduler_of──▶ Scheduler, to decide again
 
 The run's log carries the resolved file, so a run can be resumed from its folder alone. What this module does not do:
 read profiles, choose a display, or print; its callers hand it what those come to.
@@ -17,13 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlmux import plugins
 from rlmux.config import Spec
 from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster, Pipeline
+from rlmux.core.model import Cluster, Pipeline, Pool
 from rlmux.core.policy import Policy
+from rlmux.core.scheduler import Scheduler
+from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
+from rlmux.log import value_codec
 from rlmux.log.run_log import LogReader
+from rlmux.policies import make_policy
+from rlmux.policies.max_min_fairness import FairShares
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import Promise
 from rlmux.runtime.backend import Submission
@@ -180,6 +187,27 @@ def spec_of(folder: Path, overrides: Sequence[str] = ()) -> Spec:
         may_be_empty=True,
     )
     return replace(spec, policy=str(header["policy"]))
+
+
+def scheduler_of(folder: Path) -> Scheduler:
+    """A scheduler as the run's was before its first event.
+
+    Raises UserError for a policy that cannot be loaded, and a log that does not hold the cluster.
+    """
+    with LogReader(folder) as log:
+        header = log.header
+    if not header.get("cluster"):
+        raise UserError(f"{folder}: its log does not hold the cluster; accepted: a run of rlmux 0.3 or later")
+    pools = value_codec.reader(tuple[Pool, ...])(header["cluster"], "cluster")
+    policy = str(header["policy"])
+    if plugins.is_plugin("policy", policy):
+        make_importable(spec_of(folder).code_folder, is_late=True)
+    sharing = header["sharing"] and SharingTable(
+        value_codec.reader(tuple[SharingEntry, ...])(header["sharing"]["entries"], "sharing"),
+        value_codec.reader(tuple[SharingTriple, ...])(header["sharing"]["triples"], "sharing"),
+    )
+    cluster = Cluster(pools={pool.name: pool for pool in pools})
+    return Scheduler(cluster, make_policy(policy, sharing=sharing), FairShares())
 
 
 def make_importable(folder: Path, *, is_late: bool = False) -> None:

@@ -142,7 +142,7 @@ def run_pipelines(
     check_each_fits(cluster, submissions, is_gpu=is_gpu, has_base=machine is None or is_gpu)
     _probe_promises(cluster, submissions, options)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
-    header = run_header(policy=policy.name, backend=options.backend, cluster=cluster, spec=spec)
+    header = run_header(policy=policy.name, backend=options.backend, cluster=cluster, sharing=policy.sharing, spec=spec)
     log = RunLog.create(folder, header, lock=lock)
     keep_header(folder, header)
     keep_ends(folder, ())

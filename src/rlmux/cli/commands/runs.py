@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,10 @@ PipelineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of one o
 def report(
     folder: Folder,
     graph: Annotated[
-        str | None, typer.Option("--graph", metavar="NAME:STEP", help="Draw the sub-stages of one step as SVG.")
+        str | None,
+        typer.Option(
+            "--graph", metavar="NAME:STEP", help="Draw the sub-stages of one step, as planned and as it went."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -33,8 +37,9 @@ def report(
     with folders.salvage_hint(folder):
         if graph is not None:
             from rlmux.report.figures.graph_svg import write_graph
+            from rlmux.runtime.launch import scheduler_of
 
-            typer.echo(write_graph(folder, graph))
+            typer.echo(write_graph(folder, graph, partial(scheduler_of, folder)))
             return
 
         from rlmux.report.reports import write_report

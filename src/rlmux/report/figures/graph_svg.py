@@ -1,24 +1,28 @@
 """The sub-stage graph of one step as a picture: a column for each worker, time downwards, arrows.
 
-    History ──step_graph──▶ SubStageGraph ──draw──▶ SVG text
+    log ──planned_step──▶ SubStageGraph, planned ───────────┐
+    History ──step_graph──▶ SubStageGraph, as it went ──────┴─draw──▶ SVG text
 
-Boxes are coloured by sub-stage and as high as it lasted; the critical path's arrows are dark. The picture needs no
-script and reads on white and on black.
+Both graphs are drawn on one scale, each from its own begin. Boxes are coloured by sub-stage and as high as it lasted;
+the critical path's arrows are dark. The picture needs no script and reads on white and on black.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import DeviceId, PipelineId, Stage, SubStage, dense_threshold_of
+from rlmux.core.scheduler import Scheduler
 from rlmux.log.run_log import NOT_SHOWN, LogReader
+from rlmux.report.figures.planned_step import planned_step
 from rlmux.report.figures.step_graph import GraphNode, ShardRecord, StageRecord, SubStageGraph, graph_of_step
 from rlmux.report.figures.svg import bar, number, seconds_text, tag
 from rlmux.report.timeline.history import History
 
-_COLUMN, _GAP, _TOP, _HEIGHT, _LEFT = 130.0, 34.0, 46.0, 460.0, 64.0
+_COLUMN, _GAP, _TOP, _HEIGHT, _LEFT = 160.0, 34.0, 90.0, 460.0, 76.0
 _LEAST = 17.0
 """Least height of a box, so that its name fits."""
 _FILL: dict[SubStage | None, str] = {
@@ -33,8 +37,12 @@ _FILL: dict[SubStage | None, str] = {
 }
 _NO_SUB_STAGE = "rewards, publishing"
 """The column of stages that hold no device."""
+_UNKNOWN = "nothing was known yet"
+"""In place of a plan, where neither a step was seen nor an estimate given."""
+_CHARACTER = 6.5
+"""Width of a character of the note, so that the picture is wide enough for it."""
 _STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#222}.on{fill:#fff}.e{stroke:#999;fill:none}"
+    "text{font:12px system-ui,sans-serif;fill:#222}.b{font-weight:bold}.on{fill:#fff}.e{stroke:#999;fill:none}"
     ".c{stroke:#222;fill:none;stroke-width:2}.m{fill:#222}"
     "@media(prefers-color-scheme:dark){text{fill:#ddd}.on{fill:#fff}.c{stroke:#eee}.m{fill:#eee}}"
 )
@@ -62,30 +70,43 @@ def step_graph(history: History, pipeline: PipelineId, step: int) -> SubStageGra
             known = stages.get(order.stage)
             begin_s = known.begin_s if known else order.start_s
             stages[order.stage] = StageRecord(stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s)
-    threshold = _dense_threshold(history, pipeline)
+    threshold = history.pipelines[pipeline].pipeline.dense_threshold or _dense_threshold(history, pipeline)
     return graph_of_step(pipeline, step, list(shards.values()), list(stages.values()), threshold)
 
 
-def write_graph(folder: str | Path, wanted: str) -> Path:
-    """Draw the step `NAME:STEP` of a run into its folder; returns the file.
+def write_graph(folder: str | Path, wanted: str, new_scheduler: Callable[[], Scheduler]) -> Path:
+    """Draw the step `NAME:STEP` of a run into its folder, as it was planned and as it went; returns the file.
 
+    `new_scheduler`: as for `planned_step`. A plan that the log does not give is replaced by a line that says why.
     Raises UserError for a step that is not in the log.
     """
     with LogReader(folder) as reader:
         history = History.of(reader.header, reader.parts(bare=NOT_SHOWN))
+        name, step = _checked(history, wanted)
+        begin_s = min(one.start_s for one in history.orders if one.pipeline == name and one.step == step and one.counts)
+        note, parts = "", [("as it went", step_graph(history, name, step))]
+        try:
+            planned = planned_step(reader.entries(), new_scheduler, name, step, begin_s)
+        except RlmuxError as error:
+            note = f"the planned graph cannot be drawn: {str(error).splitlines()[0]}"
+        else:
+            parts.insert(0, (f"planned at {seconds_text(planned.at_s)}", planned.graph))
+    path = Path(folder) / f"graph-{name}-{step}.svg"
+    path.write_text(draw(parts, title=f"{name}, step {step}", note=note), encoding="utf-8")
+    return path
+
+
+def _checked(history: History, wanted: str) -> tuple[PipelineId, int]:
+    """The pipeline and the step of `NAME:STEP`. Raises UserError for a step that is not in the log."""
     name, _, number_text = wanted.rpartition(":")
-    steps = {order.step for order in history.orders if order.pipeline == name and order.step > 0}
+    steps = {order.step for order in history.orders if order.pipeline == name and order.step > 0 and order.counts}
     if not steps:
         known = ", ".join(history.pipelines)
         raise UserError(f"--graph {wanted}: no step of pipeline {name!r} is in the log; accepted: NAME:STEP of {known}")
     if not number_text.isdigit() or int(number_text) not in steps:
         accepted = f"{min(steps)} to {max(steps)}"
         raise UserError(f"--graph {wanted}: step {number_text!r} is not in the log; accepted: {accepted}")
-    step = int(number_text)
-    path = Path(folder) / f"graph-{name}-{step}.svg"
-    graph = step_graph(history, PipelineId(name), step)
-    path.write_text(draw(graph, title=f"{name}, step {step}"), encoding="utf-8")
-    return path
+    return PipelineId(name), int(number_text)
 
 
 def _dense_threshold(history: History, name: str) -> int:
@@ -96,33 +117,42 @@ def _dense_threshold(history: History, name: str) -> int:
     return dense_threshold_of(peak)
 
 
-def draw(graph: SubStageGraph, *, title: str = "") -> str:
-    """The graph as SVG text."""
-    begins = _begins(graph)
-    columns = _columns(graph)
-    total_s = max((begins[i] + node.seconds for i, node in enumerate(graph.nodes)), default=0.0)
+def draw(parts: Sequence[tuple[str, SubStageGraph]], *, title: str = "", note: str = "") -> str:
+    """The graphs, each under its heading, side by side as SVG text; `note` is a line below the title."""
+    begins = [_begins(graph) for _, graph in parts]
+    ends_s = [begins[i][k] + one.seconds for i, (_, graph) in enumerate(parts) for k, one in enumerate(graph.nodes)]
+    total_s = max(ends_s, default=0.0)
     scale = _HEIGHT / total_s if total_s > 0 else 0.0
-    boxes = _boxes(graph, begins, columns, scale)
-    width = _LEFT + max(1, len(columns)) * (_COLUMN + _GAP)
-    height = max([_TOP + _HEIGHT, *(y + h for _, y, _, h in boxes)]) + 20
-    critical = graph.critical_path()
-    on_path = set(pairwise(critical))
-    parts = [tag("style", _STYLE), _marker()]
-    if title:
-        parts.append(tag("text", _escaped(title), x=8, y=18, font_weight="bold"))
-    for name, column in columns.items():
-        x = _LEFT + column * (_COLUMN + _GAP)
-        parts.append(tag("text", _escaped(name), x=x, y=_TOP - 10))
-    parts += [_arrow(boxes, edge, edge in on_path) for edge in sorted(graph.edges, key=lambda edge: edge in on_path)]
-    for node, box in zip(graph.nodes, boxes, strict=True):
-        parts.append(_drawn(node, box))
+    drawn = [tag("style", _STYLE), _marker()]
+    for text, y, kind in ((title, 18, "b"), (note, 36, None)):
+        if text:
+            drawn.append(tag("text", _escaped(text), x=8, y=y, class_=kind))
     for part in range(5):
         at_s = total_s * part / 4
-        parts.append(tag("text", seconds_text(at_s), x=4, y=_TOP + at_s * scale + 4, opacity=0.7))
+        drawn.append(tag("text", seconds_text(at_s), x=4, y=_TOP + at_s * scale + 4, opacity=0.7))
+    left, bottom = _LEFT, _TOP + _HEIGHT
+    for (heading, graph), begun in zip(parts, begins, strict=True):
+        columns = _columns(graph, left)
+        boxes = _boxes(graph, begun, columns, scale)
+        drawn.append(tag("text", _escaped(heading), x=left, y=_TOP - 28, class_="b"))
+        drawn += _drawn_graph(graph, boxes, columns) or [tag("text", _UNKNOWN, x=left, y=_TOP - 10)]
+        left += max(1, len(columns)) * (_COLUMN + _GAP) + _GAP
+        bottom = max([bottom, *(y + height for _, y, _, height in boxes)])
+    width, height = max(left, 16 + _CHARACTER * len(note)), bottom + 20
     return tag(
-        "svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} {number(height)}",
+        "svg", *drawn, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} {number(height)}",
         width=width, height=height, role="img",
     )  # fmt: skip
+
+
+def _drawn_graph(
+    graph: SubStageGraph, boxes: list[tuple[float, float, float, float]], columns: dict[str, float]
+) -> list[str]:
+    """Names of the columns, arrows, then boxes; nothing for an empty graph."""
+    on_path = set(pairwise(graph.critical_path()))
+    drawn = [tag("text", _escaped(name), x=x, y=_TOP - 10) for name, x in columns.items()]
+    drawn += [_arrow(boxes, edge, edge in on_path) for edge in sorted(graph.edges, key=lambda edge: edge in on_path)]
+    return drawn + [_drawn(node, box) for node, box in zip(graph.nodes, boxes, strict=True)]
 
 
 def _begins(graph: SubStageGraph) -> list[float]:
@@ -136,12 +166,13 @@ def _begins(graph: SubStageGraph) -> list[float]:
     return begins
 
 
-def _columns(graph: SubStageGraph) -> dict[str, int]:
-    """Index of each column by its name: workers in the order of their devices, training, stages without a device."""
+def _columns(graph: SubStageGraph, left: float) -> dict[str, float]:
+    """Left edge of each column by its name, the first at `left`: workers in the order of their devices, training,
+    stages without a device."""
     workers = sorted({node.key.worker for node in graph.nodes if node.key.worker is not None})
     names = [f"worker {worker}" for worker in workers]
     names += [name for name in ("training", _NO_SUB_STAGE) if any(_column_name(n) == name for n in graph.nodes)]
-    return {name: index for index, name in enumerate(names)}
+    return {name: left + index * (_COLUMN + _GAP) for index, name in enumerate(names)}
 
 
 def _column_name(node: GraphNode) -> str:
@@ -151,7 +182,7 @@ def _column_name(node: GraphNode) -> str:
 
 
 def _boxes(
-    graph: SubStageGraph, begins: list[float], columns: dict[str, int], scale: float
+    graph: SubStageGraph, begins: list[float], columns: dict[str, float], scale: float
 ) -> list[tuple[float, float, float, float]]:
     """Where each node goes; a box that is too low for its name pushes the next ones of its column down."""
     bottoms: dict[str, float] = {}
@@ -161,7 +192,7 @@ def _boxes(
         y = max(_TOP + begin_s * scale, bottoms.get(name, 0.0))
         height = max(_LEAST, node.seconds * scale - 2)
         bottoms[name] = y + height + 2
-        boxes.append((_LEFT + columns[name] * (_COLUMN + _GAP), y, _COLUMN, height))
+        boxes.append((columns[name], y, _COLUMN, height))
     return boxes
 
 

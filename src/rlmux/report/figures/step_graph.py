@@ -4,8 +4,8 @@
     shard on another        PREFILL ─▶ DENSE_DECODE ─▶ TAIL_DECODE ─┼─▶ reward ─▶ OLD_LOGPROBS ─▶ UPDATE ─▶ publish
                             TAIL_DECODE ─▶ TOOL_WAIT ─▶ TAIL_DECODE ┘        barrier: training waits for every shard
 
-`graph_of_step` makes it from the records of a step. There are no edges between pipelines: they meet on devices only,
-and that is the look-ahead's affair.
+`graph_of_step` makes it from the records of a step, `graph_of_plan` from its plan. There are no edges between
+pipelines: they meet on devices only, and that is the look-ahead's affair.
 
 Invariant, checked on construction: edges go forward in the list of nodes, so the graph has no cycle; nodes of one shard
 follow each other; no two nodes have the same key.
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlmux.core.estimation.estimates import StepPlan
 from rlmux.core.model import SUB_STAGE_BY_STAGE, DeviceId, PipelineId, Stage, SubStage, decode_sub_stage
 
 
@@ -136,12 +137,43 @@ def graph_of_step(
     min_part: float = 0.02,
 ) -> SubStageGraph:
     """The step as it went. Sub-stages shorter than `min_part` of their shard are joined to the one before them."""
+    return _graph(pipeline, step, [(one, _sub_stages(one, dense_threshold, min_part)) for one in shards], stages)
+
+
+def graph_of_plan(
+    pipeline: PipelineId,
+    step: int,
+    rollout_devices: Sequence[DeviceId],
+    train_devices: Sequence[DeviceId],
+    plan: StepPlan,
+) -> SubStageGraph:
+    """The step as it was planned, on devices that it has alone; it begins at second 0."""
+    end_s, begun = plan.shard_s, plan.sub_stages[0][1]
+    begins = [(0.0, begun), *((end_s - left_s, later) for left_s, later in plan.sub_stages_after(begun, end_s))]
+    ends = [*(begin_s for begin_s, _ in begins[1:]), end_s]
+    pieces = [(sub_stage, begin_s, until_s) for (begin_s, sub_stage), until_s in zip(begins, ends, strict=True)]
+    shards = [(ShardRecord(device=device, begin_s=0.0, end_s=end_s), pieces) for device in rollout_devices]
+    stages = []
+    for stage, seconds in sorted((*plan.waits, *plan.training), key=lambda one: list(Stage).index(one[0])):
+        devices = tuple(train_devices) if stage in SUB_STAGE_BY_STAGE else ()
+        stages.append(StageRecord(stage=stage, devices=devices, begin_s=end_s, end_s=end_s + seconds))
+        end_s += seconds
+    return _graph(pipeline, step, shards, stages)
+
+
+def _graph(
+    pipeline: PipelineId,
+    step: int,
+    shards: Sequence[tuple[ShardRecord, Sequence[tuple[SubStage, float, float]]]],
+    stages: Sequence[StageRecord],
+) -> SubStageGraph:
+    """Shards, each with its pieces as (sub-stage, begin, end), then the other stages one after another."""
     nodes: list[GraphNode] = []
     edges: list[tuple[int, int]] = []
     lasts: list[int] = []
-    for shard in shards:
+    for shard, pieces in shards:
         previous = None
-        for position, (sub_stage, begin_s, end_s) in enumerate(_sub_stages(shard, dense_threshold, min_part)):
+        for position, (sub_stage, begin_s, end_s) in enumerate(pieces):
             part = (end_s - begin_s) / max(shard.end_s - shard.begin_s, 1e-12)
             nodes.append(
                 GraphNode(
