@@ -121,4 +121,4 @@ def test_a_policy_is_told_of_old_log_probs_only_where_a_pipeline_computes_them(h
     Profile(table=replace(TABLE, measured=measured)).save(folder / "profile.json")
     spec = inputs.load(str(folder / "small.yaml"), sets, "jigsaw")
     policy, _ = policy_and_costs(spec, folder / "profile.json")
-    assert policy.sharing.rates_beside("update", ["tail"]).slowdown == slowdown
+    assert policy.sharing.rates_beside("old_logprobs", ["tail"]).slowdown == slowdown

@@ -49,11 +49,18 @@ def test_only_device_fractions_that_helped_reach_a_policy(tmp_path):
     assert any("holes" in warning and "estimated" in warning for warning in warnings)
 
 
-def test_the_worst_sub_stage_of_training_stands_for_all(tmp_path):
+def test_each_measured_sub_stage_of_training_has_slowdowns_of_its_own(tmp_path):
     path = save(tmp_path, {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_logprobs", 0.5): (1.1, 1.5)})
     sharing = load_sharing(path, HERE)[0]
-    assert sharing.rates_beside("tail", ["update"]).slowdown == 1.2
-    assert sharing.rates_beside("update", ["tail"]).slowdown == 1.5
+    assert [sharing.rates_beside("tail", [one]).slowdown for one in ("update", "old_logprobs")] == [1.2, 1.1]
+    assert [sharing.rates_beside(one, ["tail"]).slowdown for one in ("update", "old_logprobs")] == [1.1, 1.5]
+
+
+def test_a_prepared_device_fraction_of_a_sub_stage_that_does_not_run_is_no_warning(tmp_path):
+    path = save(tmp_path, {("tail", "tail", 0.5): (1.2, 1.2), ("tail", "old_logprobs", 0.5): (1.1, 1.5)})
+    sharing, warnings = load_sharing(path, HERE, ["tail"])
+    assert sharing.rates_beside("tail", ["old_logprobs"]) is None
+    assert not any("not prepared" in warning for warning in warnings)
 
 
 def test_a_profile_of_another_device_is_named_and_not_used(tmp_path):

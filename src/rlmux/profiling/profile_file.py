@@ -20,7 +20,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, Pipeline, Stage, SubStage
-from rlmux.core.steps.colocation import MIN_GAIN, SharingEntry, SharingTable
+from rlmux.core.steps.colocation import MIN_GAIN, SharingTable
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.device_costs import DeviceCosts
 from rlmux.profiling.interference_probe import fraction_grid_of
@@ -28,7 +28,13 @@ from rlmux.profiling.micro_benchmarks import BENCHMARK_SUB_STAGES
 from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.switch_times import USUAL, SwitchTimes, model_of
 from rlmux.rl.config import TrainingConfig
-from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, load_interference, read_profile
+from rlmux.sim.models.interference import (
+    NO_SPLIT,
+    InterferenceTable,
+    load_interference,
+    read_profile,
+    sharing_entries,
+)
 from rlmux.sim.models.neighbour_slowdown import Neighbours
 
 _SWITCHES = "switches"
@@ -39,11 +45,6 @@ _MIGRATION_NUMBERS = tuple(
     one.name for one in fields(MigrationTimes) if one.name not in ("model", "is_recompute_exact")
 )
 _ACCEPTED = "accepted: what `rlmux profile FILE` writes on this machine (with --device cuda where it has a GPU)"
-_SCHEDULED_AS: Mapping[SubStage, SubStage] = {
-    SubStage.OLD_LOGPROBS: SubStage.UPDATE,
-    SubStage.REFERENCE: SubStage.UPDATE,
-}
-"""Sub-stages that the scheduler merges with another; all others keep their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +110,12 @@ def load_sharing(
         return SharingTable(), [f"{path}: {reason}; every order has its devices alone"]
     run_here = {key: slowdowns for key, slowdowns in table.measured.items() if {*key[:2]} <= {*sub_stages}}
     prepared = {key: slowdowns for key, slowdowns in run_here.items() if _is_prepared(key[2], fractions)}
-    others = [key[2] for key in table.measured if key[2] < NO_SPLIT and key not in prepared]
+    others = [key[2] for key in table.measured if key[2] < NO_SPLIT and not _is_prepared(key[2], fractions)]
     if others:
         named = ", ".join(f"{fraction:g}" for fraction in dict.fromkeys(others))
         accepted = ", ".join(f"{fraction:g}" for fraction in fractions.prepared)
         warnings.append(f"{path}: fraction {named} is not prepared here; used instead: {accepted}, where measured")
-    sharing = SharingTable.of(_worst_entries(prepared))
+    sharing = SharingTable.of(sharing_entries(prepared))
     if not sharing.rates:
         warnings.append(f"{path}: no pair gains {MIN_GAIN:g} or more by sharing; every order has its devices alone")
     return sharing, warnings
@@ -123,22 +124,6 @@ def load_sharing(
 def _is_prepared(fraction: float, fractions: DeviceFractions) -> bool:
     """Engines can be held to this fraction here; no split needs no preparation and shares nothing."""
     return fraction < NO_SPLIT and any(abs(fraction - one) <= 0.5 / fractions.num_units for one in fractions.prepared)
-
-
-def _worst_entries(measured: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]]) -> list[SharingEntry]:
-    """One entry for each pair that the scheduler distinguishes, with the worst slowdown of merged ones."""
-    entries: dict[tuple[SubStage, SubStage, float], SharingEntry] = {}
-    for (a, b, fraction), (slow_a, slow_b) in measured.items():
-        key = (_SCHEDULED_AS.get(a, a), _SCHEDULED_AS.get(b, b), fraction)
-        worst = entries.get(key)
-        entries[key] = SharingEntry(
-            sub_stage_a=key[0],
-            sub_stage_b=key[1],
-            device_fraction=fraction,
-            slowdown_a=max(slow_a, 1.0, worst.slowdown_a if worst else 1.0),
-            slowdown_b=max(slow_b, 1.0, worst.slowdown_b if worst else 1.0),
-        )
-    return list(entries.values())
 
 
 def load_costs(

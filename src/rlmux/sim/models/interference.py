@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -229,22 +229,27 @@ def estimated_table(grid: FractionGrid) -> InterferenceTable:
 
 def sharing_table(table: InterferenceTable, fractions: tuple[float, ...] | None = None) -> SharingTable:
     """The scheduler's view of a table: every pair at every split, as in a profile of the device."""
-    entries = []
-    for device_fraction in fractions or table.grid.usual():
-        if device_fraction >= NO_SPLIT:
-            continue
-        for sub_stage_a, sub_stage_b in product(SCHEDULED_SUB_STAGES, repeat=2):
-            slow_a, slow_b = table.slowdowns(sub_stage_a, sub_stage_b, device_fraction)
-            entries.append(
-                SharingEntry(
-                    sub_stage_a=sub_stage_a,
-                    sub_stage_b=sub_stage_b,
-                    device_fraction=device_fraction,
-                    slowdown_a=slow_a,
-                    slowdown_b=slow_b,
-                )
+    pairs = {
+        (sub_stage_a, sub_stage_b, device_fraction): table.slowdowns(sub_stage_a, sub_stage_b, device_fraction)
+        for device_fraction in fractions or table.grid.usual()
+        for sub_stage_a, sub_stage_b in product(SCHEDULED_SUB_STAGES, repeat=2)
+    }
+    return SharingTable.of(sharing_entries(pairs))
+
+
+def sharing_entries(
+    pairs: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]],
+) -> Iterator[SharingEntry]:
+    """The scheduler's view of pairs, keyed as in `InterferenceTable.measured`; those without a split are left out."""
+    for (sub_stage_a, sub_stage_b, device_fraction), (slow_a, slow_b) in pairs.items():
+        if device_fraction < NO_SPLIT:
+            yield SharingEntry(
+                sub_stage_a=sub_stage_a,
+                sub_stage_b=sub_stage_b,
+                device_fraction=device_fraction,
+                slowdown_a=max(1.0, slow_a),
+                slowdown_b=max(1.0, slow_b),
             )
-    return SharingTable.of(entries)
 
 
 def load_interference(
