@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from tests.examples import examples
 
 from rlmux.core.errors import UserError
 from rlmux.core.events import NodeJoined, NodeLost
-from rlmux.core.model import DeviceId, NodeId, Phase, PipelineStatus
+from rlmux.core.model import DeviceId, Footprint, NodeId, Phase, PipelineStatus
 from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
@@ -225,6 +227,26 @@ def test_two_on_a_device_run_at_the_rate_of_the_interference_table():
     slow, _ = TABLE.slowdowns("tail", "tail", seen[-1][0][1])
     assert seen[-1][0][0] == pytest.approx(1 / slow)
     assert sum(device_fraction for _, device_fraction in seen[-1]) <= 1.0
+
+
+def test_three_pipelines_are_on_one_device_at_once_where_it_holds_their_states_and_finish_sooner():
+    roomy = crowd([GSM8K_06B] * 3, num_gpus=4, num_steps=2, sequences_per_device=32)
+    part = Footprint(rollout_device_bytes=8e9, train_device_bytes=8e9)
+    small = [replace(one, pipeline=replace(one.pipeline, footprint=part)) for one in roomy.arrivals]
+    rates, most = InterferenceRates(TABLE), []
+
+    def look(event, actions) -> None:
+        there = rates.orders_on(DeviceId("gpu", 0, 0))
+        assert sum(one.device_fraction for one in there) <= 1.0 + 1e-9
+        most.append(len(there))
+
+    policy = make_policy("rlmux", sharing=sharing_table(TABLE))
+    workload = replace(roomy, arrivals=tuple(small))
+    by_three = Simulation(workload, policy, rates=rates, observer=look, checks=True).run()
+    by_two = simulate(roomy, policy, checks=True)
+    assert max(most) == 3
+    assert [one.steps for one in by_three.pipelines] == [2, 2, 2]
+    assert by_three.hours < by_two.hours
 
 
 @pytest.mark.parametrize("policy", ["colocated", "jigsaw", "rlmux"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlmux.core.model import DeviceId
+from rlmux.core.steps.colocation import SharingTriple
 from rlmux.sim.models.interference import estimated_table, fraction_grid
 from rlmux.sim.models.rates import FractionRates, InterferenceRates
 from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds
@@ -81,6 +84,23 @@ def test_with_a_table_orders_on_a_device_update_each_other_and_the_worst_device_
     assert rates.rate(alone) == 1.0
     assert list(rates.end(tail)) == [wide]
     assert list(rates.end(wide)) == []
+
+
+def test_with_a_table_three_orders_on_a_device_run_at_the_rates_of_their_triple():
+    names, fractions = ("tail", "dense", "update"), (40 / 132, 40 / 132, 48 / 132)
+    triple = SharingTriple(sub_stages=names, device_fractions=fractions, slowdowns=(1.25, 2.0, 2.5))
+    rates = InterferenceRates(replace(TABLE, triples=(triple,)))
+    tail, dense, update = (
+        Order(name, 0, device_fraction=fraction) for name, fraction in zip(names, fractions, strict=True)
+    )
+    for one in (update, tail, dense):
+        rates.begin(one)
+    assert [rates.rate(one) for one in (tail, dense, update)] == [0.8, 0.5, 0.4]
+    update.sub_stage = "prefill"  # not measured beside the others
+    estimated = TABLE.slowdowns_together([(one.sub_stage, one.device_fraction) for one in (tail, dense, update)])
+    assert [rates.rate(one) for one in (tail, dense, update)] == pytest.approx([1 / slow for slow in estimated])
+    assert list(rates.end(update)) == [tail, dense]
+    assert rates.rate(dense) == pytest.approx(1 / TABLE.slowdowns("dense", "tail", fractions[1])[0])
 
 
 def test_an_order_that_holds_no_device_is_not_slowed():

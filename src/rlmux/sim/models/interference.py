@@ -1,41 +1,44 @@
-"""How two sub-stages on one device slow each other: a measured table, with an estimate behind its holes.
+"""How sub-stages on one device slow each other: a measured table, with an estimate behind its holes.
 
     profile file (JSON) ──load_interference──> InterferenceTable ──slowdowns(a, b, device fraction)──> (of a, of b)
+                                  │             └──slowdowns_together([(a, device fraction), ...])──> (of a, ...)
                                   └──> warnings: another device's file, holes, impossible device fractions
 
 The first sub-stage has the device fraction, the second has the rest. A device fraction of 1.0 is no split: both may use
 the whole device. A table always answers: with the entry, with its mirror (b, a, 1 - device fraction), with the nearest
-device fraction that the device can do, and last with `roofline_interference`; the warnings name the case.
+device fraction that the device can do, and last with `roofline_interference`; the warnings name the case. Three or more
+have a device fraction each; the answer is the measured triple, or the estimate.
 
 The estimate splits the solo time of a sub-stage into a part bound by arithmetic, a part bound by memory bandwidth and a
 rest of latencies. The first part stretches as 1 / device fraction. The second stretches only where the fraction is too
-small to draw the whole bandwidth, or where both together ask for more than there is. The rest does not stretch. Without
-a split, kernels that fill the device wait for the other's kernels that fill it too.
+small to draw the whole bandwidth, or where all together ask for more than there is. The rest does not stretch. Without
+a split, kernels that fill the device wait for the others' kernels that fill it too.
 
-Invariant: a slowdown is at least 1, and over the splits that of the first does not rise with its device fraction.
+Invariants: a slowdown is at least 1, and over the splits that of the first does not rise with its device fraction. One
+more on the device, at a fraction that was free, makes none faster.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
 from rlmux.sim.models.hardware import gpu_spec
 
 NO_SPLIT = 1.0
 """Device fraction at which both use the whole device."""
 BANDWIDTH_FRACTION = 0.4
 """Fraction of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
-SCHEDULED_SUB_STAGES = tuple(one for one in SubStage if one is not SubStage.TOOL_WAIT)
+SCHEDULED_SUB_STAGES: tuple[SubStage, ...] = tuple(one for one in SubStage if one is not SubStage.TOOL_WAIT)
 """Sub-stages that hold a device."""
 OLD_NAMES: Mapping[str, SubStage] = {"old_log_probs": SubStage.OLD_LOGPROBS}
 """Names of sub-stages in profile files of version 0.1, with the sub-stage of today."""
@@ -102,6 +105,11 @@ class FractionGrid:
         wanted = [self.nearest(0.2 + 0.7 * i / 3) for i in range(4)]
         return (*sorted(set(wanted) - {NO_SPLIT}), NO_SPLIT)
 
+    def near_thirds(self) -> tuple[float, ...]:
+        """The closest to a third that the device can do, from below and from above."""
+        below = self.num_units // 3 // self.unit_step * self.unit_step
+        return tuple(one / self.num_units for one in (below, below + self.unit_step) if one >= self.min_units)
+
     def with_half(self) -> tuple[float, ...]:
         """The same and the most even split."""
         return tuple(sorted({*self.usual(), self.nearest(0.5)}))
@@ -122,51 +130,66 @@ def fraction_grid(device: str, num_units: int | None = None) -> FractionGrid:
     )
 
 
-def roofline_interference(
-    sub_stage_a: SubStage | SubStageProfile, sub_stage_b: SubStage | SubStageProfile, device_fraction: float
-) -> tuple[float, float]:
-    """Estimated slowdowns of two sub-stages that run together, the first with that device fraction."""
-    if not 0.0 < device_fraction <= 1.0:
-        raise UserError(f"device fraction is {device_fraction}; accepted: above 0, up to 1 (no split)")
-    return _estimate(_profile(sub_stage_a), _profile(sub_stage_b), device_fraction)
+def roofline_interference(together: Sequence[tuple[SubStage | SubStageProfile, float]]) -> tuple[float, ...]:
+    """Estimated slowdowns of sub-stages that run together, each with its device fraction; 1.0 is no split."""
+    for _, device_fraction in together:
+        if not 0.0 < device_fraction <= 1.0:
+            raise UserError(f"device fraction is {device_fraction}; accepted: above 0, up to 1 (no split)")
+    return _estimate(tuple((_profile(one), device_fraction) for one, device_fraction in together))
 
 
 @lru_cache(maxsize=4096)
-def _estimate(a: SubStageProfile, b: SubStageProfile, device_fraction: float) -> tuple[float, float]:
-    slow_a, slow_b = (
-        _alone(a, device_fraction),
-        _alone(b, NO_SPLIT if device_fraction == NO_SPLIT else 1.0 - device_fraction),
-    )
-    alone_a, alone_b = slow_a, slow_b
+def _estimate(together: tuple[tuple[SubStageProfile, float], ...]) -> tuple[float, ...]:
+    is_split = sum(device_fraction for _, device_fraction in together) <= 1.0 + _TOLERANCE
+    alone = [_alone(one, device_fraction) for one, device_fraction in together]
+    slowdowns = alone
     # Each side's demand falls as it is slowed: a few damped rounds reach the balance.
     for _ in range(20):
-        if device_fraction == NO_SPLIT:
-            # Kernels that fill the device queue behind each other.
-            wait_a = (a.compute + a.bandwidth) * (b.compute + b.bandwidth) / slow_b
-            wait_b = (a.compute + a.bandwidth) * (b.compute + b.bandwidth) / slow_a
+        if is_split:
+            demand = sum(one.bandwidth / slow for (one, _), slow in zip(together, slowdowns, strict=True))
+            waits = [one.bandwidth * max(0.0, demand - 1.0) for one, _ in together]
         else:
-            stretch = max(0.0, a.bandwidth / slow_a + b.bandwidth / slow_b - 1.0)
-            wait_a, wait_b = a.bandwidth * stretch, b.bandwidth * stretch
-        slow_a, slow_b = (slow_a + alone_a + wait_a) / 2, (slow_b + alone_b + wait_b) / 2
-    return slow_a, slow_b
+            # Kernels that fill the device queue behind each other.
+            busy = [one.compute + one.bandwidth for one, _ in together]
+            waits = [
+                sum(mine * busy[other] / slowdowns[other] for other in range(len(busy)) if other != place)
+                for place, mine in enumerate(busy)
+            ]
+        slowdowns = [(slow + own + wait) / 2 for slow, own, wait in zip(slowdowns, alone, waits, strict=True)]
+    return tuple(slowdowns)
+
+
+def rest_of(device_fraction: float) -> float:
+    """Device fraction of the second of two; without a split, both have the whole device."""
+    return NO_SPLIT if device_fraction == NO_SPLIT else 1.0 - device_fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InterferenceTable:
-    """Measured slowdowns of pairs on one device, with an estimate behind every hole."""
+    """Measured slowdowns of pairs and triples on one device, with an estimate behind every hole."""
 
     device: str
     grid: FractionGrid
     """Device fractions of the device."""
     measured: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]] = field(default_factory=dict)
     """(slowdown of the first, of the second) by (first sub-stage, second sub-stage, device fraction of the first)."""
+    triples: tuple[SharingTriple, ...] = ()
+    """Measured triples."""
     profiles: Mapping[SubStage, SubStageProfile] = field(default_factory=lambda: SUB_STAGE_PROFILES)
     """Bounds of each sub-stage, for the estimate."""
     _by_units: dict[tuple[SubStage, SubStage, int], tuple[float, float]] = field(init=False, repr=False, compare=False)
+    _triples_by_units: dict[tuple[tuple[str, int], ...], dict[tuple[str, int], float]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         by_units = {(a, b, round(at * self.grid.num_units)): slow for (a, b, at), slow in self.measured.items()}
         object.__setattr__(self, "_by_units", by_units)
+        triples = {}
+        for one in self.triples:
+            sides = self._in_units(zip(one.sub_stages, one.device_fractions, strict=True))
+            triples[tuple(sorted(sides))] = dict(zip(sides, one.slowdowns, strict=True))
+        object.__setattr__(self, "_triples_by_units", triples)
 
     def slowdowns(self, sub_stage_a: SubStage, sub_stage_b: SubStage, device_fraction: float) -> tuple[float, float]:
         """The answer for a pair; see the module for what stands in for a missing entry."""
@@ -174,9 +197,14 @@ class InterferenceTable:
         found = self._entry(sub_stage_a, sub_stage_b, device_fraction)
         if found is not None:
             return found
-        return roofline_interference(
-            _profile(sub_stage_a, self.profiles), _profile(sub_stage_b, self.profiles), device_fraction
-        )
+        slow_a, slow_b = self._estimate([(sub_stage_a, device_fraction), (sub_stage_b, rest_of(device_fraction))])
+        return slow_a, slow_b
+
+    def slowdowns_together(self, together: Sequence[tuple[SubStage, float]]) -> tuple[float, ...]:
+        """The answer for sub-stages with a device fraction each: that of the measured triple, else the estimate."""
+        sides = self._in_units(together)
+        found = self._triples_by_units.get(tuple(sorted(sides)))
+        return self._estimate(together) if found is None else tuple(found[side] for side in sides)
 
     def slowdown_alone(self, sub_stage: SubStage, device_fraction: float) -> float:
         """Slowdown of a sub-stage that keeps to its device fraction while the rest is unused; always the estimate."""
@@ -204,6 +232,10 @@ class InterferenceTable:
                 {"a": a, "b": b, "level": device_fraction, "slowdown_a": slow_a, "slowdown_b": slow_b}
                 for (a, b, device_fraction), (slow_a, slow_b) in self.measured.items()
             ],
+            "triples": [
+                {"sub_stages": one.sub_stages, "levels": one.device_fractions, "slowdowns": one.slowdowns}
+                for one in self.triples
+            ],
         }
 
     def save(self, path: str | Path) -> None:
@@ -221,6 +253,12 @@ class InterferenceTable:
             return slow_a, slow_b
         return None
 
+    def _estimate(self, together: Iterable[tuple[SubStage, float]]) -> tuple[float, ...]:
+        return roofline_interference([(_profile(one, self.profiles), fraction) for one, fraction in together])
+
+    def _in_units(self, together: Iterable[tuple[str, float]]) -> list[tuple[str, int]]:
+        return [(one, round(device_fraction * self.grid.num_units)) for one, device_fraction in together]
+
 
 def estimated_table(grid: FractionGrid) -> InterferenceTable:
     """A table with nothing measured: every answer is the estimate."""
@@ -228,13 +266,45 @@ def estimated_table(grid: FractionGrid) -> InterferenceTable:
 
 
 def sharing_table(table: InterferenceTable, fractions: tuple[float, ...] | None = None) -> SharingTable:
-    """The scheduler's view of a table: every pair at every split, as in a profile of the device."""
+    """The scheduler's view of a table: every pair at every split, and every three that were measured or near thirds."""
     pairs = {
         (sub_stage_a, sub_stage_b, device_fraction): table.slowdowns(sub_stage_a, sub_stage_b, device_fraction)
         for device_fraction in fractions or table.grid.usual()
         for sub_stage_a, sub_stage_b in product(SCHEDULED_SUB_STAGES, repeat=2)
     }
-    return SharingTable.of(sharing_entries(pairs))
+    return SharingTable.of(sharing_entries(pairs), [*table.triples, *_estimated_triples(table)])
+
+
+def _estimated_triples(table: InterferenceTable) -> Iterator[SharingTriple]:
+    """Every three sub-stages that were not measured together, at near thirds of the device."""
+    measured = {tuple(sorted(one.sub_stages)) for one in table.triples}
+    for sub_stages in combinations_with_replacement(SCHEDULED_SUB_STAGES, 3):
+        split = split_of_three(table, sub_stages, table.grid.near_thirds())
+        if split is not None and tuple(sorted(sub_stages)) not in measured:
+            slow_a, slow_b, slow_c = table.slowdowns_together(list(zip(sub_stages, split, strict=True)))
+            yield SharingTriple(sub_stages=sub_stages, device_fractions=split, slowdowns=(slow_a, slow_b, slow_c))
+
+
+def split_of_three(
+    table: InterferenceTable, sub_stages: tuple[SubStage, SubStage, SubStage], fractions: Collection[float]
+) -> tuple[float, float, float] | None:
+    """The device fractions of three, chosen from `fractions` as close to a third each as fits; None where none fit.
+
+    Two alike have the same, since the scheduler does not distinguish them. Of splits that are equally close, the one
+    with the most work in a second is chosen.
+    """
+
+    def rank(split: tuple[float, float, float]) -> tuple[float, float]:
+        slowdowns = table.slowdowns_together(list(zip(sub_stages, split, strict=True)))
+        distance = sum(abs(device_fraction - 1 / 3) for device_fraction in split)
+        return round(distance, 6), -sum(1.0 / slowdown for slowdown in slowdowns)
+
+    splits = [
+        split
+        for split in product(fractions, fractions, fractions)
+        if sum(split) <= 1.0 + _TOLERANCE and len({*zip(sub_stages, split, strict=True)}) == len({*sub_stages})
+    ]
+    return min(splits, key=rank, default=None)
 
 
 def sharing_entries(
@@ -273,7 +343,9 @@ def load_interference(
             "nothing of it is used, every pair is estimated"
         ]
     measured, warnings = _measured(path, content["entries"], grid)
-    table = InterferenceTable(device=grid.device, grid=grid, measured=measured)
+    triples, cannot_do = _measured_triples(path, content["triples"], grid)
+    warnings += cannot_do
+    table = InterferenceTable(device=grid.device, grid=grid, measured=measured, triples=triples)
     holes = table.holes(sub_stages, fractions)
     if holes:
         named = ", ".join(f"({a}, {b}, {device_fraction:.3g})" for a, b, device_fraction in holes[:4])
@@ -303,6 +375,24 @@ def _measured(
     return measured, [*hints, *warnings]
 
 
+def _measured_triples(
+    path: str | Path, entries: Iterable[Mapping[str, Any]], grid: FractionGrid
+) -> tuple[tuple[SharingTriple, ...], list[str]]:
+    """Triples at device fractions that the device can do, and warnings about the others."""
+    triples, warnings = [], []
+    for entry in entries:
+        a, b, c = (sub_stage_named(name, path) for name in entry["sub_stages"])
+        triple = SharingTriple(
+            sub_stages=(a, b, c), device_fractions=tuple(entry["levels"]), slowdowns=tuple(entry["slowdowns"])
+        )
+        if all(grid.can_do(device_fraction) for device_fraction in triple.device_fractions):
+            triples.append(triple)
+        else:
+            named = ", ".join(f"{device_fraction:g}" for device_fraction in triple.device_fractions)
+            warnings.append(f"{path}: {grid.device} cannot do fractions {named} of ({a}, {b}, {c}); they are left out")
+    return tuple(triples), warnings
+
+
 def sub_stage_named(name: str, path: str | Path) -> SubStage:
     """The sub-stage that a profile file names; names of version 0.1 are accepted. Raises UserError for any other."""
     if name in OLD_NAMES:
@@ -327,7 +417,14 @@ def read_profile(path: Path) -> dict[str, Any]:
                 f"{path}: entry {number} is {entry!r}; "
                 "expected a, b, level in (0, 1], slowdown_a and slowdown_b above 0"
             )
-    return {**content, "device": str(content.get("device", ""))}
+    triples = content.get("triples", [])
+    for number, entry in enumerate(triples if isinstance(triples, list) else [triples], 1):
+        if not _is_triple(entry):
+            raise UserError(
+                f"{path}: triple {number} is {entry!r}; expected three sub_stages, three levels above 0 (1 or less "
+                "together, equal for equal sub_stages) and three slowdowns of 1 or more"
+            )
+    return {**content, "device": str(content.get("device", "")), "triples": triples}
 
 
 def _is_entry(entry: object) -> bool:
@@ -337,6 +434,21 @@ def _is_entry(entry: object) -> bool:
     if not all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers):
         return False
     return bool(entry["level"] <= 1)
+
+
+def _is_triple(entry: object) -> bool:
+    sides = [entry.get(key) for key in ("sub_stages", "levels", "slowdowns")] if isinstance(entry, dict) else []
+    lists = [side for side in sides if isinstance(side, list) and len(side) == 3]
+    if len(lists) < 3:
+        return False
+    sub_stages, levels, slowdowns = lists
+    if not all(isinstance(one, str) for one in sub_stages):
+        return False
+    if not all(isinstance(one, int | float) for one in (*levels, *slowdowns)):
+        return False
+    are_fractions = min(levels) > 0 and sum(levels) <= 1 + _TOLERANCE
+    are_even = len({*zip(sub_stages, levels, strict=True)}) == len({*sub_stages})
+    return are_fractions and are_even and all(1 <= slowdown < math.inf for slowdown in slowdowns)
 
 
 def _profile(

@@ -1,8 +1,8 @@
 """The rates of running orders: solo seconds per second, at a device fraction, beside other orders.
 
     FractionRates       the order's device fraction, whatever else runs there
-    InterferenceRates   1 alone on whole devices; else one over the slowdown of a table: the worst of the order's
-                        devices, and on each the worst of the orders that it shares the device with
+    InterferenceRates   1 alone on whole devices; else one over the slowdown of a table beside the orders that it
+                        shares a device with: the worst of the order's devices
     NeighbourRates      the rate of one of the above, over the slowdown by orders that compute on other devices of the
                         same machine; an order that only waits for an environment slows no other
 
@@ -107,8 +107,11 @@ class InterferenceRates(Generic[C]):
     def _rate_on(self, device: DeviceId, order: C) -> float:
         table, fraction = self._table, order.device_fraction
         others = [other for other in self._orders_by_device[device] if other is not order]
+        if len(others) > 1:
+            together = [(one.sub_stage, one.device_fraction) for one in (order, *others)]
+            return 1.0 / table.slowdowns_together(together)[0]
         if others:
-            return 1.0 / max(table.slowdowns(order.sub_stage, other.sub_stage, fraction)[0] for other in others)
+            return 1.0 / table.slowdowns(order.sub_stage, others[0].sub_stage, fraction)[0]
         return 1.0 if fraction >= 1.0 else 1.0 / table.slowdown_alone(order.sub_stage, fraction)
 
 
