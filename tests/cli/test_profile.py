@@ -9,6 +9,7 @@ import pytest
 from rlmux.api.files import policy_and_costs
 from rlmux.cli import inputs, profile_tables
 from rlmux.core.model import Phase
+from rlmux.core.steps.colocation import SharingTriple
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
@@ -58,6 +59,16 @@ def test_a_profile_is_of_devices_and_not_of_workloads(rlmux, tmp_path):
     said = rlmux("simulate", "weave", "--profile", str(tmp_path / "profile.json"))
     assert said.code == 2
     assert "goes with --from-run only" in said.err
+
+
+def test_people_see_a_row_for_each_triple_and_whether_it_helps(capsys, tmp_path):
+    levels = (0.25, 0.25, 0.5)
+    helps = SharingTriple(sub_stages=("dense", "tail", "update"), device_fractions=levels, slowdowns=(1.25, 1.25, 2.0))
+    slow = SharingTriple(sub_stages=("dense", "tail", "tail"), device_fractions=levels, slowdowns=(4.0, 4.0, 4.0))
+    profile_tables.show(Profile(table=replace(TABLE, triples=(helps, slow))), tmp_path / "profile.json", as_json=False)
+    rows = ["".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "dense|tail|update0.250.250.51.251.252.002.10helps" in rows
+    assert "dense|tail|tail0.250.250.54.004.004.000.75" in rows
 
 
 def test_people_see_a_row_for_each_state(capsys, tmp_path):

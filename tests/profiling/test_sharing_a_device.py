@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations, count
 
 import pytest
 
 from rlmux.core.errors import PipelineError, UserError
+from rlmux.core.steps.colocation import SharedRates, SharingTriple
 from rlmux.engines.device_fraction import DeviceFractions, probe
-from rlmux.profiling.interference_probe import fraction_grid_of, measure_interference
-from rlmux.profiling.micro_benchmarks import BenchmarkProcess, BenchmarkSizes
+from rlmux.profiling import interference_probe
+from rlmux.profiling.interference_probe import QUICK, fraction_grid_of, measure_interference
+from rlmux.profiling.micro_benchmarks import BenchmarkProcess, BenchmarkSizes, benchmark_processes, rates
 from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import InterferenceTable
@@ -21,9 +27,10 @@ TINY = BenchmarkSizes(
 )  # fmt: skip
 
 
-def save(folder, measured, fractions=HERE):
+def save(folder, measured, fractions=HERE, triples=()):
     path = folder / "profile.json"
-    table = InterferenceTable(device=fractions.device, grid=fraction_grid_of(fractions), measured=measured)
+    grid = fraction_grid_of(fractions)
+    table = InterferenceTable(device=fractions.device, grid=grid, measured=measured, triples=triples)
     table.save(path)
     return path
 
@@ -36,6 +43,84 @@ def test_two_on_one_core_share_its_time_by_their_device_fractions():
     low, _ = table.slowdowns("tail", "update", 0.1)
     high, other = table.slowdowns("tail", "update", 0.9)
     assert min(low, other) > 1.3 * high  # 9 where the machine is quiet; strangers on the core blur it
+
+
+@pytest.fixture
+def fake_bench(monkeypatch):
+    """Processes whose rate is 1 alone; beside others, what a test gives by sub-stage and device fraction."""
+
+    @contextmanager
+    def processes(sub_stages, *_):
+        yield {one: [one, one] for one in sub_stages}
+
+    def use(rate_of, fractions=HERE):
+        def rates(working, *_, **__):
+            return [1.0] if len(working) == 1 else [rate_of(*side, len(working)) for side in working]
+
+        monkeypatch.setattr(interference_probe, "probe", lambda device: fractions)
+        monkeypatch.setattr(interference_probe, "benchmark_processes", processes)
+        monkeypatch.setattr(interference_probe, "rates", rates)
+
+    return use
+
+
+def test_triples_without_three_alike_are_measured_where_all_their_pairs_help(fake_bench):
+    fake_bench(lambda one, fraction, _: 0.4 if one == "update" else 0.9)
+    table = measure_interference("cpu", sub_stages=("dense", "tail", "update"), **QUICK)
+    assert {one.sub_stages for one in table.triples} == {
+        ("dense", "dense", "tail"), ("dense", "dense", "update"), ("dense", "tail", "tail"),
+        ("dense", "tail", "update"), ("tail", "tail", "update"),
+    }  # fmt: skip
+    assert {one.device_fractions for one in table.triples} == {(0.25, 0.25, 0.25)}
+    fake_bench(lambda one, fraction, _: 0.5)
+    assert measure_interference("cpu", sub_stages=("dense", "tail"), **QUICK).triples == ()
+
+
+def test_a_device_that_cannot_be_split_has_no_triples(fake_bench):
+    fake_bench(lambda one, fraction, _: 0.9, DeviceFractions(device="a device", how=""))
+    assert measure_interference("cpu", sub_stages=("dense", "tail"), **QUICK).triples == ()
+
+
+def test_two_alike_of_three_have_the_worse_slowdown_of_them(fake_bench):
+    noise = count()
+    fake_bench(lambda one, fraction, num_together: 0.8 if num_together == 2 else (0.5, 0.4, 0.8)[next(noise) % 3])
+    table = measure_interference("cpu", sub_stages=("tail", "update"), **QUICK)
+    assert [one.slowdowns for one in table.triples] == [(2.5, 2.5, 1.25), (2.0, 2.5, 2.5)]
+
+
+@pytest.mark.parametrize(("rate", "num_triples"), [(0.9, 2), (0.5, 0)])
+def test_progress_counts_rounds_never_goes_back_and_ends_at_its_last_round(fake_bench, rate, num_triples):
+    seen = []
+    fake_bench(lambda one, fraction, _: rate)
+    measure_interference(
+        "cpu", sub_stages=("dense", "tail"), num_rounds=3, progress=lambda done, total: seen.append((done, total))
+    )
+    assert [done for done, _ in seen] == list(range(3 * (3 + num_triples)))
+    assert {total for _, total in seen[:9]} == {3 * (3 + 2)}
+    assert {total for _, total in seen[9:]} <= {3 * (3 + num_triples)}
+
+
+@pytest.mark.slow
+def test_three_on_one_core_share_its_time():
+    core = min(os.sched_getaffinity(0))
+    with benchmark_processes(("tail", "update"), TINY, "cpu", core) as processes:
+        alone = rates([(processes["tail"][0], 1.0)], 0.3, is_core=True)
+        both, other = processes["tail"], processes["update"]
+        beside = rates([(both[0], 0.25), (both[1], 0.25), (other[0], 0.25)], 0.3, is_core=True)
+    assert max(beside[:2]) < 0.7 * alone[0]  # a third where the machine is quiet
+
+
+def test_measured_triples_reach_a_policy_where_they_are_prepared_and_run_here(tmp_path):
+    pairs = {(a, b, 0.5): (1.5, 1.5) for a, b in combinations(("tail", "dense", "update"), 2)}
+    levels = (0.25, 0.25, 0.5)
+    usable = SharingTriple(sub_stages=("tail", "dense", "update"), device_fractions=levels, slowdowns=(1.5, 2.0, 2.0))
+    odd = replace(usable, sub_stages=("tail", "tail", "update"), device_fractions=(0.3, 0.3, 0.4))
+    path = save(tmp_path, pairs, triples=(usable, odd))
+    sharing, warnings = load_sharing(path, HERE)
+    assert sharing.rates_beside("dense", ["update", "tail"]) == SharedRates(0.25, 2.0)
+    assert sharing.rates_beside("update", ["tail", "tail"]) is None
+    assert any("fraction 0.3, 0.4 is not prepared here" in warning for warning in warnings)
+    assert load_sharing(path, HERE, ["tail", "dense"])[0].most_together == 2
 
 
 def test_only_device_fractions_that_helped_reach_a_policy(tmp_path):

@@ -1,4 +1,4 @@
-"""A measured profile for people: slowdowns of pairs, slowdowns of neighbours, times of switches and of migrations."""
+"""A measured profile for people: slowdowns of pairs, triples and neighbours, times of switches and of migrations."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 from rlmux.cli import tables
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import MIN_GAIN
+from rlmux.core.steps.colocation import MIN_GAIN, SharingTable
 from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
 from rlmux.profiling.switch_times import SwitchTimes
-from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable
+from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, sharing_entries
 
 
 def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str | None = None) -> None:
     """Print what `path` now holds.
 
-    One row for each pair: the slowdowns at each device fraction, and whether the best of them helps. Then the slowdowns
-    of neighbours, or why there are none, one row for each state, and one for each pipeline's migrations.
+    One row for each pair: the slowdowns at each device fraction, and whether the best of them helps. The same for
+    triples at their device fractions. Then the slowdowns of neighbours, or why there are none, one row for each state,
+    and one for each pipeline's migrations.
     """
     if as_json:
         tables.print_json(profile.to_json())
@@ -28,6 +29,9 @@ def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str
     print(f"{device}: slowdown of each of two side by side, by the first one's device fraction")
     tables.print_rows(_pair_rows(profile.table))
     print(f"best together: work in a second, over one after the other; {MIN_GAIN:g} or more helps")
+    if profile.table.triples:
+        print(f"{device}: slowdown of each of three side by side; helps: {MIN_GAIN:g} times the work of any two")
+        tables.print_rows(_triple_rows(profile.table))
     if profile.neighbours is not None:
         print(f"{device}: slowdown of each on neighbouring devices, each on one of its own")
         tables.print_rows(_neighbour_rows(profile.neighbours.measured))
@@ -50,6 +54,20 @@ def _pair_rows(table: InterferenceTable) -> list[dict[str, Any]]:
     for pair, row in rows.items():
         row["best together"] = f"{best[pair]:.2f}" + (" helps" if best[pair] >= MIN_GAIN else "")
     return list(rows.values())
+
+
+def _triple_rows(table: InterferenceTable) -> list[dict[str, Any]]:
+    sharing = SharingTable.of(sharing_entries(table.measured), table.triples)
+    return [
+        {
+            "beside": " | ".join(one.sub_stages),
+            "fractions": " ".join(f"{device_fraction:.2g}" for device_fraction in one.device_fractions),
+            "slowdowns": " ".join(f"{slowdown:.2f}" for slowdown in one.slowdowns),
+            "together": f"{one.gain:.2f}" + (" helps" if sharing.rates_beside(first, others) else ""),
+        }
+        for one in table.triples
+        for first, *others in [one.sub_stages]
+    ]
 
 
 def _neighbour_rows(measured: Mapping[tuple[SubStage, SubStage], float]) -> list[dict[str, Any]]:

@@ -1,30 +1,43 @@
-"""Measures how two pieces of work on one device slow each other.
+"""Measures how two or three pieces of work on one device slow each other.
 
-    two processes, side by side, at every device fraction that can be made here ──▶ InterferenceTable
+    two processes, side by side, at every device fraction that can be made here ─┬─▶ InterferenceTable
+    three whose pairs all help, at the fractions closest to a third each ────────┘
 
-Rounds are interleaved, since machines drift. A slowdown is the best rate alone over the median rate beside the other:
-where rates are noisy, sharing looks worse than it is, never better.
+Rounds are interleaved, since machines drift. A slowdown is the best rate alone over the median rate beside the
+others: where rates are noisy, sharing looks worse than it is, never better.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, combinations_with_replacement
 from statistics import median
 from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
+from rlmux.core.steps.colocation import SharingTable, SharingTriple
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling.micro_benchmarks import (
     BENCHMARK_SUB_STAGES,
+    BenchmarkProcess,
     BenchmarkSizes,
     benchmark_processes,
     rates,
     usual_sizes,
 )
-from rlmux.sim.models.interference import NO_SPLIT, FractionGrid, InterferenceTable
+from rlmux.sim.models.interference import (
+    NO_SPLIT,
+    FractionGrid,
+    InterferenceTable,
+    rest_of,
+    sharing_entries,
+    split_of_three,
+)
 
+Three = tuple[SubStage, SubStage, SubStage]
 DEVICES = ("cpu", "cuda")
 QUICK: Mapping[str, Any] = {"window_s": 0.05, "num_rounds": 1}
 """Settings that are enough to see that a measurement works."""
@@ -49,32 +62,84 @@ def measure_interference(
     num_rounds: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> InterferenceTable:
-    """Measure every pair of sub-stages, side by side on one core or one GPU, at every device fraction prepared here."""
+    """Measure sub-stages side by side on one core or one GPU.
+
+    Every pair is measured at every device fraction prepared here. A triple is measured if its pairs all help, at the
+    prepared fractions closest to thirds. `progress`: called with (rounds done, rounds in all) of pairs and triples.
+    """
+    report = progress or (lambda done, total: None)
     fractions = probe(device)
     is_core = device == "cpu"
     core = min(os.sched_getaffinity(0)) if is_core else None
-    pairs = [(a, b) for place, a in enumerate(sub_stages) for b in sub_stages[place:]]
-    alone: dict[SubStage, list[float]] = {one: [] for one in sub_stages}
-    beside: dict[tuple[SubStage, SubStage, float], list[list[float]]] = {}
+    splits = [(fraction, rest_of(fraction)) for fraction in (*fractions.prepared, NO_SPLIT)]
+    pairs = list(combinations_with_replacement(sub_stages, 2))
+    triples = [three for three in combinations_with_replacement(sub_stages, 3) if len({*three}) > 1]
     with benchmark_processes(sub_stages, sizes or usual_sizes(device), device, core) as processes:
-        for number in range(num_rounds):
-            for done, (a, b) in enumerate(pairs):
-                if progress is not None:
-                    progress(number * len(pairs) + done, num_rounds * len(pairs))
-                for one in dict.fromkeys((a, b)):
-                    alone[one] += rates([(processes[one][0], NO_SPLIT)], window_s, is_core=is_core)
-                for fraction in (*fractions.prepared, NO_SPLIT):
-                    rest = NO_SPLIT if fraction == NO_SPLIT else 1.0 - fraction
-                    working = [(processes[a][0], fraction), (processes[b][1], rest)]
-                    beside.setdefault((a, b, fraction), []).append(rates(working, window_s, is_core=is_core))
-    measured = {
-        (a, b, fraction): (
-            max(1.0, max(alone[a]) / median(first for first, _ in rounds)),
-            max(1.0, max(alone[b]) / median(second for _, second in rounds)),
-        )
-        for (a, b, fraction), rounds in beside.items()
+        bench = _Bench(processes, window_s, is_core=is_core)
+        for done, pair in enumerate(pairs * num_rounds):
+            report(done, num_rounds * (len(pairs) + len(triples)))
+            bench.add_round(pair, splits)
+        measured = {(a, b, split[0]): bench.of_two((a, b), split) for a, b in pairs for split in splits}
+        table = InterferenceTable(device=fractions.device, grid=fraction_grid_of(fractions), measured=measured)
+        chosen = _that_may_help(triples, table, fractions.prepared)
+        for done, three in enumerate([*chosen] * num_rounds, num_rounds * len(pairs)):
+            report(done, num_rounds * (len(pairs) + len(chosen)))
+            bench.add_round(three, [chosen[three]])
+    return replace(table, triples=tuple(bench.of_three(three, split) for three, split in chosen.items()))
+
+
+def _that_may_help(
+    triples: Sequence[Three], table: InterferenceTable, prepared: Sequence[float]
+) -> dict[Three, tuple[float, float, float]]:
+    """Triples whose pairs all help, with the prepared device fractions closest to thirds."""
+    sharing = SharingTable.of(sharing_entries(table.measured))
+    found = {
+        three: split_of_three(table, three, prepared)
+        for three in triples
+        if all(sharing.rates_beside(a, [b]) is not None for a, b in combinations(three, 2))
     }
-    return InterferenceTable(device=fractions.device, grid=fraction_grid_of(fractions), measured=measured)
+    return {three: split for three, split in found.items() if split is not None}
+
+
+class _Bench:
+    """Rates of sub-stages alone and at once, in rounds."""
+
+    def __init__(self, processes: Mapping[str, Sequence[BenchmarkProcess]], window_s: float, *, is_core: bool) -> None:
+        self._processes = processes
+        self._window_s = window_s
+        self._is_core = is_core
+        self._alone: dict[SubStage, list[float]] = {}
+        self._together: dict[tuple[tuple[SubStage, ...], tuple[float, ...]], list[list[float]]] = {}
+
+    def add_round(self, sub_stages: tuple[SubStage, ...], splits: Iterable[tuple[float, ...]]) -> None:
+        """Measure each alone, then all at once at each split of the device."""
+        for one in dict.fromkeys(sub_stages):
+            self._alone.setdefault(one, []).extend(self._rates((one,), (NO_SPLIT,)))
+        for split in splits:
+            self._together.setdefault((sub_stages, split), []).append(self._rates(sub_stages, split))
+
+    def of_two(self, pair: tuple[SubStage, SubStage], split: tuple[float, float]) -> tuple[float, float]:
+        """Slowdowns of a pair at a split."""
+        slow_a, slow_b = self._slowdowns(pair, split)
+        return slow_a, slow_b
+
+    def of_three(self, three: Three, split: tuple[float, float, float]) -> SharingTriple:
+        """Slowdowns of a triple at a split. Two alike cannot be distinguished, so both have the worse one."""
+        worst = dict(sorted(zip(three, self._slowdowns(three, split), strict=True), key=lambda side: side[1]))
+        a, b, c = three
+        return SharingTriple(sub_stages=three, device_fractions=split, slowdowns=(worst[a], worst[b], worst[c]))
+
+    def _slowdowns(self, sub_stages: tuple[SubStage, ...], split: tuple[float, ...]) -> list[float]:
+        beside = zip(*self._together[sub_stages, split], strict=True)
+        alone = (max(self._alone[one]) for one in sub_stages)
+        return [max(1.0, best / median(rounds)) for best, rounds in zip(alone, beside, strict=True)]
+
+    def _rates(self, sub_stages: tuple[SubStage, ...], split: tuple[float, ...]) -> list[float]:
+        working = [
+            (self._processes[one][sub_stages[:place].count(one)], device_fraction)
+            for place, (one, device_fraction) in enumerate(zip(sub_stages, split, strict=True))
+        ]
+        return rates(working, self._window_s, is_core=self._is_core)
 
 
 def fraction_grid_of(fractions: DeviceFractions) -> FractionGrid:

@@ -4,7 +4,7 @@
                                    ──load_costs──▶ DeviceCosts ──▶ Pipeline.switch, Pipeline.migration
                                    ──sim.models──▶ what a prediction uses
 
-A policy gets only pairs and device fractions that were measured on this device and that helped: both
+A policy gets only pairs, triples and device fractions that were measured on this device and that helped: all
 together did more in a second than one after the other. What a file has beyond that is named in a warning, with what is
 used instead. A file of another device, or of other models than a run's, is refused.
 """
@@ -108,14 +108,20 @@ def load_sharing(
     if not fractions.prepared:
         reason = f"{fractions.device} cannot be shared here ({fractions.missing})"
         return SharingTable(), [f"{path}: {reason}; every order has its devices alone"]
-    run_here = {key: slowdowns for key, slowdowns in table.measured.items() if {*key[:2]} <= {*sub_stages}}
-    prepared = {key: slowdowns for key, slowdowns in run_here.items() if _is_prepared(key[2], fractions)}
-    others = [key[2] for key in table.measured if key[2] < NO_SPLIT and not _is_prepared(key[2], fractions)]
+
+    def can_use(names: Iterable[str], *levels: float) -> bool:
+        return {*names} <= {*sub_stages} and all(_is_prepared(level, fractions) for level in levels)
+
+    pairs = {key: slowdowns for key, slowdowns in table.measured.items() if can_use(key[:2], key[2])}
+    triples = [one for one in table.triples if can_use(one.sub_stages, *one.device_fractions)]
+    levels = [key[2] for key in table.measured]
+    levels += [level for one in table.triples for level in one.device_fractions]
+    others = [level for level in levels if level < NO_SPLIT and not _is_prepared(level, fractions)]
     if others:
         named = ", ".join(f"{fraction:g}" for fraction in dict.fromkeys(others))
         accepted = ", ".join(f"{fraction:g}" for fraction in fractions.prepared)
         warnings.append(f"{path}: fraction {named} is not prepared here; used instead: {accepted}, where measured")
-    sharing = SharingTable.of(sharing_entries(prepared))
+    sharing = SharingTable.of(sharing_entries(pairs), triples)
     if not sharing.rates:
         warnings.append(f"{path}: no pair gains {MIN_GAIN:g} or more by sharing; every order has its devices alone")
     return sharing, warnings

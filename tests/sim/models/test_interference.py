@@ -169,7 +169,7 @@ def test_a_malformed_triple_is_refused_in_one_line(tmp_path, malformed):
         load_interference(tmp_path / "bad.json", H100)
 
 
-def test_three_have_thirds_of_a_device_as_nearly_as_it_can_do_them_and_two_alike_have_the_same():
+def test_three_have_the_fractions_closest_to_thirds_and_two_alike_have_the_same():
     table = estimated_table(H100)
     assert split_of_three(table, THREE, H100.near_thirds()) == (48 / 132, 40 / 132, 40 / 132)
     assert split_of_three(table, ("tail", "tail", "update"), (0.2, 0.4)) == (0.4, 0.4, 0.2)

@@ -229,7 +229,7 @@ def test_two_on_a_device_run_at_the_rate_of_the_interference_table():
     assert sum(device_fraction for _, device_fraction in seen[-1]) <= 1.0
 
 
-def test_three_pipelines_are_on_one_device_at_once_where_it_holds_their_states_and_finish_sooner():
+def test_three_pipelines_share_a_device_that_holds_their_states_and_finish_sooner():
     roomy = crowd([GSM8K_06B] * 3, num_gpus=4, num_steps=2, sequences_per_device=32)
     part = Footprint(rollout_device_bytes=8e9, train_device_bytes=8e9)
     small = [replace(one, pipeline=replace(one.pipeline, footprint=part)) for one in roomy.arrivals]

@@ -63,9 +63,10 @@ def profile(
     """Measure the cost of device sharing, switches and migrations on this machine.
 
     Measures how each pair of prefill, decoding, log-probs and updates slow each other: on one device, at every device
-    fraction that can be made here, and decoding and updates on two neighbouring devices. Then how long the file's own
-    states take to leave the device for host memory or disk, and to come back, and how long a KV cache takes to be
-    copied to another engine, or recomputed there.
+    fraction that can be made here, and decoding and updates on two neighbouring devices. Triples of them share one
+    device at thirds, if their pairs gain by sharing. Then how long the file's own states take to leave the device for
+    host memory or disk, and to come back, and how long a KV cache takes to be copied to another engine, or recomputed
+    there.
 
     \b
     Example: rlmux profile examples/01_two_pipelines.yaml --out profile.json
@@ -83,7 +84,7 @@ def profile(
     configs = [one.config for one in inputs.load(file).pipelines] if file else []
     configs = configs or [usual_config(device)]
     effort = interference_probe.QUICK if quick else {}
-    with progress.bar("pairs", is_quiet=json) as report_progress:
+    with progress.bar("pairs and triples", is_quiet=json) as report_progress:
         table = interference_probe.measure_interference(device, progress=report_progress, **effort)
     with progress.bar("neighbours", is_quiet=json) as report_progress:
         ratios = neighbours.measure_neighbours(device, progress=report_progress, **effort)
