@@ -6,7 +6,7 @@ import pytest
 
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import simulate
-from rlmux.sim.workloads.substage_pairs import GSM8K_06B, MATH_06B, MATH_4B, MATH_8B, crowd
+from rlmux.sim.workloads.substage_pairs import AIME_4B, GSM8K_06B, GSM8K_4B, MATH_06B, MATH_4B, MATH_8B, crowd
 
 
 def seconds(workload, policy: str, **options) -> float:
@@ -15,8 +15,8 @@ def seconds(workload, policy: str, **options) -> float:
     return 3600 * result.hours
 
 
-def apart(*pair, **options):
-    return crowd(pair, num_gpus=8, num_steps=3, deployment="disaggregated", **options)
+def apart(*pair, num_gpus=8, **options):
+    return crowd(pair, num_gpus=num_gpus, num_steps=3, deployment="disaggregated", **options)
 
 
 def test_in_pools_kept_apart_sub_stages_beside_each_other_end_sooner_than_the_cycle():
@@ -39,6 +39,22 @@ def test_in_pools_kept_apart_every_slo_holds_that_the_cycle_holds(slo_slowdown):
         for name, options in (("rollmux", {}), ("rlmux", {"keeps_pools_apart": True}))
     ]
     assert kept == [1.0, 1.0]
+
+
+def test_tails_leave_devices_of_a_rollout_pool_to_the_next_member_without_any_table():
+    """Half of the slots are empty, so a shard that finds its device held by a tail costs its sibling little."""
+    workload = apart(GSM8K_06B, GSM8K_06B, num_gpus=16, sequences_per_device=64)
+    whole = {"keeps_pools_apart": True, "fractions": False}
+    with_tails = seconds(workload, "rlmux", **whole)
+    assert with_tails < 0.95 * seconds(workload, "rlmux", tails=False, **whole)
+    assert with_tails < seconds(workload, "rollmux")
+
+
+def test_a_shard_that_was_paused_to_migrate_goes_to_a_device_that_it_may_share():
+    """It would be paused again and again at one moment if what started there meanwhile kept it out."""
+    crowded = crowd((GSM8K_06B, GSM8K_4B, MATH_06B, AIME_4B), num_gpus=8, num_steps=3)
+    result = simulate(crowded, make_policy("rlmux", fill=False))
+    assert result.events < 1000
 
 
 def test_pools_kept_apart_serve_their_own_phase_alone():

@@ -215,6 +215,11 @@ class MemberView:
         """Sequences of the shard there at the last report, None before the first; solo seconds of earlier orders."""
         return self._run.estimates.history.live_shard(device)
 
+    def has_moved(self, device: DeviceId) -> bool:
+        """Whether its shard there migrated to an idle device before it began: that takes no time, so it is not offered
+        again."""
+        return self._run.estimates.history.has_moved(device)
+
     @property
     def is_rollout_open(self) -> bool:
         return bool(self._run.step.shards)

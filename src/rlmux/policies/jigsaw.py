@@ -37,6 +37,7 @@ from rlmux.policies.lookahead.dispatching import (
     start_where_free,
 )
 from rlmux.policies.lookahead.forecast import Forecast, forecast_group, is_idle, solo_step_s
+from rlmux.policies.lookahead.measured_tails import begin_tail_migrations
 from rlmux.policies.lookahead.migration import (
     begin_migrations,
     continue_migrations,
@@ -81,7 +82,7 @@ class Jigsaw:
     migration_stretch: float = 1.1
     """Factor by which a tail grows with what it takes over, until a migration was seen."""
     migration_part: float = 0.02
-    """Seconds of a migration before one was seen, as a part of the shard's."""
+    """Seconds of a migration as a part of the shard's, before one was seen or measured by a profile."""
     budget: int = BUDGET
     """Starts on a device that one decision may play out; fewer where steps take less than a second."""
     max_members: int = MAX_MEMBERS
@@ -102,13 +103,13 @@ class Jigsaw:
         if not self.has_sub_stages_to_place(view):
             yield from self._start_phases(view)
             return
-        has_migrated = yield from continue_migrations(view)
+        sharing = self.sharing.up_to(num_fitting_together(view) if self.fractions else 1)
+        has_migrated = yield from continue_migrations(view, sharing)
         if not view.has_changed:
             return
         yield MarkPlanned()
         if self.fill:
             yield from yield_devices(view)
-        sharing = self.sharing.up_to(num_fitting_together(view) if self.fractions else 1)
         pairs = shards_for_idle_devices(view) if self.tails else ()
         if not pairs and not self._is_choice(view, sharing):
             yield from start_side_by_side(view, (), sharing)
@@ -130,10 +131,12 @@ class Jigsaw:
             schedule = greedy(problem)
         cycle = min((play_out(problem, one) for one in cycles), key=lambda one: one.score, default=None)
         is_kept = cycle is not None and not _is_worth_leaving(schedule, cycle)
-        yield from begin_migrations(view, forecast, problem, cycle if cycle and is_kept else schedule, pairs)
         if is_kept:
+            if self.tails:
+                yield from begin_tail_migrations(view)
             works = [choice.work for choice in self._in_cycle_order(view)]
         else:
+            yield from begin_migrations(view, forecast, problem, schedule, pairs)
             works = _works_to_start(view, forecast, schedule)
         has_started = yield from start_side_by_side(view, overdue_first(view, works), sharing)
         if not has_started and not view.running and not view.migrating and not has_migrated:
@@ -185,10 +188,13 @@ class Jigsaw:
 
     def _migration_s(self, member: MemberView, device: DeviceId) -> float:
         """Seconds to migrate the member's shard off the device."""
-        estimates = member.estimates
-        if estimates.migrate_s is None:
+        estimates, expected = member.estimates, member.pipeline.migration
+        each_s = estimates.migrate_s
+        if each_s is None and expected is not None:
+            each_s = min(expected.copy_s, expected.recompute_s)
+        if each_s is None:
             return self.migration_part * estimates.shard_s
-        return estimates.migrate_s * (member.live_shard(device)[0] or 1)
+        return each_s * (member.live_shard(device)[0] or 1)
 
     def _budget(self, view: GroupView) -> int:
         shortest_s = min(solo_step_s(member) for member in view.members)

@@ -247,6 +247,8 @@ class _ShardProgress:
     """Whether no trajectory has migrated to it: only then its curve is that of a shard."""
     num_whole_siblings: int = 0
     """Whole siblings that migrated to it before they began."""
+    has_moved: bool = False
+    """Whether it migrated to an idle device before it began."""
 
 
 class StepHistory:
@@ -339,6 +341,7 @@ class StepHistory:
             self._open[target].num_whole_siblings += is_fresh
         elif left is not None:  # the target's own has ended or migrated before: the source's goes on there
             self._open[target] = left
+            left.has_moved = left.has_moved or is_fresh
 
     def _forget_short_shards(self) -> None:
         """Leave out the shards of a rollout whose tail migrates, where others are known: long ones do not end whole."""
@@ -386,6 +389,11 @@ class StepHistory:
         """A stage other than GENERATE is done."""
         self._stages.setdefault(stage, deque(maxlen=WINDOW_STEPS)).append(solo_s)
         self._estimates = None
+
+    def has_moved(self, device: DeviceId) -> bool:
+        """Whether the shard there migrated to an idle device before it began."""
+        shard = self._open.get(device)
+        return shard is not None and shard.has_moved
 
     @property
     def largest_shard(self) -> int:

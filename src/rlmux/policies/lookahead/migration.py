@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.core.steps.colocation import NO_SHARING, SharingTable
 from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
 from rlmux.core.work import ReadyWork
-from rlmux.policies.lookahead.forecast import Forecast, is_idle
+from rlmux.policies.lookahead.forecast import Forecast, is_idle, ready_sub_stage, sub_stage_of
 from rlmux.policies.lookahead.problem import IdleMigration, Problem, Schedule, SiblingMigration
 
 MigrationSeconds = Callable[[MemberView, DeviceId], float]
@@ -23,22 +24,27 @@ ShardAndDevice = tuple[ReadyWork | OrderView, DeviceId]
 """A shard, ready or running, and an idle device for it."""
 
 
-def continue_migrations(view: GroupView) -> Generator[MigrateWork, None, bool]:
+def continue_migrations(view: GroupView, sharing: SharingTable = NO_SHARING) -> Generator[MigrateWork, None, bool]:
     """Migrate the shards that were paused for it and whose target can take them; returns whether there was one."""
     has_migrated = False
     for work in view.ready:
-        if work.migrate_to is not None and _can_take(view, work, work.migrate_to):
+        if work.migrate_to is not None and _can_take(view, work, work.migrate_to, sharing):
             has_migrated = True
             yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=work.migrate_to)
     return has_migrated
 
 
-def _can_take(view: GroupView, work: ReadyWork, target: DeviceId) -> bool:
-    """Whether the shard may leave, and the target's shard stays there and has not ended, or no order computes there."""
-    member = next(member for member in view.members if member.id == work.pipeline)
+def _can_take(view: GroupView, work: ReadyWork, target: DeviceId, sharing: SharingTable) -> bool:
+    """Whether the shard may leave, and the target's shard stays there and has not ended, or the shard could run beside
+    what computes there."""
+    members = {member.id: member for member in view.members}
+    member = members[work.pipeline]
     if not view.can_migrate(work.pipeline, work.devices[0], target):
         return False
-    return target in member.unfinished_rollout_devices or view.is_free((target,))
+    if target in member.unfinished_rollout_devices:
+        return True
+    there = [sub_stage_of(members[order.pipeline], order) for order in view.running if target in order.devices]
+    return not there or sharing.rates_beside(ready_sub_stage(member, work), there) is not None
 
 
 # --- to a sibling -------------------------------------------------------------------------------------------
@@ -170,7 +176,10 @@ def _shards_in_the_way(
     held: list[ReadyWork | OrderView] = [
         work
         for work in ready
-        if work.pipeline == member.id and work.stage is Stage.GENERATE and not view.is_free(work.devices)
+        if work.pipeline == member.id
+        and work.stage is Stage.GENERATE
+        and not view.is_free(work.devices)
+        and not member.has_moved(work.devices[0])
     ]
     held += [
         order

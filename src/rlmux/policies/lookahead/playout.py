@@ -18,7 +18,6 @@ This is the kernel of the look-ahead, some 7 µs a start: state is in lists by w
 from __future__ import annotations
 
 import math
-
 from bisect import insort
 
 from rlmux.core.model import SubStage
@@ -89,8 +88,8 @@ class Playout:
         "left_s",
         "masks",
         "now_s",
-        "num_started",
         "num_missing",
+        "num_started",
         "open_migrations",
         "rank",
         "rate",

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import PhaseSeconds, Stage
+from rlmux.core.model import MigrationEstimate, PhaseSeconds, Stage
 from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, TrainCosts, rollout_costs, train_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished, copy_s, recompute_s
 from rlmux.sim.models.lengths import length_distribution
@@ -95,6 +95,12 @@ class SubStageWorld(TrueSeconds):
     def migration_s(self, moved: Sequence[Unfinished], *, copies_kv: bool) -> tuple[float, float]:
         costs = rollout_costs(self.model, self.gpu, self.tp)
         return (copy_s(costs, moved), 0.0) if copies_kv else (0.0, recompute_s(costs, moved))
+
+    def migration_estimate(self) -> MigrationEstimate:
+        """As a profile would measure it: of a trajectory half of whose mean response is there."""
+        costs, distribution = rollout_costs(self.model, self.gpu, self.tp), length_distribution(self.lengths_of)
+        context = distribution.prompt_tokens + distribution.mean / 2
+        return MigrationEstimate(copy_s=costs.kv_copy_s(context), recompute_s=costs.prefill_s(context))
 
     def rollout_s(self, step: int) -> float:
         """Solo seconds of a rollout, until its slowest shard ends."""

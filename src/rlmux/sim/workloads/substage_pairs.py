@@ -155,6 +155,7 @@ def _arrival(pipeline: Pipeline, world: SubStageWorld, num_steps: int, *, is_sha
             estimate=phases,
             colocated_estimate=phases if is_shared else None,
             dense_threshold=dense_threshold_of(world.slots),
+            migration=world.migration_estimate(),
             footprint=Footprint(rollout_device_bytes=part, train_device_bytes=part),
         ),
         world=world,
