@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import create_autospec
 
 import pytest
 
 from rlmux.cli import verification
 from rlmux.runtime.checks.replay_verification import Difference, Verdict
+from rlmux.runtime.records import folders
 
 EQUAL = Verdict(
     pipeline="a",
@@ -79,6 +81,15 @@ def test_json_says_where_it_differs(capsys):
     }
     assert said["pipelines"]["b"]["first_difference"]["step"] == 7
     assert said["pipelines"]["b"]["first_difference"]["compared"] == "checksum"
+
+
+def test_the_command_hands_over_names_and_progress_as_the_verification_takes_them(rlmux, monkeypatch):
+    monkeypatch.setattr(folders, "check_run", lambda folder: None)
+    replay = create_autospec(verification.verify, return_value=[EQUAL])
+    monkeypatch.setattr(verification, "chosen", lambda folder: replay)
+    said = rlmux("verify", "run", "a")
+    assert (said.code, said.out) == (0, EQUAL.line() + "\n")
+    assert replay.call_args.args[1] == ["a"]
 
 
 def test_a_folder_without_a_run_is_a_mistake(rlmux):

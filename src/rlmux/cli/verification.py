@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from rlmux.cli import tables
-from rlmux.runtime.checks.replay_verification import Verdict, verify
+from rlmux.runtime.checks.replay_verification import PrintLine, Verdict, verify
 from rlmux.runtime.records.folders import is_of_server
 
 
-def chosen(folder: Path) -> Callable[..., list[Verdict]]:
+class Verification(Protocol):
+    """Trains pipelines of a folder again, each alone."""
+
+    def __call__(self, folder: Path, names: Sequence[str], *, print_line: PrintLine) -> list[Verdict]: ...
+
+
+def chosen(folder: Path) -> Verification:
     """The verification for a run's or a server's folder."""
     if is_of_server(folder):
         from rlmux.service.served_verification import verify_served

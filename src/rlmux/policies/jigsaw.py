@@ -3,7 +3,8 @@
     view ──forecast──▶ work items of this step and the next ones ──look-ahead──▶ schedule ──its first moment──▶ choices
 
 Every pipeline of the group rolls out on all of its devices and trains on as many as it requests. At each event the
-work items that are known or forecast are scheduled anew as a whole, and what that schedule does now is done:
+work items that are known or forecast, the Sub-Stage Graph of every member's next steps, are scheduled anew as a whole,
+and what that schedule does now is done:
 
     start      ready work on free devices; beside another order only at a device fraction that was measured to help
     migrate    the tail of a shard to a sibling: pause, migrate, then the device is free

@@ -9,13 +9,13 @@ under the strict meta-iteration that its groups run. A pipeline that fits no gro
 nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are sunk
 cost: pipelines spread over free nodes before they share.
 
-Inside a group one of three rules decides what starts:
+Inside a group the look-ahead over sub-stages decides, as in `jigsaw` (`policies/jigsaw.py`). Where places were promised
+by the strict cycle, the cycle is one of the schedules that it weighs, and is kept unless another is clearly better:
 
-    nodes serve both phases of every member    look-ahead over sub-stages, as `jigsaw`: one pool; a table by which
-                                               it helps; nodes that cost nothing and pipelines without an estimate
-    pools apart, it helps by the table          the same inside each pool, weighed against the strict cycle
-    pools apart, no table                      the order of the cycle, gaps filled; tails leave devices that others
-                                               wait for
+    nodes serve both phases of every member    one pool; a table by which it helps; nodes that cost nothing and
+                                               pipelines without an estimate: no cycle was promised
+    pools apart                                the cycle was promised; work of other members in its gaps, on devices of
+                                               tool waits, beside others by the table, and where tails have left
 
 Where steps are given and nodes are paid as they are used, it counts dollars for the work instead of dollars per hour:
 slowness has a price, budgets follow from the steps and the time that are left, and members train on as many nodes as

@@ -271,5 +271,5 @@ def verify(
 
     verify_run = verification.chosen(folder)
     report_progress = (lambda text: None) if json else inputs.print_notice
-    verdicts = verify_run(folder, [] if name is None else [name], say=report_progress)
+    verdicts = verify_run(folder, [] if name is None else [name], print_line=report_progress)
     raise typer.Exit(verification.show(verdicts, as_json=json))

@@ -12,7 +12,7 @@ where they are expected to pay:
                   its step, longer by that, is still shorter than the rollouts of all members one after another
     whole shard   its sibling grows by less than the tail lasts
 
-Groups whose pools are kept apart by phase; where nodes serve both phases, the look-ahead decides (`migration.py`).
+`rollmux`, and `rlmux` while it keeps the cycle; elsewhere the look-ahead decides (`migration.py`).
 """
 
 from __future__ import annotations
