@@ -30,7 +30,7 @@ PHASES = {
     "c": PhaseSeconds(rollout_s=1.0, train_s=1.5),
 }
 NUM_STEPS = 4
-OPTIONS = {"jigsaw": {"migrates": False}}
+OPTIONS = {"jigsaw": {"tails": False}}
 """The fake backend does not know what a paused shard has left: it would begin again there, and goes on in the world."""
 
 

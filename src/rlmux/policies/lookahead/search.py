@@ -24,7 +24,7 @@ _SAME_S = 1e-6
 """Seconds within which two moments of a schedule are one."""
 BUDGET = 400
 """Starts on one device that a decision may play out where devices are shared: about 3 ms of one core."""
-WHOLE_DEVICES = 4
+WHOLE_DEVICES = 2
 """Times as many on whole devices, where they take less: there are no rates to update."""
 
 
