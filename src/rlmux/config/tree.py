@@ -131,9 +131,9 @@ class EstimateConfig(FromFile):
     train_switch_s: NonNegativeFloat | None = None
     """Seconds of a warm switch to its training state; goes with rollout_switch_s."""
     cold_rollout_switch_s: NonNegativeFloat | None = None
-    """Seconds of the first load of its rollout state, to simulate; without: those of a warm switch."""
+    """Seconds of the first load of its rollout state, to simulate; by default a warm switch's."""
     cold_train_switch_s: NonNegativeFloat | None = None
-    """Seconds of the first load of its training state, to simulate; without: those of a warm switch."""
+    """Seconds of the first load of its training state, to simulate; by default a warm switch's."""
 
     limit_rollout_s: PositiveFloat | None = None
     """Seconds of rollout if every answer reaches the token limit; goes with limit_train_s, and with slo_probability."""

@@ -77,7 +77,8 @@ class Jigsaw:
     fractions: bool = True
     """False: every order has its devices alone, whatever the table."""
     fill: bool = True
-    """False: a shard that only waits for its environments keeps its device."""
+    """False: a shard that only waits for its environments keeps its device, no other work comes between two stages of
+    training, and no phase leaves the order of a cycle for a gap or a threatened SLO."""
     looks_ahead: bool = True
     """False: greedy, for comparison."""
     migration_stretch: float = 1.1
@@ -104,7 +105,7 @@ class Jigsaw:
         if not self.has_sub_stages_to_place(view):
             yield from self._start_phases(view)
             return
-        sharing = self.sharing.up_to(num_fitting_together(view) if self.fractions else 1)
+        sharing = self._sharing(view)
         has_migrated = yield from continue_migrations(view, sharing)
         if not view.has_changed:
             return
@@ -162,10 +163,13 @@ class Jigsaw:
             return True
         if view.num_members < 2:
             return False
-        return (self.tails and view.has_wide_rollouts) or self._may_share(view)
+        return (self.tails and view.has_wide_rollouts) or bool(self._sharing(view).entries)
 
-    def _may_share(self, view: GroupView) -> bool:
-        return self.fractions and bool(self.sharing.entries) and num_fitting_together(view) > 1
+    def _sharing(self, view: GroupView) -> SharingTable:
+        """The table, as far as the states of this group fit a device together."""
+        if not self.fractions or not self.sharing.entries:
+            return NO_SHARING
+        return self.sharing.up_to(num_fitting_together(view))
 
     def _start_phases(self, view: GroupView) -> Iterator[Choice]:
         if not self.keeps_cycle:

@@ -75,8 +75,8 @@ class RlMux:
     fractions: bool = True
     """Whether sub-stages run side by side on a fraction of a device each, where the table says that it helps."""
     fill: bool = True
-    """Whether a phase may leave the cycle's order for a gap or a threatened SLO, if no other is late, and a device on
-    which a shard only waits for its environments goes to other work."""
+    """Whether a phase may leave the cycle's order for a gap or a threatened SLO, if no other is late, and other work
+    may come on a device whose shard only waits for its environments, and between two stages of training."""
     varies_steps_per_cycle: bool = True
     """Whether short pipelines may make several steps in a long one's cycle."""
     slowness_price: float = 1.2

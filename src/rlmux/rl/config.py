@@ -103,7 +103,7 @@ class FromFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(FromFile):
-    """What is trained: a tiny new model, or a checkpoint. The sizes are those of a new model."""
+    """What is trained: a tiny new model, or a checkpoint. The sizes describe a new model."""
 
     path: str | None = None
     """Hugging Face checkpoint folder, relative to this file. Excludes the other keys."""

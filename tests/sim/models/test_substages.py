@@ -201,7 +201,7 @@ def test_both_grains_are_never_worse_than_either(deployment):
         workload = crowd(pair, num_gpus=8, num_steps=3, deployment=deployment)
         names = ("jigsaw", "rlmux") if deployment == "shared" else ("rollmux", "jigsaw", "rlmux")
         speed = {name: run_simulation(SimRun(workload=workload, policy=name)).tokens_per_s for name in names}
-        assert speed["rlmux"] >= 0.995 * max(speed.values()), (pair, speed)
+        assert speed["rlmux"] >= 0.999 * max(speed.values()), (pair, speed)
 
 
 def test_staleness_lets_a_pipeline_fill_its_own_bubbles():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from rlmux.core.estimation.estimates import StepEstimates, StepPlan
 from rlmux.core.model import (
@@ -333,11 +334,9 @@ class _MemberForecast:
         if self.splits_training:
             items = [(SUB_STAGE_BY_STAGE[one], (), seconds) for one, seconds in left]
         else:
-            later, left_s = [], 0.0
-            for one, seconds in reversed(left):
-                left_s += seconds
-                later.append((left_s, SUB_STAGE_BY_STAGE[one]))
-            items = [(later[-1][1], tuple(reversed(later[:-1])), left_s)]
+            left_s = reversed([*accumulate(seconds for _, seconds in reversed(left))])
+            begins = [(at_s, SUB_STAGE_BY_STAGE[one]) for at_s, (one, _) in zip(left_s, left, strict=True)]
+            items = [(begins[0][1], tuple(begins[1:]), begins[0][0])]
         first = len(self.forecast.work_items)
         for place, (sub_stage, later_ones, seconds) in enumerate(items):
             index = self.forecast.add(

@@ -76,8 +76,9 @@ class _PlayoutSearch:
     def try_out(self, priorities: Priorities, than: Schedule | None = None) -> Schedule | None:
         """The schedule of these priorities; None where its makespan alone is more than the score of the other."""
         playout = Playout(self.setting, priorities)
-        is_in_time = than is not None and than.missed_s == 0.0
-        schedule = playout.schedule_before(than.score[1] if than is not None and is_in_time else math.inf)
+        # To miss fewer deadlines, a schedule may take longer.
+        limit_s = math.inf if than is None or than.missed_s else than.score[1]
+        schedule = playout.schedule_before(limit_s)
         self.num_left -= playout.num_started
         self.num_tried += 1
         return schedule
