@@ -76,7 +76,7 @@ def attained(
             excess += plan_s / taken_s
             count += 1
             for index, factor in enumerate(factors):
-                bounds[index].add(step, _times(factor), MEAN, sync_s=0.0)
+                bounds[index].add(_times(factor), MEAN)
                 planned[index] = bounds[index].plan(planned[index]) or planned[index]
     return within / count, excess / count
 

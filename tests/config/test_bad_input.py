@@ -79,7 +79,7 @@ CASES = {
     ),
     "a certain SLO": (
         [("steps: 60", "slo_probability: 1")],
-        "two.yaml:6: pipelines.sort.slo_probability is 1; accepted: a number, more than 0, less than 1",
+        "two.yaml:6: pipelines.sort.slo_probability is 1; accepted: a number above 0 and below 1, or mean",
     ),
     "a token limit below the mean": (
         [("steps: 60", "estimate: {rollout_s: 3, train_s: 2, limit_rollout_s: 2, limit_train_s: 2}")],

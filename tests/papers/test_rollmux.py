@@ -14,7 +14,7 @@ from rlmux.papers import micro_cycles as micro
 from rlmux.papers import rollmux
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import offline_cost
-from rlmux.papers.rollmux import PAPER_ACCOUNTING
+from rlmux.papers.rollmux import PAPER_ACCOUNTING, WEAVE_ACCOUNTING
 from rlmux.papers.rollmux_rows import gavel_rows, micro_rows, tail_rows
 from rlmux.sim import api
 from rlmux.sim.results.sweep import SimRun, run_simulation, spread, sweep
@@ -91,7 +91,7 @@ def test_the_offline_optimum_bounds_every_policy_that_keeps_slos():
 
 
 def test_regrouping_follows_durations_that_drift():
-    made = catalog.build("drift-up", seed=0, **PAPER_ACCOUNTING)
+    made = catalog.build("drift-up", seed=0, **WEAVE_ACCOUNTING)
     few = type(made)(name="few", cluster=made.cluster, arrivals=made.arrivals[:6])
     assert offline_cost(few, regroup_every_s=3600.0).num_groupings > offline_cost(few).num_groupings
 
@@ -161,7 +161,7 @@ def test_the_examples_of_the_manual_run(capsys):
     for block in blocks:
         exec(block, {})
     cost, slowdown = capsys.readouterr().out.split()
-    assert float(cost) == pytest.approx(51.78, abs=0.01)
+    assert float(cost) == pytest.approx(51.84, abs=0.01)
     assert float(slowdown) == pytest.approx((2 * (133.8 + 0.902) + 0.9) / (246.6 + 0.9))
 
 

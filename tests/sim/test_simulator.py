@@ -9,7 +9,7 @@ import pytest
 
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.papers.rollmux import PAPER_ACCOUNTING
+from rlmux.papers.rollmux import WEAVE_ACCOUNTING
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Solo
 from rlmux.policies.rollmux import RollMux
@@ -82,8 +82,8 @@ def test_a_group_runs_at_its_strict_period_however_late_its_members_join(phases,
 
 @pytest.mark.slow
 def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
-    made = catalog.build("weave", seed=1, train_nodes_32b=1, **PAPER_ACCOUNTING)
-    solo = simulate(replace(made, arrivals=catalog.build("weave", **PAPER_ACCOUNTING).arrivals), Solo())
+    made = catalog.build("weave", seed=1, train_nodes_32b=1, **WEAVE_ACCOUNTING)
+    solo = simulate(replace(made, arrivals=catalog.build("weave", **WEAVE_ACCOUNTING).arrivals), Solo())
     assert solo.cost_usd_per_hour == pytest.approx(944.96, abs=0.01)
     result = simulate(made, RollMux())
     assert result.cost_usd_per_hour == pytest.approx(510, rel=0.04)

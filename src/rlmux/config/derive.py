@@ -14,6 +14,8 @@ from rlmux.config.tree import (
     phase_of_pool,
 )
 from rlmux.core.model import (
+    DEFAULT_SLO_PROBABILITY,
+    MEAN,
     Cluster,
     Footprint,
     Phase,
@@ -65,7 +67,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         estimate=solo,
         colocated_estimate=colocated,
         slo_slowdown=math.inf if config.slo_slowdown is None else config.slo_slowdown,
-        slo_probability=config.slo_probability,
+        slo_probability=_probability(config),
         limit=_limit(config.estimate),
         footprint=_footprint(config.footprint),
         dense_threshold=dense_threshold_of(config.rollout.num_slots),
@@ -77,6 +79,13 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         rank=config.rank,
         visibility=Visibility(config.visibility),
     )
+
+
+def _probability(config: PipelineConfig) -> float | None:
+    """None for a pipeline that is planned with the middle of its steps, or is promised nothing."""
+    if config.is_filler or config.slo_probability == MEAN:
+        return None
+    return DEFAULT_SLO_PROBABILITY if config.slo_probability is None else float(config.slo_probability)
 
 
 def _stages(config: PipelineConfig) -> tuple[Stage, ...]:

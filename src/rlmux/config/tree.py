@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, MinLen, Predicate
 from pydantic import BeforeValidator, TypeAdapter
 
 from rlmux.config.shares import SharesConfig
-from rlmux.core.model import Phase
+from rlmux.core.model import MEAN, Phase
 from rlmux.rl.config import (
     Count,
     FromFile,
@@ -203,6 +203,13 @@ AlertRule = Literal[
 ]  # fmt: skip
 
 
+def _is_slo_probability(value: float | str) -> bool:
+    return value == MEAN if isinstance(value, str) else 0.0 < value < 1.0
+
+
+SloProbability = Annotated[float | str, Predicate(_is_slo_probability), Takes("a number above 0 and below 1, or mean")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig(PipelineKeys):
     """One user's RL post-training run."""
@@ -211,10 +218,10 @@ class PipelineConfig(PipelineKeys):
     """Where prompts come from and how answers are scored. Needed by `run`."""
     slo_slowdown: Annotated[float, Ge(1)] | None = None
     """Largest accepted slowdown of a step against running alone; without: any."""
-    slo_probability: Annotated[float, Gt(0), Lt(1)] | None = None
+    slo_probability: SloProbability | None = None
     """Probability with which a cycle of its group is to take no longer than planned, so that slo_slowdown is kept
-    (docs/how-it-works/policies.md); without: it is planned with what its steps take in the middle, and none is
-    stated."""
+    (docs/how-it-works/policies.md); without: 0.95. mean: it is planned with the median of its steps, and no probability
+    is stated."""
     user: Name | None = None
     """User of the pipeline. Waiting pipelines of several users take turns
     (docs/how-it-works/shares.md)."""

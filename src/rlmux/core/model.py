@@ -339,6 +339,12 @@ class Account(NamedTuple):
         return "/".join(filter(None, self)) or "no user"
 
 
+DEFAULT_SLO_PROBABILITY = 0.95
+"""`Pipeline.slo_probability` where its user asks for none."""
+MEAN = "mean"
+"""What a user asks for who wants pipelines planned with the middle of their steps, and no probability."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """What the scheduler knows about a pipeline. Estimates only: the truth is with the driver."""
@@ -464,12 +470,10 @@ class WorkLeft:
     """Time at which this holds."""
     submitted_s: float
     """Time of its submission, from which its SLO counts."""
-    num_steps: int
-    """Steps that it was submitted with."""
     num_left: int
     """Steps that are not trained yet, the open one among them."""
-    done_solo_s: float | None = None
-    """Solo seconds of the steps that are trained, as measured; None: not kept, they are taken to be like the next."""
+    done_solo_s: float
+    """Solo seconds of the steps that are trained, as measured."""
 
 
 class PipelineStatus(StrEnum):

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 
 from rlmux.core.estimation.estimates import StepHistory
-from rlmux.core.estimation.measured_steps import MeasuredSteps
+from rlmux.core.estimation.measured_steps import DoneSteps, MeasuredSteps
 from rlmux.core.estimation.on_demand_seconds import RequestBatchSeconds
 from rlmux.core.estimation.step_bounds import StepBounds
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
@@ -116,6 +116,8 @@ class StepBeliefs:
 
     history: StepHistory
     """Seconds of its last steps: estimates for the policies that plan ahead."""
+    done: DoneSteps
+    """What its steps that are done took alone."""
     bounds: StepBounds | None
     """Bounds of its next step, which it is planned with where it states a probability."""
     has_given_estimate: bool
@@ -143,6 +145,8 @@ class PipelineRun:
     sequence: int
     """Place in the order of submission, in which waiting pipelines are tried."""
     status: PipelineStatus = PipelineStatus.WAITING
+    submitted: Pipeline = field(init=False)
+    """As it was submitted."""
     admission: Admission = field(init=False)
     parking: Parking = field(default_factory=Parking)
     nodes: PinnedNodes = field(default_factory=PinnedNodes)
@@ -155,7 +159,7 @@ class PipelineRun:
     """Whether it takes only what no other pipeline wants, cached for every order."""
 
     def __post_init__(self) -> None:
-        given = self.pipeline
+        self.submitted = given = self.pipeline
         self.admission = Admission(given.is_held, given.rank, self.submitted_s)
         first_kept = given.first_step - 1
         self.admission.restart_step = -1 if given.has_sft_warmup and first_kept == 0 else first_kept
@@ -165,6 +169,7 @@ class PipelineRun:
             self.pipeline = bounds.first_plan()
         self.estimates = StepBeliefs(
             StepHistory(self.pipeline),
+            DoneSteps(given),
             bounds,
             has_given_estimate=given.estimate is not None and given.held is None,
             has_left_estimate=bounds is not None and self.pipeline.estimate != given.estimate,

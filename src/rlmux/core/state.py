@@ -205,11 +205,8 @@ class SchedulerState:
         return WorkLeft(
             now_s=self.now_s,
             submitted_s=run.submitted_s,
-            num_steps=last_step - num_before,
             num_left=last_step - max(num_before, run.step.trained_step),
-            done_solo_s=None
-            if run.estimates.bounds is None
-            else run.estimates.bounds.done_solo_s(run.step.trained_step),
+            done_solo_s=run.estimates.done.solo_s(run.step.trained_step),
         )
 
     def can_migrate(self, run: PipelineRun, source: DeviceId, target: DeviceId) -> bool:

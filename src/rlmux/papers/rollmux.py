@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlmux.core.model import MEAN
 from rlmux.papers.offline_optimum import OfflineCost, offline_cost, steady_usd_per_hour
 from rlmux.papers.paper_rows import mean
 from rlmux.papers.rollmux_rows import BASELINES, CHOICES, DRIFTS, MIXES, PRINTED, PUBLISHED_STAY_H, charged, rows_of
@@ -33,6 +34,8 @@ from rlmux.sim.workloads.arrivals import Workload
 
 PAPER_ACCOUNTING: Mapping[str, Any] = {"departure": "wall", "costs": False}
 """Parameters of a workload that is accounted for as the paper does; by default ours are."""
+WEAVE_ACCOUNTING: Mapping[str, Any] = {**PAPER_ACCOUNTING, "slo_probability": MEAN}
+"""The same for the production trace, which the paper's scripts replay with means."""
 _OUR_POLICIES = ("solo", "colocated", "rollmux", "rlmux")
 _WITHOUT_SOLVER: Mapping[str, str] = {
     "what": "gain of gavel over Solo-D",
@@ -80,7 +83,7 @@ def _bounds(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[dict[st
     rows = []
     for nodes in (1, 2):
         made = [
-            catalog.build("weave", seed=seed, train_nodes_32b=nodes, **PAPER_ACCOUNTING) for seed in range(num_seeds)
+            catalog.build("weave", seed=seed, train_nodes_32b=nodes, **WEAVE_ACCOUNTING) for seed in range(num_seeds)
         ]
         by_what = {("the steps that keep every SLO, on nodes that are never idle", True): _kept_slos_usd_per_hour}
         for uses_slack, speed in ((False, "solo speed"), (True, "all SLO slack")):
@@ -145,12 +148,12 @@ class _Plan:
         self.placing = _placing()
         for drift in DRIFTS:
             for seed in range(min(num_seeds, _MAX_DRIFT_SEEDS)):
-                drifting = catalog.build(f"drift-{drift}", seed=seed, **PAPER_ACCOUNTING)
+                drifting = catalog.build(f"drift-{drift}", seed=seed, **WEAVE_ACCOUNTING)
                 self._add(("drift", drift, "offline", seed), _Regroup(drifting, _HOUR_S))
                 self._add(("drift", drift, "rollmux", seed), SimRun(workload=drifting, policy="rollmux"))
         for seed in range(num_seeds):
             for nodes in (1, 2):
-                made = catalog.build("weave", seed=seed, train_nodes_32b=nodes, **PAPER_ACCOUNTING)
+                made = catalog.build("weave", seed=seed, train_nodes_32b=nodes, **WEAVE_ACCOUNTING)
                 for name in self.placing if seed else ("solo", "colocated", *self.placing):
                     self._add(("weave", nodes, name, seed), SimRun(workload=made, policy=name))
                 printed = make_policy("rollmux", skips_saturated=True)

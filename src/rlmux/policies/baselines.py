@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.placement.group_load import GroupLoad, budget_of, colocated_step_s, solo_s
+from rlmux.core.placement.group_load import GroupLoad, colocated_step_s, slo_step_s, solo_s
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.views import GroupView, RunWork
 from rlmux.core.work import ReadyWork
@@ -228,7 +228,7 @@ class GavelSteps(OneRule):
         if view.cluster.is_one_pool:
             return place_on_shared_nodes(pipeline, view)
         for group in view.groups():
-            if self._cycle_s(group, pipeline) <= min(group.budget_s, budget_of(pipeline)):
+            if self._cycle_s(group, pipeline) <= min(group.budget_s, slo_step_s(pipeline)):
                 choice = next(any_room(group, pipeline), None)
                 if choice is not None and self._is_in_time(group, pipeline, choice):
                     return choice
@@ -244,7 +244,7 @@ class GavelSteps(OneRule):
 
     def _is_in_time(self, group: GroupLoad, pipeline: Pipeline, choice: PlacementChoice) -> bool:
         """Whether the cycle keeps every SLO with the switches that sharing these nodes brings."""
-        budget_s = min(group.budget_s, budget_of(pipeline))
+        budget_s = min(group.budget_s, slo_step_s(pipeline))
         return group.one_after_another_s(pipeline, choice.rollout_nodes) <= budget_s
 
     def _cycle_s(self, group: GroupLoad, pipeline: Pipeline) -> float:
@@ -255,7 +255,7 @@ class GavelSteps(OneRule):
         pool = view.cluster.pool_for(Phase.TRAIN)
         if pool is None or pipeline.colocated_estimate is None:
             return None
-        if colocated_step_s(pipeline, pool) > budget_of(pipeline):
+        if colocated_step_s(pipeline, pool) > slo_step_s(pipeline):
             return None
         if pipeline.num_train_nodes > view.num_free_nodes(Phase.TRAIN):
             return None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from rlmux.core.model import AdmissionKind, Phase, Pipeline, PipelineId, Placement
 from rlmux.core.placement.choice import PlacementChoice, Refusal
-from rlmux.core.placement.group_load import budget_of, colocated_step_s
+from rlmux.core.placement.group_load import colocated_step_s, slo_step_s
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.queue.time_slicing import TimeSlice
 from rlmux.policies.baselines import OneRule
@@ -217,7 +217,7 @@ def _wanted(claim: Claim, options: tuple[Option, ...], view: PlacementView) -> l
 
 def _cheapest(pipeline: Pipeline, options: tuple[Option, ...], view: PlacementView) -> Option:
     """The option whose steps cost least of those that keep the SLO; the first where none does, or nothing is known."""
-    pools, budget_s = view.cluster.pools, budget_of(pipeline)
+    pools, budget_s = view.cluster.pools, slo_step_s(pipeline)
     in_time = [one for one in options if one.step_s is not None and one.step_s <= budget_s]
 
     def usd(option: Option) -> float:

@@ -12,7 +12,8 @@ Inside a group the strict meta-iteration decides what begins, and the tail of a 
 pipeline waits for (`lookahead/measured_tails.py`).
 
 In the paper, durations are given before placement. If they are measured only afterwards, and a group turns out to break
-an SLO, a member is placed again, or those with an SLO make several steps in a cycle.
+an SLO, a member is placed again, or those with an SLO make several steps in a cycle. A pipeline that no group took at
+the token limit is placed again once its own steps bound it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from itertools import chain
 from typing import ClassVar
 
 from rlmux.core.model import Pipeline
-from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.steps.idle_check import Idling
@@ -33,6 +34,7 @@ from rlmux.policies.lookahead.dispatching import start_in_cycle_order
 from rlmux.policies.lookahead.measured_tails import migrate_tails
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
 from rlmux.policies.search.candidates import direct, founding, impossible, may_join, queue, scaled
+from rlmux.policies.search.readmission import place_again
 from rlmux.policies.search.shared_placement import place_on_shared_nodes
 from rlmux.policies.search.slo_repair import mend_slos
 
@@ -65,8 +67,9 @@ class RollMux:
         best = best or founding(pipeline, view)
         return best or self._over_saturate(pipeline, view) or queue(pipeline, view)
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)
+    def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
+        mended = mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)
+        return mended or place_again(view, self.place)
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
         if self.tails and (view.has_wide_rollouts or view.has_tails):

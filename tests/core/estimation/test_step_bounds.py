@@ -35,8 +35,8 @@ def times(factor: float) -> PhaseSeconds:
 
 def planned_after(bounds: StepBounds, *factors: float) -> Pipeline:
     now = bounds.first_plan()
-    for step, factor in enumerate(factors, 1):
-        bounds.add(step, times(factor), MEAN, sync_s=0.0)
+    for factor in factors:
+        bounds.add(times(factor), MEAN)
         now = bounds.plan(now) or now
     return now
 
@@ -91,7 +91,7 @@ def test_the_bound_is_above_every_step_soon_after_lengths_have_doubled():
         factor = 2.0 if step > 30 else 1.0
         if factor > now.held.rollout_s / MEAN.rollout_s * (1 + 1e-9):
             late.append(step)
-        bounds.add(step, times(factor), MEAN, sync_s=0.0)
+        bounds.add(times(factor), MEAN)
         now = bounds.plan(now) or now
     assert late == sorted({31, *late})
     assert late[-1] <= 33
@@ -104,14 +104,6 @@ def test_a_limit_that_a_step_exceeds_counts_no_more():
     assert planned.held.rollout_s >= 2.0 * MEAN.rollout_s * (1 - 1e-9)
 
 
-def test_what_was_trained_again_counts_once_in_the_solo_seconds_that_are_done():
-    bounds = StepBounds(bounded())
-    for step in (1, 2, 3, 2, 3):
-        bounds.add(step, times(1.0), MEAN, sync_s=0.5)
-    assert bounds.done_solo_s(3) == pytest.approx(3 * 3.5)
-    assert bounds.done_solo_s(0) == 0.0
-
-
 def test_a_later_part_of_the_run_goes_on_with_the_bounds_of_the_one_before():
     before = StepBounds(bounded())
     planned = planned_after(before, 1.0, 0.9, 1.1, 1.2, 1.0, 1.4)
@@ -119,16 +111,16 @@ def test_a_later_part_of_the_run_goes_on_with_the_bounds_of_the_one_before():
     resumed = later.first_plan()
     assert (resumed.estimate, resumed.held) == (planned.estimate, planned.held)
     assert planned.held != LIMIT
-    later.add(7, times(9.0), MEAN, sync_s=0.0)  # processes start in it
+    later.add(times(9.0), MEAN)  # processes start in it
     assert later.plan(resumed) is None
 
 
 def test_steps_without_an_estimate_are_known_to_a_later_part_of_the_run_too():
     before = StepBounds(bounded(estimate=None, limit=None))
     now = before.first_plan()
-    for step, factor in enumerate((1.0, 0.9, 1.1, 1.2), 1):
+    for factor in (1.0, 0.9, 1.1, 1.2):
         before.forget(1)
-        before.add(step, times(factor), None, sync_s=0.0)
+        before.add(times(factor), None)
         now = before.plan(now) or now
     given = bounded(estimate=now.estimate, held=now.estimate, limit=None, bounded=before.known(now))
     assert StepBounds(given).first_plan().held == now.held

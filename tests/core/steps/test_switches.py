@@ -68,7 +68,7 @@ def test_no_pipeline_joins_a_group_in_which_switches_would_break_an_slo(
     for name in "ab":
         driver.submit(
             builders.pipeline(
-                name, rollout_s=1.5, train_s=1.5, slo_slowdown=1.1, switch=switch, footprint=SIX, num_steps=2
+                name, rollout_s=1.5, train_s=1.5, slo_slowdown=1.1, switch=switch, footprint=SIX, num_steps=30
             )
         )
     assert scheduler.query.placement.num_groups == num_groups

@@ -52,7 +52,8 @@ def pipeline(name="a", rollout_s=60.0, train_s=40.0, slo=1.5, num_steps=100, **f
 
 
 def left_of(one, *, now_s, num_left, num_steps=100):
-    return WorkLeft(now_s=now_s, submitted_s=0.0, num_steps=num_steps, num_left=num_left)
+    done_s = (num_steps - num_left) * one.estimate.solo_s
+    return WorkLeft(now_s=now_s, submitted_s=0.0, num_left=num_left, done_solo_s=done_s)
 
 
 # budgets
@@ -175,7 +176,7 @@ def test_slowness_has_its_price_in_an_hour_at_half_speed():
 
 
 def test_a_pipeline_whose_speed_on_training_nodes_alone_is_unknown_is_placed_apart():
-    ledger = PlacementLedger(CLUSTER, lambda name: left_of(None, now_s=0.0, num_left=100))
+    ledger = PlacementLedger(CLUSTER, lambda name: left_of(pipeline(), now_s=0.0, num_left=100))
     dear = pipeline(slo=math.inf, num_rollout_nodes=9)  # $12 an hour apart, $3 on its training node alone
     unknown = RlMux().place(dear, PlacementView(ledger))
     known = RlMux().place(replace(dear, colocated_estimate=dear.estimate), PlacementView(ledger))
@@ -183,7 +184,7 @@ def test_a_pipeline_whose_speed_on_training_nodes_alone_is_unknown_is_placed_apa
 
 
 def test_a_newcomer_joins_a_wide_member_and_trains_on_as_many_nodes_as_it_asks_for():
-    ledger = PlacementLedger(CLUSTER, lambda name: left_of(None, now_s=0.0, num_left=100))
+    ledger = PlacementLedger(CLUSTER, lambda name: left_of(pipeline(), now_s=0.0, num_left=100))
     wide = pipeline("wide", slo=2.5, num_train_nodes=2)
     ledger.admit(wide, RlMux().place(wide, PlacementView(ledger)))
     narrow = pipeline("narrow", slo=2.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, WorkLeft
 from rlmux.core.placement.placement_ledger import PlacementLedger
@@ -30,10 +31,7 @@ class World:
         self.view = PlacementView(self.ledger)
 
     def left_of(self, name):
-        left = self.lefts[name]
-        return WorkLeft(
-            now_s=self.now_s, submitted_s=left.submitted_s, num_steps=left.num_steps, num_left=left.num_left
-        )
+        return replace(self.lefts[name], now_s=self.now_s)
 
     def add(self, number):
         draw = self.generator.uniform
@@ -43,7 +41,7 @@ class World:
             estimate=PhaseSeconds(rollout_s=draw(20.0, 90.0), train_s=draw(10.0, 60.0)),
             slo_slowdown=draw(1.1, 2.0),
         )
-        self.lefts[one.id] = WorkLeft(now_s=self.now_s, submitted_s=self.now_s, num_steps=50, num_left=50)
+        self.lefts[one.id] = WorkLeft(now_s=self.now_s, submitted_s=self.now_s, num_left=50, done_solo_s=0.0)
         self.ledger.admit(one, RollMux().place(one, self.view))
 
     def change(self, number):
@@ -51,14 +49,15 @@ class World:
         self.now_s += self.generator.uniform(0.0, 400.0)
         for name, left in self.lefts.items():
             num_left = max(1, left.num_left - self.generator.randrange(4))
-            self.lefts[name] = WorkLeft(now_s=self.now_s, submitted_s=left.submitted_s, num_steps=50, num_left=num_left)
+            done_s = (50 - num_left) * 100.0
+            self.lefts[name] = replace(left, now_s=self.now_s, num_left=num_left, done_solo_s=done_s)
         if self.lefts and self.generator.random() < 0.4:
             name = self.generator.choice(list(self.lefts))
             if self.generator.random() < 0.5:
                 self.ledger.depart(name)
                 del self.lefts[name]
             else:
-                self.lefts[name] = WorkLeft(now_s=0.0, submitted_s=0.0, num_steps=50, num_left=50)
+                self.lefts[name] = WorkLeft(now_s=0.0, submitted_s=0.0, num_left=50, done_solo_s=0.0)
                 self.ledger.renew(name)
         else:
             self.add(number)

@@ -20,7 +20,7 @@ from rlmux.core.estimation.step_bounds import StepBounds
 from rlmux.core.journal import Journal
 from rlmux.core.model import MeasuredSeconds, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.placement.group_load import GroupLoad, budget_of
+from rlmux.core.placement.group_load import GroupLoad, budget_of, cold_start_s, slo_step_s, solo_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.state import SchedulerState
 
@@ -46,8 +46,11 @@ class Expectations:
     def learn(self, run: PipelineRun, step: int) -> bool:
         """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
         run.estimates.measured.end_step(step)
+        last, given = run.estimates.measured.last, self._submitted_seconds(run)
+        if last is not None:
+            run.estimates.done.add(step, last, given)
         if run.estimates.bounds is not None:
-            return self._plan_with_bounds(run, run.estimates.bounds, step)
+            return self._plan_with_bounds(run, run.estimates.bounds, last, given)
         return self._plan_with(run, run.estimates.measured.seconds)
 
     def learn_batches(self, run: PipelineRun) -> bool:
@@ -74,23 +77,28 @@ class Expectations:
         self._learned[run.pipeline.id] = None
         return True
 
-    def _plan_with_bounds(self, run: PipelineRun, bounds: StepBounds, step: int) -> bool:
-        """Tighten or widen the bounds by the step, and plan with them."""
+    def _submitted_seconds(self, run: PipelineRun) -> PhaseSeconds | None:
+        """What its user gave for a step on nodes like those where it is; None where nothing was given."""
+        given, placement = run.submitted, run.nodes.placement
+        if placement is None or not run.estimates.has_given_estimate:
+            return None
+        is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
+        return (given.colocated_estimate if is_colocated else None) or given.estimate
+
+    def _plan_with_bounds(
+        self, run: PipelineRun, bounds: StepBounds, last: PhaseSeconds | None, given: PhaseSeconds | None
+    ) -> bool:
+        """Tighten or widen the bounds by the last step, and plan with them."""
         if run.status is not PipelineStatus.RUNNING or run.nodes.placement is None:
             return False
-        last, given, placement = run.estimates.measured.last, bounds.given, run.nodes.placement
-        seconds: PhaseSeconds | None = None
-        if bounds.has_base:
-            is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
-            seconds = (given.colocated_estimate if is_colocated else None) or given.estimate
-        bounds.forget(len(placement.rollout_nodes))
+        bounds.forget(len(run.nodes.placement.rollout_nodes))
         if last is None:
             return False
-        bounds.add(step, last, seconds, sync_s=given.estimate.sync_s if given.estimate else 0.0)
+        bounds.add(last, given)
         planned = bounds.plan(run.pipeline)
         if planned is None:
             return False
-        run.estimates.has_left_estimate |= planned.estimate != given.estimate
+        run.estimates.has_left_estimate |= planned.estimate != run.submitted.estimate
         run.pipeline = planned
         run.estimates.history.plan_with(planned)
         self._ledger.revise(planned)
@@ -182,15 +190,18 @@ class Expectations:
         """Whether its SLO is kept if all steps that are left take what they are planned with: by each of them, or by
         the mean of all, those that are done included."""
         pipeline = run.pipeline
-        budget_s = budget_of(pipeline)
         step_s = group.period_s / self._ledger.member(pipeline.id).steps_per_cycle
+        budget_s = slo_step_s(pipeline) if run.estimates.measured.last else budget_of(pipeline)
         if step_s <= budget_s * (1.0 + _ROUNDING):
             return True
         left = self._state.work_left(pipeline.id)
-        if left is None or left.done_solo_s is None:
+        if left is None:
             return False
-        due_s = left.submitted_s + left.num_left * budget_s + pipeline.slo_slowdown * left.done_solo_s
-        return left.now_s + left.num_left * step_s <= due_s
+        due_s = left.submitted_s + left.num_left * slo_step_s(pipeline) + pipeline.slo_slowdown * left.done_solo_s
+        begins_s = left.now_s
+        if run.estimates.measured.last is None:  # its first step waits for a slot that another member may have
+            begins_s += cold_start_s(pipeline) + (solo_s(pipeline) if group.num_members > 1 else 0.0)
+        return begins_s + left.num_left * step_s <= due_s * (1.0 + _ROUNDING)
 
     def step_s(self, run: PipelineRun) -> float | None:
         """Expected seconds of a step in the meta-iteration of its group; None where nothing is known of it."""
@@ -206,10 +217,10 @@ class Expectations:
         slowdown, slo = max(1.0, group.slowdown_of(pipeline.id)), pipeline.slo_slowdown
         if pipeline.estimate is None or slo == math.inf or slowdown <= slo * (1.0 + _ROUNDING):
             return slowdown, ""
-        solo_s = pipeline.estimate.solo_s
+        alone_s = pipeline.estimate.solo_s
         return slowdown, (
-            f"slo_slowdown {slo:g} cannot be promised here: a step of {solo_s:.3g} s alone is expected to take "
-            f"{slowdown * solo_s:.3g} s, {slowdown:.2f} times as long, in a group of {group.num_members} pipelines, "
+            f"slo_slowdown {slo:g} cannot be promised here: a step of {alone_s:.3g} s alone is expected to take "
+            f"{slowdown * alone_s:.3g} s, {slowdown:.2f} times as long, in a group of {group.num_members} pipelines, "
             f"and policy {self._journal.policy_name} finds no better place"
         )
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlmux.core.model import DeviceId, MeasuredSeconds, PhaseSeconds, Stage
+from rlmux.core.model import DeviceId, MeasuredSeconds, PhaseSeconds, Pipeline, Stage
 
 MEASURED_STEPS = 3
 """Steps after which a pipeline is planned with its own seconds: the median of three is not that of the first, which
@@ -105,18 +105,19 @@ class MeasuredSteps:
 
     @property
     def last(self) -> PhaseSeconds | None:
-        """Solo seconds of the last whole step; None before the first."""
+        """Solo seconds of the last whole step, with the sync as its last ones took; None before the first."""
         if not self._steps:
             return None
         last = self._steps[-1]
-        return PhaseSeconds(rollout_s=last.rollout.solo_s, train_s=last.train.solo_s)
+        return PhaseSeconds(rollout_s=last.rollout.solo_s, train_s=last.train.solo_s, sync_s=self._between_s())
 
     def is_last_beyond(self, planned: PhaseSeconds | None) -> bool:
         """Whether a phase of the last step differs from the seconds planned with by more than `DRIFT`."""
-        if not self._steps:
-            return False
-        last = self._steps[-1]
-        return has_drifted(planned, PhaseSeconds(rollout_s=last.rollout.solo_s, train_s=last.train.solo_s))
+        last = self.last
+        return last is not None and has_drifted(planned, last)
+
+    def _between_s(self) -> float:
+        return sum(quantile(seconds, 0.5) for seconds in self._between.values())
 
     def seconds(self) -> MeasuredSeconds | None:
         """The distribution; None before `MEASURED_STEPS` steps. So many without a migration count alone."""
@@ -125,7 +126,7 @@ class MeasuredSteps:
         counted = [step for step in self._steps if not step.has_migrated]
         if len(counted) < MEASURED_STEPS:
             counted = list(self._steps)
-        between_s = sum(quantile(seconds, 0.5) for seconds in self._between.values())
+        between_s = self._between_s()
 
         def solo(part: float) -> PhaseSeconds:
             return PhaseSeconds(
@@ -142,12 +143,48 @@ class MeasuredSteps:
         return MeasuredSeconds(num_steps=len(counted), low=solo(0.1), median=solo(0.5), high=solo(0.9), held=held)
 
 
+class DoneSteps:
+    """What the steps of one pipeline that are done took alone, weight sync included: its SLO counts them as they were,
+    not as the next one is expected to be. Fed by the scheduler."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        """`pipeline`: as it was submitted."""
+        self._first_step = pipeline.first_step
+        self._own = pipeline.estimate if pipeline.held is None else None
+        self._until_s: list[float] = []
+        """Solo seconds of the steps up to each."""
+
+    def add(self, step: int, measured: PhaseSeconds, given: PhaseSeconds | None) -> None:
+        """A step is trained. `measured`: its solo seconds; `given`: those that were given for the nodes where it ran,
+        None where none were."""
+        own, alone_s = self._own, measured.solo_s
+        if own is not None and given is not None:
+            alone_s = over(measured.rollout_s, given.rollout_s) * own.rollout_s
+            alone_s += over(measured.train_s, given.train_s) * own.train_s + own.sync_s
+        index = step - self._first_step
+        del self._until_s[index:]  # steps that a lost node made to be trained again
+        before_s = self.solo_s(step - 1)
+        while len(self._until_s) <= index:
+            before_s += alone_s
+            self._until_s.append(before_s)
+
+    def solo_s(self, step: int) -> float:
+        """Solo seconds of its steps up to this one, which is done."""
+        num_done = min(step - self._first_step + 1, len(self._until_s))
+        return self._until_s[num_done - 1] if num_done > 0 else 0.0
+
+
 def has_drifted(planned: PhaseSeconds | None, measured: PhaseSeconds) -> bool:
     """Whether the measured seconds differ from those planned with by more than `DRIFT` in a phase."""
     if planned is None:
         return True
     pairs = (planned.rollout_s, measured.rollout_s), (planned.train_s, measured.train_s)
     return any(abs(now_s - before_s) > DRIFT * before_s for before_s, now_s in pairs)
+
+
+def over(seconds: float, base_s: float) -> float:
+    """The ratio of the two; 1 where one of them is nothing."""
+    return seconds / base_s if seconds > 0.0 and base_s > 0.0 else 1.0
 
 
 def quantile(values: Sequence[float] | deque[float], part: float) -> float:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from rlmux.core.estimation.measured_steps import MEASURED_STEPS, quantile
+from rlmux.core.estimation.measured_steps import MEASURED_STEPS, over, quantile
 from rlmux.core.model import BoundedSteps, PhaseSeconds, Pipeline
 from rlmux.core.placement.group_load import MAX_PIPELINES_PER_GROUP
 
@@ -59,15 +59,13 @@ class StepBounds:
         self._is_limit_broken = False
         self._medians: Notches = (0, 0)
         self._bounds: Notches | None = None
-        self._done_s: list[float] = []
-        """Solo seconds of the steps up to each that is done, weight sync included."""
         if pipeline.bounded is not None:
             self._take_up(pipeline.bounded)
 
     def _take_up(self, before: BoundedSteps) -> None:
         """Go on from the steps of an earlier part of the run. The first step of this part starts processes again."""
         base = self._base
-        self._ratios.extend((_over(one[0], base.rollout_s), _over(one[1], base.train_s)) for one in before.seen)
+        self._ratios.extend((over(one[0], base.rollout_s), over(one[1], base.train_s)) for one in before.seen)
         self._num_nodes, self._is_limit_broken = before.num_rollout_nodes, before.is_limit_exceeded
 
     @property
@@ -92,23 +90,11 @@ class StepBounds:
         )
         return replace(given, held=held)
 
-    def done_solo_s(self, step: int) -> float:
-        """Solo seconds of its steps up to this one, which is done, weight sync included."""
-        num_done = min(step - self.given.first_step + 1, len(self._done_s))
-        return self._done_s[num_done - 1] if num_done > 0 else 0.0
-
-    def add(self, step: int, measured: PhaseSeconds, given: PhaseSeconds | None, *, sync_s: float) -> None:
+    def add(self, measured: PhaseSeconds, given: PhaseSeconds | None) -> None:
         """A step is trained. `measured`: its solo seconds; `given`: those that were given for the nodes where it ran,
-        None where none were. `sync_s`: seconds in which its weights are published."""
+        None where none were."""
         base = given or _ONE_SECOND
-        ratios = _over(measured.rollout_s, base.rollout_s), _over(measured.train_s, base.train_s)
-        alone_s = ratios[0] * self._base.rollout_s + ratios[1] * self._base.train_s + sync_s
-        index = step - self.given.first_step
-        del self._done_s[index:]  # steps that a lost node made to be trained again
-        before_s = self._done_s[-1] if self._done_s else 0.0
-        while len(self._done_s) <= index:
-            before_s += alone_s
-            self._done_s.append(before_s)
+        ratios = over(measured.rollout_s, base.rollout_s), over(measured.train_s, base.train_s)
         if not self._has_begun:
             self._has_begun = True
             return
@@ -180,7 +166,7 @@ class StepBounds:
         if limit is None:
             return math.inf, math.inf
         base = self._base
-        return _over(limit.rollout_s, base.rollout_s), _over(limit.train_s, base.train_s)
+        return over(limit.rollout_s, base.rollout_s), over(limit.train_s, base.train_s)
 
 
 def phase_level(probability: float) -> float:
@@ -222,10 +208,6 @@ def _student_cdf(t: float, degrees: int) -> float:
         term *= cosine * cosine * (power + 1) / (power + 2)
     inside = 2.0 / math.pi * (angle + sine * total) if is_odd else sine * total
     return (1.0 + inside) / 2.0
-
-
-def _over(seconds: float, base_s: float) -> float:
-    return seconds / base_s if seconds > 0.0 and base_s > 0.0 else 1.0
 
 
 def _notch_of(ratio: float) -> float:

@@ -274,7 +274,7 @@ def group_load(
         cycle_s=seconds.cycle_s,
         load_s=seconds.load_s,
         period_s=seconds.period_s,
-        budget_s=min(budget_of(member.pipeline) * member.steps_per_cycle for member in members),
+        budget_s=min(slo_step_s(member.pipeline) * member.steps_per_cycle for member in members),
         free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
         free_train_bytes=min(free[node] for node in train_nodes),
         usd_per_hour=sum(cluster.pools[node.pool].usd_per_node_hour for node in held_bytes),
@@ -325,7 +325,7 @@ def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:
         prices[Phase.ROLLOUT] * pipeline.num_rollout_nodes * estimate.rollout_s
         + prices[Phase.TRAIN] * pipeline.num_train_nodes * estimate.train_s
     )
-    return usd_seconds / budget_of(pipeline) if usd_seconds else 0.0
+    return usd_seconds / slo_step_s(pipeline) if usd_seconds else 0.0
 
 
 def _has_spare_bounds(members: Sequence[Member]) -> bool:
@@ -394,9 +394,27 @@ def _colocated_solo_s(pipeline: Pipeline) -> float:
     return estimate.solo_s if estimate else 0.0
 
 
-def budget_of(pipeline: Pipeline) -> float:
-    """The longest step the pipeline accepts: SLO times T_solo; infinite where nothing is known."""
+def slo_step_s(pipeline: Pipeline) -> float:
+    """The longest mean step that its SLO allows: SLO times T_solo; infinite where nothing is known."""
     return pipeline.slo_slowdown * pipeline.estimate.solo_s if pipeline.estimate else math.inf
+
+
+def budget_of(pipeline: Pipeline) -> float:
+    """The longest mean step that a newcomer accepts in a group; infinite where nothing is known.
+
+    Its SLO counts from its submission, so its n steps share what comes before the first: (n SLO T_solo - cold starts -
+    T_solo) / n, where the last term is the wait for its slot in the meta-iteration.
+    """
+    longest_s, num_steps = slo_step_s(pipeline), pipeline.num_steps
+    if num_steps is None or longest_s == math.inf:
+        return longest_s
+    return longest_s - (cold_start_s(pipeline) + solo_s(pipeline)) / max(1, num_steps - pipeline.first_step + 1)
+
+
+def cold_start_s(pipeline: Pipeline) -> float:
+    """Seconds of the first starts of both its phases; 0 where they are not known."""
+    switch = pipeline.switch
+    return switch.cold_rollout_s + switch.cold_train_s if switch else 0.0
 
 
 def has_footprint(pipeline: Pipeline) -> bool:

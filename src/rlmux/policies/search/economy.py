@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 from rlmux.core.model import GroupId, Phase, Pipeline, PipelineId, WorkLeft
-from rlmux.core.placement.group_load import GroupLoad, budget_of, phases_of, solo_s
+from rlmux.core.placement.group_load import GroupLoad, cold_start_s, phases_of, slo_step_s, solo_s
 from rlmux.core.placement.view import PlacementView
 
 MOST_SLOWDOWN = 3.0
@@ -126,9 +126,9 @@ def budget_from(pipeline: Pipeline, left: WorkLeft | None) -> float:
     """
     alone_s = solo_s(pipeline)
     if left is None or not alone_s or pipeline.slo_slowdown == math.inf:
-        return budget_of(pipeline)
+        return slo_step_s(pipeline)
     due_s = _due_s(pipeline, left)
-    room_s = (due_s - left.now_s - _cold_s(pipeline) - alone_s) * (1.0 - _RESERVE)
+    room_s = (due_s - left.now_s - cold_start_s(pipeline) - alone_s) * (1.0 - _RESERVE)
     return min(MOST_SLOWDOWN * alone_s, max(alone_s, room_s / max(1, left.num_left)))
 
 
@@ -142,16 +142,9 @@ def keeps_budget_until(pipeline: Pipeline, left: WorkLeft | None, step_s: float)
         return math.inf
     due_s = _due_s(pipeline, left)
     room_s = step_s * max(1, left.num_left) / (1.0 - _RESERVE)
-    return due_s - _cold_s(pipeline) - alone_s - room_s - _TIME_MARGIN_S
+    return due_s - cold_start_s(pipeline) - alone_s - room_s - _TIME_MARGIN_S
 
 
 def _due_s(pipeline: Pipeline, left: WorkLeft) -> float:
     """Time at which all its steps must be done, if those that are left take as long as is expected of the next."""
-    if left.done_solo_s is None:
-        return left.submitted_s + left.num_steps * budget_of(pipeline)
-    return left.submitted_s + left.num_left * budget_of(pipeline) + pipeline.slo_slowdown * left.done_solo_s
-
-
-def _cold_s(pipeline: Pipeline) -> float:
-    switch = pipeline.switch
-    return switch.cold_rollout_s + switch.cold_train_s if switch else 0.0
+    return left.submitted_s + left.num_left * slo_step_s(pipeline) + pipeline.slo_slowdown * left.done_solo_s

@@ -18,7 +18,14 @@ from itertools import combinations
 from typing import NamedTuple
 
 from rlmux.core.model import GroupId, Pipeline, RolloutTail
-from rlmux.core.placement.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, phases_of, solo_s, sync_s
+from rlmux.core.placement.group_load import (
+    MAX_PIPELINES_PER_GROUP,
+    has_footprint,
+    phases_of,
+    slo_step_s,
+    solo_s,
+    sync_s,
+)
 
 _ROUNDING = 1e-9
 
@@ -83,7 +90,7 @@ def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
     footprint, switch = pipeline.footprint, pipeline.switch
     rollout_s, train_s = phases_of(pipeline)
     alone_s = max(solo_s(pipeline), rollout_s + train_s + sync_s(pipeline))
-    budget_s = budget_of(pipeline)
+    budget_s = slo_step_s(pipeline)
     return PipelineDemand(
         rollout_s=rollout_s,
         train_s=train_s,

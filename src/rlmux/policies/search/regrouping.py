@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, PipelineId, Placement
 from rlmux.core.placement.choice import PlacementChoice, Relocation
-from rlmux.core.placement.group_load import GroupLoad, budget_of
+from rlmux.core.placement.group_load import GroupLoad, slo_step_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
@@ -242,7 +242,7 @@ def _choose_hosts(targets: Sequence[TargetGroup], ledger: PlacementLedger, *, ma
     for number, target in enumerate(targets):
         shared: dict[GroupId, float] = {}
         reach_s = {
-            name: steps_per_cycle * budget_of(ledger.pipeline(name))
+            name: steps_per_cycle * slo_step_s(ledger.pipeline(name))
             for name, steps_per_cycle in target.steps_per_cycle.items()
         }
         tightest_s = min(reach_s.values())

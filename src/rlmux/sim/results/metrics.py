@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from rlmux.core.actions import Admit, Relocate
 from rlmux.core.model import Cluster, DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId
-from rlmux.core.placement.group_load import GroupLoad, solo_s
+from rlmux.core.placement.group_load import GroupLoad, cold_start_s, solo_s
 from rlmux.core.placement.view import PlacementView
 from rlmux.report.slos import is_within_slo
 from rlmux.sim.bounds import are_own_pools, work_usd
@@ -272,12 +272,14 @@ class Collector:
         """Whether a member breaks its SLO at the group's pace: in a step, and over all its steps where it has a number
         of them."""
         slowdown, slo_slowdown = predicted_slowdown(group, pipeline), pipeline.slo_slowdown * (1 + 1e-9)
-        if slowdown <= slo_slowdown or pipeline.num_steps is None:
+        if pipeline.num_steps is None:
             return slowdown > slo_slowdown
         progress = self._progress[pipeline.id]
         num_left = pipeline.num_steps - pipeline.first_step + 1 - progress.steps
         left_s = num_left * solo_s(pipeline)
         so_far_s = now_s - progress.arrival.submit_s
+        if progress.started_s is None:
+            so_far_s += cold_start_s(pipeline) + (solo_s(pipeline) if group.num_members > 1 else 0.0)
         return so_far_s + slowdown * left_s > slo_slowdown * (progress.alone_s + left_s)
 
     def _group_usd_per_hour(self, group: GroupLoad) -> float:

@@ -27,7 +27,7 @@ from typing import Any
 
 from rlmux import plugins
 from rlmux.core.errors import UserError
-from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId, Stage
+from rlmux.core.model import DEFAULT_SLO_PROBABILITY, MEAN, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.sim import data_tables
 from rlmux.sim.workloads import substage_pairs, trace_csv
 from rlmux.sim.workloads.arrivals import (
@@ -136,7 +136,7 @@ def weave(
     costs: bool = True,
     host_memory_gb: float | None = None,
     drift: str = "none",
-    slo_probability: float | None = None,
+    slo_probability: float | str = DEFAULT_SLO_PROBABILITY,
     tails: str = "none",
 ) -> Workload:
     """The 200 production pipelines.
@@ -148,13 +148,13 @@ def weave(
     `host_memory_gb` gives nodes that much and pipelines their footprints; without it the cap on a group
     stands in.
     `drift` is none, up, down or mixed (section 8.8).
-    `slo_probability`: required by every pipeline. The trace has no data on steps at the token limit; twice the mean
-    is taken.
+    `slo_probability`: of every pipeline, or mean: they are planned with the means of their steps. The trace has no data
+    on steps at the token limit; twice the mean is taken.
     `tails`: whether the tail of a rollout can leave seven of its node's eight GPUs to another pipeline
     (`rollout_tails.py`): none, as the published replay has it; copied or recomputed, by what becomes of its KV caches.
     """
     low, high = _slo_range(slo)
-    _require_probability(slo_probability)
+    probability = _probability(slo_probability)
     _require_choice("train_nodes_32b", train_nodes_32b, (1, 2))
     _require_choice("departure", departure, _DEPARTURES)
     _require_choice("costs", costs, (True, False))
@@ -179,7 +179,7 @@ def weave(
                 costs=costs,
                 has_footprint=host_memory_gb is not None,
                 variation=_drift(drift, profile.model, duration_s / profile.disaggregated.solo_s, drift_generator),
-                slo_probability=slo_probability,
+                slo_probability=probability,
                 tail=None if tails == "none" else measured_tail(profile.name, copies_kv=tails == "copied"),
             )
         )
@@ -405,9 +405,13 @@ def _require_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
         raise UserError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
 
 
-def _require_probability(value: Any) -> None:
-    if value is not None and not (isinstance(value, int | float) and 0.0 < value < 1.0):
-        raise UserError(f"slo_probability is {value!r}; accepted: a number above 0 and below 1")
+def _probability(value: Any) -> float | None:
+    """The probability that was asked for; None: the mean was."""
+    if value == MEAN:
+        return None
+    if not (isinstance(value, int | float) and 0.0 < value < 1.0):
+        raise UserError(f"slo_probability is {value!r}; accepted: a number above 0 and below 1, or {MEAN}")
+    return float(value)
 
 
 def _drift(direction: str, model: str, num_steps: float, generator: random.Random) -> Variation:
