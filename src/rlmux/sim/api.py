@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +19,23 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import AdmissionKind, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice
-from rlmux.core.placement.group_load import GroupLoad
+from rlmux.core.placement.group_load import GroupLoad, solo_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares
-from rlmux.report.slos import phase_fields
+from rlmux.report.slos import is_within_slo, phase_fields
 from rlmux.sim.results.metrics import predicted_slowdown
 from rlmux.sim.results.pictures import write_pictures
 from rlmux.sim.results.result import SimResult
 from rlmux.sim.results.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads import spot as spot_trace
-from rlmux.sim.workloads.arrivals import Workload, check_ends
+from rlmux.sim.workloads.arrivals import Arrival, Workload, check_ends
 
-_MOST_REFUSALS = 3
-"""Most refusal reasons that are listed one by one."""
+_MOST_LISTED = 3
+"""Most notes of one kind that are listed one by one."""
 WorkloadMaker = Callable[[int], Workload]
 """Makes the workload of a seed."""
 
@@ -102,9 +103,7 @@ def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
     missing = [one.pipeline for one in workload.arrivals if _misses_colocated_seconds(workload, one.pipeline)]
     if "colocated" in policies and missing:
         notes.append(f"colocated: {len(missing)} of {len(workload.arrivals)} pipelines have {_MISSING}")
-    if workload.cluster.is_one_pool:
-        notes += _beyond_alone(workload)
-    return notes
+    return [*notes, *_first(_beyond_alone(workload), "pipelines whose SLO cannot hold even alone")]
 
 
 def _refusals(by_policy: Mapping[str, Sequence[SimResult]]) -> list[str]:
@@ -115,27 +114,64 @@ def _refusals(by_policy: Mapping[str, Sequence[SimResult]]) -> list[str]:
             if pipeline.refused:
                 policies_by_reason.setdefault(pipeline.refused, []).append(policy)
     notes = [f"refused by {', '.join(named)}: {reason}" for reason, named in policies_by_reason.items()]
-    more = len(notes) - _MOST_REFUSALS
-    return notes if more <= 0 else [*notes[:_MOST_REFUSALS], f"{more} more reasons why pipelines were refused"]
+    return _first(notes, "reasons why pipelines were refused")
+
+
+def _first(notes: list[str], what: str) -> list[str]:
+    """The first few notes, and how many more there are."""
+    num_more = len(notes) - _MOST_LISTED
+    return notes if num_more <= 0 else [*notes[:_MOST_LISTED], f"more {what}: {num_more}"]
 
 
 def _beyond_alone(workload: Workload) -> list[str]:
-    """Pipelines whose SLO cannot hold even alone: on one pool a step has its own switches between its phases."""
+    """Pipelines whose SLO cannot hold even on nodes of their own, one note each."""
     ledger, solo = PlacementLedger(workload.cluster), make_policy("solo")
     notes = []
-    for pipeline in (arrival.pipeline for arrival in workload.arrivals):
+    for arrival in workload.arrivals:
+        pipeline = arrival.pipeline
+        if not solo_s(pipeline) or pipeline.slo_slowdown == math.inf:
+            continue
         with ledger.trial():
             choice = solo.place(pipeline, PlacementView(ledger))
-            if not isinstance(choice, PlacementChoice):
-                continue
-            ledger.admit(pipeline, choice)
-            slowdown = ledger.group_of(pipeline.id).slowdown_of(pipeline.id)
-        if slowdown > pipeline.slo_slowdown * (1.0 + 1e-9):
-            notes.append(
-                f"slo_slowdown {pipeline.slo_slowdown:g} of pipeline {pipeline.id} cannot hold even alone: with its "
-                f"switches a step takes {slowdown:.3f} times its estimate; accepted: that or more"
-            )
+            if isinstance(choice, PlacementChoice):
+                ledger.admit(pipeline, choice)
+                notes += _beyond_slo(arrival, ledger.group_of(pipeline.id))
     return notes
+
+
+def _beyond_slo(arrival: Arrival, group: GroupLoad) -> list[str]:
+    """A note if a step of the pipeline, alone in its group, or the mean of its steps from its submission, is too long.
+
+    A weight sync breaks no SLO: it is part of the solo time.
+    """
+    pipeline, alone_s = arrival.pipeline, solo_s(arrival.pipeline)
+    placed_s = group.members[0].phase_load.solo_s
+    switches_s = group.period_s - placed_s
+    start_s = _start_s_per_step(arrival, switches_s)
+    keeps_step = group.period_s <= pipeline.slo_slowdown * alone_s * (1.0 + 1e-9)
+    if keeps_step and is_within_slo(group.period_s + start_s, alone_s, pipeline.slo_slowdown):
+        return []
+    causes = {
+        "its switches": switches_s,
+        "both phases on the same nodes": placed_s - alone_s,
+        f"its cold start, over {pipeline.num_steps} steps": start_s,
+    }
+    reasons = " and ".join(f"{cause} ({seconds:.3g} s a step)" for cause, seconds in causes.items() if seconds > 1e-9)
+    slowdown = (group.period_s + start_s) / alone_s
+    return [
+        f"slo_slowdown {pipeline.slo_slowdown:g} of pipeline {pipeline.id} cannot hold even alone: with {reasons} "
+        f"a step takes {slowdown:.3f} times its estimate; accepted: {math.ceil(slowdown * 1e3 - 1e-6) / 1e3:g} or more"
+    ]
+
+
+def _start_s_per_step(arrival: Arrival, switches_s: float) -> float:
+    """Seconds by which cold loads, in place of the first step's switches, lengthen the mean step; 0 where the number
+    of steps is unknown."""
+    pipeline = arrival.pipeline
+    if pipeline.num_steps is None:
+        return 0.0
+    cold_s = arrival.switch.cold_rollout_s + arrival.switch.cold_train_s
+    return max(0.0, cold_s - switches_s) / max(1, pipeline.num_steps - pipeline.first_step + 1)
 
 
 _MISSING = (

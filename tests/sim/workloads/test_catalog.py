@@ -226,7 +226,35 @@ def test_an_slo_that_cannot_hold_even_alone_is_named(tmp_path):
     )
     (note,) = [note for note in api.notes_of(catalog.load(str(path)), ["solo"]) if "even alone" in note]
     assert note.startswith("slo_slowdown 1.5 of pipeline tight cannot hold even alone")
-    assert "1.533 times" in note
+    assert "with its switches (8 s a step) a step takes 1.533 times its estimate; accepted: 1.534 or more" in note
+
+
+@pytest.mark.parametrize(("num_steps", "is_named"), [(2, True), (100, False)])
+def test_an_slo_that_a_cold_start_breaks_is_named_where_steps_are_few(tmp_path, num_steps, is_named):
+    path = tmp_path / "cold.yaml"
+    path.write_text(
+        "cluster: {pools: {r: {phase: rollout, devices: 1}, t: {phase: train, devices: 1}}}\n"
+        f"pipelines: [{{name: short, steps: {num_steps}, slo_slowdown: 1.5, estimate: {{rollout_s: 10, train_s: 5,"
+        " sync_s: 5, cold_rollout_switch_s: 12, cold_train_switch_s: 14}}]\n"
+    )
+    notes = [note for note in api.notes_of(catalog.load(str(path)), ["solo"]) if "even alone" in note]
+    assert bool(notes) is is_named
+    if is_named:
+        assert "with its cold start, over 2 steps (13 s a step) a step takes 1.650 times its estimate" in notes[0]
+        assert notes[0].endswith("accepted: 1.65 or more")
+
+
+def test_pipelines_whose_slo_cannot_hold_are_listed_up_to_three(tmp_path):
+    path = tmp_path / "many.yaml"
+    path.write_text(
+        "cluster: {pools: {all: {phase: both, devices: 9, device_memory_gb: 10}}}\n"
+        "defaults: {steps: 3, slo_slowdown: 1, estimate: {rollout_s: 1, train_s: 1, rollout_switch_s: 1,"
+        " train_switch_s: 1}}\n"
+        f"pipelines: [{', '.join(f'{{name: p{number}}}' for number in range(5))}]\n"
+    )
+    notes = [note for note in api.notes_of(catalog.load(str(path)), ["solo"]) if "even alone" in note]
+    assert [note.partition(" cannot")[0].split()[-1] for note in notes[:-1]] == ["p0", "p1", "p2"]
+    assert notes[-1] == "more pipelines whose SLO cannot hold even alone: 2"
 
 
 def test_a_pool_without_a_price_beside_one_with_a_price_is_named(tmp_path):
