@@ -90,6 +90,34 @@ def test_a_file_may_say_what_switches_and_sync_take_and_else_is_told_that_they_a
     assert "accepted: rollout_switch_s and train_switch_s together" in odd.err
 
 
+def test_a_plan_shows_what_is_paid_for_from_the_bound_to_all_nodes(rlmux, files):
+    said = rlmux("plan", "plan.yaml", "--policy", "solo")
+    told = json.loads(rlmux("plan", "plan.yaml", "--policy", "solo", "--json").out)
+    keys = {"paid_usd_per_hour", "bound_usd_per_hour", "usd_per_solo_hour", "paid_for"}
+    assert keys <= told.keys()
+    assert sum(told["paid_for"].values()) == told["paid_usd_per_hour"]
+    table = said.out.partition("what is paid for, in $/h:\n")[2].splitlines()
+    assert [line.split("  ")[0] for line in table[1:5]] == [
+        "work on nodes never idle", "rollout nodes wait", "training nodes wait", "all",
+    ]  # fmt: skip
+    assert table[4].endswith("█" * 40)
+    assert f"bound ${told['bound_usd_per_hour']:,.2f}/h, ${told['usd_per_solo_hour']:.4g}/solo h" in said.out
+
+
+def test_a_plan_writes_its_picture(rlmux, files):
+    said = rlmux("plan", "plan.yaml", "--out", "pictures")
+    assert "pictures/waterfall.svg\n" in said.out
+    assert "work on nodes never idle" in (files / "pictures" / "waterfall.svg").read_text()
+
+
+def test_a_plan_without_prices_shows_no_dollars_that_are_paid(rlmux, files):
+    free = [part for pool in ("h20", "h800") for part in ("--set", f"cluster.pools.{pool}.usd_per_gpu_hour=0")]
+    said = rlmux("plan", "plan.yaml", *free, "--out", "pictures")
+    assert "note: no pool has a price" in said.out
+    assert "what is paid for" not in said.out
+    assert not (files / "pictures").exists()
+
+
 def test_a_plan_states_the_probability_that_was_asked_for(rlmux, files):
     limit = "{rollout_s: 60, train_s: 40, limit_rollout_s: 70, limit_train_s: 45}"
     asked = ("--set", "defaults.slo_probability=0.9", "--set", "defaults.slo_slowdown=3")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 _WIDE = 100_000
 """Characters of a line that is not wrapped."""
+_BAR_WIDTH = 40
+"""Characters of a waterfall's whole."""
 _FAILED_STATUSES = ("failed", "refused")
 _ABLATION_FIGURES = {"cost_usd_per_solo_hour": "$/solo h", "makespan_s": "makespan s"}
 _SLO_WORDS = {True: "kept", False: "missed", None: ""}
@@ -304,6 +307,7 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
                 "slowdown": one["step_slowdown"],
                 "accepts": one["slo_slowdown"],
                 "$/h": one["usd_per_hour"],
+                "bound $/h": one["bound_usd_per_hour"],
                 "": one["reason"],
             }
             for one in plan["pipelines"]
@@ -317,6 +321,8 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         f"\npolicy {plan['policy']}: ${plan['usd_per_hour']:,.2f}/h, GPUs: {gpus}; "
         f"${plan['solo_usd_per_hour']:,.2f}/h if each pipeline had nodes of its own"
     )
+    if plan["paid_usd_per_hour"]:
+        _show_paid_for(plan)
     for base in plan["bases"]:
         print(f"base {base['base']}: {base['gb']:.3f} GB of host memory, once for {', '.join(base['pipelines'])}")
     if "splits" in plan:
@@ -325,6 +331,32 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         print("\nmemory of one worker at its fullest moment, estimated:")
         print_rows(memory_rows.rows_of(plan["memory"]))
     _show_notes(plan)
+    for picture in plan.get("pictures", ()):
+        print(picture)
+
+
+def _show_paid_for(plan: Row) -> None:
+    """The parts of a plan's dollars per hour as a waterfall, from the bound to all that is paid."""
+    from rlmux.sim.results.plan_costs import PAID_FOR
+
+    paid_usd = plan["paid_usd_per_hour"]
+    parts = {PAID_FOR[part]: usd for part, usd in plan["paid_for"].items() if usd}
+    begins = [0.0, *accumulate(parts.values())]
+    begins[-1] = 0.0  # the row of the sum
+    print("\nwhat is paid for, in $/h:")
+    print_rows(
+        [
+            {"": words, "$/h": usd, "of all": _percent(usd / paid_usd), " ": _bar(begin / paid_usd, usd / paid_usd)}
+            for (words, usd), begin in zip([*parts.items(), ("all", paid_usd)], begins, strict=True)
+        ]
+    )
+    print(f"bound ${plan['bound_usd_per_hour']:,.2f}/h, ${_text(plan['usd_per_solo_hour'])}/solo h")
+
+
+def _bar(begin: float, share: float) -> str:
+    """A bar of a waterfall, as parts of its whole width; a thin one where it is narrower than a character."""
+    first, last = round(begin * _BAR_WIDTH), round((begin + share) * _BAR_WIDTH)
+    return " " * first + ("█" * (last - first) or "▏")
 
 
 def _show_splits(splits: Sequence[Row]) -> None:

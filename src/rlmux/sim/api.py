@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.slos import is_within_slo, phase_fields
 from rlmux.sim.results.metrics import predicted_slowdown
-from rlmux.sim.results.pictures import write_pictures
+from rlmux.sim.results.pictures import write_pictures, write_waterfall
+from rlmux.sim.results.plan_costs import PlanCosts, plan_costs
 from rlmux.sim.results.result import SimResult
 from rlmux.sim.results.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
@@ -232,49 +233,94 @@ def _fold(figures: Sequence[Mapping[str, Any]], how: Callable[[list[float]], flo
     return folded
 
 
-def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]:
+def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None = None) -> dict[str, Any]:
     """Place every pipeline in order of submission, as if none departed; start nothing.
 
-        {"policy", "usd_per_hour", "solo_usd_per_hour", "gpus": {pool: count}, "num_groups", "notes",
+        {"policy", "usd_per_hour", "solo_usd_per_hour", "paid_usd_per_hour", "bound_usd_per_hour", "usd_per_solo_hour",
+         "paid_for": {part: $/h}, "gpus": {pool: count}, "num_groups", "notes",
          "pipelines": [{"pipeline", "status", "group", "admission", "rollout_nodes", "train_nodes",
-                        "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason", "slo_probability", "bound",
-                        "estimate"}]}
+                        "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "bound_usd_per_hour", "reason",
+                        "slo_probability", "bound", "estimate"}]}
 
-    `bound`: solo seconds of its phases that it is planned with beside others, where it states a probability. A
-    pipeline's `usd_per_hour` is its part of its group's cost, by solo seconds.
+    `usd_per_hour`: nodes in use, those that a relocation vacates included. `paid_usd_per_hour`: the groups' nodes and
+    the other nodes that the cluster counts, the sum of `paid_for` (`results/plan_costs.py`). `bound`: solo seconds of
+    its phases that it is planned with beside others, where it states a probability. A pipeline's `usd_per_hour` is its
+    part of its group's cost, by solo seconds; its `bound_usd_per_hour` is its own work on nodes that are never idle.
+    With `out`, a picture goes there.
     """
     made = catalog.load(workload) if isinstance(workload, str) else workload
-    scheduler = Scheduler(made.cluster, make_policy(policy), FairShares())
-    admissions: dict[str, AdmissionKind] = {}
-    reasons: dict[str, str] = {}
-    stated: dict[str, ExpectSteps] = {}
-    for arrival in made.arrivals:
-        for action in scheduler.handle(PipelineSubmitted(time_s=arrival.submit_s, pipeline=arrival.pipeline)):
-            if isinstance(action, Admit):
-                admissions[action.pipeline] = action.kind
-            elif isinstance(action, Refuse | Queue):
-                reasons[action.pipeline] = action.reason
-            elif isinstance(action, ExpectSteps):
-                stated[action.pipeline] = action
-    view = scheduler.query.placement
-    pools = made.cluster.pools
-    return {
+    placed = _place(made, policy)
+    query, costs = placed.scheduler.query, _costs(made, policy, placed.scheduler)
+    view, pools = query.placement, made.cluster.pools
+    planned = {
         "policy": policy,
         "usd_per_hour": view.usd_per_hour,
         "solo_usd_per_hour": solo_usd_per_hour(made),
+        "paid_usd_per_hour": costs.paid_usd_per_hour,
+        "bound_usd_per_hour": costs.bound_usd_per_hour,
+        "usd_per_solo_hour": costs.usd_per_solo_hour,
+        "paid_for": dict(costs.paid_for),
         "gpus": {name: view.num_nodes_in_use(name) * pool.gpus_per_node for name, pool in pools.items()},
         "num_groups": view.num_groups,
-        "notes": notes_of(made, [policy]),
+        "notes": [*notes_of(made, [policy]), *([] if costs.paid_for else [_NO_PRICE])],
         "pipelines": [
             {
-                **_planned(
-                    view, arrival.pipeline, admissions, reasons, str(scheduler.query.status(arrival.pipeline.id))
-                ),
-                **_stated(arrival.pipeline, stated.get(arrival.pipeline.id)),
+                **_planned(view, one, placed, str(query.status(one.id)), costs.bound_by_pipeline.get(one.id)),
+                **_stated(one, placed.stated.get(one.id)),
             }
-            for arrival in made.arrivals
+            for one in (arrival.pipeline for arrival in made.arrivals)
         ],
     }
+    if out is not None:
+        planned["pictures"] = [
+            str(path) for path in write_waterfall(costs.paid_for, out, title=f"{made.name}, {policy}")
+        ]
+    return planned
+
+
+_NO_PRICE = "no pool has a price, so no dollars are shown; accepted: cluster.pools.NAME.usd_per_gpu_hour"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A scheduler to which every pipeline was submitted, and its answers, by pipeline."""
+
+    scheduler: Scheduler
+    admissions: dict[str, AdmissionKind] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    stated: dict[str, ExpectSteps] = field(default_factory=dict)
+
+
+def _place(workload: Workload, policy: str) -> _Placed:
+    """Submit every pipeline in order; start nothing."""
+    placed = _Placed(scheduler=Scheduler(workload.cluster, make_policy(policy), FairShares()))
+    for arrival in workload.arrivals:
+        submitted = PipelineSubmitted(time_s=arrival.submit_s, pipeline=arrival.pipeline)
+        for action in placed.scheduler.handle(submitted):
+            if isinstance(action, Admit):
+                placed.admissions[action.pipeline] = action.kind
+            elif isinstance(action, Refuse | Queue):
+                placed.reasons[action.pipeline] = action.reason
+            elif isinstance(action, ExpectSteps):
+                placed.stated[action.pipeline] = action
+    return placed
+
+
+def _costs(workload: Workload, policy: str, scheduler: Scheduler) -> PlanCosts:
+    """What the plan's nodes are paid for; the plan without any SLO is made, too, if there is one."""
+    groups = without = tuple(scheduler.query.placement.groups())
+    has_price = any(group.usd_per_hour for group in groups)
+    if has_price and any(arrival.pipeline.slo_slowdown < math.inf for arrival in workload.arrivals):
+        without = tuple(_place(_without_slos(workload), policy).scheduler.query.placement.groups())
+    return plan_costs(groups, workload.cluster, without)
+
+
+def _without_slos(workload: Workload) -> Workload:
+    arrivals = tuple(
+        replace(one, pipeline=replace(one.pipeline, slo_slowdown=math.inf, slo_probability=None))
+        for one in workload.arrivals
+    )
+    return replace(workload, arrivals=arrivals)
 
 
 def _stated(pipeline: Pipeline, expected: ExpectSteps | None) -> dict[str, Any]:
@@ -302,11 +348,7 @@ def solo_usd_per_hour(workload: Workload) -> float:
 
 
 def _planned(
-    view: PlacementView,
-    pipeline: Any,
-    admissions: Mapping[str, AdmissionKind],
-    reasons: Mapping[str, str],
-    status: str,
+    view: PlacementView, pipeline: Pipeline, placed: _Placed, status: str, bound_usd_per_hour: float | None
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "pipeline": str(pipeline.id),
@@ -319,7 +361,8 @@ def _planned(
         "step_slowdown": None,
         "slo_slowdown": pipeline.slo_slowdown,
         "usd_per_hour": 0.0,
-        "reason": reasons.get(pipeline.id, ""),
+        "bound_usd_per_hour": bound_usd_per_hour,
+        "reason": placed.reasons.get(pipeline.id, ""),
     }
     if pipeline.id not in view:
         return row
@@ -327,7 +370,7 @@ def _planned(
     group = view.group(placement.group)
     row.update(
         group=int(group.id),
-        admission=str(admissions[pipeline.id]),
+        admission=str(placed.admissions[pipeline.id]),
         rollout_nodes=[str(node) for node in placement.rollout_nodes],
         train_nodes=[str(node) for node in placement.train_nodes],
         step_s=group.period_s / view.member(pipeline.id).steps_per_cycle,

@@ -1,6 +1,7 @@
 """Lower bounds on pipelines' cost, to measure a policy's distance from the optimum.
 
     work_usd           dollars of so many steps on nodes that are never idle: no schedule of that work is below
+    planned_work_usd   the same of one step by a pipeline's estimates
     kept_slos_usd      the same for a workload, of the steps that every policy makes which keeps all SLOs
     steady_..._usd     dollars an hour of whole nodes that serve these pipelines and no others, for good, each step as
                        long as that. No bound for a workload: an SLO binds the mean step, so a policy may do with
@@ -53,6 +54,23 @@ def work_usd(
         usd_per_step = min(usd_per_step, _usd_per_step(arrival, cluster, there, is_colocated=True, anywhere=anywhere))
     first = arrival.pipeline.first_step
     return usd_per_step * sum(world.variation.factor(step) for step in range(first, first + num_steps))
+
+
+def planned_work_usd(pipeline: Pipeline, cluster: Cluster) -> float:
+    """Dollars of a step by its estimates on requested nodes that are never idle, each phase where it is cheapest.
+
+    Both phases may be on training nodes; tails keep their nodes. 0 without an estimate.
+    """
+    apart = pipeline.estimate
+    if apart is None:
+        return 0.0
+    together = pipeline.colocated_estimate or apart
+    rollout_usd = pipeline.num_rollout_nodes * _node_usd(cluster, Phase.ROLLOUT) / 3600
+    train_usd = pipeline.num_train_nodes * _node_usd(cluster, Phase.TRAIN) / 3600
+    return min(
+        apart.rollout_s * rollout_usd + apart.train_s * train_usd,
+        (together.rollout_s + together.train_s) * train_usd,
+    )
 
 
 def are_own_pools(pipeline: Pipeline, placement: Placement, cluster: Cluster) -> bool:

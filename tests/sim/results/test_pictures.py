@@ -8,7 +8,16 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import DeviceId, Stage
-from rlmux.report.figures.charts import Bar, GanttRow, Line, distribution, gantt_chart, line_chart, tick_text
+from rlmux.report.figures.charts import (
+    Bar,
+    GanttRow,
+    Line,
+    distribution,
+    gantt_chart,
+    line_chart,
+    tick_text,
+    waterfall_chart,
+)
 from rlmux.sim import api
 from rlmux.sim.results import pictures
 from rlmux.sim.results.result import Span
@@ -73,6 +82,14 @@ def test_a_gantt_chart_has_a_bar_for_every_span_and_a_lane_for_every_device():
     bars = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class", "").startswith("bar")]
     assert len(bars) == 2
     assert "r0" in texts(svg)
+
+
+def test_a_waterfall_has_a_row_for_each_part_and_one_for_their_sum():
+    svg = waterfall_chart({"work": 30.0, "idle": 12.5}, title="t", x_label="$", total="all")
+    assert {"work", "30.00", "idle", "12.50", "all", "42.50"} <= set(texts(svg))
+    bars = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class", "").startswith("bar")]
+    starts = [p.get("d").split()[0] for p in bars]
+    assert starts[0] == starts[2] != starts[1]
 
 
 def test_ticks_read_as_people_write_them():

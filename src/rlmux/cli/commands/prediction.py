@@ -85,10 +85,13 @@ def plan(
         Path | None,
         typer.Option("--from-run", metavar="DIR", help="With --split: seconds by a finished run's answers."),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write a picture of the costs there (SVG, PNG).")
+    ] = None,
     sets: Sets = None,
     json: Json = False,
 ) -> int:
-    """Show placements, predicted slowdowns, cost per hour and worker memory.
+    """Show placements, predicted slowdowns, cost per hour with its parts, and worker memory.
 
     Starts nothing. Exit code 1 if a pipeline is refused because it can never run there. A worker that needs more memory
     than its device has is an error, as in `run`.
@@ -107,7 +110,7 @@ def plan(
     from rlmux.sim.workloads.spec_file import workload_of
 
     made = workload_of(spec)
-    planned = api.plan(made, policy=spec.policy)
+    planned = api.plan(made, policy=spec.policy, out=out)
     if split is not None:
         from rlmux.sim.split_search import splits
 

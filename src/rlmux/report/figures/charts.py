@@ -2,6 +2,7 @@
 
     Line*  ─▶ line_chart    cost or GPUs over time; cumulative distributions
     GanttRow*   ─▶ gantt_chart   bars of work over time, a row for each device
+    parts  ─▶ waterfall_chart    parts of a sum, each from where the one before it ends
 
 Each SVG carries its own style and follows the reader's light or dark setting, so a file stands alone and
 several can share a page. Colours come from one palette that colour-blind readers can distinguish; lines also
@@ -23,6 +24,10 @@ _LINE_WIDTH, _BORDER_WIDTH = 1.7, 3.0
 _NUM_SAMPLES = 200
 _HIDDEN_PART = 0.05
 """Part of the width of a chart over which a line may be hidden and is still found."""
+_ROOM_FOR_NUMBERS = 1.1
+"""Width of a waterfall's axis over its sum: the sum's number stands beside its bar."""
+_TOTAL_COLOR = len(PALETTE) - 1
+"""Colour of a waterfall's sum; its parts have the others."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 40.0, 46.0
 
 
@@ -157,6 +162,38 @@ def gantt_chart(
                 middle = (x + x_end) / 2
                 parts.append(tag("text", escape(one.name), x=middle, y=y + row_height / 2 + 4, class_="mid on"))
     return _document(title, width, height, _legend(colors, width) + "".join(parts))
+
+
+def waterfall_chart(
+    parts: Mapping[str, float], *, title: str, x_label: str, total: str, width: float = 900.0, row_height: float = 26.0
+) -> str:
+    """A row for each part of a sum, its bar from where the one before it ends, and a last row for the sum."""
+    left = 16.0 + 6.6 * max(len(name) for name in (*parts, total))
+    height = _TOP + _BOTTOM + row_height * (len(parts) + 1)
+    sum_of_all = sum(parts.values())
+    plot = _Plot((0.0, (sum_of_all or 1.0) * _ROOM_FOR_NUMBERS), (0.0, 1.0), width, height, left=left)
+    drawn, begin = [plot.x_axis(x_label)], 0.0
+    for index, (name, value) in enumerate({**parts, total: sum_of_all}.items()):
+        is_total = index == len(parts)
+        begin = 0.0 if is_total else begin
+        y, x, x_end = _TOP + index * row_height, plot.x(begin), plot.x(begin + value)
+        color = _TOTAL_COLOR if is_total else index % _TOTAL_COLOR
+        label = f"{name}: {value:,.2f}"
+        drawn += [
+            tag("path", d=bar(left, y + 2, width - left - _RIGHT, row_height - 4), class_="track"),
+            tag("text", escape(name), x=left - 8, y=y + row_height / 2 + 4, class_="end"),
+            tag(
+                "path",
+                tag("title", escape(label)),
+                d=bar(x, y + 3, max(0.6, x_end - x), row_height - 6),
+                class_=f"bar f{color}",
+            ),
+            tag("text", f"{value:,.2f}", x=x_end + 6, y=y + row_height / 2 + 4),
+        ]
+        if not is_total:
+            drawn.append(tag("path", d=f"M{number(x_end)} {number(y + row_height - 3)}v6", class_="axis"))
+        begin += value
+    return _document(title, width, height, "".join(drawn))
 
 
 @dataclass(frozen=True, slots=True)

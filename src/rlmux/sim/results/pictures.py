@@ -6,6 +6,7 @@ dollars.svg      what each policy's dollars were paid for, from the bound up to 
 slowdowns.svg    percentage of pipelines whose mean step slowdown is at most x
 POLICY.gantt.svg what computes on which device in the first hours, for runs that kept their spans
 index.html       all of them and the table of figures; needs no network
+waterfall.svg    what a plan's dollars per hour are paid for, from the bound up to the total
 NAME.png         each picture again as pixels, light, where the extra `png` is installed
 """
 
@@ -20,8 +21,9 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
-from rlmux.report.figures.charts import Bar, GanttRow, Line, distribution, gantt_chart, line_chart
+from rlmux.report.figures.charts import Bar, GanttRow, Line, distribution, gantt_chart, line_chart, waterfall_chart
 from rlmux.report.figures.svg import tag
+from rlmux.sim.results.plan_costs import PAID_FOR
 from rlmux.sim.results.result import PlacementSample, SimResult, Span
 
 _TABLE = (
@@ -69,6 +71,16 @@ def write_pictures(results: Mapping[str, Sequence[SimResult]], folder: Path, *, 
     return (*(folder / name for name in (*pictures, "index.html")), *pixels)
 
 
+def write_waterfall(paid_for: Mapping[str, float], folder: Path, *, title: str) -> tuple[Path, ...]:
+    """Write the picture of a plan's dollars per hour, and its pixels; no file where nothing is paid."""
+    if not any(paid_for.values()):
+        return ()
+    folder.mkdir(parents=True, exist_ok=True)
+    path, svg = folder / "waterfall.svg", plan_waterfall(paid_for, title=title)
+    path.write_text(svg, "utf-8")
+    return (path, _beside(path, svg)) if can_draw_pixels() else (path,)
+
+
 def can_draw_pixels() -> bool:
     """Whether the extra `png` is installed."""
     return find_spec("resvg_py") is not None
@@ -114,6 +126,12 @@ def dollar_chart(results: Mapping[str, SimResult], *, title: str) -> str:
             paid_usd += usd
         rows.append(GanttRow(name=name, bars=bars))
     return gantt_chart(rows, title=f"{title}: what is paid for", x_label="dollars")
+
+
+def plan_waterfall(paid_for: Mapping[str, float], *, title: str) -> str:
+    """Dollars per hour by what they are paid for; parts of nothing are left out."""
+    parts = {PAID_FOR[part]: usd for part, usd in paid_for.items() if usd}
+    return waterfall_chart(parts, title=f"{title}: what is paid for", x_label="dollars per hour", total="all")
 
 
 def gpu_chart(results: Mapping[str, SimResult], *, title: str) -> str:
