@@ -49,6 +49,12 @@ def test_the_parts_add_up_to_the_price_of_the_nodes(policy, made):
     assert costs["paid_usd_per_hour"] == pytest.approx(expected)
 
 
+def test_the_parts_add_up_where_tails_leave_their_nodes():
+    costs = plan("weave:tails=copied", policy="rollmux")
+    assert costs["paid_usd_per_hour"] == pytest.approx(costs["usd_per_hour"])
+    assert costs["paid_for"]["dearer_nodes"] > 0.0
+
+
 def test_a_pipeline_alone_pays_for_the_time_in_which_its_nodes_wait_for_its_other_phase():
     costs = planned(pipeline("a", estimate=SHORT))
     assert named(costs) == pytest.approx(
