@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"core", "policies", "log", "report", "rl", "runtime", "config", "plugins", "broker"},
         {"fastapi", "starlette", "uvicorn", "pydantic", "google", "numpy", "prometheus_client"},
     ),
-    "profiling": ({"core", "rl", "engines", "sim.models", "runtime.workers.packed_partials"}, TRAINING),
+    "profiling": ({"core", "policies", "report", "rl", "engines", "sim.models", "runtime", "config"}, TRAINING),
     "config": (
         {"core.model", "core.queue.queue_order", "core.errors", "rl.config", "plugins"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},

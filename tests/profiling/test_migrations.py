@@ -14,7 +14,7 @@ from rlmux.core.model import Cluster, MigrationEstimate, Pipeline, PipelineId
 from rlmux.profiling.device_costs import DeviceCosts
 from rlmux.profiling.migration_times import MigrationTimes, expected_context, measure_migrations, migration_times
 from rlmux.profiling.profile_file import Profile, load_costs
-from rlmux.profiling.switch_times import model_of
+from rlmux.profiling.step_estimates import model_of
 from rlmux.rl.config import (
     AlgorithmConfig,
     EngineConfig,

@@ -1,4 +1,4 @@
-"""A measured profile for people: slowdowns of pairs, triples and neighbours, times of switches and of migrations."""
+"""A measured profile for people: slowdowns of pairs, triples and neighbours, times of steps, switches, migrations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlmux.core.model import SubStage
 from rlmux.core.steps.colocation import MIN_GAIN, SharingTable
 from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
+from rlmux.profiling.step_estimates import StepTimes
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, sharing_entries
 
@@ -18,14 +19,17 @@ from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, sharing_e
 def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str | None = None) -> None:
     """Print what `path` now holds.
 
-    One row for each pair: the slowdowns at each device fraction, and whether the best of them helps. The same for
-    triples at their device fractions. Then the slowdowns of neighbours, or why there are none, one row for each state,
-    and one for each pipeline's migrations.
+    One row for each pipeline's step. One for each pair: the slowdowns at each device fraction, and whether the best of
+    them helps. The same for triples at their device fractions. Then the slowdowns of neighbours, or why there are none,
+    one row for each state, and one for each pipeline's migrations.
     """
     if as_json:
         tables.print_json(profile.to_json())
         return
     device = profile.table.device
+    if profile.estimates:
+        print(f"{device}: seconds of a pipeline's step alone; at limit: every answer reaches the token limit")
+        tables.print_rows(_estimate_rows(profile.estimates))
     print(f"{device}: slowdown of each of two side by side, by the first one's device fraction")
     tables.print_rows(_pair_rows(profile.table))
     print(f"best together: work in a second, over one after the other; {MIN_GAIN:g} or more helps")
@@ -41,7 +45,24 @@ def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str
     tables.print_rows(_switch_rows(profile.switches))
     print(f"{device}: time of a migration for each token of context; KV with other bits is never recomputed")
     tables.print_rows(_migration_rows(profile.migrations))
+    print(f"The profile took {profile.wall_s:.1f} s")
     print(f"Written: {path}")
+
+
+def _estimate_rows(estimates: Mapping[str, StepTimes]) -> list[dict[str, Any]]:
+    """One row for each pipeline."""
+    return [
+        {
+            "step of": name,
+            "step s": f"{times.step_s:.3f}",
+            "rollout s": f"{times.rollout_s:.3f}",
+            "train s": f"{times.train_s:.3f}",
+            "sync s": f"{times.sync_s:.3f}",
+            "rollout s at limit": f"{times.limit_rollout_s:.3f}",
+            "train s at limit": f"{times.limit_train_s:.3f}",
+        }
+        for name, times in estimates.items()
+    ]
 
 
 def _pair_rows(table: InterferenceTable) -> list[dict[str, Any]]:

@@ -112,8 +112,8 @@ def phase_of_pool(name: str, pool: PoolConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateConfig(FromFile):
-    """Solo seconds of one step, where known. `plan` and `simulate` need them; `run` measures a pipeline without them
-    in its first three steps, and places it again by what it saw."""
+    """Solo seconds of one step, where known. `plan` and `simulate` need them, here or from `rlmux profile FILE`; `run`
+    measures a pipeline without them in its first three steps, and places it again by what it saw."""
 
     rollout_s: PositiveFloat
     """Seconds of rollout on the rollout nodes that the pipeline requests."""
@@ -136,7 +136,8 @@ class EstimateConfig(FromFile):
     """Seconds of the first load of its training state, to simulate; by default a warm switch's."""
 
     limit_rollout_s: PositiveFloat | None = None
-    """Seconds of rollout if every answer reaches the token limit; goes with limit_train_s, and with slo_probability."""
+    """Seconds of rollout if every answer reaches the token limit; goes with limit_train_s, and with slo_probability.
+    `rlmux profile FILE` measures both."""
     limit_train_s: PositiveFloat | None = None
     """Seconds of training if every answer reaches the token limit; goes with limit_rollout_s."""
 
@@ -301,7 +302,8 @@ class PipelineConfig(PipelineKeys):
         """The part that decides the weights; None without a task."""
         if self.task is None:
             return None
-        return TrainingConfig(**{each.name: getattr(self, each.name) for each in fields(TrainingConfig)})
+        common = {each.name: getattr(self, each.name) for each in fields(PipelineKeys)}
+        return TrainingConfig(task=self.task, **common)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

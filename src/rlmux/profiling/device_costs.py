@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from rlmux.core.model import Cluster, MigrationEstimate, Phase, Pipeline, SwitchEstimate
 from rlmux.profiling.migration_times import MigrationTimes, expected_context
-from rlmux.profiling.switch_times import SwitchTimes, model_of
+from rlmux.profiling.step_estimates import model_of
+from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.footprint import footprint_of
 

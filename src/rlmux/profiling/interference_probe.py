@@ -43,6 +43,11 @@ QUICK: Mapping[str, Any] = {"window_s": 0.05, "num_rounds": 1}
 """Settings that are enough to see that a measurement works."""
 
 
+def usual_device() -> str:
+    """The device that a run uses here: a GPU, or else a core."""
+    return "cuda" if probe("cuda").num_units > 1 else "cpu"
+
+
 def check_device(device: str) -> None:
     """Raises UserError for a device that is not here."""
     if device not in DEVICES:

@@ -21,7 +21,8 @@ from time import perf_counter
 import torch
 
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
-from rlmux.profiling.switch_times import model_of, rollout_engine_of, unlike, worker_threads
+from rlmux.profiling.step_estimates import model_of
+from rlmux.profiling.switch_times import rollout_engine_of, unlike, worker_threads
 from rlmux.rl.config import RolloutConfig, TrainingConfig
 from rlmux.rl.types import PartialTrajectory, TrajectoryId, TrajectoryRequest
 from rlmux.runtime.workers.packed_partials import packed, unpacked

@@ -2,6 +2,7 @@
 
     Profile ──save──▶ profile.json ──load_sharing──▶ SharingTable ──▶ a policy that shares devices
                                    ──load_costs──▶ DeviceCosts ──▶ Pipeline.switch, Pipeline.migration
+                                   ──load_estimates──▶ StepEstimates ──▶ files without estimates (step_estimates.py)
                                    ──sim.models──▶ what a prediction uses
 
 A policy gets only pairs, triples and device fractions that were measured on this device and that helped: all
@@ -26,7 +27,8 @@ from rlmux.profiling.device_costs import DeviceCosts
 from rlmux.profiling.interference_probe import fraction_grid_of
 from rlmux.profiling.micro_benchmarks import BENCHMARK_SUB_STAGES
 from rlmux.profiling.migration_times import MigrationTimes
-from rlmux.profiling.switch_times import USUAL, SwitchTimes, model_of
+from rlmux.profiling.step_estimates import ACCEPTED, StepTimes, model_of, refuse_other_device
+from rlmux.profiling.switch_times import USUAL, SwitchTimes
 from rlmux.rl.config import TrainingConfig
 from rlmux.sim.models.interference import (
     NO_SPLIT,
@@ -39,12 +41,12 @@ from rlmux.sim.models.neighbour_slowdown import Neighbours
 
 _SWITCHES = "switches"
 _MIGRATIONS = "migrations"
+_ESTIMATES = "estimates"
 _SECONDS = tuple(one.name for one in fields(SwitchTimes) if one.name.endswith("_s"))
 _NUMBERS = ("state_bytes", "footprint_bytes", *_SECONDS)
 _MIGRATION_NUMBERS = tuple(
     one.name for one in fields(MigrationTimes) if one.name not in ("model", "is_recompute_exact")
 )
-_ACCEPTED = "accepted: what `rlmux profile FILE` writes on this machine (with --device cuda where it has a GPU)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,10 @@ class Profile:
     """Times of a trajectory's migration, by pipeline."""
     neighbours: Neighbours | None = None
     """None where the machine has no two devices of the kind."""
+    estimates: Mapping[str, StepTimes] = field(default_factory=dict)
+    """Times of a step, by pipeline; empty without a file."""
+    wall_s: float = 0.0
+    """Seconds that the whole profile took."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of the profile file."""
@@ -65,6 +71,8 @@ class Profile:
             **self.table.to_json(),
             _SWITCHES: _switches_to_json(self.switches),
             _MIGRATIONS: [{"pipeline": name, **asdict(times)} for name, times in self.migrations.items()],
+            _ESTIMATES: [{"pipeline": name, **asdict(times)} for name, times in self.estimates.items()],
+            "wall_s": self.wall_s,
         }
         return content if self.neighbours is None else {**content, "neighbours": self.neighbours.to_json()}
 
@@ -141,10 +149,7 @@ def load_costs(
     one of `configs`, and for costs that are no numbers.
     """
     content = read_profile(path)
-    if content["device"] != device:
-        raise UserError(
-            f"--profile {path} was measured on {content['device']!r}, and this machine has {device!r}; {_ACCEPTED}"
-        )
+    refuse_other_device(path, content["device"], device)
     entries = {name: content.get(name, []) for name in (_SWITCHES, _MIGRATIONS)}
     costs = DeviceCosts(
         tuple(_read_switch(path, number, one) for number, one in enumerate(entries[_SWITCHES], 1)),
@@ -153,6 +158,7 @@ def load_costs(
     instead = {
         _SWITCHES: "switches count as nothing until the run has seen what its own take",
         _MIGRATIONS: "KV caches are copied",
+        _ESTIMATES: "a run measures pipelines without an estimate",
     }
     missing = [
         f"{path} has no {name}, an older version wrote it: {instead[name]}" for name in instead if name not in content
@@ -171,7 +177,7 @@ def _check_models(path: Path, switches: Sequence[Mapping[str, Any]], configs: Se
         if model_of(config) not in measured:
             raise UserError(
                 f"--profile {path} was measured with {'; '.join(measured)}, and pipeline {config.name} has "
-                f"{model_of(config)}; {_ACCEPTED}"
+                f"{model_of(config)}; {ACCEPTED}"
             )
     return []
 

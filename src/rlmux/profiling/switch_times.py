@@ -23,9 +23,9 @@ from rlmux.core.model import Phase
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.train.train_engine import TorchTrainEngine
 from rlmux.profiling.micro_benchmarks import usual_sizes
+from rlmux.profiling.step_estimates import model_of
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TrainingConfig
 from rlmux.rl.memory.footprint import footprint_of
-from rlmux.rl.memory.model_shape import shape_of
 from rlmux.rl.vocabulary import load_vocabulary
 
 USUAL = "usual sizes"
@@ -76,21 +76,6 @@ def usual_config(device: str) -> TrainingConfig:
         ),
         algorithm=AlgorithmConfig(micro_batch_size=sizes.micro_batch_size),
     )
-
-
-def model_of(config: TrainingConfig) -> str:
-    """The sizes of the pipeline's model, in one line that a profile file keeps."""
-    shape = shape_of(config.model)
-    sizes = {
-        "hidden_size": shape.hidden_size,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "num_experts": shape.num_experts,
-    }
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
 
 
 def unlike(configs: Sequence[TrainingConfig]) -> list[TrainingConfig]:

@@ -488,6 +488,8 @@ class TrainingConfig(PipelineKeys):
 
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="sort"))
     """Where prompts come from and how answers are scored."""
+    fills_token_limit: bool = False
+    """Whether no token ends an answer before its limit, as a profile measures it. No key of the file."""
 
     @property
     def model_seed(self) -> int:

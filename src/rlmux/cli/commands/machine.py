@@ -55,34 +55,46 @@ def profile(
         str | None,
         typer.Argument(metavar="[FILE]", help="File whose pipelines to measure; by default a usual one."),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Device to measure: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option("--device", help="Device to measure: cpu or cuda; by default a GPU, or else a core.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("profile.json"),
     quick: Annotated[bool, typer.Option("--quick", help="Measure briefly: too noisy to plan with.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure the cost of device sharing, switches and migrations on this machine.
+    """Measure the steps of the file's pipelines, and what device sharing, switches and migrations cost on this machine.
 
-    Measures how each pair of prefill, decoding, log-probs and updates slow each other: on one device, at every device
-    fraction that can be made here, and decoding and updates on two neighbouring devices. Triples of them share one
-    device at thirds, if their pairs gain by sharing. Then how long the file's own states take to leave the device for
-    host memory or disk, and to come back, and how long a KV cache takes to be copied to another engine, or recomputed
-    there.
+    Runs each pipeline of the file alone, once as it is and once with answers that all reach the token limit: estimates
+    for `run`, `plan` and `simulate` with --profile. Then measures how each pair of prefill, decoding, log-probs and
+    updates slow each other: on one device, at every device fraction that can be made here, and decoding and updates on
+    two neighbouring devices. Triples of them share one device at thirds, if their pairs gain by sharing. Then how long
+    the file's own states take to leave the device for host memory or disk, and to come back, and how long a KV cache
+    takes to be copied to another engine, or recomputed there.
 
     \b
     Example: rlmux profile examples/01_two_pipelines.yaml --out profile.json
     """
+    from time import perf_counter
+
     from rlmux.cli import inputs, profile_tables, progress
     from rlmux.profiling import interference_probe, neighbours
     from rlmux.profiling.migration_times import measure_migrations
     from rlmux.profiling.profile_file import Profile
+    from rlmux.profiling.step_times import measure_steps
     from rlmux.profiling.switch_times import measure_switches, usual_config
 
+    start_s = perf_counter()
+    device = device or interference_probe.usual_device()
     interference_probe.check_device(device)
     folder = out.absolute().parent
     if out.is_dir() or not folder.is_dir():
         raise UserError(f"--out {out}: accepted: a file in a folder that exists")
-    configs = [one.config for one in inputs.load(file).pipelines] if file else []
-    configs = configs or [usual_config(device)]
+    spec = inputs.load(file) if file else None
+    configs = [usual_config(device)] if spec is None else [one.config for one in spec.pipelines]
+    estimates = {}
+    if spec is not None:
+        with progress.bar("steps", is_quiet=json) as report_progress:
+            estimates = measure_steps(spec, device, folder, num_steps=1 if quick else 3, progress=report_progress)
     effort = interference_probe.QUICK if quick else {}
     with progress.bar("pairs and triples", is_quiet=json) as report_progress:
         table = interference_probe.measure_interference(device, progress=report_progress, **effort)
@@ -98,6 +110,8 @@ def profile(
         switches=switches,
         migrations=migrations,
         neighbours=neighbours.neighbours_of(device, ratios),
+        estimates=estimates,
+        wall_s=perf_counter() - start_s,
     )
     measured.save(out)
     without = neighbours.missing_neighbours(device)

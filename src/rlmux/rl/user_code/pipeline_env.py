@@ -73,7 +73,7 @@ class PipelineEnv:
         self._task: Task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
         check_task(config, self._task)
         self._reward = Reward(self._task, config.task, config.num_steps)
-        self._stop_tokens = stop_tokens_of(self._vocabulary, self._task.stop)
+        self._stop_tokens = () if config.fills_token_limit else stop_tokens_of(self._vocabulary, self._task.stop)
         self._episodes_by_step: dict[int, dict[TrajectoryId, Episode]] = {}
         """All episodes of each step under way, in id order."""
         self._batch_by_step: dict[int, TrainingBatch] = {}
