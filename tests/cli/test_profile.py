@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tests.small_files import REVERSE, SORT, small_file
 
 from rlmux.api.files import policy_and_costs
 from rlmux.cli import inputs, profile_tables
+from rlmux.config import Purpose
+from rlmux.config.load import parse_spec
+from rlmux.core.errors import UserError
 from rlmux.core.model import Phase
 from rlmux.core.steps.colocation import SharingTriple
 from rlmux.engines.device_fraction import DeviceFractions
+from rlmux.profiling import interference_probe
 from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
+from rlmux.profiling.step_estimates import StepTimes, settings_of
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.runtime import launch
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable
@@ -28,6 +38,13 @@ def switch_times(phase: Phase) -> SwitchTimes:
         phase=phase, state_bytes=5e5, footprint_bytes=1e6, offload_s=0.04, load_s=0.06, spill_s=0.3, reload_s=0.4,
         checkpoint_s=2.0,
     )  # fmt: skip
+
+
+def estimates_of(*pipelines: str) -> dict[str, StepTimes]:
+    """Of pipelines of a small file: seconds that no tiny pipeline takes."""
+    configs = [one.config for one in parse_spec(small_file(*pipelines, steps=2), source="", folder=Path()).pipelines]
+    seconds = {"rollout_s": 60.0, "train_s": 30.0, "sync_s": 5.0, "limit_rollout_s": 90.0, "limit_train_s": 40.0}
+    return {config.name: StepTimes(**settings_of(config), **seconds) for config in configs}
 
 
 SWITCHES = {"tiny": [switch_times(Phase.ROLLOUT), switch_times(Phase.TRAIN)]}
@@ -54,11 +71,88 @@ def test_mistakes_are_told_before_anything_is_measured(rlmux, options, problem):
     assert problem in said.err
 
 
-def test_a_profile_is_of_devices_and_not_of_workloads(rlmux, tmp_path):
+def test_a_file_whose_pipelines_have_no_task_is_refused(rlmux, folder):
+    (folder / "plan.yaml").write_text(small_file("{name: a, estimate: {rollout_s: 1, train_s: 1}}", steps=2))
+    said = rlmux("profile", "plan.yaml")
+    assert said.code == 2
+    assert "pipelines.a.task is missing; accepted: a task's name" in said.err
+
+
+@pytest.mark.parametrize(("num_units", "device"), [(1, "cpu"), (132, "cuda")])
+def test_a_gpu_is_measured_where_there_is_one(monkeypatch, num_units, device):
+    gpu = DeviceFractions(device="a GPU", how="", num_units=num_units)
+    monkeypatch.setattr(interference_probe, "probe", lambda _: gpu)
+    assert interference_probe.usual_device() == device
+
+
+def test_a_profile_goes_with_a_file_or_a_run_and_not_with_a_workload(rlmux, tmp_path):
     Profile(table=TABLE).save(tmp_path / "profile.json")
     said = rlmux("simulate", "weave", "--profile", str(tmp_path / "profile.json"))
     assert said.code == 2
-    assert "goes with --from-run only" in said.err
+    assert "'weave' has no pipelines to estimate; accepted: a YAML file, or a run" in said.err
+
+
+def test_people_see_a_row_for_each_pipelines_step_and_how_long_the_profile_took(capsys, tmp_path):
+    measured = Profile(table=TABLE, estimates=estimates_of(SORT), wall_s=12.34)
+    profile_tables.show(measured, tmp_path / "profile.json", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert ["a", "95.000", "60.000", "30.000", "5.000", "90.000", "40.000"] in [line.split() for line in lines]
+    assert "The profile took 12.3 s" in lines
+    profile_tables.show(measured, tmp_path / "profile.json", as_json=True)
+    assert json.loads(capsys.readouterr().out)["wall_s"] == 12.34
+
+
+@pytest.fixture
+def bare(folder: Path) -> Path:
+    """bare.yaml, whose pipelines a and b have no estimates, and a profile of both that another device made."""
+    (folder / "bare.yaml").write_text(small_file(SORT, REVERSE, steps=2))
+    Profile(table=replace(TABLE, device="a GPU"), estimates=estimates_of(SORT, REVERSE)).save(folder / "profile.json")
+    return folder
+
+
+@pytest.mark.parametrize("command", [["plan"], ["simulate", "--policies", "solo"]])
+def test_a_file_without_estimates_is_planned_without_torch_by_a_profile_of_another_device(bare, command):
+    words = [*command, "bare.yaml", "--profile", "profile.json", "--json"]
+    code = f"import sys; sys.modules['torch'] = None; from rlmux.cli import main; main({words!r})"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=bare, check=True)
+    assert json.loads(said.stdout)
+    assert said.stderr == "rlmux: --profile profile.json: estimates of a, b taken, as measured on 'a GPU'\n"
+
+
+def test_the_estimate_of_the_file_wins_over_that_of_the_profile(bare, capsys):
+    given = ["pipelines.a.estimate={rollout_s: 1, train_s: 2}"]
+    spec = inputs.load("bare.yaml", given, purpose=Purpose.PLAN, profile=bare / "profile.json")
+    assert [one.pipeline.estimate.rollout_s for one in spec.pipelines] == [1.0, 60.0]
+    assert [one.pipeline.limit is None for one in spec.pipelines] == [True, False]
+    assert "estimates of b taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_pipeline_that_the_profile_did_not_measure_cannot_be_planned_by_it(rlmux, bare, command):
+    Profile(table=TABLE, estimates=estimates_of(SORT)).save(bare / "profile.json")
+    said = rlmux(command, "bare.yaml", "--profile", "profile.json")
+    assert said.code == 2
+    assert "profile.json has estimates of a, and none of pipeline b; accepted: what `rlmux profile` writes" in said.err
+
+
+def test_a_run_measures_what_the_profile_did_not_and_says_so(here, bare, capsys):
+    Profile(table=TABLE, estimates=estimates_of(SORT)).save(bare / "profile.json")
+    spec = inputs.load("bare.yaml", profile=bare / "profile.json")
+    assert [one.pipeline.estimate is None for one in spec.pipelines] == [False, True]
+    assert "none of pipeline b; accepted: what `rlmux profile` writes of this file" in (said := capsys.readouterr().err)
+    assert "; the run measures it\n" in said
+
+
+def test_a_run_keeps_the_estimates_that_it_took(here, bare):
+    Profile(table=TABLE, estimates=estimates_of(SORT, REVERSE)).save(bare / "profile.json")
+    spec = inputs.load("bare.yaml", profile=bare / "profile.json")
+    again = parse_spec(spec.resolved, source="the log", folder=bare)
+    assert [one.pipeline.estimate for one in again.pipelines] == [one.pipeline.estimate for one in spec.pipelines]
+
+
+def test_a_run_takes_no_estimates_of_another_device(here, bare):
+    with pytest.raises(UserError, match=r"was measured on 'a GPU', and this machine has 'a device'; accepted: what"):
+        inputs.load("bare.yaml", profile=bare / "profile.json")
 
 
 def test_people_see_a_row_for_each_triple_and_whether_it_helps(capsys, tmp_path):

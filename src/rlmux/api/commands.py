@@ -42,15 +42,18 @@ def load(
     return load_file(file, purpose=Purpose(purpose), overrides=overrides, policy=policy)
 
 
-def plan(file: File, *, policy: str | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def plan(
+    file: File, *, policy: str | None = None, overrides: Sequence[str] = (), profile: str | Path | None = None
+) -> dict[str, Any]:
     """Where every pipeline would go, its step slowdown and dollars for an hour; starts nothing.
 
+    `profile`: file of `rlmux profile` with the estimates of pipelines that have none.
     The keys are those of `rlmux plan --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
     from rlmux.sim.workloads.spec_file import workload_of
 
-    spec = load_file(file, purpose=Purpose.PLAN, overrides=overrides, policy=policy)
+    spec = load_file(file, purpose=Purpose.PLAN, overrides=overrides, policy=policy, profile=profile)
     return api.plan(workload_of(spec), policy=spec.policy)
 
 
@@ -61,6 +64,7 @@ def simulate(
     ablate: Sequence[str] = (),
     seeds: int = 1,
     overrides: Sequence[str] = (),
+    profile: str | Path | None = None,
     progress: Progress | None = None,
     processes: int | None = None,
     out: str | Path | None = None,
@@ -69,7 +73,8 @@ def simulate(
 
     `ablate`: mechanisms, or "all"; each policy that has them is also simulated without them (`with_worth`).
     `seeds`: workloads of seeds 0 to seeds - 1; figures are means with min and max. `processes`: by default one a core.
-    `out`: a folder for pictures. The keys are those of `rlmux simulate --json` (docs/how-it-works/simulator.md).
+    `out`: a folder for pictures. `profile`: as for `plan`.
+    The keys are those of `rlmux simulate --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
 
@@ -79,7 +84,7 @@ def simulate(
             plugins.look_in(Path.cwd())
     return with_worth(
         api.simulate(
-            load_workload(workload, overrides),
+            load_workload(workload, overrides, profile=profile),
             policies=with_ablations(policies, ablate),
             num_seeds=seeds,
             progress=progress,
@@ -117,8 +122,9 @@ def run(
     from rlmux.runtime.run import RunOptions
 
     spec = load_file(
-        file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, on_warning=on_warning
-    )
+        file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, profile=profile,
+        on_warning=on_warning,
+    )  # fmt: skip
     with (
         folders.chosen(out, f"{_stem(file)}-{spec.policy}") as folder,
         followed(spec, listeners, display) as listening,
@@ -158,7 +164,7 @@ def compare(
     for name in policies:
         check_policy(name)
     names = with_ablations(policies, ablate)
-    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, on_warning=on_warning)
+    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, profile=profile, on_warning=on_warning)
 
     policy_and_costs(spec, profile, on_warning=lambda _: None)  # a profile of something else is refused before a folder
 

@@ -1,7 +1,7 @@
 """From what a caller names to a checked file: a path, a mapping made in code, or a file that is loaded already.
 
-path | mapping | Spec ─▶ load_file(purpose=RUN | PLAN) ─▶ Spec ─┬▶ policy_and_costs ─▶ what a run is started with
-profile ────────────────────────────────────────────────────────┘
+path | mapping | Spec ─┬▶ load_file(purpose=RUN | PLAN) ─▶ Spec ─┬▶ policy_and_costs ─▶ what a run is started with
+profile ───────────────┴─────────────────────────────────────────┘
 
 Old keys of a file and unusable parts of a profile are warnings of the logger `rlmux`, or calls of `on_warning`.
 """
@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,13 @@ from rlmux import plugins
 from rlmux.config import Purpose, Spec, load_spec
 from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
+from rlmux.config.tree import EstimateConfig, PipelineConfig
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.policy import Policy
 from rlmux.policies import POLICIES, check_policy, make_policy
 
 if TYPE_CHECKING:
+    from rlmux.profiling.step_estimates import StepEstimates
     from rlmux.runtime.launch import AddCosts
     from rlmux.sim.workloads.arrivals import Workload
 
@@ -45,15 +48,20 @@ def load_file(
     policy: str | None = None,
     cluster_of: Spec | None = None,
     may_be_empty: bool = False,
+    profile: str | Path | None = None,
     on_warning: OnWarning = warn,
 ) -> Spec:
     """The file, with all checked that the purpose needs. Raises SpecError, and UserError for an unknown policy.
 
     Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
-    file's. `may_be_empty`: it may be without pipelines. `on_warning`: receives each old key.
+    file's. `may_be_empty`: it may be without pipelines. `profile`: gives pipelines without an estimate the measured
+    one. To plan, its device may be any, and UserError is raised for a pipeline that it has no estimate for; to run, it
+    is raised for another device. `on_warning`: receives each old key, and the estimates that were taken.
     """
     if policy is not None:
         check_policy(policy)
+    measured = None if profile is None else _read_estimates(Path(profile), purpose)
+    taken: list[str] = []
     spec = _load(
         file,
         overrides=tuple(overrides),
@@ -62,19 +70,54 @@ def load_file(
         policies=list(POLICIES),
         cluster_of=cluster_of,
         may_be_empty=may_be_empty,
+        estimate_of=None if measured is None else partial(_take_estimate, measured, purpose, on_warning, taken),
     )
     for hint in spec.hints:
         on_warning(hint)
+    if measured is not None and taken:
+        on_warning(f"--profile {profile}: estimates of {', '.join(taken)} taken, as measured on {measured.device!r}")
     spec = spec if policy is None else replace(spec, policy=policy)
     look_for_plugin(spec.policy, spec.code_folder)
     return spec
 
 
+def _read_estimates(path: Path, purpose: Purpose) -> StepEstimates:
+    from rlmux.profiling.step_estimates import load_estimates, refuse_other_device
+
+    measured = load_estimates(path)
+    if purpose is Purpose.RUN:
+        from rlmux.profiling.interference_probe import fractions_here  # brings torch along, to look at the devices
+
+        refuse_other_device(path, measured.device, fractions_here().device)
+    return measured
+
+
+def _take_estimate(
+    measured: StepEstimates, purpose: Purpose, on_warning: OnWarning, taken: list[str], pipeline: PipelineConfig
+) -> EstimateConfig | None:
+    """The pipeline's estimate, its name added to `taken`. A run goes on without one, since it measures by itself."""
+    if pipeline.is_filler or (purpose is Purpose.RUN and not measured.by_pipeline):
+        return None
+    try:
+        estimate = measured.of(pipeline)
+    except UserError as error:
+        if purpose is Purpose.PLAN:
+            raise
+        on_warning(f"{error}; the run measures it")
+        return None
+    taken.append(pipeline.name)
+    return estimate
+
+
 def load_workload(
-    workload: File | Workload, overrides: Sequence[str] = (), on_warning: OnWarning = warn
+    workload: File | Workload,
+    overrides: Sequence[str] = (),
+    on_warning: OnWarning = warn,
+    *,
+    profile: str | Path | None = None,
 ) -> Workload | str:
     """The workload of a YAML file, or of a CSV file on another cluster; a name is returned for the simulator to look
-    up."""
+    up. `profile`: as for `load_file`; raises UserError if the workload is not a YAML file."""
     from rlmux.sim.workloads import spec_file, trace_csv
     from rlmux.sim.workloads.arrivals import Workload, h20_h800_cluster
 
@@ -82,10 +125,11 @@ def load_workload(
         return workload
     suffix = Path(workload).suffix if isinstance(workload, str | Path) else ".yaml"
     if suffix in (".yaml", ".yml"):
-        return spec_file.workload_of(
-            load_file(workload, purpose=Purpose.PLAN, overrides=overrides, on_warning=on_warning)
-        )
+        spec = load_file(workload, purpose=Purpose.PLAN, overrides=overrides, profile=profile, on_warning=on_warning)
+        return spec_file.workload_of(spec)
     text = str(workload)
+    if profile is not None:
+        raise UserError(f"--profile {profile}: {text!r} has no pipelines to estimate; accepted: a YAML file, or a run")
     if not overrides:
         if ":" in text:  # perhaps module:function, which may be here
             plugins.look_in(Path.cwd())

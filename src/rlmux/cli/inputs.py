@@ -30,13 +30,16 @@ def load(
     *,
     purpose: Purpose = Purpose.RUN,
     cluster_of: Spec | None = None,
+    profile: Path | None = None,
 ) -> Spec:
-    """The file, checked for what is to be done with it, by default to train. `cluster_of`: the run it is meant for."""
+    """The file, checked for what is to be done with it, by default to train. `cluster_of`: the run it is meant for.
+    `profile`: has the estimates of pipelines without one."""
     if policy is not None:
         check_policy("--policy", policy)
     return load_file(
-        file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, on_warning=print_notice
-    )
+        file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, profile=profile,
+        on_warning=print_notice,
+    )  # fmt: skip
 
 
 def print_notice(text: str) -> None:
@@ -115,10 +118,8 @@ def workload_or_run(
     if (text is None) == (run is None):
         raise UserError("accepted: either FILE|WORKLOAD or --from-run DIR")
     if run is None:
-        if profile is not None:
-            raise UserError(f"--profile {profile}: goes with --from-run only: a profile is of this machine's devices")
         assert text is not None
-        return load_workload(text, sets or (), print_notice)
+        return load_workload(text, sets or (), print_notice, profile=profile)
     if sets:
         raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and a run is as it was")
     from rlmux.runtime.records import folders

@@ -25,7 +25,7 @@ from rlmux.config.error_messages import explain
 from rlmux.config.merge import merge
 from rlmux.config.shares import check_prices, make_shares
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import AlertConfig, PipelineConfig, RunConfig, plain_tree, read_tree
+from rlmux.config.tree import AlertConfig, EstimateConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
 from rlmux.core.queue.queue_order import ShareSettings
@@ -91,6 +91,10 @@ class Spec:
     """One line for each old key that the file or an override uses."""
 
 
+EstimateOf = Callable[[PipelineConfig], EstimateConfig | None]
+"""The estimate of a pipeline whose file gives none; None: nothing is known of it."""
+
+
 class Reading(TypedDict, total=False):
     """How a file is read; every key may be left out."""
 
@@ -104,6 +108,8 @@ class Reading(TypedDict, total=False):
     """Names of policies; None, or without: any is accepted."""
     may_be_empty: bool
     """Whether the file may be without pipelines, since they are submitted later; without: it may not."""
+    estimate_of: EstimateOf | None
+    """Called for each pipeline without an estimate; None, or without: these have none."""
 
 
 def load_spec(path: str | Path, *, cluster_of: Spec | None = None, **reading: Unpack[Reading]) -> Spec:
@@ -135,6 +141,9 @@ def spec_of_tree(tree: Node, *, source: str, folder: Path, **reading: Unpack[Rea
     except ValidationError as error:
         raise explain(error, root, RunConfig) from None
     config = _with_absolute_paths(config, folder)
+    estimate_of = reading.get("estimate_of")
+    if estimate_of is not None:
+        config = _with_estimates(config, estimate_of)
     Checks(
         root=root,
         config=config,
@@ -183,6 +192,15 @@ def _with_absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
         config,
         code_folder=str(folder) if config.code_folder is None else absolute(config.code_folder),
         pipelines=tuple(of_pipeline(pipeline) for pipeline in config.pipelines),
+    )
+
+
+def _with_estimates(config: RunConfig, estimate_of: EstimateOf) -> RunConfig:
+    return replace(
+        config,
+        pipelines=tuple(
+            one if one.estimate is not None else replace(one, estimate=estimate_of(one)) for one in config.pipelines
+        ),
     )
 
 

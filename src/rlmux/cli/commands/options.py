@@ -51,6 +51,12 @@ ProfileFile = Annotated[
         help="Measurements of `rlmux profile` on this machine.",
     ),
 ]
+Estimates = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", metavar="FILE", help="Estimates of `rlmux profile`, on any machine, for pipelines without one."
+    ),
+]
 BackendName = Annotated[str, typer.Option("--backend", help="Workers' backend: local or ray.")]
 Address = Annotated[
     str | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlmux.cli.commands.options import Ablate, File, Folder, Json, Pictures, PolicyName, PolicyNames, Sets
+from rlmux.cli.commands.options import Ablate, Estimates, File, Folder, Json, Pictures, PolicyName, PolicyNames, Sets
 
 
 def simulate(
@@ -23,7 +23,11 @@ def simulate(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", metavar="FILE", help="With --from-run: what busy neighbours cost (`rlmux profile`)."),
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="Estimates of `rlmux profile` for pipelines without one; with --from-run: what busy neighbours cost.",
+        ),
     ] = None,
     count_decisions: Annotated[
         bool, typer.Option("--count-decisions", help="Count the seconds that decisions take here, instead of none.")
@@ -88,6 +92,7 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write a picture of the costs there (SVG, PNG).")
     ] = None,
+    profile: Estimates = None,
     sets: Sets = None,
     json: Json = False,
 ) -> int:
@@ -102,7 +107,7 @@ def plan(
     from rlmux.cli import inputs, memory_rows, tables
     from rlmux.config import Purpose
 
-    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN)
+    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN, profile=profile)
     recorded = inputs.recorded_for_split(from_run, split)
     memory_rows.check_fits(spec)
 
