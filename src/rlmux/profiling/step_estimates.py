@@ -120,6 +120,7 @@ def load_estimates(path: Path) -> StepEstimates:
     """
     content = read_profile(path)
     entries = content.get("estimates", [])
+    entries = entries if isinstance(entries, list) else [entries]
     read = [_read(path, number, entry) for number, entry in enumerate(entries, 1)]
     return StepEstimates(path=path, device=content["device"], by_pipeline=dict(read))
 

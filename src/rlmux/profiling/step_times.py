@@ -79,16 +79,14 @@ def _measured(
     spec: Spec, given: PipelineSpec, folder: Path, num_steps: int, ticks: _Ticks
 ) -> list[Mapping[str, float]]:
     """Seconds of each stage of each step of the pipeline's own run."""
-    pipeline = replace(
-        given.pipeline,
-        num_steps=num_steps,
-        has_sft_warmup=given.config.sft_warmup.num_updates > 0,
-    )
+    has_sft_warmup = given.config.sft_warmup.num_updates > 0
+    pipeline = replace(given.pipeline, num_steps=num_steps, has_sft_warmup=has_sft_warmup)
     alone = replace(
         given,
         pipeline=pipeline,
         training=replace(given.config, num_steps=num_steps),
         submit_at_s=0.0,
+        promise=None,
         keeps_samples=False,
     )
     one = replace(spec, cluster=_cluster_of(spec.cluster, pipeline), shares=None, pipelines=(alone,))
