@@ -5,8 +5,8 @@ sharing table, then one row for each event with the actions that followed. `micr
 `run-*` are real runs of the examples. The rows have the names that the log had then; `renamed` gives them today's.
 0.1.0 minimised dollars per hour also where steps are given: `rlmux` does with `slowness_price=0`. It took decode for
 dense from 128 sequences on. `Queue` rows are today's: a wait is explained with what would end it. Runs in which the
-look-ahead of `jigsaw` and `rlmux` decides otherwise today, by the whole Sub-Stage Graph, are left out, and one in which
-a newcomer's wait for its first slot breaks its SLO today. Pipelines are
+look-ahead of `jigsaw` and `rlmux` decides otherwise today, by the whole Sub-Stage Graph, are left out, and those of
+`rlmux` and `optimal` on counted nodes with prices, which are sunk cost today. Pipelines are
 placed before any group is dispatched: a `Queue` stands before the `RunStage` of its instant in one event each of
 `micro-b`.
 """

@@ -147,13 +147,15 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
         _show_predictions(result)
         return
     rows = []
+    has_unheld = any(figures["paid_usd"] > figures["cost_usd"] for figures in result["policies"].values())
     for policy, figures in result["policies"].items():
         rows.append(
             {
                 "policy": policy,
+                **({"paid $": figures["paid_usd"]} if has_unheld else {}),
                 "$": figures["cost_usd"],
                 "bound $": figures["bound_usd"],
-                "$/solo h": figures["cost_usd_per_solo_hour"],
+                "$/solo h": figures["paid_usd_per_solo_hour"],
                 "$/h": figures["cost_usd_per_hour"],
                 "SLOs kept": _percent(figures["slo_attainment"], digits=1),
                 "slowdown mean": figures["mean_step_slowdown"],
@@ -171,6 +173,7 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     print(
         "\nbound $: the steps that were made, on nodes that are never idle; $/solo h: for an hour of solo work;"
         "\nSLOs kept: of all submitted, counted from submission; wait s: mean to the first work, queued s of them"
+        + ("\npaid $: counted nodes whether held or not, $: while pipelines held them" if has_unheld else "")
     )
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("peak GPUs and busy: rollout/train")
@@ -229,13 +232,15 @@ def _show_parts(result: Row) -> None:
     from rlmux.sim.results.pictures import PARTS
 
     paid = {policy: figures for policy, figures in result["policies"].items() if figures["cost_usd"]}
+    has_unheld = any(figures["paid_usd"] > figures["cost_usd"] for figures in paid.values())
     if paid:
         print("\nwhat is paid for, in $:")
         print_rows(
             [
                 {"policy": policy}
                 | {words: figures["parts_usd"][part] for part, words in PARTS.items()}
-                | {"all": figures["cost_usd"]}
+                | ({"nodes without a pipeline": figures["paid_usd"] - figures["cost_usd"]} if has_unheld else {})
+                | {"all": figures["paid_usd"]}
                 for policy, figures in paid.items()
             ]
         )

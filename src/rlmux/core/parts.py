@@ -60,7 +60,7 @@ class Parts:
     def of(cls, cluster: Cluster, policy: Policy, queue_order: QueueOrder | None) -> Parts:
         """The parts of a scheduler to which nothing was submitted yet."""
         state, journal = SchedulerState(), Journal(policy.name)
-        ledger = PlacementLedger(cluster, state.work_left)
+        ledger = PlacementLedger(cluster, state.work_left, lambda: len(state.waiting))
         shares = Shares(cluster, state, queue_order)
         leases = Leases(cluster, state, journal)
         orders = Orders(state, leases, shares, journal)

@@ -41,11 +41,12 @@ from rlmux.core.steps.idle_check import Idling
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
-from rlmux.policies.search.candidates import founding, impossible, joining, may_join, queue
+from rlmux.policies.search.candidates import founding, impossible, joining, may_join, newcomer, queue
 from rlmux.policies.search.economic_placement import cheapest_place
 from rlmux.policies.search.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
 from rlmux.policies.search.economy import Economy
 from rlmux.policies.search.ranking import GroupRanking
+from rlmux.policies.search.readmission import spread_out
 from rlmux.policies.search.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_nodes
 from rlmux.policies.search.slo_repair import mend_slos
@@ -113,22 +114,21 @@ class RlMux:
             return refusal
         if view.work_left(pipeline.id) is not None and self._prices_slowness(view) and solo_s(pipeline):
             return cheapest_place(pipeline, view, self._economy(view)) or queue(pipeline, view)
-        is_free = _is_free_of_charge(view)
-        if is_free:
-            spread = founding(pipeline, view)
-            if spread is not None:
-                return spread
+        own, is_sunk = founding(pipeline, view), _are_nodes_sunk_cost(view)
+        if is_sunk and own is not None:
+            return own
+        joiner = newcomer(pipeline, has_own_nodes=own is not None)
         best: PlacementChoice | None = None
         best_rank = (math.inf, math.inf)
-        rollout_usd = view.usd_per_node_hour(Phase.ROLLOUT)
-        train_usd = view.usd_per_node_hour(Phase.TRAIN)
+        rollout_usd = view.usd_per_new_node_hour(Phase.ROLLOUT)
+        train_usd = view.usd_per_new_node_hour(Phase.TRAIN)
         num_free = view.num_free_nodes(Phase.ROLLOUT)
-        for group in view.groups_with_room(pipeline):
-            if not may_join(group, pipeline):
+        for group in view.groups_with_room(joiner):
+            if not may_join(group, joiner):
                 continue
-            nodes, num_new = _emptiest_nodes(group, pipeline, num_free) if is_free else _best_nodes(group, pipeline)
-            rank = (num_new * rollout_usd, _misfit(group, pipeline))
-            if rank < best_rank and num_new <= num_free and self._takes(group, pipeline, nodes, num_new):
+            nodes, num_new = _emptiest_nodes(group, joiner, num_free) if is_sunk else _best_nodes(group, joiner)
+            rank = (num_new * rollout_usd, _misfit(group, joiner))
+            if rank < best_rank and num_new <= num_free and self._takes(group, joiner, nodes, num_new):
                 best, best_rank = joining(group, nodes, num_new), rank
         alone = _alone(pipeline, view)
         if alone is not None:
@@ -141,8 +141,8 @@ class RlMux:
         if self._prices_slowness(view) and self._has_given_work(view):
             return cheaper_regrouping(view, self._economy(view), self._caches, self.limits)
         mended = mend_slos(view, self.place, varies_steps_per_cycle=self.varies_steps_per_cycle)
-        if mended or _is_free_of_charge(view):
-            return mended
+        if mended or _are_nodes_sunk_cost(view):
+            return mended or spread_out(view)
         by_waste = self._by_waste.ranked(tuple(view.groups()), _waste)
         fruitless: list[FruitlessSearch] = []
         for seed in by_waste:
@@ -213,11 +213,11 @@ class RlMux:
         if group is not None:
             return group.is_shared
         if pipeline.estimate is None:
-            return _is_free_of_charge(view)
+            return _are_nodes_sunk_cost(view)
         if not self.sharing.entries:
             return False
         holds_all = pipeline.num_rollout_nodes == num_rollout and pipeline.num_train_nodes == num_train
-        return holds_all or _is_free_of_charge(view)
+        return holds_all or _are_nodes_sunk_cost(view)
 
     def _takes(self, group: GroupLoad, pipeline: Pipeline, nodes: tuple[NodeId, ...], num_new: int) -> bool:
         if not group.has_memory_for(pipeline, nodes) or not group.keeps_slos_with(pipeline, nodes, num_new):
@@ -262,8 +262,8 @@ def _waste(group: GroupLoad) -> float | None:
     return group.least_usd_per_hour - group.usd_per_hour if group.budget_s < math.inf else None
 
 
-def _is_free_of_charge(view: PlacementView) -> bool:
-    return view.usd_per_node_hour(Phase.ROLLOUT) == 0 and view.usd_per_node_hour(Phase.TRAIN) == 0
+def _are_nodes_sunk_cost(view: PlacementView) -> bool:
+    return view.usd_per_new_node_hour(Phase.ROLLOUT) == 0 and view.usd_per_new_node_hour(Phase.TRAIN) == 0
 
 
 def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...], int]:

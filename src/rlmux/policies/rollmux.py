@@ -33,7 +33,7 @@ from rlmux.core.views import Choice, GroupView
 from rlmux.policies.lookahead.dispatching import start_in_cycle_order
 from rlmux.policies.lookahead.measured_tails import migrate_tails
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
-from rlmux.policies.search.candidates import direct, founding, impossible, may_join, queue, scaled
+from rlmux.policies.search.candidates import direct, founding, impossible, may_join, newcomer, queue, scaled
 from rlmux.policies.search.readmission import place_again
 from rlmux.policies.search.shared_placement import place_on_shared_nodes
 from rlmux.policies.search.slo_repair import mend_slos
@@ -56,16 +56,17 @@ class RollMux:
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal
+        own = founding(pipeline, view)
+        joiner = newcomer(pipeline, has_own_nodes=own is not None)
         best: PlacementChoice | None = None
-        for group in view.groups_with_room(pipeline):
-            if self._is_skipped(group) or not may_join(group, pipeline):
+        for group in view.groups_with_room(joiner):
+            if self._is_skipped(group) or not may_join(group, joiner):
                 continue
-            packed = next(direct(group, pipeline), None)
+            packed = next(direct(group, joiner), None)
             if packed is not None:
                 return packed
-            best = best or scaled(group, pipeline, view)
-        best = best or founding(pipeline, view)
-        return best or self._over_saturate(pipeline, view) or queue(pipeline, view)
+            best = best or scaled(group, joiner, view)
+        return best or own or self._over_saturate(joiner, view) or queue(pipeline, view)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
         mended = mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)

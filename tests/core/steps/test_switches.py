@@ -20,10 +20,15 @@ SIX = Footprint(rollout_device_bytes=6.0, train_device_bytes=6.0)
 
 
 def pools(memory_bytes: float, *, usd: float = 0.0) -> Cluster:
+    """Two nodes of each kind, or as many as are paid for."""
     return Cluster(
         pools={
             phase.value: Pool(
-                name=phase.value, phase=phase, num_nodes=2, device_memory_bytes=memory_bytes, usd_per_gpu_hour=usd
+                name=phase.value,
+                phase=phase,
+                num_nodes=None if usd else 2,
+                device_memory_bytes=memory_bytes,
+                usd_per_gpu_hour=usd,
             )
             for phase in (Phase.ROLLOUT, Phase.TRAIN)
         }

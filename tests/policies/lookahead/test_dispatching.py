@@ -8,21 +8,13 @@ from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.rlmux import RlMux
-from rlmux.policies.search.candidates import founding, joining
 
 
-class InOneGroup(RlMux):
-    """Everyone joins the one group, with a rollout node of their own, whatever that does to SLOs."""
-
-    def place(self, pipeline, view):
-        return next((joining(group, (), 1) for group in view.groups()), None) or founding(pipeline, view)
-
-
-def run(builders, pipelines, *, fill, num_rollout, at_s=None, policy=RlMux):
+def run(builders, pipelines, *, fill, num_rollout, at_s=None):
     """Until the end; (time of each step's end by pipeline) with one training node for everybody."""
     driver = builders.Driver(
         Scheduler(
-            builders.cluster(rollout=num_rollout, train=1), policy(fill=fill, varies_steps_per_cycle=False)
+            builders.cluster(rollout=num_rollout, train=1), RlMux(fill=fill, varies_steps_per_cycle=False)
         )
     )
     waiting = sorted(zip(at_s or [0.0] * len(pipelines), pipelines, strict=True), key=lambda one: one[0])
@@ -87,7 +79,7 @@ def test_a_newcomer_that_would_break_its_slo_overtakes_members_that_have_time(bu
     at_s = [0.0, 0.0, 28.0]
 
     def slowdowns(*, fill):
-        ended = run(builders, group, fill=fill, num_rollout=3, at_s=at_s, policy=InOneGroup)
+        ended = run(builders, group, fill=fill, num_rollout=3, at_s=at_s)
         return [
             (ended[one.id][-1] - submit_s) / (one.num_steps * one.estimate.solo_s)
             for one, submit_s in zip(group, at_s, strict=True)

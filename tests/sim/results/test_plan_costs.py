@@ -50,7 +50,7 @@ def test_the_parts_add_up_to_the_price_of_the_nodes(policy, made):
 
 
 def test_the_parts_add_up_where_tails_leave_their_nodes():
-    costs = plan("weave:tails=copied", policy="rollmux")
+    costs = plan("weave:tails=copied,slo_probability=mean", policy="rollmux")
     assert costs["paid_usd_per_hour"] == pytest.approx(costs["usd_per_hour"])
     assert costs["paid_for"]["dearer_nodes"] > 0.0
 

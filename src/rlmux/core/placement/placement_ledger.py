@@ -36,10 +36,14 @@ class PlacementLedger:
     """Owns groups, pins, nodes and host memory; the only place where they change."""
 
     def __init__(
-        self, cluster: Cluster, work_left: Callable[[PipelineId], WorkLeft | None] = lambda pipeline: None
+        self,
+        cluster: Cluster,
+        work_left: Callable[[PipelineId], WorkLeft | None] = lambda pipeline: None,
+        num_waiting: Callable[[], int] = lambda: 0,
     ) -> None:
         self.cluster = cluster
         self.work_left = work_left
+        self.num_waiting = num_waiting
         if cluster.pool_for(Phase.TRAIN) is None:
             raise UserError(
                 f"cluster: no pool has phase 'train' (pools: {', '.join(cluster.pools) or 'none'}); "
@@ -241,7 +245,7 @@ class PlacementLedger:
 
     def copy(self) -> PlacementLedger:
         """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
-        twin = PlacementLedger(self.cluster, self.work_left)
+        twin = PlacementLedger(self.cluster, self.work_left, self.num_waiting)
         twin._groups = dict(self._groups)
         twin._uneven = dict(self._uneven)
         twin._group_of = dict(self._group_of)

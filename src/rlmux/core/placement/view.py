@@ -7,6 +7,7 @@ Groups with a node that is about to go are left out of what a policy chooses fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
@@ -37,6 +38,11 @@ class PlacementView:
     @property
     def num_pipelines(self) -> int:
         return self._ledger.num_pipelines
+
+    @property
+    def num_waiting(self) -> int:
+        """Pipelines that wait for nodes."""
+        return self._ledger.num_waiting()
 
     @property
     def num_groups(self) -> int:
@@ -104,6 +110,10 @@ class PlacementView:
     def usd_per_node_hour(self, phase: Phase) -> float:
         pool = self._ledger.cluster.pool_for(phase)
         return pool.usd_per_node_hour if pool else 0.0
+
+    def usd_per_new_node_hour(self, phase: Phase) -> float:
+        """What one more node costs: nothing where they are counted, since those are paid whether held or not."""
+        return self.usd_per_node_hour(phase) if self.num_nodes(phase) == math.inf else 0.0
 
     def _staying(self, groups: Iterable[GroupLoad]) -> Iterable[GroupLoad]:
         """Those none of whose nodes is about to go. Mostly no node is: then nothing is looked at."""

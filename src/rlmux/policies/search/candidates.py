@@ -77,6 +77,12 @@ def founding(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
     )
 
 
+def newcomer(pipeline: Pipeline, *, has_own_nodes: bool) -> Pipeline:
+    """The pipeline as groups are judged for it: without nodes of its own to found one, it would wait longer in the
+    queue than for its first slot, so that wait is not held against a group (`budget_of`)."""
+    return pipeline if has_own_nodes or pipeline.num_steps is None else replace(pipeline, num_steps=None)
+
+
 def any_room(group: GroupLoad, pipeline: Pipeline) -> Iterator[PlacementChoice]:
     """Every choice of existing rollout nodes with memory for the pipeline, whatever it does to SLOs."""
     if group.is_colocated or len(group.train_nodes) < pipeline.num_train_nodes:

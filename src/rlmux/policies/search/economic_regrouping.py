@@ -17,7 +17,7 @@ from itertools import chain
 
 from rlmux.core.model import GroupId, PipelineId
 from rlmux.core.placement.choice import Relocation
-from rlmux.core.placement.group_load import GroupLoad, Member, solo_s
+from rlmux.core.placement.group_load import GroupLoad, Member, group_load, solo_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.search.economy import Economy
@@ -29,6 +29,8 @@ from rlmux.policies.search.set_partition import cheapest_partition
 
 _ROUNDING = 1e-9
 _MAX_DETOURS = 6
+MOST_PLAYED_OUT = 16
+"""Placed pipelines up to which a regrouping is played out to the end of their work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,5 +318,47 @@ def _carry_out(
             after = {ledger.placement(one.id).group: None for one in pipelines}
             after_usd = sum(economy.cost_usd(ledger.group(group_id)) for group_id in after)
             moves_usd = sum(economy.move_usd(ledger.pipeline(one.pipeline)) for one in relocations)
-            trial.is_kept = is_late or before_usd - after_usd >= moves_usd
+            saves = before_usd - after_usd >= moves_usd
+            trial.is_kept = is_late or (
+                saves and _saves_to_the_end(part.groups, [ledger.group(one) for one in after], relocations, economy)
+            )
     return relocations if trial.is_kept else ()
+
+
+def _saves_to_the_end(
+    before: Sequence[GroupLoad], after: Sequence[GroupLoad], relocations: Sequence[Relocation], economy: Economy
+) -> bool:
+    """Whether the moves still pay when all work that is left has been done, if no other pipeline comes.
+
+    The price of slowness is that of a cluster on which others come; a pipeline that outlasts its group pays for whole
+    nodes. True where so many pipelines are placed that others will.
+    """
+    view = economy.view
+    if view.num_pipelines > MOST_PLAYED_OUT:
+        return True
+    once_usd = sum(economy.move_once_usd(view.pipeline(one.pipeline)) for one in relocations)
+    after_usd = once_usd + sum(_usd_to_the_end(group, view) for group in after)
+    return after_usd <= sum(_usd_to_the_end(group, view) for group in before)
+
+
+def _usd_to_the_end(group: GroupLoad, view: PlacementView) -> float:
+    """Dollars of the group's nodes until its members' work is done, if none moves; infinite where that has no end."""
+    lefts = {member.pipeline.id: view.work_left(member.pipeline.id) for member in group.members}
+    num_left = {name: float(max(1, left.num_left)) if left else math.inf for name, left in lefts.items()}
+    members, usd = group.members, 0.0
+    while members:
+        now = group_load(
+            group.id,
+            members,
+            tuple(node for node in group.rollout_nodes if any(node in one.placement.rollout_nodes for one in members)),
+            tuple(node for node in group.train_nodes if any(node in one.placement.train_nodes for one in members)),
+            view.cluster,
+        )
+        step_s = {member.pipeline.id: now.period_s / member.steps_per_cycle for member in members}
+        until_s = min(num_left[name] * step_s[name] for name in step_s)
+        usd += now.usd_per_hour * until_s / 3600.0
+        if until_s == math.inf:
+            return usd
+        num_left = {name: num_left[name] - until_s / step_s[name] for name in step_s}
+        members = tuple(member for member in members if num_left[member.pipeline.id] > _ROUNDING)
+    return usd

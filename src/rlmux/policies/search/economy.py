@@ -104,13 +104,18 @@ class Economy:
             self.work_usd(member.pipeline) / group.slowdown_of(member.pipeline.id) for member in group.members
         )
 
-    def move_usd(self, pipeline: Pipeline) -> float:
-        """Dollars per hour that moving the pipeline must save, so that it pays before the pipeline ends."""
+    def move_once_usd(self, pipeline: Pipeline) -> float:
+        """Dollars that moving the pipeline costs: nodes held until its step's end, and cold starts."""
         switch = pipeline.switch
         usd = self.hold_up_usd * pipeline.num_rollout_nodes
         if switch is not None:
             usd += switch.cold_rollout_s * pipeline.num_rollout_nodes * self.rollout_usd / 3600.0
             usd += switch.cold_train_s * pipeline.num_train_nodes * self.train_usd / 3600.0
+        return usd
+
+    def move_usd(self, pipeline: Pipeline) -> float:
+        """Dollars per hour that moving the pipeline must save, so that it pays before the pipeline ends."""
+        usd = self.move_once_usd(pipeline)
         left, alone_s = self.view.work_left(pipeline.id), solo_s(pipeline)
         hours = self.move_horizon_h
         if left is not None and alone_s:

@@ -1,15 +1,25 @@
-"""Pipelines that are alone since little was known of their steps, placed again when more is.
+"""Placed pipelines that are placed again: together with others, or by themselves.
 
-    admitted at the token limit: no group takes so long a step ─▶ its bound follows from its steps now ─▶ placed again
+    place_again   admitted at the token limit: no group took so long a step ─▶ its bound follows from its steps now
+    spread_out    nodes that are paid anyway have become free, and none waits for them
 """
 
 from __future__ import annotations
 
-from rlmux.core.model import Pipeline
+import math
+
+from rlmux.core.model import Phase, Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Relocation
+from rlmux.core.placement.group_load import GroupLoad, cold_start_s, solo_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
+from rlmux.policies.search.candidates import founding
 from rlmux.policies.search.slo_repair import Place
+
+MOVE_WORTH = 4.0
+"""Times its cold starts and the step that it waits for that a pipeline's move to nodes of its own must gain."""
+_NOTICEABLE = 0.02
+"""Part of a period by which sharing makes it longer, from which members move to free nodes."""
 
 
 def place_again(view: PlacementView, place: Place) -> tuple[Relocation | FruitlessSearch, ...]:
@@ -31,6 +41,37 @@ def place_again(view: PlacementView, place: Place) -> tuple[Relocation | Fruitle
             sandbox.relocate(pipeline.id, choice)
             found.append(Relocation(pipeline=pipeline.id, choice=choice))
     return tuple(found)
+
+
+def spread_out(view: PlacementView) -> tuple[Relocation, ...]:
+    """Relocations of members of the slowest groups to free nodes of their own, if that outlasts the move."""
+    if view.num_waiting or any(view.num_free_nodes(phase) < 1 for phase in (Phase.ROLLOUT, Phase.TRAIN)):
+        return ()
+    sandbox = view.sandbox()
+    found: list[Relocation] = []
+    while True:
+        slowed = sorted(
+            (-group.period_s / group.cycle_s, group.id)
+            for group in sandbox.groups()
+            if group.num_members > 1 and not group.is_colocated and group.period_s > group.cycle_s * (1.0 + _NOTICEABLE)
+        )
+        move = next((one for _, group in slowed if (one := _to_own_nodes(sandbox.group(group), sandbox))), None)
+        if move is None:
+            return tuple(found)
+        sandbox.relocate(move.pipeline, move.choice)
+        found.append(move)
+
+
+def _to_own_nodes(group: GroupLoad, ledger: PlacementLedger) -> Relocation | None:
+    """The youngest member that has enough work left, to free nodes."""
+    for member in reversed(group.members):
+        pipeline, left = member.pipeline, ledger.work_left(member.pipeline.id)
+        choice = founding(pipeline, PlacementView(ledger))
+        gain_s = (group.slowdown_of(pipeline.id) - 1.0) * solo_s(pipeline)
+        num_left = math.inf if left is None else left.num_left
+        if choice is not None and num_left * gain_s > MOVE_WORTH * (cold_start_s(pipeline) + solo_s(pipeline)):
+            return Relocation(pipeline=pipeline.id, choice=choice)
+    return None
 
 
 def _group_for(pipeline: Pipeline, ledger: PlacementLedger, place: Place) -> PlacementChoice | None:

@@ -10,7 +10,7 @@ from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.group_load import GroupLoad
 from rlmux.core.placement.view import PlacementView
-from rlmux.policies.search.candidates import impossible, queue
+from rlmux.policies.search.candidates import impossible, newcomer, queue
 
 MAX_MEMBERS = 8
 """Members of a group on shared nodes, unless a policy is made with another number."""
@@ -27,13 +27,16 @@ def place_on_shared_nodes(
     refusal = impossible(pipeline, view, needs=needs, is_colocated=True)
     if refusal is not None:
         return refusal
+    free = {phase: view.num_free_nodes(phase) for phase in needs}
+    has_own_nodes = all(count <= free[phase] for phase, count in needs.items())
+    joiner = newcomer(pipeline, has_own_nodes=has_own_nodes)
     for group in view.groups():
         if (
             group.is_shared
             and group.num_members < max_members
             and len(group.rollout_nodes) >= max(pipeline.num_rollout_nodes, pipeline.num_train_nodes)
             and _has_memory(group, pipeline)
-            and (not keeps_slos or group.keeps_slos_with(pipeline, group.rollout_nodes, 0))
+            and (not keeps_slos or group.keeps_slos_with(joiner, group.rollout_nodes, 0))
         ):
             return PlacementChoice(
                 kind=AdmissionKind.DIRECT,
@@ -43,8 +46,7 @@ def place_on_shared_nodes(
                 is_colocated=True,
                 is_shared=True,
             )
-    free = {phase: view.num_free_nodes(phase) for phase in needs}
-    if any(count > free[phase] for phase, count in needs.items()):
+    if not has_own_nodes:
         return queue(pipeline, view)
     num_new = {phase: int(free[phase]) if free[phase] < float("inf") else count for phase, count in needs.items()}
     return PlacementChoice(

@@ -1,6 +1,7 @@
 """The figures of a simulated run, collected as it goes and without slowing it.
 
 cost           the ledger's $/h between two changes of placement, integrated
+unheld         dollars of counted nodes while no pipeline held them, from the first placement on: they are paid, too
 parts of it    the bound, switches, idle nodes of each phase's pool, and what computes beyond the bound: they sum to it
 solo hours     hours of the finished steps alone, each on its pipeline's requested nodes, wherever it ran
 slowdowns      of a pipeline: time / solo time of the steps in it; `step_slowdown` from its first work,
@@ -95,6 +96,8 @@ class Collector:
         self._group_of: dict[PipelineId, GroupId] = {}
         self._predicted_late: dict[PipelineId, None] = {}
         self._cost_usd = 0.0
+        self._unheld_usd_per_hour = 0.0
+        self._unheld_usd = 0.0
         self._penalty_usd = 0.0
         self._changed_s = 0.0
         self._keeps_to_own_pools = True
@@ -233,6 +236,11 @@ class Collector:
                 if not self._penalty_by_group[group]:
                     del self._penalty_by_group[group]
         self._usd_per_hour = sum(count * self._usd_per_node_hour[name] for name, count in self._nodes.items())
+        self._unheld_usd_per_hour = sum(
+            (self._placement.num_nodes(pool.phase) - self._nodes[name]) * self._usd_per_node_hour[name]
+            for name, pool in self._workload.cluster.pools.items()
+            if pool.num_nodes is not None and self._usd_per_node_hour[name]
+        )
         for name, count in self._nodes.items():
             self._peak_nodes[name] = max(self._peak_nodes[name], count)
         sample = PlacementSample(
@@ -251,6 +259,7 @@ class Collector:
             return
         self._changed_s = now_s
         self._cost_usd += self._usd_per_hour * elapsed_s / 3600
+        self._unheld_usd += self._unheld_usd_per_hour * elapsed_s / 3600
         self._penalty_usd += sum(self._penalty_by_group.values()) * elapsed_s / 3600
         for pool, count in self._nodes.items():
             self._usd_by_pool[pool] += count * self._usd_per_node_hour[pool] * elapsed_s / 3600
@@ -311,6 +320,7 @@ class Collector:
             seed=self._workload.seed,
             hours=(now_s - start_s) / 3600,
             cost_usd=self._cost_usd,
+            unheld_usd=self._unheld_usd,
             penalised_cost_usd=self._cost_usd + self._penalty_usd,
             bound_usd=bound_usd,
             parts_usd=self._parts_usd(bound_usd, paid),

@@ -113,6 +113,9 @@ class SimResult:
     hours: float
     """Hours from the first submission until the last pipeline was over; those of fillers do not count."""
     cost_usd: float
+    """Dollars of nodes while pipelines held them."""
+    unheld_usd: float = 0.0
+    """Dollars of counted nodes while no pipeline held them."""
     penalised_cost_usd: float
     bound_usd: float
     """Dollars of the finished steps on nodes that are never idle: `bounds.work_usd`."""
@@ -165,6 +168,16 @@ class SimResult:
         """Dollars for an hour of solo work; None where no step has ended."""
         return self.cost_usd / self.solo_hours if self.solo_hours else None
 
+    @property
+    def paid_usd(self) -> float:
+        """Dollars of all nodes that are paid: those of counted pools whether a pipeline holds them or not."""
+        return self.cost_usd + self.unheld_usd
+
+    @property
+    def paid_usd_per_solo_hour(self) -> float | None:
+        """Dollars paid for an hour of solo work; None where no step has ended."""
+        return self.paid_usd / self.solo_hours if self.solo_hours else None
+
     def figures(self) -> dict[str, Any]:
         """The numbers of `simulate --json`, for this seed."""
         ordered_ms = sorted(self.decision_ms)
@@ -172,6 +185,8 @@ class SimResult:
             "cost_usd_per_hour": self.cost_usd_per_hour,
             "cost_usd": self.cost_usd,
             "cost_usd_per_solo_hour": self.cost_usd_per_solo_hour,
+            "paid_usd": self.paid_usd,
+            "paid_usd_per_solo_hour": self.paid_usd_per_solo_hour,
             "bound_usd": self.bound_usd,
             "parts_usd": dict(self.parts_usd),
             "penalised_cost_usd_per_hour": self.penalised_cost_usd_per_hour,
