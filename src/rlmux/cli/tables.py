@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import memory_rows
-from rlmux.report.slos import slo_words
+from rlmux.report.slos import move_totals, move_words, slo_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,6 +78,8 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
         if one["slo_reason"]:
             print(f"{name}: {one['slo_reason']}")
         if words := slo_words(one):
+            print(f"{name}: {words}")
+        if words := move_words(move_totals(one["moves"])):
             print(f"{name}: {words}")
         if "rounds" in one:
             print(f"{name}: {rounds_text(one['rounds'])}")

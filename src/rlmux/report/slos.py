@@ -8,7 +8,8 @@
     slo_probability     with which a cycle of its group takes no longer than planned, as last stated; null where none
                         was requested, or none can be stated
     bound               solo seconds of its phases that it is planned with beside others; null where it states none
-    moves               of each relocation the seconds of a step that were expected there, and those that came
+    moves               of each relocation the seconds of a step that were expected there, and those that came; the
+                        dollars that it was expected to save, and those that it saved
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps
 
 A pipeline that ended, or was stopped, without one step missed its SLO. Where nothing is known yet, a value is null.
@@ -54,6 +55,31 @@ def slo_words(one: Mapping[str, Any]) -> str:
     """The probability that is stated of a pipeline and its bounds, from its keys of summary, status or plan."""
     stated = "" if one["slo_probability"] is None else probability_words(one["slo_probability"])
     return "; ".join(filter(None, (stated, bound_words(one["bound"], one["estimate"]))))
+
+
+def move_totals(moves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Number of relocations and sums of their dollars; None where there are relocations and none has dollars."""
+    return {
+        "num_moves": len(moves),
+        "moves_expected_usd": _known_sum(moves, "expected_saving_usd"),
+        "moves_saved_usd": _known_sum(moves, "saved_usd"),
+    }
+
+
+def move_words(totals: Mapping[str, Any]) -> str:
+    """The keys of `move_totals` in a line; "" without relocations."""
+    if not totals["num_moves"]:
+        return ""
+    words = [f"moves: {totals['num_moves']:g}"]
+    for key, verb in (("moves_expected_usd", "expected to save"), ("moves_saved_usd", "saved")):
+        if totals[key] is not None:
+            words.append(f"{verb} {'-' if totals[key] <= -0.005 else ''}${abs(totals[key]):,.2f}")
+    return ", ".join(words)
+
+
+def _known_sum(moves: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    known = [move[key] for move in moves if move[key] is not None]
+    return math.fsum(known) if known or not moves else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +149,9 @@ def _moves(record: PipelineRecord, steps: Sequence[StepTime]) -> list[dict[str, 
                 "expected_step_s": move.expected_step_s,
                 "step_s": math.fsum(there) / len(there) if there else None,
                 "num_steps": len(there),
+                "saves_usd_per_hour": move.saves_usd_per_hour,
+                "expected_saving_usd": move.expected_saving_usd,
+                "saved_usd": move.saved_usd,
             }
         )
     return rows

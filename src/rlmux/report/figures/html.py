@@ -19,7 +19,7 @@ from typing import Any
 from rlmux.core.model import PipelineId
 from rlmux.report.figures.device_chart import Chart
 from rlmux.report.figures.svg import PALETTE, percent_text, seconds_text, tag
-from rlmux.report.slos import slo_words
+from rlmux.report.slos import move_totals, move_words, slo_words
 from rlmux.report.summary import StepTimes, step_times, summarize
 from rlmux.report.timeline.build import DeviceTimeline, Timeline
 from rlmux.report.timeline.device_rows import CLASS_BY_CAUSE
@@ -221,7 +221,10 @@ class _View:
         pipelines = self.summary["pipelines"]
         rows = "".join(self._pipeline_row(name, p) for name, p in pipelines.items())
         stated = "".join(
-            tag("p", f"{escape(name)}: {escape(words)}") for name, p in pipelines.items() if (words := slo_words(p))
+            tag("p", f"{escape(name)}: {escape(words)}")
+            for name, p in pipelines.items()
+            for words in (slo_words(p), move_words(move_totals(p["moves"])))
+            if words
         )
         return f'<h2>Pipelines</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>{stated}'
 
