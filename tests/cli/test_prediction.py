@@ -258,3 +258,13 @@ def test_a_split_of_one_node_and_a_run_without_a_split_are_refused(rlmux, files)
     assert rlmux("plan", "plan.yaml", "--split", "1").code == 2
     alone = rlmux("plan", "plan.yaml", "--from-run", "runs/demo")
     assert (alone.code, alone.err.strip()) == (2, "rlmux: --from-run runs/demo: goes with --split only")
+
+
+def test_a_policy_that_relocates_says_what_it_was_to_save_and_what_it_saved(rlmux, files):
+    words = ("simulate", "bl-s:num_pipelines=6", "--policies", "rlmux,solo")
+    figures = json.loads(rlmux(*words, "--json").out)["policies"]
+    assert figures["solo"]["moves_saved_usd"] == 0
+    expected, saved = (figures["rlmux"][key] for key in ("moves_expected_usd", "moves_saved_usd"))
+    out = rlmux(*words).out
+    assert f"rlmux: moves: 3, expected to save ${expected:,.2f}, saved ${saved:,.2f}" in out
+    assert "solo: moves" not in out

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlmux.core.actions import Release, Relocate
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.papers.rollmux import WEAVE_ACCOUNTING
@@ -246,3 +247,15 @@ def test_replaying_the_events_gives_the_same_orders():
         )
         again = Scheduler(made.cluster, make_policy(name))
         assert all(again.handle(event) == actions for event, actions in seen), name
+
+
+def test_the_figures_of_moves_are_the_dollars_that_the_actions_name():
+    actions = []
+    made = catalog.build("bl-m", seed=3, num_pipelines=12)
+    result = simulate(made, make_policy("rlmux"), observer=lambda _, found: actions.extend(found))
+    moves = [one for one in actions if isinstance(one, Relocate)]
+    expected = [one.expected_saving_usd for one in moves if one.expected_saving_usd is not None]
+    saved = [one.saved_usd for one in actions if isinstance(one, Relocate | Release) and one.saved_usd is not None]
+    assert result.num_moves == len(moves) == len(saved) > 0
+    assert result.moves_expected_usd == pytest.approx(math.fsum(expected))
+    assert result.moves_saved_usd == pytest.approx(math.fsum(saved))

@@ -179,6 +179,9 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     )
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("peak GPUs and busy: rollout/train")
+    for policy, figures in result["policies"].items():
+        if words := move_words(figures):
+            print(f"{policy}: {words}")
     _show_fillers(result)
     _show_spot(result)
     _show_parts(result)

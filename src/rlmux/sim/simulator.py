@@ -412,7 +412,7 @@ class Simulation:
         self._kernel.schedule(action.at_s, NODE_CHANGE, TimeReached(time_s=action.at_s))
 
     def _release(self, action: Release) -> None:
-        self.collector.release(action.pipeline, self._kernel.now_s)
+        self.collector.release(action, self._kernel.now_s)
         self._end(self.pipelines[action.pipeline])
 
     def _refuse(self, action: Refuse) -> None:

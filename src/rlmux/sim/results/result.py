@@ -139,6 +139,10 @@ class SimResult:
     num_refused: int
     num_migrations: int
     num_moves: int
+    moves_expected_usd: float | None
+    """Dollars that relocations were expected to save; None where there are relocations and none has an expectation."""
+    moves_saved_usd: float | None
+    """Dollars that the relocations that have ended saved; None where there are relocations and none has a figure."""
     mean_wait_s: float
     """Mean seconds from submission to the first work: waits for nodes, and then in the cycle."""
     mean_queue_s: float
@@ -204,6 +208,8 @@ class SimResult:
             "spot": dict(self.spot.figures()),
             "num_migrations": self.num_migrations,
             "num_moves": self.num_moves,
+            "moves_expected_usd": self.moves_expected_usd,
+            "moves_saved_usd": self.moves_saved_usd,
             "mean_wait_s": self.mean_wait_s,
             "mean_queue_s": self.mean_queue_s,
             "decision_ms": {"p50": quantile(ordered_ms, 0.5), "p99": quantile(ordered_ms, 0.99)},
