@@ -58,7 +58,7 @@ st.register_type_strategy(
         st.builds(Pipeline, id=st.text(), num_steps=st.none(), work_arrives=st.just(True)),
     ),
 )
-KINDS = {"phases": st.sampled_from(ARRIVING_KINDS)}
+KINDS = {"phases": st.sampled_from(ARRIVING_KINDS), "usd_per_gpu_hour": st.floats(0.0, 1e6)}
 """Fields that do not take every value of their type."""
 
 

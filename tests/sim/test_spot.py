@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
+from rlmux.core.events import Event, PoolPriced
 from rlmux.core.model import Cluster, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.policies import make_policy
 from rlmux.sim.node_changes import NodeFailure
@@ -14,7 +18,7 @@ from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import TrueSeconds
 
 
-def workload(*names: str, num_steps: int = 10, spot: SpotTrace | None = None) -> Workload:
+def workload(*names: str, num_steps: int = 10, slo: float = math.inf, spot: SpotTrace | None = None) -> Workload:
     """Steps of 60 s of rollout and 40 s of training; rollout nodes at $8 an hour, training nodes at $16."""
     seconds = PhaseSeconds(rollout_s=60.0, train_s=40.0)
     pools = {
@@ -24,7 +28,7 @@ def workload(*names: str, num_steps: int = 10, spot: SpotTrace | None = None) ->
     arrivals = tuple(
         Arrival(
             submit_s=0.0,
-            pipeline=Pipeline(id=PipelineId(name), num_steps=num_steps, estimate=seconds),
+            pipeline=Pipeline(id=PipelineId(name), num_steps=num_steps, estimate=seconds, slo_slowdown=slo),
             world=TrueSeconds.of_phases(seconds),
         )
         for name in names
@@ -61,6 +65,22 @@ def test_a_constant_price_over_time_costs_what_the_cluster_says():
     assert priced["parts_usd"] == pytest.approx(plain["parts_usd"])
     for key in ("cost_usd", "bound_usd", "makespan_s", "utilization", "num_moves"):
         assert priced[key] == pytest.approx(plain[key]), key
+
+
+def test_a_price_reaches_the_policy_once_it_differs_noticeably_from_the_last_one_sent():
+    events: list[Event] = []
+    steps = (price(0.0, 1.04), price(10.0, 0.95), price(20.0, 0.99), price(30.0, 0.0), price(40.0, 0.01))
+    made = workload("a", spot=SpotTrace(prices=steps))
+    simulate(made, make_policy("solo"), observer=lambda event, _: events.append(event))
+    sent = [(one.time_s, one.usd_per_gpu_hour) for one in events if isinstance(one, PoolPriced)]
+    assert sent == [(10.0, 0.95), (30.0, 0.0), (40.0, 0.01)]
+
+
+def test_a_pool_that_becomes_dear_is_left_for_fewer_nodes():
+    free = SpotTrace(prices=(price(0.0, 0.0), price(0.0, 0.0, "train")))
+    dear = replace(free, prices=(*free.prices, price(250.0, 5.0), price(250.0, 5.0, "train")))
+    spread, packed = (run(workload("a", "b", num_steps=30, slo=3.0, spot=trace), "rlmux") for trace in (free, dear))
+    assert (spread.num_moves, packed.num_moves) == (0, 1)
 
 
 def test_with_notice_enough_a_pipeline_moves_and_loses_nothing():

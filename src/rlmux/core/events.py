@@ -278,6 +278,19 @@ class NodeJoined:
     node: NodeId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPriced:
+    """Nodes of a pool have another price from now on. Quotas and budgets stay at the price in the user's file."""
+
+    time_s: float = UNDATED
+    pool: str
+    usd_per_gpu_hour: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.usd_per_gpu_hour < math.inf:
+            raise ValueError(f"usd_per_gpu_hour is {self.usd_per_gpu_hour}; it must be 0 or more, and finite")
+
+
 Event = (
     PipelineSubmitted
     | PipelineCancelled
@@ -305,6 +318,7 @@ Event = (
     | NodeLost
     | NoticeGiven
     | NodeJoined
+    | PoolPriced
 )
 
 

@@ -40,6 +40,7 @@ class Parts:
     """See the module."""
 
     cluster: Cluster
+    """Pools at the prices in the user's file; the ledger has those of now."""
     policy: Policy
     state: SchedulerState
     ledger: PlacementLedger

@@ -62,6 +62,7 @@ _APPLY: dict[type, Callable[[Parts, Any], list[Action]]] = {
     events.NoticeGiven: node_events.on_notice_given,
     events.NodeLost: node_events.on_node_lost,
     events.NodeJoined: node_events.on_node_joined,
+    events.PoolPriced: node_events.on_pool_priced,
     events.PipelineHeld: admin_events.on_held,
     events.HoldReleased: admin_events.on_hold_released,
     events.PipelineRanked: admin_events.on_ranked,

@@ -1,6 +1,7 @@
 """Spot nodes in a simulated run: notices and prices as they come, and what became of the pipelines that were there.
 
-SpotTrace ─▶ kernel: NoticeGiven, NodeJoined, PriceChange          ExpectLoss ─▶ NodeLost, when its time has come
+SpotTrace ─▶ kernel: NoticeGiven, NodeJoined, PriceChange (billed), PoolPriced (for the policy)
+ExpectLoss ─▶ NodeLost, when its time has come
 SpotFigures ◀─ each of these ─▶ SpotResult
 """
 
@@ -12,12 +13,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlmux.core.actions import ExpectLoss
-from rlmux.core.events import Event, NodeJoined, NodeLost, NoticeGiven, PipelineParked
-from rlmux.core.model import NodeId, PipelineId
+from rlmux.core.events import Event, NodeJoined, NodeLost, NoticeGiven, PipelineParked, PoolPriced
+from rlmux.core.model import Cluster, NodeId, PipelineId
 from rlmux.core.query import SchedulerQuery
 from rlmux.sim.kernel import NODE_CHANGE, Kernel
 from rlmux.sim.sim_state import SimPipeline
 from rlmux.sim.spot_trace import SpotTrace
+
+NOTICEABLE_PRICE_CHANGE = 0.05
+"""Part of the last price sent to the scheduler by which a new price must differ to be sent: each one makes the policy
+search anew, and a smaller change pays for no move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +45,23 @@ class ExpectedLoss(NamedTuple):
 class NodeChanges:
     """Schedules failures, a trace, and the losses that are expected."""
 
-    def __init__(self, kernel: Kernel, trace: SpotTrace | None, failures: Sequence[NodeFailure]) -> None:
+    def __init__(
+        self, kernel: Kernel, cluster: Cluster, trace: SpotTrace | None, failures: Sequence[NodeFailure]
+    ) -> None:
         self._kernel = kernel
         for failure in failures:
             kernel.schedule(failure.at_s, NODE_CHANGE, NodeLost(time_s=failure.at_s, node=failure.node))
             back_s = failure.at_s + failure.down_s
             kernel.schedule(back_s, NODE_CHANGE, NodeJoined(time_s=back_s, node=failure.node))
         self._expected: dict[NodeId, float] = {}
+        sent_usd = {name: pool.usd_per_gpu_hour for name, pool in cluster.pools.items()}
         for change in trace.prices if trace is not None else ():
             kernel.schedule(change.at_s, NODE_CHANGE, change)
+            usd, last_usd = change.usd_per_gpu_hour, sent_usd[change.pool]
+            if usd != last_usd and abs(usd - last_usd) >= NOTICEABLE_PRICE_CHANGE * last_usd:
+                sent_usd[change.pool] = usd
+                priced = PoolPriced(time_s=change.at_s, pool=change.pool, usd_per_gpu_hour=usd)
+                kernel.schedule(change.at_s, NODE_CHANGE, priced)
         for reclaim in trace.reclaims if trace is not None else ():
             notice = NoticeGiven(time_s=reclaim.at_s, node=reclaim.node, gone_at_s=reclaim.gone_at_s)
             kernel.schedule(reclaim.at_s, NODE_CHANGE, notice)

@@ -194,7 +194,7 @@ class Simulation:
             SetDeviceFraction: self._set_device_fraction,
             ExpectSteps: lambda _: None,  # the collector reads what is expected from the placements
         }
-        self._nodes = NodeChanges(self._kernel, workload.spot, failures)
+        self._nodes = NodeChanges(self._kernel, workload.cluster, workload.spot, failures)
         self._spot_figures = SpotFigures(self.scheduler.query, self._pinned_to)
         self._schedule_inputs()
 

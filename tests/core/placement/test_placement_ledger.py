@@ -260,6 +260,18 @@ def test_a_copy_hands_out_the_same_nodes_and_leaves_the_original_alone():
     twin.check()
 
 
+def test_a_new_price_counts_for_groups_nodes_in_use_and_searches():
+    ledger = PlacementLedger(cluster())
+    ledger.admit(pipeline("a", slo_slowdown=2.0), new())
+    ledger.note_fruitless_search((PipelineId("a"),))
+    ledger.set_price("t", 6.0)
+    assert (only_group(ledger).usd_per_hour, ledger.usd_per_hour, ledger.usd_per_hour_when_relocated) == (7.0,) * 3
+    assert only_group(ledger).least_usd_per_hour == pytest.approx((1.0 * 2.0 + 6.0 * 1.0) / 6.0)
+    assert not ledger.was_searched_in_vain((PipelineId("a"),))
+    assert ledger.copy().usd_per_hour == 7.0
+    ledger.check()
+
+
 def test_a_lost_node_is_not_handed_out_until_it_is_regained():
     ledger = PlacementLedger(cluster(rollout=2, train=2))
     ledger.admit(pipeline("a"), new())

@@ -1,15 +1,16 @@
-"""Nodes that are about to go, that are lost and that join: what was there goes on elsewhere.
+"""Nodes that are about to go, that are lost, that join, and that have another price.
 
     NoticeGiven ─▶ nothing is placed there; pipelines pinned there park at their next step boundary, with a checkpoint
                    ─▶ placed elsewhere, or later      those whose step does not end in time are lost with the node
 NodeLost ─▶ pipelines pinned there wait, from their last published version ─▶ placed elsewhere, or later
 NodeJoined ─▶ waiting pipelines are tried again
+PoolPriced ─▶ waiting pipelines are tried again, and the policy regroups at the new price
 """
 
 from __future__ import annotations
 
 from rlmux.core.actions import Action, ExpectLoss, Park
-from rlmux.core.events import NodeJoined, NodeLost, NoticeGiven
+from rlmux.core.events import NodeJoined, NodeLost, NoticeGiven, PoolPriced
 from rlmux.core.model import NodeId, PipelineStatus
 from rlmux.core.parts import Parts
 from rlmux.core.pipeline_run import PipelineRun
@@ -71,6 +72,14 @@ def on_node_joined(parts: Parts, event: NodeJoined) -> list[Action]:
     parts.ledger.regain_node(event.node)
     parts.state.dirty.queue = True
     return [ExpectLoss(node=event.node, at_s=None)] if was_about_to_go else []
+
+
+def on_pool_priced(parts: Parts, event: PoolPriced) -> list[Action]:
+    if event.pool not in parts.ledger.cluster.pools:
+        raise parts.journal.illegal(f"pool {event.pool} is priced; pools: {', '.join(parts.ledger.cluster.pools)}")
+    parts.ledger.set_price(event.pool, event.usd_per_gpu_hour)
+    parts.state.dirty.queue = parts.state.dirty.balance = True
+    return []
 
 
 def _is_on(run: PipelineRun, node: NodeId) -> bool:

@@ -42,6 +42,7 @@ class PlacementLedger:
         num_waiting: Callable[[], int] = lambda: 0,
     ) -> None:
         self.cluster = cluster
+        """Pools at the prices of now."""
         self.work_left = work_left
         self.num_waiting = num_waiting
         if cluster.pool_for(Phase.TRAIN) is None:
@@ -137,7 +138,8 @@ class PlacementLedger:
     @property
     def usd_per_hour(self) -> float:
         """Price of all nodes in use."""
-        return self._nodes.usd_per_hour
+        pools = self.cluster.pools.items()
+        return sum(self.num_nodes_in_use(name) * pool.usd_per_node_hour for name, pool in pools)
 
     @property
     def usd_per_hour_when_relocated(self) -> float:
@@ -198,6 +200,14 @@ class PlacementLedger:
         self._store(group.id, members, group.rollout_nodes, group.train_nodes)
         self._fruitless_searches = {names: None for names in self._fruitless_searches if pipeline.id not in names}
 
+    def set_price(self, pool: str, usd_per_gpu_hour: float) -> None:
+        """Sum up every group at the pool's new price; searches in vain at the old one do not count."""
+        priced = replace(self.cluster.pools[pool], usd_per_gpu_hour=usd_per_gpu_hour)
+        self.cluster = replace(self.cluster, pools={**self.cluster.pools, pool: priced})
+        for group in list(self._groups.values()):
+            self._store(group.id, group.members, group.rollout_nodes, group.train_nodes)
+        self._fruitless_searches.clear()
+
     def renew(self, pipeline_id: PipelineId) -> None:
         """Steps of a placed pipeline are to be made again: what was kept about its group as it was does not count."""
         self._put(replace(self.group_of(pipeline_id)))
@@ -221,7 +231,7 @@ class PlacementLedger:
     def trial(self) -> Iterator[Trial]:
         """What is changed inside is taken back at the end, also where that is an exception, unless the trial is kept.
 
-        Trials nest. Pipelines come, go and move in them; nodes are not lost, and nothing is revised.
+        Trials nest. Pipelines come, go and move in them; no node is lost, no price changes, and nothing is revised.
         """
         trial = Trial()
         mark, had_index, next_group = self._undo.begin(), self._index is not None, self._next_group

@@ -139,11 +139,6 @@ class ClusterNodes:
     def num_in_use(self, pool: str) -> int:
         return len(self._by_pool[pool].in_use)
 
-    @property
-    def usd_per_hour(self) -> float:
-        """Price of all nodes in use."""
-        return sum(len(nodes.in_use) * nodes.pool.usd_per_node_hour for nodes in self._by_pool.values())
-
     def take(self, phase: Phase, count: int) -> tuple[NodeId, ...]:
         """So many free nodes of the phase's pool, each used once."""
         pool = self._cluster.pool_for(phase)
