@@ -30,6 +30,16 @@ FILE = {
 """A file made in code, small enough to train in seconds."""
 
 
+def test_a_pool_without_a_price_beside_one_with_a_price_is_named_before_a_run(caplog):
+    pools = {"rollout": {"devices": 1, "usd_per_gpu_hour": 2}, "train": {"devices": 1}}
+    note = "nodes of pool train cost nothing, as it has no price; accepted: cluster.pools.train.usd_per_gpu_hour"
+    rlmux.load({**FILE, "cluster": {"pools": pools}})
+    assert caplog.messages.count(note) == 1
+    caplog.clear()
+    rlmux.load(FILE)
+    assert caplog.messages == []
+
+
 def test_the_public_names_are_these():
     errors = "PipelineError PolicyError RlmuxError SpecError UserError"
     functions = "compare connect load open_run plan run simulate"

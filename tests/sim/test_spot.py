@@ -10,6 +10,7 @@ import pytest
 from rlmux.core.events import Event, PoolPriced
 from rlmux.core.model import Cluster, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.policies import make_policy
+from rlmux.sim.api import notes_of
 from rlmux.sim.node_changes import NodeFailure
 from rlmux.sim.results.result import SimResult
 from rlmux.sim.simulator import simulate
@@ -81,6 +82,15 @@ def test_a_pool_that_becomes_dear_is_left_for_fewer_nodes():
     dear = replace(free, prices=(*free.prices, price(250.0, 5.0), price(250.0, 5.0, "train")))
     spread, packed = (run(workload("a", "b", num_steps=30, slo=3.0, spot=trace), "rlmux") for trace in (free, dear))
     assert (spread.num_moves, packed.num_moves) == (0, 1)
+
+
+def test_a_pool_whose_price_is_in_the_trace_is_not_said_to_cost_nothing():
+    made = workload("a")
+    free = {**made.cluster.pools, "rollout": replace(made.cluster.pools["rollout"], usd_per_gpu_hour=0.0)}
+    made = replace(made, cluster=Cluster(pools=free))
+    (note,) = notes_of(made, ["solo"])
+    assert note.startswith("nodes of pool rollout cost nothing")
+    assert notes_of(replace(made, spot=SpotTrace(prices=(price(0.0, 1.0),))), ["solo"]) == []
 
 
 def test_with_notice_enough_a_pipeline_moves_and_loses_nothing():

@@ -56,7 +56,8 @@ def load_file(
     Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
     file's. `may_be_empty`: it may be without pipelines. `profile`: gives pipelines without an estimate the measured
     one. To plan, its device may be any, and UserError is raised for a pipeline that it has no estimate for; to run, it
-    is raised for another device. `on_warning`: receives each old key, and the estimates that were taken.
+    is raised for another device. `on_warning`: receives each old key, each pool of a run without a price beside one
+    with a price, and the estimates that were taken.
     """
     if policy is not None:
         check_policy(policy)
@@ -74,6 +75,11 @@ def load_file(
     )
     for hint in spec.hints:
         on_warning(hint)
+    if purpose is Purpose.RUN and cluster_of is None:
+        from rlmux.sim.workloads.arrivals import notes_of_prices
+
+        for note in notes_of_prices(spec.cluster):
+            on_warning(note)
     if measured is not None and taken:
         on_warning(f"--profile {profile}: estimates of {', '.join(taken)} taken, as measured on {measured.device!r}")
     spec = spec if policy is None else replace(spec, policy=policy)

@@ -33,7 +33,7 @@ from rlmux.sim.results.result import SimResult
 from rlmux.sim.results.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads import spot as spot_trace
-from rlmux.sim.workloads.arrivals import Arrival, Workload, check_ends
+from rlmux.sim.workloads.arrivals import Arrival, Workload, check_ends, notes_of_prices
 
 _MOST_LISTED = 3
 """Most notes of one kind that are listed one by one."""
@@ -100,7 +100,8 @@ def with_spot(workload: str | Workload | WorkloadMaker, path: Path) -> Workload 
 
 def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
     """What was not given and what was taken instead, a line each."""
-    notes = list(workload.notes)
+    spot_pools = () if workload.spot is None else workload.spot.pools
+    notes = [*notes_of_prices(workload.cluster, spot_pools), *workload.notes]
     missing = [one.pipeline for one in workload.arrivals if _misses_colocated_seconds(workload, one.pipeline)]
     if "colocated" in policies and missing:
         notes.append(f"colocated: {len(missing)} of {len(workload.arrivals)} pipelines have {_MISSING}")

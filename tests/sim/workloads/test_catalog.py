@@ -137,7 +137,7 @@ def test_a_csv_trace_becomes_a_workload(tmp_path):
     )
     made = trace_csv.load(path)
     a, b = made.arrivals
-    note = "rows are not in the order of submit_s (row 4 is before the one above it): they were sorted"
+    note = "row 4: submit_s is 10, before row 3; rows were sorted; accepted: 20 or later"
     assert made.notes.count(note) == 1, "row 1 is the comment"
     assert (a.pipeline.id, a.depart_s, a.pipeline.num_rollout_nodes) == ("a", None, 2)
     assert a.pipeline.num_steps == round(3600 / profiles()["32B_8k"].disaggregated.solo_s)  # the same under any policy
@@ -193,7 +193,7 @@ def test_a_mistake_in_a_trace_is_one_line_with_file_row_and_column(tmp_path, tex
 
 def test_nothing_is_said_of_a_trace_in_the_order_of_time(tmp_path):
     path = written(tmp_path, "pipeline,submit_s,num_steps,profile\na,0,3,7B_8k\nb,0,3,7B_8k\nc,1,3,7B_8k\n")
-    assert not any("order" in note for note in trace_csv.load(path).notes)
+    assert not any("sorted" in note for note in trace_csv.load(path).notes)
 
 
 def test_a_policy_is_made_by_name_with_its_options():
@@ -264,5 +264,5 @@ def test_a_pool_without_a_price_beside_one_with_a_price_is_named(tmp_path):
             f"cluster: {{pools: {{rollout: {{devices: 1, usd_per_gpu_hour: 2}}, train: {{devices: 1{price}}}}}}}\n"
             "pipelines: [{name: a, steps: 3, estimate: {rollout_s: 10, train_s: 5}}]\n"
         )
-        notes = catalog.load(str(path)).notes
+        notes = api.notes_of(catalog.load(str(path)), ["solo"])
         assert sum("nodes of pool train cost nothing" in note for note in notes) == expected

@@ -145,6 +145,17 @@ class PhaseProfile:
         return 2 if self.model == "32B" else 1
 
 
+def notes_of_prices(cluster: Cluster, spot_pools: Sequence[str] = ()) -> tuple[str, ...]:
+    """A line for each pool without a price beside one with a price. `spot_pools`: pools with a price over time."""
+    free = [name for name, pool in cluster.pools.items() if not pool.usd_per_gpu_hour and name not in spot_pools]
+    if len(free) == len(cluster.pools):
+        return ()
+    return tuple(
+        f"nodes of pool {name} cost nothing, as it has no price; accepted: cluster.pools.{name}.usd_per_gpu_hour"
+        for name in free
+    )
+
+
 def free_of_costs(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
     """A line that names the pipelines whose switches and sync are not known, and therefore free."""
     free = [str(one.pipeline.id) for one in arrivals if one.switch == NO_SWITCH]

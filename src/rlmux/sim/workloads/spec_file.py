@@ -56,17 +56,7 @@ def workload_of(spec: Spec) -> Workload:
         cluster=spec.cluster,
         arrivals=tuple(arrivals),
         shares=spec.shares,
-        notes=(*_without_price(spec.cluster), *free_of_costs(arrivals)),
-    )
-
-
-def _without_price(cluster: Cluster) -> tuple[str, ...]:
-    """Pools that cost nothing beside one that costs something."""
-    free = [name for name, pool in cluster.pools.items() if not pool.usd_per_gpu_hour]
-    if not free or len(free) == len(cluster.pools):
-        return ()
-    return (
-        f"nodes of pool {free[0]} cost nothing, as it has no price; accepted: cluster.pools.{free[0]}.usd_per_gpu_hour",
+        notes=free_of_costs(arrivals),
     )
 
 

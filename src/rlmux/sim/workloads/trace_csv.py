@@ -123,11 +123,11 @@ def _node_count(num_nodes: int | None) -> str:
 
 def _order_note(arrivals: Sequence[Arrival], rows: Sequence[int]) -> tuple[str, ...]:
     """A line on rows that come before the one above them, which may be a mistake of the file's."""
-    pairs = zip(rows[1:], pairwise(arrivals), strict=True)
-    late = next((row for row, (before, one) in pairs if one.submit_s < before.submit_s), None)
-    if late is None:
-        return ()
-    return (f"rows are not in the order of submit_s (row {late} is before the one above it): they were sorted",)
+    for (before_row, row), (before, one) in zip(pairwise(rows), pairwise(arrivals), strict=True):
+        if one.submit_s < before.submit_s:
+            found = f"row {row}: submit_s is {one.submit_s:g}, before row {before_row}; rows were sorted"
+            return (f"{found}; accepted: {before.submit_s:g} or later",)
+    return ()
 
 
 def _departure_note(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
