@@ -28,7 +28,6 @@ from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 
 NUM_PIPELINES = 40
-NODES = 30
 
 
 class Cancelling(FakeBackend):
@@ -62,7 +61,7 @@ def story(policy: str, seed: int) -> list[Any]:
     """Pipelines of all sorts come, go and are cancelled on nodes that cost something, so that groups are worth it."""
     given = random.Random(seed)
     pools = {
-        phase.value: Pool(name=phase.value, phase=phase, num_nodes=NODES, usd_per_gpu_hour=2.0)
+        phase.value: Pool(name=phase.value, phase=phase, usd_per_gpu_hour=2.0)
         for phase in (Phase.ROLLOUT, Phase.TRAIN)
     }
     submissions, cancels = [], []

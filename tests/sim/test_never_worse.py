@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from grains import CASES, PAIRS, POLICIES, TRACES, Case, gain, judged
+from grains import CASES, PAIRS, POLICIES, SMALL, TRACES, Case, gain, judged
 
-QUICK = ("mixed:num_pipelines=8", "micro-a", *(f"{name}," for name in PAIRS[::8]))
+QUICK = (
+    "mixed:num_pipelines=8,departure", "micro-a", "rh-s:num_pipelines=5, seed 0", "rh-m:num_pipelines=8, seed 0",
+    *(f"{name}," for name in PAIRS[::8]),
+)  # fmt: skip
 
 
 def is_quick(case):
@@ -15,7 +18,7 @@ def is_quick(case):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=() if is_quick(one) else pytest.mark.slow) for one in CASES], ids=str
+    "case", [pytest.param(one, marks=() if is_quick(one) else pytest.mark.slow) for one in (*CASES, *SMALL)], ids=str
 )
 def test_rlmux_is_never_clearly_worse_than_the_better_grain_alone(case):
     figures = judged(case, POLICIES)

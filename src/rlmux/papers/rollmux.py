@@ -23,7 +23,17 @@ from typing import Any
 from rlmux.core.model import MEAN
 from rlmux.papers.offline_optimum import OfflineCost, offline_cost, steady_usd_per_hour
 from rlmux.papers.paper_rows import mean
-from rlmux.papers.rollmux_rows import BASELINES, CHOICES, DRIFTS, MIXES, PRINTED, PUBLISHED_STAY_H, charged, rows_of
+from rlmux.papers.rollmux_rows import (
+    BASELINES,
+    BOUNDED,
+    CHOICES,
+    DRIFTS,
+    MIXES,
+    PRINTED,
+    PUBLISHED_STAY_H,
+    charged,
+    rows_of,
+)
 from rlmux.policies import POLICIES, make_policy
 from rlmux.sim.bounds import kept_slos_usd
 from rlmux.sim.results.pictures import write_pictures
@@ -151,6 +161,8 @@ class _Plan:
                 drifting = catalog.build(f"drift-{drift}", seed=seed, **WEAVE_ACCOUNTING)
                 self._add(("drift", drift, "offline", seed), _Regroup(drifting, _HOUR_S))
                 self._add(("drift", drift, "rollmux", seed), SimRun(workload=drifting, policy="rollmux"))
+                bounded = catalog.build(f"drift-{drift}", seed=seed, **PAPER_ACCOUNTING)
+                self._add(("drift", drift, BOUNDED, seed), SimRun(workload=bounded, policy="rollmux"))
         for seed in range(num_seeds):
             for nodes in (1, 2):
                 made = catalog.build("weave", seed=seed, train_nodes_32b=nodes, **WEAVE_ACCOUNTING)
@@ -158,6 +170,8 @@ class _Plan:
                     self._add(("weave", nodes, name, seed), SimRun(workload=made, policy=name))
                 printed = make_policy("rollmux", skips_saturated=True)
                 self._add(("weave", nodes, PRINTED, seed), SimRun(workload=made, policy=printed))
+                bounded = catalog.build("weave", seed=seed, train_nodes_32b=nodes, **PAPER_ACCOUNTING)
+                self._add(("weave", nodes, BOUNDED, seed), SimRun(workload=bounded, policy="rollmux"))
             for name in _OUR_POLICIES:
                 if name in POLICIES:
                     self._add(("ours", name, seed), SimRun(workload=catalog.build("weave", seed=seed), policy=name))

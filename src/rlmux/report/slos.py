@@ -27,6 +27,7 @@ from rlmux.report.timeline.records import PipelineRecord
 
 SLO_TOLERANCE = 1e-3
 """Relative, for rounding: a slowdown this far above the SLO still keeps it."""
+_PHASES = ("rollout_s", "train_s")
 
 
 def is_within_slo(spent_s: float, solo_s: float, slo_slowdown: float) -> bool:
@@ -42,8 +43,9 @@ def probability_words(probability: float) -> str:
 
 
 def bound_words(bound: Mapping[str, float] | None, mean: Mapping[str, Any] | None) -> str:
-    """What a pipeline is planned with beside others, next to what its steps take in the middle; "" without bounds."""
-    if bound is None:
+    """What a pipeline is planned with beside others, next to what its steps take in the middle; "" where that is the
+    same."""
+    if bound is None or (mean is not None and all(bound[key] <= mean[key] * (1 + SLO_TOLERANCE) for key in _PHASES)):
         return ""
     most = f"{bound['rollout_s']:.3g} s of rollout and {bound['train_s']:.3g} s of training"
     if mean is None:
@@ -52,7 +54,10 @@ def bound_words(bound: Mapping[str, float] | None, mean: Mapping[str, Any] | Non
 
 
 def slo_words(one: Mapping[str, Any]) -> str:
-    """The probability that is stated of a pipeline and its bounds, from its keys of summary, status or plan."""
+    """The probability that is stated of a pipeline and its bounds, from its keys of summary, status or plan; "" for one
+    without an SLO."""
+    if not math.isfinite(one["slo_slowdown"] or math.inf):
+        return ""
     stated = "" if one["slo_probability"] is None else probability_words(one["slo_probability"])
     return "; ".join(filter(None, (stated, bound_words(one["bound"], one["estimate"]))))
 

@@ -105,7 +105,21 @@ def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
     missing = [one.pipeline for one in workload.arrivals if _misses_colocated_seconds(workload, one.pipeline)]
     if "colocated" in policies and missing:
         notes.append(f"colocated: {len(missing)} of {len(workload.arrivals)} pipelines have {_MISSING}")
-    return [*notes, *_first(_beyond_alone(workload), "pipelines whose SLO cannot hold even alone")]
+    beyond = _first(_beyond_alone(workload), "pipelines whose SLO cannot hold even alone")
+    return [*notes, *_without_limit(workload), *beyond]
+
+
+def _without_limit(workload: Workload) -> list[str]:
+    """That pipelines with an SLO are planned with means at first, as nothing is known of the token limit."""
+    bound = [one.pipeline for one in workload.arrivals if one.pipeline.slo_probability is not None]
+    bound = [one for one in bound if one.slo_slowdown < math.inf]
+    num_without = sum(one.limit is None for one in bound)
+    if not num_without:
+        return []
+    return [
+        f"{num_without} of {len(bound)} pipelines with an SLO are planned with means until three steps are seen: "
+        "limit_rollout_s and limit_train_s are missing, which `rlmux profile FILE` measures"
+    ]
 
 
 def _refusals(by_policy: Mapping[str, Sequence[SimResult]]) -> list[str]:

@@ -50,6 +50,8 @@ class PlacementLedger:
                 f"cluster: no pool has phase 'train' (pools: {', '.join(cluster.pools) or 'none'}); "
                 "one is needed to place a pipeline"
             )
+        self.rented: dict[str, None] = {}
+        """Pools with a price over time: their nodes are paid while they are held, however many there are."""
         self._undo = Undo()
         self._nodes = ClusterNodes(cluster, self._undo)
         self._groups: dict[GroupId, GroupLoad] = {}
@@ -202,6 +204,7 @@ class PlacementLedger:
 
     def set_price(self, pool: str, usd_per_gpu_hour: float) -> None:
         """Sum up every group at the pool's new price; searches in vain at the old one do not count."""
+        self.rented[pool] = None
         priced = replace(self.cluster.pools[pool], usd_per_gpu_hour=usd_per_gpu_hour)
         self.cluster = replace(self.cluster, pools={**self.cluster.pools, pool: priced})
         for group in list(self._groups.values()):
@@ -256,6 +259,7 @@ class PlacementLedger:
     def copy(self) -> PlacementLedger:
         """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
         twin = PlacementLedger(self.cluster, self.work_left, self.num_waiting)
+        twin.rented = dict(self.rented)
         twin._groups = dict(self._groups)
         twin._uneven = dict(self._uneven)
         twin._group_of = dict(self._group_of)

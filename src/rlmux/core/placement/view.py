@@ -7,7 +7,6 @@ Groups with a node that is about to go are left out of what a policy chooses fro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
@@ -112,8 +111,12 @@ class PlacementView:
         return pool.usd_per_node_hour if pool else 0.0
 
     def usd_per_new_node_hour(self, phase: Phase) -> float:
-        """What one more node costs: nothing where they are counted, since those are paid whether held or not."""
-        return self.usd_per_node_hour(phase) if self.num_nodes(phase) == math.inf else 0.0
+        """What one more node costs: nothing where they are counted, since those are paid whether held or not, unless
+        they have a price over time."""
+        pool = self._ledger.cluster.pool_for(phase)
+        if pool is None or (pool.num_nodes is not None and pool.name not in self._ledger.rented):
+            return 0.0
+        return pool.usd_per_node_hour
 
     def _staying(self, groups: Iterable[GroupLoad]) -> Iterable[GroupLoad]:
         """Those none of whose nodes is about to go. Mostly no node is: then nothing is looked at."""

@@ -360,12 +360,14 @@ class _MemberForecast:
         return first
 
     def _deadline_s(self, step: int) -> float | None:
-        """Seconds from now by which the step must have ended to keep the SLO; on-policy pipelines only."""
+        """Seconds from now by which the step must have ended to keep the SLO. With staleness a step is due by the mean
+        only: its rollout is opened before the step before it ends."""
         member = self.member
-        slo = member.pipeline.slo_slowdown
-        if slo == math.inf or member.pipeline.staleness or step < member.rollout_step:
+        slo, lag = member.pipeline.slo_slowdown, member.pipeline.staleness
+        is_by_mean = self.is_due_by_mean and member.due_s < math.inf
+        if slo == math.inf or step < member.rollout_step - lag or (lag and not is_by_mean):
             return None
         solo_s = solo_step_s(member)
-        if self.is_due_by_mean and member.due_s < math.inf:
+        if is_by_mean:
             return member.due_s - self.view.now_s + (step - member.rollout_step) * slo * solo_s
         return member.step_began_s - self.view.now_s + (step - member.rollout_step + 1) * slo * solo_s

@@ -18,6 +18,8 @@ from rlmux.policies.search.slo_repair import Place
 
 MOVE_WORTH = 4.0
 """Times its cold starts and the step that it waits for that a pipeline's move to nodes of its own must gain."""
+UNKNOWN_COLD_S = 30.0
+"""Cold starts of a pipeline for which none are known."""
 _NOTICEABLE = 0.02
 """Part of a period by which sharing makes it longer, from which members move to free nodes."""
 
@@ -69,7 +71,8 @@ def _to_own_nodes(group: GroupLoad, ledger: PlacementLedger) -> Relocation | Non
         choice = founding(pipeline, PlacementView(ledger))
         gain_s = (group.slowdown_of(pipeline.id) - 1.0) * solo_s(pipeline)
         num_left = math.inf if left is None else left.num_left
-        if choice is not None and num_left * gain_s > MOVE_WORTH * (cold_start_s(pipeline) + solo_s(pipeline)):
+        cold_s = UNKNOWN_COLD_S if pipeline.switch is None else cold_start_s(pipeline)
+        if choice is not None and num_left * gain_s > MOVE_WORTH * (cold_s + solo_s(pipeline)):
             return Relocation(pipeline=pipeline.id, choice=choice)
     return None
 

@@ -244,10 +244,11 @@ class Collector:
                 if not self._penalty_by_group[group]:
                     del self._penalty_by_group[group]
         self._usd_per_hour = sum(count * self._usd_per_node_hour[name] for name, count in self._nodes.items())
+        rented = () if self._workload.spot is None else self._workload.spot.pools
         self._unheld_usd_per_hour = sum(
             (self._placement.num_nodes(pool.phase) - self._nodes[name]) * self._usd_per_node_hour[name]
             for name, pool in self._workload.cluster.pools.items()
-            if pool.num_nodes is not None and self._usd_per_node_hour[name]
+            if pool.num_nodes is not None and self._usd_per_node_hour[name] and name not in rented
         )
         for name, count in self._nodes.items():
             self._peak_nodes[name] = max(self._peak_nodes[name], count)
