@@ -11,6 +11,7 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineFailed
+from rlmux.core.model import Cluster, Phase, Pool
 from rlmux.policies import make_policy
 from rlmux.report.reports import write_report
 from rlmux.rl.determinism_class import Promise
@@ -55,11 +56,17 @@ def noisy_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def train(
-    real: Any, folder: Path, submissions: list[Any], options: RunOptions = RunOptions(), *, is_overwriting: bool = False
+    real: Any,
+    folder: Path,
+    submissions: list[Any],
+    options: RunOptions = RunOptions(),
+    *,
+    cluster: Cluster | None = None,
+    is_overwriting: bool = False,
 ) -> dict[str, Any]:
     policy = make_policy("rollmux")
     result = run_pipelines(
-        real.cluster(), submissions, policy, folder, options, spec={}, is_overwriting=is_overwriting
+        cluster or real.cluster(), submissions, policy, folder, options, spec={}, is_overwriting=is_overwriting
     )
     return dict(result.summary["pipelines"])
 
@@ -72,6 +79,13 @@ def test_a_run_states_each_pipelines_promise_and_trains_one_that_asks_for_it(rea
     with sqlite3.connect(tmp_path / "run" / "run.db") as log:
         notes = log.execute("SELECT count(*) FROM log WHERE type = 'promise'").fetchone()
     assert notes == (2,)
+
+
+def test_a_promise_is_probed_where_one_pool_serves_both_phases(real: Any, tmp_path: Path) -> None:
+    both = Cluster(pools={"both": Pool(name="both", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=1)})
+    asking = replace(real.submission("asking", seed=1, num_steps=1), promise=Promise.EXACT)
+    pipelines = train(real, tmp_path / "run", [asking], cluster=both)
+    assert (pipelines["asking"]["promise"], pipelines["asking"]["status"]) == ("exact", "finished")
 
 
 def test_a_file_that_asks_for_more_than_its_engines_keep_starts_nothing(

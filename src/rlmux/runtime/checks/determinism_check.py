@@ -135,7 +135,7 @@ def _probing(
 
 
 def _first_device(cluster: Cluster, phase: Phase) -> DeviceId:
-    pool = cluster.pool_for(phase)
+    pool = cluster.pool_serving(phase)
     assert pool is not None, "the tree refuses a cluster without a pool for each phase"
     return pool.devices(NodeId(pool.name, 0))[0]
 
