@@ -265,6 +265,7 @@ def _bounded_rows(runs: Sequence[SimResult], where: str, over_means: float) -> l
             source="",
             ours=over_means,
             accepted=(0.0, 1.01),
+            cause=MissCause(text="steps that drift widen their own bounds, so their pipelines share later"),
         ),
         row_over(
             [run.paper_slo_attainment for run in runs],
