@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from rlmux.core.model import Phase, Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Relocation
@@ -47,21 +48,28 @@ def place_again(view: PlacementView, place: Place) -> tuple[Relocation | Fruitle
 
 def spread_out(view: PlacementView) -> tuple[Relocation, ...]:
     """Relocations of members of the slowest groups to free nodes of their own, if that outlasts the move."""
-    if view.num_waiting or any(view.num_free_nodes(phase) < 1 for phase in (Phase.ROLLOUT, Phase.TRAIN)):
+    has_free_nodes = all(view.num_free_nodes(phase) >= 1 for phase in (Phase.ROLLOUT, Phase.TRAIN))
+    if view.num_waiting or not has_free_nodes or not _slowest_first(view.groups()):
         return ()
     sandbox = view.sandbox()
     found: list[Relocation] = []
     while True:
-        slowed = sorted(
-            (-group.period_s / group.cycle_s, group.id)
-            for group in sandbox.groups()
-            if group.num_members > 1 and not group.is_colocated and group.period_s > group.cycle_s * (1.0 + _NOTICEABLE)
-        )
-        move = next((one for _, group in slowed if (one := _to_own_nodes(sandbox.group(group), sandbox))), None)
+        moves = (_to_own_nodes(group, sandbox) for group in _slowest_first(sandbox.groups()))
+        move = next((one for one in moves if one is not None), None)
         if move is None:
             return tuple(found)
         sandbox.relocate(move.pipeline, move.choice)
         found.append(move)
+
+
+def _slowest_first(groups: Iterable[GroupLoad]) -> list[GroupLoad]:
+    """Those in which sharing makes the meta-iteration noticeably longer."""
+    slowed = (
+        group
+        for group in groups
+        if group.num_members > 1 and not group.is_colocated and group.period_s > group.cycle_s * (1.0 + _NOTICEABLE)
+    )
+    return sorted(slowed, key=lambda group: (-group.period_s / group.cycle_s, group.id))
 
 
 def _to_own_nodes(group: GroupLoad, ledger: PlacementLedger) -> Relocation | None:
