@@ -14,11 +14,13 @@ from tests import command_line
 
 from rlmux import plugins
 from rlmux.cli import inputs
-from rlmux.config.serve_file import parse_serve_file
+from rlmux.config.serve_file import written
+from rlmux.config.service_file import load_service_file
 from rlmux.core.errors import UserError
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import POLICIES, make_policy
-from rlmux.service.app import spec_of
+from rlmux.runtime import launch
+from rlmux.service.app import served_of
 
 pytestmark = pytest.mark.xdist_group("plugins")  # one installation for all
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
@@ -142,13 +144,19 @@ def test_a_broker_takes_a_policy_that_lies_beside_its_file(own_policy, tmp_path)
 
 
 def test_a_server_takes_a_policy_that_lies_beside_its_file_and_goes_on_with_it(own_policy, tmp_path):
-    text = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}\n"
-    text += f"policy: {own_policy}\nserve: {{models: {{rlmux/tiny: {{model: {{hidden_size: 16, heads: 2}}}}}}}}\n"
-    spec = parse_serve_file(text, source=str(tmp_path / "serve.yaml"), folder=tmp_path, policies=list(POLICIES))
-    written = {"source": spec.source, "resolved": spec.resolved, "is_server": True}
-    header = run_header(policy=spec.policy, backend="local", cluster=spec.cluster, spec=written)
+    file = tmp_path / "serve.yaml"
+    models = "{rlmux/tiny: {model: {hidden_size: 16, heads: 2}}}"
+    pools = "{rollout: {devices: 1}, train: {devices: 1}}"
+    text = f"lanes:\n  a: {{policy: '{own_policy}', cluster: {{pools: {pools}}}, serve: {{models: {models}}}}}\n"
+    file.write_text(text)
+    lane = load_service_file(file, policies=list(POLICIES))["a"]
+    header = run_header(
+        policy=lane.spec.policy, backend="local", cluster=lane.spec.cluster, spec=launch.header(lane.spec)
+    )
     RunLog.create(tmp_path / "served", header).close()
-    resumed = spec_of(tmp_path / "served", list(POLICIES))
-    assert make_policy(resumed.policy).name == own_policy
+    assert lane.serve is not None
+    (tmp_path / "served" / "serve.yaml").write_text(written(lane.serve))
+    assert make_policy(served_of(tmp_path / "served").policy).name == own_policy
+    file.write_text(text.replace(own_policy, "rolmux"))
     with pytest.raises(UserError, match="no such policy; nearest: rollmux"):
-        parse_serve_file(text.replace(own_policy, "rolmux"), source="x", folder=tmp_path, policies=list(POLICIES))
+        load_service_file(file, policies=list(POLICIES))

@@ -67,8 +67,8 @@ def test_a_file_without_the_section_sets_nothing(tmp_path):
 def test_the_shares_of_a_service_hold_in_each_lane(tmp_path):
     path = tmp_path / "service.yaml"
     path.write_text(f"{SHARES}lanes:\n  one: {{{CLUSTER.strip()}}}\n  two: {{{CLUSTER.strip()}}}\n")
-    lanes = load_service_file(path, folder=tmp_path, policies=["rollmux"])
-    assert [spec.shares for spec in lanes.values()] == [SETTINGS, SETTINGS]
+    lanes = load_service_file(path, policies=["rollmux"])
+    assert [lane.spec.shares for lane in lanes.values()] == [SETTINGS, SETTINGS]
 
 
 @pytest.mark.parametrize(

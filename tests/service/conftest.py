@@ -13,32 +13,33 @@ from tests.service.clients import CLIENT_PYTHON, Client, Program, Served
 from tests.service.pages_server import Pages
 
 FILE = """
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-serve:
+lanes:
   models:
-    rlmux/tiny:
-      model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 16}
-      max_prompt_tokens: 128
-      max_new_tokens: 64
-      slots: 8
+    cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+    serve:
+      models:
+        rlmux/tiny:
+          model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 16}
+          max_prompt_tokens: 128
+          max_new_tokens: 64
+          slots: 8
 """
+LANE = "models"
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Start a server in a new folder, or on one that another left behind, at the address it had."""
     running: list[Served] = []
-    file = tmp_path / "serve.yaml"
-
     def start(resume: Served | None = None, *, text: str = FILE, has_own_fork_server: bool = False) -> Served:
-        file.write_text(text, encoding="utf-8")
-        folder = tmp_path / f"run{len(running)}" if resume is None else resume.folder
+        root = tmp_path / f"root{len(running)}" if resume is None else resume.folder.parent
+        file = root.with_suffix(".yaml")
+        words = ["serve", str(file), "--out", str(root)]
         if resume is None:
-            words = ["serve", str(file), "--listen", "127.0.0.1:0", "--out", str(folder)]
-            running.append(Served(words, folder, has_own_fork_server=has_own_fork_server))
-        else:
-            running.append(Served(["resume", str(folder)], folder))
-            assert running[-1].address == resume.address
+            file.write_text(text, encoding="utf-8")
+            words += ["--listen", "127.0.0.1:0"]
+        running.append(Served(words, root / LANE, has_own_fork_server=has_own_fork_server))
+        assert resume is None or running[-1].address == resume.address
         return running[-1]
 
     yield start

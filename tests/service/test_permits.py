@@ -25,7 +25,7 @@ SHARED = (
     FILE.replace(
         "{rollout: {devices: 1}, train: {devices: 1}}", "{gpu0: {phase: both, devices: 1, device_memory_gb: 0.5}}"
     )
-    + "  permits: {}\n"
+    + "      permits: {}\n"
 )
 STEPS = 12
 
@@ -147,7 +147,7 @@ def test_a_server_that_does_not_start_gives_the_address_of_its_permits_back(tmp_
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (FILE.replace("train: {devices: 1}", "train: {devices: 2}") + "  permits: {}\n", "has several devices"),
+        (FILE.replace("train: {devices: 1}", "train: {devices: 2}") + "      permits: {}\n", "has several devices"),
         (
             SHARED.replace("permits: {}", "permits: {listen: 'tcp://127.0.0.1:0'}"),
             "needs a token; accepted: RLMUX_TOKEN=... set",

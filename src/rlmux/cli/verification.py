@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rlmux.cli import tables
 from rlmux.runtime.checks.replay_verification import PrintLine, Verdict, verify
-from rlmux.runtime.records.folders import is_of_server
+from rlmux.runtime.records.folders import is_hosted
 
 
 class Verification(Protocol):
@@ -20,7 +20,7 @@ class Verification(Protocol):
 
 def chosen(folder: Path) -> Verification:
     """The verification for a run's or a server's folder."""
-    if is_of_server(folder):
+    if is_hosted(folder):
         from rlmux.service.served_verification import verify_served
 
         return verify_served

@@ -1,4 +1,4 @@
 """Running runs, in a folder of this machine or on a server, through one interface.
 
-Reading order: target, in_folder, on_server, bundle, trackers.
+Reading order: target, in_folder, on_server, own_service, bundle, trackers.
 """

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
 from rlmux.client.bundle import pack
+from rlmux.client.own_service import own_token
 from rlmux.config import Spec
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
@@ -278,13 +279,14 @@ def _trusted() -> ssl.SSLContext:
 
 
 def _token(url: str) -> str:
-    """The token of this process's environment."""
+    """The token of this process's environment, or of this user's own service."""
     token, path = os.environ.get("RLMUX_TOKEN", ""), os.environ.get("RLMUX_TOKEN_FILE", "")
     if not token and path:
         try:
             token = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise UserError(f"RLMUX_TOKEN_FILE {path}: {error.strerror}; accepted: the server's admin.token") from None
+    token = token or own_token(url) or ""
     if not token or not token.isascii() or not token.isprintable():
         raise UserError(
             f"{url}: no token; accepted: RLMUX_TOKEN=..., or RLMUX_TOKEN_FILE=FOLDER/admin.token of the server"

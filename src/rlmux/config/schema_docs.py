@@ -38,14 +38,13 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`shares.users.NAME`", shares.UserShareConfig),
     ("`quota`", shares.QuotaConfig),
     ("`quota.budget_usd`", shares.BudgetConfig),
-    ("The file of `rlmux serve`, of a service", service_file.ServiceFile),
+    ("The file of `rlmux serve`", service_file.ServiceFile),
     ("`lanes.NAME`", service_file.LaneConfig),
-    ("The file of `rlmux serve`, of models", serve_file.ServeFile),
-    ("`serve`", serve_file.ServeConfig),
-    ("`serve.models.NAME`", serve_file.ServedModelConfig),
-    ("`serve.keys.KEY`", serve_file.KeyConfig),
-    ("`serve.projects.NAME`", serve_file.ProjectConfig),
-    ("`serve.permits`", serve_file.PermitsConfig),
+    ("`lanes.NAME.serve`", serve_file.ServeConfig),
+    ("`lanes.NAME.serve.models.NAME`", serve_file.ServedModelConfig),
+    ("`lanes.NAME.serve.keys.KEY`", serve_file.KeyConfig),
+    ("`lanes.NAME.serve.projects.NAME`", serve_file.ProjectConfig),
+    ("`lanes.NAME.serve.permits`", serve_file.PermitsConfig),
 )
 
 

@@ -1,11 +1,9 @@
-"""The file of `rlmux serve`: the devices there are, and the models that clients may name.
+"""The section `serve` of a lane: models that Tinker clients may name, and permits for programs.
 
-    ServeFile ── cluster, policy
-              ── serve ── models ── ServedModelConfig ── model
-                       ── keys   ── KeyConfig
-                       ── projects ── ProjectConfig
-
-Read as the file of a run is: strict types, unknown keys are errors, a mistake is one line with its place.
+    ServeConfig ── models ── ServedModelConfig ── model
+                ── keys   ── KeyConfig
+                ── projects ── ProjectConfig
+                ── permits ── PermitsConfig
 """
 
 from __future__ import annotations
@@ -18,16 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from annotated_types import Ge, Le, Lt, MinLen, Predicate
+from annotated_types import Ge, Le, Lt, Predicate
 from pydantic import TypeAdapter, ValidationError
 
 from rlmux.config.checkpoint_folder import check_checkpoint
-from rlmux.config.checks import check_policy
-from rlmux.config.derive import make_cluster
 from rlmux.config.error_messages import explain, nearest_hint, spec_error
-from rlmux.config.load import absolute_path, read_text
-from rlmux.config.source_map import parse_yaml
-from rlmux.config.tree import ClusterConfig
+from rlmux.config.load import absolute_path
+from rlmux.config.source_map import Node, PathPart, parse_yaml
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster
 from rlmux.rl.config import (
@@ -102,8 +97,9 @@ class PermitsConfig(FromFile):
 class ServeConfig(FromFile):
     """Models, keys, projects and limits of clients."""
 
-    models: Annotated[Mapping[ModelName, ServedModelConfig], MinLen(1)]
-    """Models by the name that clients write, which they load the tokenizer of on their own machine."""
+    models: Mapping[ModelName, ServedModelConfig] = field(default_factory=dict)
+    """Models by the name that clients write, which they load the tokenizer of on their own machine. Without: permits
+    alone are given."""
     parameters: Literal["full", "lora", "refuse-lora"] = "full"
     """What a client's `create_lora_training_client(rank=N)` trains: all parameters, whatever N is (`full`), a LoRA
     adapter of rank N beside the frozen model, which all clients share (`lora`), or all parameters, and only for rank 0
@@ -126,77 +122,63 @@ class ServeConfig(FromFile):
     """Permits for programs that keep their own trainer; `{}` for all default values. Without: none are given."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeFile(FromFile):
-    """The whole file of `rlmux serve`."""
-
-    cluster: ClusterConfig
-    """The devices there are."""
-    serve: ServeConfig
-    """What is served."""
-    policy: str = "rollmux"
-    """Policy that decides, unless the command line names another."""
+_SERVE = TypeAdapter(ServeConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSpec:
-    """A file of `rlmux serve`, checked."""
+    """What a lane serves, checked, and where."""
 
-    source: str
-    """The file, as the user named it."""
     cluster: Cluster
-    """Every pool."""
+    """Every pool of the lane."""
     policy: str
     """Name of the policy that decides."""
     serve: ServeConfig
     """What is served, paths made absolute."""
-    resolved: str
-    """YAML with every key written out: it loads to the same anywhere."""
 
 
-def load_serve_file(path: Path, *, policies: Sequence[str]) -> ServeSpec:
-    """Read and check a file. `policies`: the names that are accepted."""
-    return parse_serve_file(read_text(path), source=str(path), folder=path.absolute().parent, policies=policies)
-
-
-def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence[str]) -> ServeSpec:
-    """`load_serve_file` for a text that is at hand."""
-    root = parse_yaml(text, source)
-    adapter = TypeAdapter(ServeFile)
-    try:
-        file = adapter.validate_json(json.dumps(root.plain()))
-    except ValidationError as error:
-        raise explain(error, root, ServeFile) from None
-    check_policy(root, file.policy, policies)
-    known = {key.project for key in file.serve.keys.values()}
-    for name in file.serve.projects:
+def checked_serve(
+    root: Node, path: Sequence[PathPart], serve: ServeConfig, cluster: Cluster, folder: Path
+) -> ServeConfig:
+    """The section with absolute paths. `folder`: of the file. `path`: of the lane. Raises SpecError."""
+    here = [*path, "serve"]
+    if not serve.models and serve.permits is None:
+        raise spec_error(root, here, "serves nothing; accepted: models, permits, or both")
+    known = {key.project for key in serve.keys.values()}
+    for name in serve.projects:
         if name not in known:
             raise spec_error(
-                root, ["serve", "projects", name], f"is the project of no key; {nearest_hint(name, sorted(known))}"
+                root, [*here, "projects", name], f"is the project of no key; {nearest_hint(name, sorted(known))}"
             )
-    cluster = make_cluster(file.cluster)
-    for name, pool in cluster.pools.items() if file.serve.permits else ():
+    for name, pool in cluster.pools.items() if serve.permits else ():
         if (pool.num_nodes or 1) * pool.gpus_per_node != 1:
-            where = ["cluster", "pools", name]
+            where = [*path, "cluster", "pools", name]
             raise spec_error(root, where, "has several devices; accepted with serve.permits: pools of one device")
-    models = {name: _absolute(served, folder) for name, served in file.serve.models.items()}
+    models = {name: _absolute(served, folder) for name, served in serve.models.items()}
     for name, served in models.items():
         try:
-            _check_model(served, has_adapters=file.serve.parameters == "lora")
+            _check_model(served, has_adapters=serve.parameters == "lora")
         except UserError as error:
-            raise spec_error(root, ["serve", "models", name], f"cannot be served: {error}") from None
-    file = replace(file, serve=replace(file.serve, models=models))
-    plain: dict[str, Any] = adapter.dump_python(file, mode="json", by_alias=True, exclude_none=True)
-    for served_plain in plain["serve"]["models"].values():
-        if "path" in served_plain["model"]:
-            served_plain["model"] = {"path": served_plain["model"]["path"]}
-    return ServeSpec(
-        source=source,
-        cluster=cluster,
-        policy=file.policy,
-        serve=file.serve,
-        resolved=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True),
-    )
+            raise spec_error(root, [*here, "models", name], f"cannot be served: {error}") from None
+    return replace(serve, models=models)
+
+
+def written(serve: ServeConfig) -> str:
+    """YAML with every key written out."""
+    plain: dict[str, Any] = _SERVE.dump_python(serve, mode="json", by_alias=True, exclude_none=True)
+    for served in plain["models"].values():
+        if "path" in served["model"]:
+            served["model"] = {"path": served["model"]["path"]}
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def read_written(text: str, source: str) -> ServeConfig:
+    """The section that `written` wrote. Raises SpecError."""
+    root = parse_yaml(text, source)
+    try:
+        return _SERVE.validate_json(json.dumps(root.plain()))
+    except ValidationError as error:
+        raise explain(error, root, ServeConfig) from None
 
 
 def _check_model(served: ServedModelConfig, *, has_adapters: bool) -> None:

@@ -1,6 +1,7 @@
 """The file of a service: the lanes that it keeps running, each a cluster and a policy.
 
     ServiceFile ── lanes ── LaneConfig ── cluster, policy          one lane: one file without pipelines, one run
+                                       ── serve                    models for Tinker clients and permits, of one lane
 
 Read as the file of a run is: strict types, unknown keys are errors, a mistake is one line with its place.
 """
@@ -18,13 +19,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlmux.config.error_messages import explain, spec_error
 from rlmux.config.load import Spec, read_text, spec_of_tree
+from rlmux.config.serve_file import ServeConfig, checked_serve
 from rlmux.config.shares import SharesConfig
-from rlmux.config.source_map import parse_yaml
+from rlmux.config.source_map import Node, parse_yaml
 from rlmux.config.tree import ClusterConfig
 from rlmux.rl.config import FromFile, Name
 
 RESERVED = ("bundles",)
 """Names that a lane cannot have: the service's folder has others of these names."""
+
+
+OWN_LANE = "here"
+"""Lane of a service without a file of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,8 @@ class LaneConfig(FromFile):
     """The devices there are."""
     policy: str = "rollmux"
     """Policy that decides (docs/reference/cli.md lists policies)."""
+    serve: ServeConfig | None = None
+    """Models for Tinker clients and permits for programs, beside what is submitted; one lane of a file may have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,26 +55,74 @@ class ServiceFile(FromFile):
     """What projects and users are entitled to in every lane; without: all alike, and none is parked."""
 
 
-def is_service_file(path: Path) -> bool:
-    """Whether a file has lanes. Raises SpecError for one that cannot be read."""
-    tree = parse_yaml(read_text(path), str(path))
-    return isinstance(tree.value, dict) and "lanes" in tree.value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One lane of the file, checked."""
+
+    spec: Spec
+    """Its file, without pipelines."""
+    serve: ServeConfig | None = None
+    """What it serves beside submissions, paths made absolute."""
 
 
-def load_service_file(path: Path, *, folder: Path, policies: Sequence[str]) -> dict[str, Spec]:
-    """The file of each lane by its name, without pipelines. `folder`: where their code would lie."""
-    source = str(path)
-    root = parse_yaml(read_text(path), source)
+def load_service_file(path: Path, *, folder: Path | None = None, policies: Sequence[str]) -> dict[str, Lane]:
+    """Every lane by its name. `folder`: where the code of its pipelines would lie; by default beside the file."""
+    base = path.absolute().parent
+    return parse_service_file(read_text(path), source=str(path), folder=folder or base, base=base, policies=policies)
+
+
+def parse_service_file(
+    text: str, *, source: str, folder: Path, base: Path, policies: Sequence[str]
+) -> dict[str, Lane]:
+    """`load_service_file` for a text that is at hand. `base`: the folder that paths of models are relative to."""
+    root = parse_yaml(text, source)
+    _check_kind(root)
     try:
         file = TypeAdapter(ServiceFile).validate_json(json.dumps(root.plain()))
     except ValidationError as error:
         raise explain(error, root, ServiceFile) from None
     lanes = {}
-    for name in file.lanes:
+    for name, given in file.lanes.items():
+        path = ["lanes", name]
         if name in RESERVED:
-            raise spec_error(root, ["lanes", name], f"cannot be named so; accepted: any but {', '.join(RESERVED)}")
-        tree = root.nearest(["lanes", name])
+            raise spec_error(root, path, f"cannot be named so; accepted: any but {', '.join(RESERVED)}")
+        tree = root.nearest(path).without("serve")
         if file.shares is not None:
             tree = tree.replaced(["shares"], root.nearest(["shares"]))
-        lanes[name] = spec_of_tree(tree, source=source, folder=folder, policies=policies, may_be_empty=True)
+        spec = spec_of_tree(tree, source=source, folder=folder, policies=policies, may_be_empty=True)
+        serve = given.serve and checked_serve(root, path, given.serve, spec.cluster, base)
+        lanes[name] = Lane(spec=spec, serve=serve)
+    serving = [name for name, lane in lanes.items() if lane.serve is not None]
+    if len(serving) > 1:
+        raise spec_error(root, ["lanes", serving[1], "serve"], f"is given in lane {serving[0]} too; accepted: one lane")
     return lanes
+
+
+def file_of_machine(num_devices: int) -> str:
+    """A commented file with one lane of this machine's devices, half of them for each phase."""
+    num_rollout = max(1, num_devices // 2)
+    pools = [f"rollout: {{devices: {num_rollout}}}", f"train: {{devices: {num_devices - num_rollout}}}"]
+    if num_devices == 1:
+        pools = ["both: {phase: both, devices: 1}"]
+    lines = ["lanes:", f"  {OWN_LANE}:", "    policy: rlmux", "    cluster:", "      pools:"]
+    return "\n".join([_ABOVE, *lines, *(f"        {pool}" for pool in pools), _BELOW])
+
+
+_ABOVE = "# Your service on this machine. `rlmux serve` reads this file when it starts."
+_BELOW = """\
+    # Models for Tinker clients, on the same devices. A name is ORG/NAME; without a path it is a tiny new model.
+    # serve:
+    #   models:
+    #     rlmux/tiny: {max_prompt_tokens: 256, max_new_tokens: 128}
+    #     Qwen/Qwen3-0.6B: {model: {path: /models/Qwen3-0.6B}}
+"""
+
+
+def _check_kind(root: Node) -> None:
+    """Raises SpecError for another command's file."""
+    if not isinstance(root.value, dict) or "lanes" in root.value:
+        return
+    if "serve" in root.value:
+        raise spec_error(root, ["serve"], "belongs to a lane; accepted: lanes: {NAME: {cluster: ..., serve: ...}}")
+    if "pipelines" in root.value:
+        raise spec_error(root, ["pipelines"], "are submitted; accepted: a file with lanes, or: rlmux run FILE")

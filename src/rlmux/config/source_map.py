@@ -80,6 +80,11 @@ class Node:
         entries[part] = child.replaced(rest, new)
         return Node(value=entries, where=self.where, order=self.order)
 
+    def without(self, key: str) -> Node:
+        """A copy of this mapping without a key."""
+        kept = {name: node for name, node in self.value.items() if name != key}
+        return Node(value=kept, where=self.where, order=self.order)
+
 
 class _Loader(yaml.SafeLoader):
     """Composes nodes only; its resolvers are those of YAML 1.2."""

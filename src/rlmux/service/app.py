@@ -1,10 +1,10 @@
-"""`rlmux serve`: one controller and one HTTP server with its APIs.
+"""A lane that serves models and permits: its controller, and the APIs of clients and programs, in the server's process.
 
-    file ─▶ ServeSpec ─▶ run folder ─┬─ controller (this thread) ◀── Inbox ──┐
-                                     └─ HTTP server (a thread) ── doors ─▶ TinkerFront (its event loop)
+    lane ─▶ run folder ─┬─ controller (the main thread) ◀── Inbox ──┐
+                        └─ HTTP server (a thread) ── doors ─▶ TinkerFront (its event loop)
 
-The folder is a run's folder: the log has every decision, `tinker.db` every request and result. A stopped or killed
-server resumes from its folder, and its clients continue.
+The folder is a run's folder: the log has every decision, `tinker.db` every request and result. Pipelines are submitted
+to it as to any lane. It ends with its server; the next one resumes it, and its clients continue.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,19 +23,22 @@ from rlmux import plugins
 from rlmux.broker.broker_run import SOCKET_NAME, environment_token
 from rlmux.broker.embedded import EmbeddedBroker, token_check
 from rlmux.broker.server import PermitServer
-from rlmux.config.serve_file import ServeSpec, parse_serve_file
+from rlmux.config.serve_file import ServeConfig, ServeSpec, read_written, written
+from rlmux.config.service_file import Lane
 from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
-from rlmux.core.policy import Policy
 from rlmux.log.run_log import LogReader
-from rlmux.runtime.backend import Note, Submission
+from rlmux.policies import make_policy
+from rlmux.runtime.backend import Note
 from rlmux.runtime.controller import Listener
-from rlmux.runtime.run import RunOptions, RunResult, resume_pipelines, run_pipelines
-from rlmux.service.addresses import Listening
-from rlmux.service.dashboard.dashboard import Dashboard
+from rlmux.runtime.launch import resume_run, spec_of, start_run
+from rlmux.runtime.records.folders import SERVED
+from rlmux.runtime.run import RunOptions
 from rlmux.service.http_server import Server
+from rlmux.service.lanes.controllers import LaneController
+from rlmux.service.lanes.devices import NOT_HELD, LaneDevices
 from rlmux.service.model_serving import LEDGER, ClientEvents, Serving, budgets_of, with_bases
 from rlmux.service.rollouts.rollout_routes import routes as rollout_routes
 from rlmux.service.tinker.front import TinkerFront
@@ -47,8 +51,6 @@ TINKER = "/tinker"
 """Path of the Tinker door."""
 TOKENIZERS = "tokenizers"
 """Folder with the tokenizers of new models."""
-ADDRESS = "listen"
-"""File with the address of the folder's newest server."""
 _SWEEP_S = 1.0
 _RETURN_S = 60.0
 """Seconds after the server's start in which no session expires: clients send a heartbeat every 10 s, and it may have
@@ -56,122 +58,140 @@ had no receiver."""
 _LEAVING_S = 30.0
 """Seconds without a heartbeat until the session of a program that announced its end expires."""
 
-OnReady = Callable[[str, "Doors"], None]
-"""Receives the server's URL and its optional APIs: pages and permits."""
 
-
-def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
-    """The file that a server was started with. Raises UserError for another command's folder."""
+def served_of(folder: Path) -> ServeSpec:
+    """What a lane's folder serves. Raises UserError for a folder that serves nothing."""
+    file = folder / SERVED
+    if not file.is_file():
+        raise UserError(f"{folder}: serves no models; accepted: the folder of a lane with serve")
+    spec = spec_of(folder)
     with LogReader(folder) as log:
-        header = log.header
-    written = header.get("spec") or {}
-    if not written.get("is_server"):
-        raise UserError(f"{folder}: not the folder of `rlmux serve`; accepted: rlmux resume {folder}")
-    spec = parse_serve_file(written["resolved"], source=str(folder), folder=folder.absolute(), policies=policies)
-    policy = str(header["policy"])
-    if plugins.is_plugin("policy", policy):  # beside the server's file, or in the working folder
-        for place in (Path.cwd(), Path(written["source"]).absolute().parent):
+        _look_for_policy(spec.policy, log.header["spec"]["source"])
+    serve = read_written(file.read_text(encoding="utf-8"), str(file))
+    return ServeSpec(cluster=spec.cluster, policy=spec.policy, serve=serve)
+
+
+def _look_for_policy(policy: str, source: str) -> None:
+    """Let a policy of the user's own be found beside the service's file, or in the working folder."""
+    if plugins.is_plugin("policy", policy):
+        for place in (Path.cwd(), Path(source).absolute().parent):
             plugins.look_in(place)
-    return replace(spec, policy=policy)
 
 
 @contextlib.contextmanager
-def open_budgets(folder: Path, policies: Sequence[str]) -> Iterator[tuple[ProjectBudgets, list[str]]]:
-    """Budgets and project names of a running or stopped server. Raises UserError."""
-    spec = spec_of(folder, policies)
+def open_budgets(folder: Path) -> Iterator[tuple[ProjectBudgets, list[str]]]:
+    """Budgets and project names of a lane, running or not. Raises UserError."""
+    serve = served_of(folder).serve
     ledger = Ledger(folder / LEDGER)
     try:
-        budgets = budgets_of(spec, ledger)
-        yield budgets, budgets.projects(key.project for key in spec.serve.keys.values())
+        budgets = budgets_of(serve, ledger)
+        yield budgets, budgets.projects(key.project for key in serve.keys.values())
     finally:
         ledger.close()
 
 
-def permit_server(spec: ServeSpec) -> PermitServer | None:
-    """The listener for permits at the file's address; None if the file has no address.
-
-    Raises UserError for an address that is unavailable, or open to any program.
-    """
-    address = spec.serve.permits.listen if spec.serve.permits else None
-    if address is None:
-        return None
-    if address.startswith("tcp:") and not environment_token():
+def check_permits(serve: ServeConfig) -> None:
+    """Raises UserError for an address of permits that is open to any program."""
+    address = serve.permits and serve.permits.listen
+    if address and address.startswith("tcp:") and not environment_token():
         raise UserError(f"serve.permits.listen {address}: needs a token; accepted: RLMUX_TOKEN=... set")
-    return PermitServer(address)
 
 
-def last_address(folder: Path) -> str | None:
-    """HOST:PORT of the folder's newest server; None before its first request."""
-    file = folder / ADDRESS
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+class HostedLane(LaneController):
+    """A lane whose controller runs in the server's own process."""
 
+    def __init__(self, root: Path, name: str, lane: Lane, part: LaneDevices = NOT_HELD) -> None:
+        """Raises UserError where its run began with another cluster, or has clients of other models."""
+        super().__init__(root, name, lane, part)
+        assert lane.serve is not None
+        self._serve = lane.serve
+        if self._is_locked():
+            raise UserError(f"{self.folder}: its controller still runs by itself; first: rlmux stop {self.folder}")
+        if (self.folder / SERVED).is_file():
+            self._check_same_models(served_of(self.folder).serve)
 
-def serve(
-    spec: ServeSpec,
-    folder: Path,
-    *,
-    policy: Policy,
-    listening: Listening,
-    on_ready: OnReady,
-    allowed_hosts: Collection[str] = (),
-    is_resuming: bool = False,
-) -> RunResult:
-    """Serve until Ctrl-C or SIGTERM. `on_ready`: receives the server's URL and its APIs once they answer.
+    def poll(self) -> None:
+        """Its controller lives as long as the server."""
 
-    An address with unencrypted traffic from other machines has no pages.
+    def run(self, server: Server, open_server: Callable[[Doors], None], check: Callable[[], None]) -> None:
+        """Run its controller until Ctrl-C or SIGTERM.
 
-    Raises UserError, before anything is created, for an unavailable address or folder.
-    """
-    server = Server(listening)
-    try:
-        doors = Doors(spec, folder, server, allowed_hosts if listening.is_private else None)
-    except BaseException:  # an interrupt frees the address too, and propagates
-        server.close()
-        raise
-    try:
-        header = {"source": spec.source, "resolved": spec.resolved, "is_server": True}
-        listener = _Starter(doors, on_ready, is_resuming=is_resuming)
-        options = RunOptions(listeners=[listener], parse=_refuse, is_kept_open=True, inbox=doors.inbox)
-        if is_resuming:
-            return resume_pipelines(with_bases(spec), [], policy, folder, options)
-        return run_pipelines(with_bases(spec), [], policy, folder, options, spec=header)
-    finally:
-        server.close()
-        doors.close()
+        `open_server`: called once its APIs are mounted. `check`: called in every turn of the controller.
+        Raises UserError, before anything is made, for memory that its models do not have and for a taken address.
+        """
+        self._hold_to_part()
+        _look_for_policy(self.spec.policy, self.spec.source)
+        policy = make_policy(self.spec.policy)
+        doors = Doors(ServeSpec(cluster=self.spec.cluster, policy=policy.name, serve=self._serve), self.folder, server)
+        try:
+            is_resuming = self._has_begun()
+            starter = _Starter(doors, open_server, check, is_resuming=is_resuming)
+            options = RunOptions(listeners=[starter], is_kept_open=True, inbox=doors.inbox)
+            spec = replace(self.spec, cluster=with_bases(self.spec.cluster, self._serve))
+            if is_resuming:
+                resume_run(spec, self.folder, policy=policy, options=options)
+            else:
+                self._begin()
+                start_run(spec, self.folder, policy=policy, options=options)
+        finally:
+            server.close()
+            doors.close()
 
+    def _check_same_models(self, before: ServeConfig) -> None:
+        """A model's clients rely on its weights, and the checks of their results on its settings."""
+        here = f"{self.spec.source}: lanes.{self.name}.serve"
+        for name, model in before.models.items():
+            if self._serve.models.get(name) != model:
+                raise UserError(
+                    f"{here}.models.{name}: not as it was served in {self.folder}; accepted: the model as it is in "
+                    f"{self.folder / SERVED}, or a lane of another name"
+                )
+        if self._serve.parameters != before.parameters:
+            raise UserError(
+                f"{here}.parameters is {self._serve.parameters}; accepted: {before.parameters}, as in {self.folder}, "
+                "or a lane of another name"
+            )
 
-def _refuse(text: str, source: str) -> Sequence[Submission]:
-    raise UserError(f"{source}: this server takes pipelines from its clients only; accepted: rlmux run FILE")
+    def _hold_to_part(self) -> None:
+        """Keep this process, and what it starts from now on, on the lane's devices."""
+        if self._part.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._part.gpus)
+        if self._part.cores:
+            os.sched_setaffinity(0, self._part.cores)
 
 
 class _Starter:
-    """A listener that opens the APIs at the controller's first tick and charges projects for their orders."""
+    """A listener that opens the APIs at the controller's first turn and charges projects for their orders."""
 
-    def __init__(self, doors: Doors, on_ready: OnReady, *, is_resuming: bool) -> None:
+    def __init__(
+        self, doors: Doors, open_server: Callable[[Doors], None], check: Callable[[], None], *, is_resuming: bool
+    ) -> None:
         self._doors = doors
-        self._on_ready = on_ready
+        self._open_server = open_server
+        self._check = check
         self._is_open = False
         self._is_resuming = is_resuming
         self._charges = Charges(doors.charge)
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         self._doors.check()
+        self._check()
         if not self._is_open:
             self._is_open = True
-            self._on_ready(self._doors.open(is_resuming=self._is_resuming), self._doors)
+            self._doors.open(is_resuming=self._is_resuming)
+            self._open_server(self._doors)
         self._charges.update(events, actions, notes)
         for listener in self._doors.listeners():
             listener.update(now_s, events, actions, notes)
 
 
 class Doors:
-    """The APIs of one server and their backends."""
+    """The APIs of one lane's clients and programs, and their backends."""
 
-    def __init__(self, spec: ServeSpec, folder: Path, server: Server, allowed_hosts: Collection[str] | None) -> None:
-        """`allowed_hosts`: additional host names of the pages; None: no pages."""
-        self.dashboard: Dashboard | None = None
+    def __init__(self, spec: ServeSpec, folder: Path, server: Server) -> None:
+        """Raises UserError for an address of permits that is unavailable."""
         self.permits: EmbeddedBroker | None = None
-        self._allowed_hosts = allowed_hosts
+        self.has_models = bool(spec.serve.models)
         self._spec = spec
         self._folder = folder
         self._server = server
@@ -179,10 +199,11 @@ class Doors:
         self._tinker: TinkerFront | None = None
         self._events: ClientEvents | None = None
         self.inbox = self._serving.inbox
-        self._permit_server = permit_server(spec)
+        listen = spec.serve.permits and spec.serve.permits.listen
+        self._permit_server = PermitServer(listen) if listen else None
 
-    def open(self, *, is_resuming: bool) -> str:
-        """Replay the ledger and start to answer requests. Returns the server's URL."""
+    def open(self, *, is_resuming: bool) -> None:
+        """Replay the ledger and mount the APIs; they answer once the server has started."""
         self._open_permits(is_resuming=is_resuming)
         front, self._events = self._serving.furnish(self._server.call_soon)
         self._tinker = front
@@ -191,15 +212,9 @@ class Doors:
         self._server.mount("", rollout_routes(front, keys, self._serving.vocabularies))
         self._server.run_beside(lambda: _sweep(front, self._spec.serve.session_timeout_s))
         self._server.run_beside(lambda: _fold(self._serving.fold))
-        if self._allowed_hosts is not None:
-            self.dashboard = Dashboard(self._folder, self._server, allowed_hosts=self._allowed_hosts)
         self._write_tokenizers()
+        (self._folder / SERVED).write_text(written(self._spec.serve), encoding="utf-8")
         front.replay()
-        self._server.start()
-        if self.dashboard is not None:
-            self.dashboard.start()
-        (self._folder / ADDRESS).write_text(self._server.url.partition("://")[2], encoding="utf-8")
-        return self._server.url
 
     def _open_permits(self, *, is_resuming: bool) -> None:
         """Called first: programs of a killed server may still be on the devices."""
@@ -226,20 +241,15 @@ class Doors:
             self.permits.close()
         elif self._permit_server is not None:
             self._permit_server.close()
-        if self.dashboard is not None:
-            self.dashboard.close()
 
     def listeners(self) -> list[Listener]:
         """Listeners of the controller."""
         return [each for each in (self.permits, self._events) if each is not None]
 
     def check(self) -> None:
-        """Raises ThreadDiedError or StorageError if a background thread has ended."""
-        for part in (self._server, self.permits):
-            if part is not None:
-                part.thread.check()
-        if self.dashboard is not None:
-            self.dashboard.check()
+        """Raises ThreadDiedError or StorageError if the thread of permits has ended."""
+        if self.permits is not None:
+            self.permits.thread.check()
 
     def charge(self, pipeline: PipelineId, device_s: float) -> None:
         """Charge device-seconds to a pipeline's project. Called by the controller's thread."""

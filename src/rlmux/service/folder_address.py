@@ -39,18 +39,22 @@ def open_folder(
         server.start()
         dashboard.start()
         on_ready(dashboard)
-        wait_for_signal(server, dashboard)
+        wait_for_signal(lambda: _check(server, dashboard))
     finally:
         server.close()
         if dashboard is not None:
             dashboard.close()
 
 
-def wait_for_signal(server: Server, dashboard: Dashboard) -> None:
-    """Return at Ctrl-C or SIGTERM. Raises ThreadDiedError or StorageError where a thread of theirs has ended."""
+def _check(server: Server, dashboard: Dashboard) -> None:
+    server.thread.check()
+    dashboard.check()
+
+
+def wait_for_signal(check: Callable[[], None]) -> None:
+    """Return at Ctrl-C or SIGTERM. `check`: called every second; what it raises ends the wait."""
     is_over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_over.set())
     while not is_over.wait(1.0):
-        server.thread.check()
-        dashboard.check()
+        check()

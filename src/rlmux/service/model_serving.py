@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlmux.config.serve_file import ServeSpec
+from rlmux.config.serve_file import ServeConfig, ServeSpec
 from rlmux.core.actions import Admit, Queue, Refuse, Release, Relocate
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineCancelled, PipelineFailed
@@ -66,7 +66,7 @@ class Serving:
         ledger.leave_folding()
         self.fold = partial(_fold, ledger, int(self._spec.serve.ledger_gb * 1e9))
         host = _Host(self.inbox, events, self._footprint)
-        budgets, keep = budgets_of(self._spec, ledger), self._spec.serve.keep_snapshots
+        budgets, keep = budgets_of(self._spec.serve, ledger), self._spec.serve.keep_snapshots
         events.front = TinkerFront(self.models, ledger, self._folder / "models", host, budgets, keep)
         return events.front, events
 
@@ -83,26 +83,26 @@ def _fold(ledger: Ledger, max_bytes: int) -> int:
     return ledger.fold()
 
 
-def budgets_of(spec: ServeSpec, ledger: Ledger) -> ProjectBudgets:
+def budgets_of(serve: ServeConfig, ledger: Ledger) -> ProjectBudgets:
     """Budgets of the file's projects, with the ledger's usage."""
-    return ProjectBudgets(ledger, {name: given.device_hours_a_day for name, given in spec.serve.projects.items()})
+    return ProjectBudgets(ledger, {name: given.device_hours_a_day for name, given in serve.projects.items()})
 
 
-def with_bases(spec: ServeSpec) -> Cluster:
-    """The file's cluster; where cores serve adapters, without the memory that their bases take, once each.
+def with_bases(cluster: Cluster, serve: ServeConfig) -> Cluster:
+    """The lane's cluster; where cores serve adapters, without the memory that their bases take, once each.
 
     Raises RefusedError where there is not so much.
     """
-    if spec.serve.parameters != "lora" or visible_gpus():
-        return spec.cluster
+    if serve.parameters != "lora" or visible_gpus():
+        return cluster
     tenants = []
-    for number, given in enumerate(spec.serve.models.values()):
+    for number, given in enumerate(serve.models.values()):
         name = f"base-{number}"
         model = replace(given.model, seed=given.seed)
         config = TrainingConfig(name=name, model=model, adapter=AdapterConfig(rank=1, alpha=1.0))
         plain = Pipeline(id=PipelineId(name), num_steps=None, work_arrives=True)
         tenants.append(Submission(pipeline=plain, config=config))
-    return with_machine_memory(spec.cluster, tenants)
+    return with_machine_memory(cluster, tenants)
 
 
 def _served(name: str, spec: ServeSpec, vocabulary: Vocabulary) -> ServedModel:

@@ -21,13 +21,13 @@ from rlmux.config.serve_file import ServeSpec
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.scheduler import Scheduler
 from rlmux.log.folder_lock import FolderLock
-from rlmux.policies import POLICIES, make_policy
+from rlmux.policies import make_policy
 from rlmux.runtime.checks.replay_verification import Difference, PrintLine, Verdict
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory.machine_probe import describe_machine
 from rlmux.runtime.memory.memory_budget import with_machine_memory
-from rlmux.service.app import spec_of
+from rlmux.service.app import served_of
 from rlmux.service.model_serving import LEDGER, Serving
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
@@ -66,7 +66,7 @@ def verify_served(folder: Path, names: Sequence[str], *, print_line: PrintLine) 
 
     Raises UserError, before anything starts, for a server that runs, and for an unknown name.
     """
-    spec = spec_of(folder, list(POLICIES))
+    spec = served_of(folder)
     with FolderLock.take(folder):
         ledger = Ledger(folder / LEDGER)
         try:

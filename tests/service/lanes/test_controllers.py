@@ -11,6 +11,7 @@ from tests.service.lane_here import LANE, Lane
 from tests.waiting import until
 
 from rlmux.config.load import parse_spec
+from rlmux.config.service_file import Lane as ServiceLane
 from rlmux.log.folder_lock import FolderLock
 from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.control import Control
@@ -44,11 +45,11 @@ def hung(lane: Lane) -> Iterator[LaneController]:
     lane.hang()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controllers, "ANSWER_LIMIT_S", 0.05)
-        yield LaneController(lane.folder.parent, lane.name, lane.spec, now_s=Clock())
+        yield LaneController(lane.folder.parent, lane.name, ServiceLane(spec=lane.spec), now_s=Clock())
 
 
 def test_a_lane_that_answers_is_not_down(lane):
-    controller = LaneController(lane.folder.parent, lane.name, lane.spec, now_s=Clock())
+    controller = LaneController(lane.folder.parent, lane.name, ServiceLane(spec=lane.spec), now_s=Clock())
     for _ in range(4):
         controller.poll()
     assert (controller.trouble(), controller.down()) == (None, None)
@@ -83,7 +84,7 @@ def test_a_lane_that_does_not_answer_is_an_alert_and_refuses_at_once(hung):
 def test_a_controller_that_ends_again_and_again_is_started_a_bounded_number_of_times(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     spec = parse_spec(LANE, source="lanes", folder=tmp_path, may_be_empty=True)
-    controller = LaneController(tmp_path, "cpu", spec, now_s=Clock())
+    controller = LaneController(tmp_path, "cpu", ServiceLane(spec=spec), now_s=Clock())
     starts = 0
 
     def is_down() -> bool:

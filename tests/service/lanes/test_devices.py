@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from rlmux.config.load import parse_spec
+from rlmux.config.service_file import Lane
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderLock
 from rlmux.service.lanes.controllers import LaneController
@@ -72,7 +73,7 @@ def test_a_lane_that_left_the_file_keeps_its_devices_as_long_as_its_controller_l
 
 def test_a_controller_computes_on_the_cores_of_its_lane(tmp_path):
     core = max(os.sched_getaffinity(0))
-    lane = LaneController(tmp_path, "a", lanes(tmp_path, a=1)["a"], LaneDevices(cores=(core,)))
+    lane = LaneController(tmp_path, "a", Lane(spec=lanes(tmp_path, a=1)["a"]), LaneDevices(cores=(core,)))
     lane.poll()
     process = lane._process
     assert process is not None

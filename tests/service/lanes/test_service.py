@@ -349,6 +349,13 @@ def test_what_is_sent_to_the_wrong_address_or_too_large_is_refused(service):
             "lanes a (2), b (9000) have 9002 devices together; accepted: at most",
         ),
         ("lanes: {a: {%s}}\nserve: {}", "serve is an empty mapping: unknown key; accepted: lanes"),
+        ("%s\nserve: {}", "serve belongs to a lane; accepted: lanes: {NAME: {cluster: ..., serve: ...}}"),
+        ("%s\npipelines: []", "pipelines are submitted; accepted: a file with lanes, or: rlmux run FILE"),
+        ("lanes: {a: {%s, serve: {}}}", "lanes.a.serve serves nothing; accepted: models, permits, or both"),
+        (
+            "lanes: {a: {%s, serve: {models: {r/t: {}}}}, b: {%s, serve: {models: {r/t: {}}}}}",
+            "lanes.b.serve is given in lane a too; accepted: one lane",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line_and_nothing_is_made(tmp_path, capsys, monkeypatch, text, line):
@@ -376,7 +383,7 @@ def test_one_server_at_a_time_has_a_services_folder(tmp_path):
 def test_a_lane_keeps_the_cluster_that_its_run_began_with(service):
     file = service.folder / "other.yaml"
     file.write_text("lanes: {cpu: {cluster: {pools: {rollout: {devices: 2}, train: {devices: 1}}}}}")
-    (spec,) = load_service_file(file, folder=service.folder, policies=list(POLICIES)).values()
+    (lane,) = load_service_file(file, policies=list(POLICIES)).values()
     service.until_up()
     with pytest.raises(UserError, match="began with another cluster or policy; accepted: the cluster and policy"):
-        LaneController(service.root, "cpu", spec)
+        LaneController(service.root, "cpu", lane)

@@ -39,7 +39,7 @@ def test_the_cookbooks_recipe_runs_as_it_is(serve, program, tmp_path):
 
 @pytest.mark.parametrize("parameters", ["full", "lora"])
 def test_two_loops_at_once_end_with_the_weights_each_has_alone(serve, program, tmp_path, parameters):
-    served = serve(text=f"{FILE}  parameters: {parameters}\n")
+    served = serve(text=f"{FILE}      parameters: {parameters}\n")
     alone = {seed: ended(loop(program, served, tmp_path / f"alone{seed}", seed)) for seed in (1, 2)}
     together = {seed: loop(program, served, tmp_path / f"together{seed}", seed) for seed in (1, 2)}
     for each in together.values():
@@ -69,7 +69,7 @@ def test_loops_ride_through_a_server_that_is_killed_and_away_for_a_while(serve, 
 def test_a_stopped_loop_goes_on_from_its_own_folder_to_the_weights_without_the_stop(
     serve, program, tmp_path, parameters
 ):
-    served = serve(text=f"{FILE}  parameters: {parameters}\n")
+    served = serve(text=f"{FILE}      parameters: {parameters}\n")
     ended(loop(program, served, tmp_path / "whole", 1, save_every=1))
     stopped = loop(program, served, tmp_path / "stopped", 1, save_every=1)
     until(

@@ -13,7 +13,8 @@ from tests.service.conftest import FILE
 from tests.service.tinker.test_random_requests import SERVED, Place, as_json
 from tests.service.tinker.test_sdk import PROGRAMS, check_two_clients_and_a_killed_server
 
-from rlmux.config.serve_file import ServeSpec, parse_serve_file
+from rlmux.config.serve_file import ServeSpec
+from rlmux.config.service_file import parse_service_file
 from rlmux.core.errors import UserError
 from rlmux.log.run_log import LogReader
 from rlmux.rl.memory.adapter_base import base_bytes
@@ -23,7 +24,7 @@ from rlmux.service.model_serving import Serving, with_bases
 from rlmux.service.served_verification import verify_served
 from rlmux.service.tinker.bodies import LoraConfig
 
-LORA = f"{FILE}  parameters: lora\n  max_lora_rank: 16\n"
+LORA = f"{FILE}      parameters: lora\n      max_lora_rank: 16\n"
 
 
 @pytest.mark.slow
@@ -117,7 +118,9 @@ def test_a_model_that_adapters_do_not_go_with_is_refused_with_its_line(tmp_path)
 def test_the_base_that_all_share_is_taken_from_the_machines_memory_once(tmp_path, monkeypatch):
     monkeypatch.setattr(model_serving, "visible_gpus", list)
     spec = parsed(LORA, tmp_path)
-    there_is, left = (with_bases(each).pools["train"].host_memory_bytes for each in (parsed(FILE, tmp_path), spec))
+    there_is, left = (
+        with_bases(each.cluster, each.serve).pools["train"].host_memory_bytes for each in (parsed(FILE, tmp_path), spec)
+    )
     assert there_is == math.inf, "run_pipelines deals it out"
     whole = with_machine_memory(spec.cluster).pools["train"].host_memory_bytes
     base = base_bytes(spec.serve.models["rlmux/tiny"].model)
@@ -131,4 +134,7 @@ def test_a_server_of_adapters_without_peft_is_refused_before_anything_starts(tmp
 
 
 def parsed(text: str, folder: Path) -> ServeSpec:
-    return parse_serve_file(text, source="serve.yaml", folder=folder, policies=["rollmux"])
+    lanes = parse_service_file(text, source="serve.yaml", folder=folder, base=folder, policies=["rollmux"])
+    (lane,) = lanes.values()
+    assert lane.serve is not None
+    return ServeSpec(cluster=lane.spec.cluster, policy=lane.spec.policy, serve=lane.serve)

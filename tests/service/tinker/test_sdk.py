@@ -18,7 +18,7 @@ from rlmux.log.run_log import LogReader
 
 PROGRAMS = Path(__file__).parents[2] / "tinker"
 STEPS = 3
-BUDGETED = f"{FILE}  keys: {{tml-test: {{project: lab}}}}\n  projects: {{lab: {{device_hours_a_day: 100}}}}\n"
+BUDGETED = f"{FILE}      keys: {{tml-test: {{project: lab}}}}\n      projects: {{lab: {{device_hours_a_day: 100}}}}\n"
 
 
 def test_the_sdks_own_calls_are_served(serve, program):
@@ -70,7 +70,7 @@ def test_a_client_that_used_up_its_budget_waits_and_goes_on_once_it_is_raised(se
 
 @pytest.mark.slow
 def test_a_killed_client_disturbs_no_other_and_its_session_times_out_with_all_it_had(serve, program):
-    served = serve(text=f"{FILE}  session_timeout_s: 12\n")
+    served = serve(text=f"{FILE}      session_timeout_s: 12\n")
     alone = outcome(program(served, *loop(1)), served)
     victim = program(served, PROGRAMS / "loop.py", "rlmux/tiny", 2, 1000)
     victim.line()

@@ -50,15 +50,17 @@ def report(
 def submit(
     file: File,
     to: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--to", metavar="DIR|URL", help="Folder of a running run, or http://HOST:PORT/lanes/NAME of a server."
+            "--to",
+            metavar="DIR|URL",
+            help="Folder of a running run, or http://HOST:PORT/lanes/NAME of a server; by default your own service.",
         ),
-    ],
+    ] = None,
     sets: Sets = None,
     json: Json = False,
 ) -> None:
-    """Add the file's pipelines to a running run.
+    """Add the file's pipelines to a running run, or to a service.
 
     The run keeps its own cluster, policy and shares. A server receives the file's code and rows too, and accepts a
     submission exactly once, even across restarts.
@@ -67,8 +69,9 @@ def submit(
     Example: rlmux submit examples/04_tool_use.yaml --to runs/demo
     """
     from rlmux.cli import remote
+    from rlmux.client.own_service import own_url
 
-    raise typer.Exit(remote.show_submission(remote.submit(file, to, sets), as_json=json))
+    raise typer.Exit(remote.show_submission(remote.submit(file, to or own_url(), sets), as_json=json))
 
 
 def cancel(place: Place, name: PipelineName) -> None:

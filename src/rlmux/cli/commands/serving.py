@@ -1,22 +1,22 @@
-"""The commands that serve runs as pages, and models to clients: serve, budget."""
+"""The commands of a service: serve, budget."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlmux.cli.commands.options import Folder, Json, PolicyName
+from rlmux.cli.commands.options import Folder, Json
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rlmux.log.folder_lock import FolderLock
     from rlmux.service.addresses import Listening
-    from rlmux.service.app import Doors
     from rlmux.service.dashboard.dashboard import Dashboard
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
@@ -27,15 +27,15 @@ Listen = Annotated[
     typer.Option(
         "--listen",
         metavar="HOST:PORT",
-        help=f"Address of the server; by default {DEFAULT_LISTEN}, or a resumed server's former address.",
+        help=f"Address of the server; by default {DEFAULT_LISTEN}, or the service's former address.",
     ),
 ]
 Served = Annotated[
     str | None,
     typer.Argument(
-        metavar="DIR|FILE",
-        help="Folder of a run, or with runs in it: its pages. A YAML file with lanes: a service to submit to; with "
-        "cluster and serve: its models.",
+        metavar="[DIR|FILE]",
+        help="Folder of a run, or with runs in it: its pages. A YAML file with lanes: a service. Without: your service "
+        "on this machine.",
     ),
 ]
 Open = Annotated[bool, typer.Option("--open", help="Open the pages in a browser, logged in.")]
@@ -48,7 +48,7 @@ WebhookUrl = Annotated[
     typer.Option(
         "--webhook",
         metavar="URL",
-        help="Address that alerts are sent to as JSON, by POST; Slack's and Discord's, too. Not with models.",
+        help="Address that alerts are sent to as JSON, by POST; Slack's and Discord's, too.",
     ),
 ]
 TlsCert = Annotated[
@@ -64,20 +64,14 @@ UserHeader = Annotated[
     typer.Option("--user-header", metavar="NAME", help="Header in which the proxy names the user."),
 ]
 ServeOut = Annotated[
-    str | None,
-    typer.Option(
-        "--out", metavar="DIR", help="Folder; by default runs/FILE-POLICY-TIME, with lanes runs/service-FILE."
-    ),
+    str | None, typer.Option("--out", metavar="DIR", help="Folder of the service; by default runs/service-FILE.")
 ]
-Resume = Annotated[Path | None, typer.Option("--resume", metavar="DIR", help="Resume a stopped or killed server.")]
 
 
 def serve(
     path: Served = None,
     listen: Listen = None,
-    policy: PolicyName = None,
     out: ServeOut = None,
-    resume: Resume = None,
     opens: Open = False,
     allow_host: AllowHost = None,
     webhook: WebhookUrl = None,
@@ -86,14 +80,15 @@ def serve(
     behind_proxy: BehindProxy = None,
     user_header: UserHeader = None,
 ) -> None:
-    """Serve a run's pages, lanes for submissions, or models for Tinker clients.
+    """Keep a service that takes pipelines and Tinker clients, or show the pages of runs.
 
+    Without an argument: one lane with this machine's devices. Its file and its folder are in ~/.local/state/rlmux.
+    FILE: its lanes. A lane takes submissions, and with the section `serve` Tinker clients and programs, too.
     DIR: pages with device timelines, pipelines, curves, steps and logs, during the run and after it.
-    FILE with lanes: one open run per lane. Lanes outlive the server, which finds them again at its next start.
-    FILE with models: training loops written for the Tinker API run unchanged and share the devices.
+    Lanes outlive the server, which finds them again at its next start.
 
     \b
-    Example: rlmux serve runs/demo --open
+    Example: rlmux serve --open
     """
     _check_webhook(webhook)
     way = _Way(listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header)
@@ -103,15 +98,14 @@ def serve(
         if webhook:
             pages.send_alerts(webhook)
 
-    if path is not None and Path(path).is_dir():
-        _show(Path(path), {"--policy": policy, "--out": out, "--resume": resume}, way, allow_host or [], ready)
-        return
-    if path is not None and resume is None and _has_lanes(path):
-        _serve_lanes(Path(path), out, {"--policy": policy}, way, allow_host or [], ready)
-        return
-    if webhook:
-        raise UserError("--webhook: accepted with DIR, or with a FILE that has lanes")
-    _serve_models(path, way, policy, out, resume, opens, allow_host or [])
+    if path is None:
+        if out is not None:
+            raise UserError("--out: accepted with a FILE; your own service has its folder")
+        _serve_own(way, allow_host or [], ready)
+    elif Path(path).is_dir():
+        _show(Path(path), out, way, allow_host or [], ready)
+    else:
+        _serve_file(Path(path), out, way, allow_host or [], ready)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,65 +134,97 @@ class _Way:
         )
 
 
-def _has_lanes(file: str) -> bool:
-    from rlmux.config.service_file import is_service_file
+def _serve_own(way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]) -> None:
+    """The service of this user, whose file is written at its first start."""
+    from rlmux.client import own_service
+    from rlmux.config.service_file import file_of_machine
+    from rlmux.log.folder_lock import living_owner
 
-    return is_service_file(Path(file))
+    _check_installed(*_SERVING_NEEDS)
+    from rlmux.service.lanes import data_dir
+    from rlmux.service.lanes.devices import machine_devices
+
+    root, file = own_service.own_root(), own_service.own_file()
+    if living_owner(root) is not None:
+        raise UserError(
+            f"your service runs already, at http://{own_service.last_address(root)}; its token is in "
+            f"{root / own_service.TOKEN}; to end it: rlmux stop {root}"
+        )
+    lock = data_dir.open_root(root)
+    if not file.exists():
+        file.write_text(file_of_machine(len(machine_devices())), encoding="utf-8")
+    typer.echo(f"rlmux: the lanes of {file}", err=True)
+    _serve_lanes(file, root, lock, way, allow_host, ready, submit="rlmux submit FILE")
+
+
+def _serve_file(
+    file: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]
+) -> None:
+    from rlmux.config.service_file import load_service_file
+    from rlmux.policies import POLICIES
+    from rlmux.service.app import check_permits
+    from rlmux.service.lanes import data_dir
+    from rlmux.service.lanes.devices import check_devices
+
+    lanes = load_service_file(file, policies=list(POLICIES))
+    _check_installed(*_SERVING_NEEDS)
+    check_devices({name: lane.spec for name, lane in lanes.items()})  # nothing is made yet
+    for lane in lanes.values():
+        if lane.serve is not None:
+            check_permits(lane.serve)
+    root = Path(out or Path("runs") / f"service-{file.stem}").absolute()
+    _serve_lanes(file, root, data_dir.open_root(root), way, allow_host, ready, submit=None)
 
 
 def _serve_lanes(
     file: Path,
-    out: str | None,
-    others: dict[str, object],
+    root: Path,
+    lock: FolderLock,
     way: _Way,
     allow_host: list[str],
     ready: Callable[[Dashboard], None],
+    *,
+    submit: str | None,
 ) -> None:
-    _refuse(others, f"each lane of {file} has its own; accepted: --out, --listen, --open, --allow-host")
-    listening = way.listening()
+    """`submit`: the command that submits a file; None: the one with the lane's address."""
+    from rlmux.client.own_service import last_address
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
     from rlmux.service.lanes import data_dir
-    from rlmux.service.lanes.devices import check_devices
-    from rlmux.service.lanes.service import serve_lanes
+    from rlmux.service.lanes.service import Ready, serve_lanes
 
-    folder = Path(out or Path("runs") / f"service-{file.stem}").absolute()
-    code = folder / data_dir.BUNDLES / data_dir.NO_CODE
-    check_devices(
-        load_service_file(file, folder=file.absolute().parent, policies=list(POLICIES))
-    )  # nothing is made yet
-    lock = data_dir.open_root(folder)
-    specs = load_service_file(file, folder=code, policies=list(POLICIES))
+    def print_ready(server: Ready) -> None:
+        if server.tinker_url is not None:
+            typer.echo(f"export TINKER_BASE_URL={server.tinker_url}\nexport TINKER_API_KEY=tml-anything")
+        if server.permits is not None:
+            typer.echo(f"export RLMUX_BROKER={server.permits}")
+        if server.dashboard is None:
+            return
+        if submit is None:
+            typer.echo(f"export RLMUX_TOKEN_FILE={server.dashboard.token_path}")
+        ready(server.dashboard)
+        lane = server.lanes[0] if len(server.lanes) == 1 else "NAME"
+        typer.echo(f"submit: {submit or f'rlmux submit FILE --to {server.url}/lanes/{lane}'}")
 
-    def print_pages(url: str, pages: Dashboard) -> None:
-        typer.echo(f"export RLMUX_TOKEN_FILE={pages.token_path}")
-        ready(pages)
-
-    pids = serve_lanes(specs, folder, lock, listening=listening, allowed_hosts=allow_host, on_ready=print_pages)
+    code = root / data_dir.BUNDLES / data_dir.NO_CODE
+    with lock:
+        listening = way.listening(last_address(root) or DEFAULT_LISTEN)
+        lanes = load_service_file(file, folder=code, policies=list(POLICIES))
+        pids = serve_lanes(lanes, root, listening=listening, allowed_hosts=allow_host, on_ready=print_ready)
     for name, pid in pids.items():
-        ends = f"pid {pid}; to end it: rlmux stop {folder / name}" if pid is not None else "not started"
+        ends = f"pid {pid}; to end it: rlmux stop {root / name}" if pid is not None else "not started"
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
 
 
 def _show(
-    folder: Path,
-    others: dict[str, object],
-    way: _Way,
-    allow_host: list[str],
-    ready: Callable[[Dashboard], None],
+    folder: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]
 ) -> None:
-    _refuse(others, "a folder is shown, not run; accepted: --listen, --open, --allow-host")
+    if out is not None:
+        raise UserError("--out: a folder is shown, not run; accepted: --listen, --open, --allow-host")
     listening = way.listening()
     from rlmux.service.folder_address import open_folder
 
     open_folder(folder, listening=listening, allowed_hosts=allow_host, on_ready=ready)
-
-
-def _refuse(options: dict[str, object], why: str) -> None:
-    """Raises UserError for the first option that was given."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise UserError(f"{given[0]}: {why}")
 
 
 def _print_pages(pages: Dashboard, opens: bool) -> None:
@@ -209,72 +235,6 @@ def _print_pages(pages: Dashboard, opens: bool) -> None:
         typer.echo("rlmux: no browser could be opened; open the address above", err=True)
 
 
-def _serve_models(
-    file: str | None,
-    way: _Way,
-    policy: str | None,
-    out: str | None,
-    resume: Path | None,
-    opens: bool,
-    allow_host: list[str],
-) -> None:
-    from rlmux.api.files import look_for_plugin
-    from rlmux.cli import inputs
-    from rlmux.config.serve_file import load_serve_file
-    from rlmux.policies import POLICIES, make_policy
-    from rlmux.runtime.records import folders
-
-    if (file is None) == (resume is None):
-        raise UserError("accepted: a run's DIR, a FILE with cluster and serve, or --resume DIR")
-    _check_installed(*_SERVING_NEEDS)
-    if resume is not None:
-        folders.check_run(resume)
-        resume_server(resume, way, opens=opens, allow_host=allow_host)
-        return
-    listening = way.listening()
-    assert file is not None
-    from rlmux.service import app as server
-
-    spec = load_serve_file(Path(file), policies=list(POLICIES))
-    if policy is not None:
-        inputs.check_policy("--policy", policy)
-    name = policy or spec.policy
-    look_for_plugin(name, Path(file).absolute().parent)
-    chosen = make_policy(name)
-    with folders.chosen(out, f"{Path(file).stem}-{name}") as folder:
-        server.serve(
-            spec,
-            folder,
-            policy=chosen,
-            listening=listening,
-            allowed_hosts=allow_host,
-            on_ready=lambda url, doors: _print_addresses(url, doors, opens),
-        )
-        typer.echo(f"rlmux: stopped; go on with: rlmux serve --resume {folder}", err=True)
-
-
-def resume_server(
-    folder: Path, way: _Way | None = None, *, opens: bool = False, allow_host: Sequence[str] = ()
-) -> None:
-    """Resume a stopped or killed server, by default at its former address."""
-    from rlmux.policies import POLICIES, make_policy
-
-    _check_installed(*_SERVING_NEEDS)
-    from rlmux.service import app as server
-
-    spec = server.spec_of(folder, list(POLICIES))
-    listening = (way or _Way()).listening(server.last_address(folder) or DEFAULT_LISTEN)
-    server.serve(
-        spec,
-        folder,
-        policy=make_policy(spec.policy),
-        listening=listening,
-        allowed_hosts=allow_host,
-        on_ready=lambda url, doors: _print_addresses(url, doors, opens),
-        is_resuming=True,
-    )
-
-
 def budget(
     folder: Folder,
     project: Annotated[str | None, typer.Argument(metavar="PROJECT", help="Project whose budget is set.")] = None,
@@ -283,12 +243,12 @@ def budget(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the daily compute budgets of a model server's projects, or set one.
+    """Show the daily compute budgets of a lane's projects, or set one.
 
     A change applies at once, waiting clients included, and survives a restart of the server.
 
     \b
-    Example: rlmux budget runs/served vision 40
+    Example: rlmux budget runs/service-lanes/models vision 40
     """
     from rlmux.cli.tables import show_budgets
     from rlmux.runtime.records import folders
@@ -297,10 +257,9 @@ def budget(
         raise UserError("budget: accepted: DIR, or DIR PROJECT HOURS")
     folders.check_run(folder)
     _check_installed(*_SERVING_NEEDS)
-    from rlmux.policies import POLICIES
     from rlmux.service import app as server
 
-    with server.open_budgets(folder, list(POLICIES)) as (budgets, projects):
+    with server.open_budgets(folder) as (budgets, projects):
         if project is not None:
             if project not in projects:
                 raise UserError(f"project {project!r}: accepted: {', '.join(projects) or 'none has computed yet'}")
@@ -343,13 +302,3 @@ def _check_installed(*names: str) -> None:
     missing = [name for name in names if find_spec(name.split(".")[0]) is None]
     if missing:
         raise UserError(f"serve: {missing[0]} is not installed; install it with: pip install 'rlmux[serve,train]'")
-
-
-def _print_addresses(url: str, doors: Doors, opens: bool) -> None:
-    """Print the environment of clients and programs, and the pages' address."""
-    typer.echo(f"export TINKER_BASE_URL={url}/tinker")
-    typer.echo("export TINKER_API_KEY=tml-anything")
-    if doors.permits is not None:
-        typer.echo(f"export RLMUX_BROKER={doors.permits.address}")
-    if doors.dashboard is not None:
-        _print_pages(doors.dashboard, opens)

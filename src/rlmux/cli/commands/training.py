@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -141,10 +140,9 @@ def resume(
     folders.check_run(folder, may_be_damaged=salvage)
     if salvage:
         _salvage(folder)
-    if folders.is_of_server(folder):
-        words = {"address": address, "keep-open": keep_open, "profile": profile, "retry": retry, "json": json}
-        _serve_again(folder, [f"--{word}" for word, value in words.items() if value])
-        return
+    if folders.is_hosted(folder):
+        parent = folder.absolute().parent
+        raise UserError(f"{folder}: a lane that its server runs; accepted: rlmux serve FILE --out {parent}")
 
     from rlmux.api.run_handle import open_run
     from rlmux.cli import inputs
@@ -160,15 +158,6 @@ def resume(
             on_warning=inputs.print_notice,
         )
     _end(ended, json)
-
-
-def _serve_again(folder: Path, given: Sequence[str]) -> None:
-    """Resume a server at its former address. Raises UserError for options of runs."""
-    from rlmux.cli.commands import serving
-
-    if given:
-        raise UserError(f"{given[0]}: {folder} is the folder of a server; accepted: rlmux serve --resume {folder}")
-    serving.resume_server(folder)
 
 
 def _salvage(folder: Path) -> None:

@@ -12,6 +12,10 @@ from rlmux.core.errors import LogError, UserError
 
 RUN_LOG = "run.db"
 RUN_HEADER = "header.json"
+SERVED = "serve.yaml"
+"""File of a lane that serves models or permits: its section `serve`."""
+ADDRESS = "listen"
+"""File of a service's folder: HOST:PORT of its newest server."""
 
 
 @contextmanager
@@ -74,9 +78,6 @@ def salvage_hint(folder: Path) -> Iterator[None]:
         raise LogError(f"{error}; what is readable of a damaged log: rlmux resume {folder} --salvage") from None
 
 
-def is_of_server(folder: Path) -> bool:
-    """Whether the folder is that of `rlmux serve`."""
-    from rlmux.log.run_log import LogReader
-
-    with salvage_hint(folder), LogReader(folder) as log:
-        return bool((log.header.get("spec") or {}).get("is_server"))
+def is_hosted(folder: Path) -> bool:
+    """Whether the folder is a lane's whose controller runs in its server's process."""
+    return (folder / SERVED).is_file()

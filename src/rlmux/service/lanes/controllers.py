@@ -22,13 +22,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rlmux.config.load import Spec
+from rlmux.config.service_file import Lane
 from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
+from rlmux.log.run_log import OtherVersionError
 from rlmux.runtime.control.control_requests import GetStatus
 from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, send_request
 from rlmux.runtime.launch import spec_of
-from rlmux.runtime.records.folders import RUN_HEADER
+from rlmux.runtime.records.folders import RUN_HEADER, SERVED
 from rlmux.runtime.records.run_folder import empty_folder
 from rlmux.service.lanes.devices import NOT_HELD, LaneDevices
 
@@ -51,16 +52,16 @@ class LaneController:
         self,
         root: Path,
         name: str,
-        spec: Spec,
+        lane: Lane,
         part: LaneDevices = NOT_HELD,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spec`: the lane's file, without pipelines; `part`: the devices that it is held to.
+        """`part`: the devices that it is held to.
 
-        Raises UserError where its run began with another cluster.
+        Raises UserError where its run began with another cluster, or served models and the lane does not.
         """
         self.name = name
-        self.spec = spec
+        self.spec = lane.spec
         self._part = part
         self.folder = root / name
         self._file = root / f"{name}.yaml"
@@ -78,6 +79,11 @@ class LaneController:
         """Consecutive unanswered polls."""
         if self._has_begun():
             self._check_same()
+        if lane.serve is None and (self.folder / SERVED).is_file():
+            raise UserError(
+                f"{lane.spec.source}: lanes.{name}: {self.folder} has clients' models; accepted: the lane with serve, "
+                "or a lane of another name"
+            )
 
     @property
     def pid(self) -> int | None:
@@ -179,6 +185,8 @@ class LaneController:
     def _check_same(self) -> None:
         try:
             before = spec_of(self.folder)
+        except OtherVersionError:  # nothing here could go on with it
+            raise
         except LogError:
             return  # its controller reports the damaged log
         if (before.cluster, before.policy) != (self.spec.cluster, self.spec.policy):

@@ -43,7 +43,7 @@ def check_devices(specs: Mapping[str, Spec], devices: Sequence[str] | None = Non
 
 def parts_of(root: Path, specs: Mapping[str, Spec], devices: Sequence[str] | None = None) -> dict[str, LaneDevices]:
     """The part of each lane, as the service's folder keeps it. Raises UserError where there are too few devices."""
-    every = list(devices) if devices is not None else _devices()
+    every = list(devices) if devices is not None else machine_devices()
     wanted = {name: num_devices(spec) for name, spec in specs.items()}
     before = _kept(root)
     held = {name: its for name, its in before.items() if name not in wanted and living_owner(root / name) is not None}
@@ -70,7 +70,7 @@ def num_devices(spec: Spec) -> int:
 
 
 def _check(num_by_lane: Mapping[str, int], source: str, devices: Sequence[str] | None = None) -> None:
-    every = list(devices) if devices is not None else _devices()
+    every = list(devices) if devices is not None else machine_devices()
     total = sum(num_by_lane.values())
     if len(num_by_lane) > 1 and total > len(every):
         lanes = ", ".join(f"{name} ({num})" for name, num in num_by_lane.items())
@@ -81,7 +81,8 @@ def _check(num_by_lane: Mapping[str, int], source: str, devices: Sequence[str] |
         )
 
 
-def _devices() -> list[str]:
+def machine_devices() -> list[str]:
+    """Names of this machine's devices: its GPUs, else the cores that this process may use."""
     gpus = visible_gpus()
     return [f"GPU {gpu}" for gpu in gpus] or [f"core {core}" for core in sorted(os.sched_getaffinity(0))]
 

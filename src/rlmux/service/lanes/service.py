@@ -1,18 +1,22 @@
-"""`rlmux serve FILE` with lanes: one address for all of them, until it is stopped; the lanes go on without it.
+"""`rlmux serve FILE`: one address for all lanes of the file, until it is stopped; lanes with submissions only go on.
 
-file ─▶ a Spec for each lane ─┬─ a thread each: controller started or adopted
-                              └─ Server ◀─ Dashboard of the folder
+file ─▶ a Lane each ─┬─ a thread each: controller started or adopted
+                     ├─ the lane with models or permits: its controller in this process
+                     └─ Server ◀─ Dashboard of the folder, doors of clients
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from rlmux.config.load import Spec
-from rlmux.log.folder_lock import FolderLock
+from rlmux.config.service_file import Lane
+from rlmux.runtime.records.folders import ADDRESS
 from rlmux.service.addresses import Listening
+from rlmux.service.app import TINKER, Doors, HostedLane
 from rlmux.service.dashboard.dashboard import Dashboard
 from rlmux.service.folder_address import wait_for_signal
 from rlmux.service.http_server import Server
@@ -25,14 +29,32 @@ from rlmux.service.lanes.submissions import LaneSubmissions
 _POLL_EVERY_S = 0.5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A server that answers."""
+
+    url: str
+    lanes: tuple[str, ...]
+    dashboard: Dashboard | None
+    """None at an address that other machines would read in the clear; submissions then have no address either."""
+    tinker_url: str | None
+    """Value of TINKER_BASE_URL; None without models."""
+    permits: str | None
+    """Value of RLMUX_BROKER; None without permits."""
+
+
 class LaneSupervisor:
     """Every lane, each polled in its own thread, so that a busy lane delays no other."""
 
-    def __init__(self, root: Path, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, root: Path, lanes: Mapping[str, Lane]) -> None:
         """Raises UserError for a lane whose run began with another cluster, and for more devices than there are;
         LogError for another's ledger."""
-        parts = parts_of(root, specs)
-        self.by_name = {name: LaneController(root, name, spec, parts[name]) for name, spec in specs.items()}
+        parts = parts_of(root, {name: lane.spec for name, lane in lanes.items()})
+        self.by_name = {
+            name: (LaneController if lane.serve is None else HostedLane)(root, name, lane, parts[name])
+            for name, lane in lanes.items()
+        }
+        self.hosted = next((lane for lane in self.by_name.values() if isinstance(lane, HostedLane)), None)
         self._ledger = SubmissionLedger(root)
         bundles = Bundles(root)
         self._submissions = LaneSubmissions(self.by_name, self._ledger, bundles)
@@ -79,42 +101,89 @@ class LaneSupervisor:
 
 
 def serve_lanes(
-    specs: Mapping[str, Spec],
+    lanes: Mapping[str, Lane],
     root: Path,
-    lock: FolderLock,
     *,
     listening: Listening,
     allowed_hosts: Collection[str] = (),
-    on_ready: Callable[[str, Dashboard], None],
+    on_ready: Callable[[Ready], None],
 ) -> Mapping[str, int | None]:
-    """Serve until Ctrl-C or SIGTERM; returns the process of each lane, which goes on.
+    """Serve until Ctrl-C or SIGTERM; returns the process of each lane that goes on.
 
-    `lock`: the folder's, released at the end. Raises UserError, before anything is started, for an address that cannot
-    be had and for a lane whose run began with another cluster.
+    `root`: the service's folder, locked by the caller. Raises UserError, before anything is started, for an address
+    that cannot be had and for a lane whose run began with another cluster.
     """
-    server = dashboard = None
-    with lock:
-        listening.check_private()
-        server = Server(listening)
-        lanes = LaneSupervisor(root, specs)
+    with closing(Server(listening)) as server:
+        supervisor = LaneSupervisor(root, lanes)
+        opened = _Opened(root, server, supervisor, allowed_hosts, listening.is_private, on_ready)
         try:
-            dashboard = Dashboard(
-                root,
-                server,
-                allowed_hosts=allowed_hosts,
-                trouble=lanes.trouble,
-                down=lanes.down,
-                lanes=list(lanes.by_name),
-                more=lanes.addresses,
-            )
-            lanes.start()
-            server.start()
-            dashboard.start()
-            on_ready(server.url, dashboard)
-            wait_for_signal(server, dashboard)
+            if supervisor.hosted is not None:
+                supervisor.hosted.run(server, opened.open, opened.check)
+            else:
+                listening.check_private()
+                opened.open(None)
+                wait_for_signal(opened.check)
         finally:
-            server.close()
-            lanes.close()
-            if dashboard is not None:
-                dashboard.close()
-        return {name: lane.pid for name, lane in lanes.by_name.items()}
+            server.close()  # before what answers its requests
+            supervisor.close()
+            opened.close()
+        return {name: lane.pid for name, lane in supervisor.by_name.items() if lane is not supervisor.hosted}
+
+
+class _Opened:
+    """The pages, and the lanes behind them, once every API is mounted."""
+
+    def __init__(
+        self,
+        root: Path,
+        server: Server,
+        supervisor: LaneSupervisor,
+        allowed_hosts: Collection[str],
+        has_pages: bool,
+        on_ready: Callable[[Ready], None],
+    ) -> None:
+        self._root = root
+        self._server = server
+        self._supervisor = supervisor
+        self._allowed_hosts = allowed_hosts
+        self._has_pages = has_pages
+        self._on_ready = on_ready
+        self._dashboard: Dashboard | None = None
+
+    def open(self, doors: Doors | None) -> None:
+        """`doors`: of the lane with models or permits, mounted."""
+        supervisor, server = self._supervisor, self._server
+        if self._has_pages:
+            self._dashboard = Dashboard(
+                self._root,
+                server,
+                allowed_hosts=self._allowed_hosts,
+                trouble=supervisor.trouble,
+                down=supervisor.down,
+                lanes=list(supervisor.by_name),
+                more=supervisor.addresses,
+            )
+        supervisor.start()
+        server.start()
+        if self._dashboard is not None:
+            self._dashboard.start()
+        (self._root / ADDRESS).write_text(server.url.partition("://")[2], encoding="utf-8")
+        self._on_ready(
+            Ready(
+                url=server.url,
+                lanes=tuple(supervisor.by_name),
+                dashboard=self._dashboard,
+                tinker_url=f"{server.url}{TINKER}" if doors and doors.has_models else None,
+                permits=doors.permits.address if doors and doors.permits else None,
+            )
+        )
+
+    def check(self) -> None:
+        """Raises ThreadDiedError or StorageError if a thread of the server or of its pages has ended."""
+        self._server.thread.check()
+        if self._dashboard is not None:
+            self._dashboard.check()
+
+    def close(self) -> None:
+        if self._dashboard is not None:
+            self._dashboard.close()

@@ -1,0 +1,48 @@
+"""The service that `rlmux serve` without a file keeps for this user, and how this user's commands find it.
+
+    $XDG_STATE_HOME/rlmux/service.yaml    its lanes, written at the first start
+                          service/        its folder: lanes, tokens, its server's address
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlmux.core.errors import UserError
+from rlmux.log.folder_lock import living_owner
+from rlmux.runtime.records.folders import ADDRESS
+
+TOKEN = "admin.token"
+
+
+def own_root() -> Path:
+    """The folder; it may not exist yet."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "rlmux" / "service"
+
+
+def own_file() -> Path:
+    return own_root().with_suffix(".yaml")
+
+
+def last_address(root: Path) -> str | None:
+    """HOST:PORT of the newest server of a service's folder; None before its first request."""
+    file = root / ADDRESS
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def own_url() -> str:
+    """The address of this user's service. Raises UserError unless it runs."""
+    root = own_root()
+    address = last_address(root)
+    if address is None or living_owner(root) is None:
+        raise UserError("no service of yours runs on this machine; accepted: --to DIR|URL, or start one: rlmux serve")
+    return f"http://{address}"
+
+
+def own_token(url: str) -> str | None:
+    """The token of this user's service; None where the URL is another server's."""
+    root = own_root()
+    token = root / TOKEN
+    return token.read_text(encoding="utf-8").strip() if url == f"http://{last_address(root)}" else None
