@@ -1,7 +1,8 @@
-"""load, plan, simulate, run, compare: what the commands of these names do.
+"""load, plan, simulate, check, run, compare: what the commands of these names do.
 
 file ─▶ load ─▶ Spec ─┬▶ plan, simulate    dictionaries, the keys of `--json`
                       └▶ run, compare      real training; a Run, a dictionary
+                         check             the first half of `run`
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from rlmux.core.errors import UserError
 from rlmux.policies import check_policy, split_name, with_ablations
 
 if TYPE_CHECKING:
+    from rlmux.core.policy import Policy
     from rlmux.runtime.controller import Listener
+    from rlmux.runtime.launch import AddCosts
     from rlmux.runtime.run import RunOptions, RunResult
     from rlmux.sim.workloads.arrivals import Workload
 
@@ -94,6 +97,28 @@ def simulate(
     )
 
 
+def check(
+    file: File, *, policy: str | None = None, overrides: Sequence[str] = (), on_warning: OnWarning = warn
+) -> Spec:
+    """The file, with all checked that `run` checks before it starts on this machine, its memory included.
+
+    Starts no worker: a `promise` is not probed. Raises UserError; the further mistakes that are known are its notes.
+    """
+    from rlmux.runtime import launch
+    from rlmux.runtime.memory import machine_probe, memory_budget
+
+    spec, _, add_costs = _ready(file, policy=policy, overrides=overrides, on_warning=on_warning)
+    machine = machine_probe.describe_machine(spec.cluster)
+    is_gpu = bool(machine.gpu_by_device)
+    known = [
+        memory_budget.with_footprint(one, spec.cluster, is_gpu=is_gpu, has_base=is_gpu)
+        for one in launch.submissions(spec, add_costs)
+    ]
+    cluster = memory_budget.with_machine_memory(spec.cluster, known, machine)
+    memory_budget.check_each_fits(cluster, known, is_gpu=is_gpu, has_base=is_gpu)
+    return spec
+
+
 def run(
     file: File,
     *,
@@ -121,17 +146,16 @@ def run(
     from rlmux.runtime.records import folders
     from rlmux.runtime.run import RunOptions
 
-    spec = load_file(
-        file, purpose=Purpose.RUN, overrides=overrides, policy=policy, may_be_empty=keep_open, profile=profile,
-        on_warning=on_warning,
-    )  # fmt: skip
+    spec, decides, add_costs = _ready(
+        file, policy=policy, overrides=overrides, may_be_empty=keep_open, profile=profile, on_warning=on_warning
+    )
     with (
         folders.chosen(out, f"{_stem(file)}-{spec.policy}") as folder,
         followed(spec, listeners, display) as listening,
     ):
         options = RunOptions(backend=backend, listeners=listening, is_kept_open=keep_open)
         result = _train(
-            spec, folder, options, address=address, profile=profile, on_warning=on_warning, is_overwriting=overwrite
+            spec, folder, options, policy=decides, add_costs=add_costs, address=address, is_overwriting=overwrite
         )
     ended = Run(folder)
     ended.result = result
@@ -171,7 +195,8 @@ def compare(
     def start(one: Spec, into: Path) -> RunResult:
         with followed(one, (), display) as listening:
             options = RunOptions(backend=backend, listeners=listening)
-            return _train(one, into, options, address=address, profile=profile, on_warning=on_warning)
+            policy, add_costs = policy_and_costs(one, profile, on_warning)
+            return _train(one, into, options, policy=policy, add_costs=add_costs, address=address)
 
     with folders.chosen(out, f"{_stem(file)}-compare") as folder:
         return with_worth(run_comparison.run_each(spec, names, folder, start, is_overwriting=overwrite))
@@ -207,21 +232,28 @@ def _stem(file: File) -> str:
     return Path(file).stem if isinstance(file, str | Path) else "run"
 
 
+def _ready(
+    file: File, *, profile: str | Path | None = None, on_warning: OnWarning, **how: Any
+) -> tuple[Spec, Policy, AddCosts]:
+    """The file, checked for training, and what a run of it starts with. `how`: as `load_file` takes it."""
+    spec = load_file(file, purpose=Purpose.RUN, profile=profile, on_warning=on_warning, **how)
+    return spec, *policy_and_costs(spec, profile, on_warning)
+
+
 def _train(
     spec: Spec,
     folder: Path,
     options: RunOptions,
     *,
+    policy: Policy,
+    add_costs: AddCosts,
     address: str | None,
-    profile: str | Path | None,
-    on_warning: OnWarning,
     is_overwriting: bool = False,
 ) -> RunResult:
     from rlmux.runtime import launch
 
     if options.backend not in ("local", "ray"):
         raise UserError(f"backend is {options.backend!r}; accepted: local, ray")
-    policy, add_costs = policy_and_costs(spec, profile, on_warning)
     return launch.start_run(
         spec,
         folder,

@@ -1,6 +1,6 @@
 """The command line: words in, pictures out. One function per command, no scheduling logic of its own.
 
-Reading order: main, inputs, output, tables, live, progress, remote, lookups, exit_codes, chaos, doctor,
+Reading order: main, inputs, checked_file, output, tables, live, progress, remote, lookups, exit_codes, chaos, doctor,
 doctor_engine, verification, what_if, memory_rows, profile_tables.
 """
 

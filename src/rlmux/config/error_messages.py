@@ -33,7 +33,8 @@ def spec_error(root: Node, path: Sequence[PathPart], text: str) -> SpecError:
 
 
 def explain(error: ValidationError, root: Node, top: type[FromFile]) -> SpecError:
-    """The first mistake in reading order. Missing keys come last, since a misspelt key is missing too."""
+    """The first mistake in reading order; the others are its notes. Missing keys come last, since a misspelt key is
+    missing too. A mistake in `defaults` is counted once, for the first pipeline."""
 
     def rank(details: ErrorDetails) -> tuple[bool, int]:
         return details["type"] == "missing", root.nearest(_path(details)).order
@@ -41,7 +42,14 @@ def explain(error: ValidationError, root: Node, top: type[FromFile]) -> SpecErro
     found = error.errors()
     # pydantic calls a list too short as well if all its items are wrong
     found = [one for one in found if one["type"] != "too_short" or not any(_is_inside(each, one) for each in found)]
-    return _explain_one(min(found, key=rank), root, top)
+    each_once: dict[tuple[int, PathPart | None], ErrorDetails] = {}
+    for one in sorted(found, key=rank):
+        path = _path(one)
+        each_once.setdefault((id(root.nearest(path)), path[-1] if path else None), one)
+    first, *others = (_explain_one(one, root, top) for one in each_once.values())
+    for other in others:
+        first.add_note(str(other))
+    return first
 
 
 def _explain_one(details: ErrorDetails, root: Node, top: type[FromFile]) -> SpecError:
@@ -80,7 +88,12 @@ def _is_inside(inner: ErrorDetails, outer: ErrorDetails) -> bool:
 
 
 def _path(details: ErrorDetails) -> tuple[PathPart, ...]:
-    return tuple(details["loc"])
+    """The path in the file. Where a key takes numbers and texts, pydantic adds the type that it tried."""
+    path = tuple(details["loc"])
+    is_of_type = (path[-1:], details["type"]) in (
+        (("float",), "float_type"), (("float",), "finite_number"), (("str",), "string_type")
+    )  # fmt: skip
+    return path[:-1] if is_of_type else path
 
 
 def shown_path(root: Node, path: Sequence[PathPart]) -> str:

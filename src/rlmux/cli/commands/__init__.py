@@ -2,7 +2,7 @@
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 
-Reading order: training, prediction, runs, lookups, serving, sharing, people, machine, options.
+Reading order: files, training, prediction, runs, lookups, serving, sharing, people, machine, options.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rlmux.cli.commands import lookups, machine, people, prediction, runs, serving, sharing, training
+from rlmux.cli.commands import files, lookups, machine, people, prediction, runs, serving, sharing, training
 
 
 class _GroupedHelp(TyperGroup):
@@ -44,7 +44,15 @@ def _no_command(context: typer.Context) -> None:
 
 
 _COMMANDS_BY_GROUP = {
-    "Train": (training.run, training.compare, training.resume, runs.submit, runs.verify, training.chaos),
+    "Train": (
+        files.check,
+        training.run,
+        training.compare,
+        training.resume,
+        runs.submit,
+        runs.verify,
+        training.chaos,
+    ),
     "Watch and steer": (
         runs.status,
         lookups.queue,

@@ -10,6 +10,9 @@ import typer
 File = Annotated[
     str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/reference/file.md).")
 ]
+AnyFile = Annotated[
+    str, typer.Argument(metavar="FILE", help="YAML file of `rlmux run`, `serve` or `broker` (docs/reference/file.md).")
+]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")]
 Place = Annotated[
     str, typer.Argument(metavar="DIR|URL", help="A run's folder, or http://HOST:PORT/lanes/NAME of a server.")

@@ -1,0 +1,153 @@
+"""What `rlmux check` finds in a file: the loader of its kind reads it, and nothing is started.
+
+file ── kind_of ──▶ pipelines | lanes | permits ──▶ check_file ──▶ CheckedFile
+                                                                       └──▶ UserError; further mistakes are its notes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from rlmux.cli import inputs
+from rlmux.config.broker_file import BrokerConfig
+from rlmux.config.error_messages import fields_by_key
+from rlmux.config.load import read_text
+from rlmux.config.source_map import parse_yaml
+from rlmux.config.tree import RunConfig
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster
+
+
+class Kind(StrEnum):
+    """What a file describes, named after its main part."""
+
+    PIPELINES = "pipelines"
+    """The file of `rlmux run`."""
+    LANES = "lanes"
+    """The file of `rlmux serve`."""
+    PERMITS = "permits"
+    """The file of `rlmux broker`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedCluster:
+    """Devices and the policy that schedules them."""
+
+    lane: str | None = None
+    """Name of the lane; None in other files."""
+    policy: str
+    """Name of the policy."""
+    devices: Mapping[str, int | None]
+    """Number of devices by pool; None: not limited."""
+    models: Sequence[str] = ()
+    """Names of the models that the lane serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedFile:
+    """A file without mistakes."""
+
+    kind: Kind
+    """What the file describes."""
+    names: Sequence[str]
+    """Names of its pipelines or lanes."""
+    clusters: Sequence[CheckedCluster]
+    """One for each lane; one in other files."""
+
+
+def kind_of(file: str) -> Kind:
+    """The kind of a file by its keys. Raises SpecError for an unreadable file."""
+    keys = parse_yaml(read_text(Path(file)), file).value
+    if not isinstance(keys, dict):
+        return Kind.PIPELINES  # whose loader words the mistake
+    if keys.keys() & {"lanes", "serve"}:  # `serve` outside a lane is a mistake that the loader of lanes words
+        return Kind.LANES
+    of_broker, of_run = fields_by_key(BrokerConfig).keys(), fields_by_key(RunConfig).keys()
+    has_only_its_keys = "cluster" in keys and keys.keys() <= of_broker
+    return Kind.PERMITS if has_only_its_keys or keys.keys() & (of_broker - of_run) else Kind.PIPELINES
+
+
+def check_file(file: str, sets: Sequence[str]) -> CheckedFile:
+    """Check a file with the loader of its kind. Raises UserError for a mistake."""
+    kind = kind_of(file)
+    if sets and kind is Kind.LANES:
+        raise UserError(f"--set {sets[0]}: {file} has {kind}; accepted: a file of `rlmux run` or `broker`")
+    return {
+        Kind.PIPELINES: _check_pipelines,
+        Kind.LANES: _check_lanes,
+        Kind.PERMITS: _check_permits,
+    }[kind](file, sets)
+
+
+def _check_pipelines(file: str, sets: Sequence[str]) -> CheckedFile:
+    from rlmux.api import commands
+
+    spec = commands.check(file, overrides=sets, on_warning=inputs.print_notice)
+    promised = [one.name for one in spec.pipelines if one.promise is not None]
+    if promised:
+        inputs.print_notice(f"promises of {', '.join(promised)}: not probed; `rlmux run` probes them before it starts")
+    names = [one.name for one in spec.pipelines]
+    return CheckedFile(kind=Kind.PIPELINES, names=names, clusters=[_cluster(spec.policy, spec.cluster)])
+
+
+def _check_lanes(file: str, _: Sequence[str]) -> CheckedFile:
+    from rlmux.config.service_file import load_service_file
+    from rlmux.policies import POLICIES
+    from rlmux.service.lanes.devices import check_devices
+
+    lanes = load_service_file(Path(file), policies=list(POLICIES))
+    check_devices({name: lane.spec for name, lane in lanes.items()})
+    clusters = [
+        replace(
+            _cluster(lane.spec.policy, lane.spec.cluster),
+            lane=name,
+            models=[] if lane.serve is None else list(lane.serve.models),
+        )
+        for name, lane in lanes.items()
+    ]
+    return CheckedFile(kind=Kind.LANES, names=list(lanes), clusters=clusters)
+
+
+def _check_permits(file: str, sets: Sequence[str]) -> CheckedFile:
+    spec = inputs.load_for_broker(file, sets, None)
+    return CheckedFile(kind=Kind.PERMITS, names=[], clusters=[_cluster(spec.policy, spec.cluster)])
+
+
+def _cluster(policy: str, cluster: Cluster) -> CheckedCluster:
+    devices = {
+        name: None if pool.num_nodes is None else pool.num_nodes * pool.gpus_per_node
+        for name, pool in cluster.pools.items()
+    }
+    return CheckedCluster(policy=policy, devices=devices)
+
+
+def show(file: str, checked: CheckedFile, *, as_json: bool) -> None:
+    """Print `FILE: ok: 2 pipelines, policy rollmux, devices rollout 1, train 1`."""
+    if as_json:
+        print(json.dumps({"file": file, "ok": True, **asdict(checked), "mistakes": []}))
+        return
+    number = len(checked.names)
+    what = f"{number} {checked.kind if number != 1 else checked.kind.removesuffix('s')}" if number else checked.kind
+    between = "; " if checked.kind is Kind.LANES else ", "
+    print(f"{file}: ok: {between.join([what, *map(_shown, checked.clusters)])}")
+
+
+def show_mistakes(file: str, error: UserError, *, as_json: bool) -> None:
+    """Print each mistake on a line of stderr, the first one first."""
+    mistakes = [str(error), *getattr(error, "__notes__", ())]
+    if as_json:
+        print(json.dumps({"file": file, "ok": False, "mistakes": mistakes}))
+        return
+    for mistake in mistakes:
+        inputs.print_notice(" ".join(mistake.split()))
+
+
+def _shown(cluster: CheckedCluster) -> str:
+    devices = ", ".join(f"{name} {'any' if number is None else number}" for name, number in cluster.devices.items())
+    lane = "" if cluster.lane is None else f"{cluster.lane}: "
+    models = f", models {', '.join(cluster.models)}" if cluster.models else ""
+    return f"{lane}policy {cluster.policy}, devices {devices}{models}"
