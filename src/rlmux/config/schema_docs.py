@@ -1,6 +1,6 @@
 """The tables of docs/reference/file.md, from the classes of the typed tree.
 
-To print: `python -m rlmux.config.schema_docs`.
+To print: `python -m rlmux.config.schema_docs`. A module of its own: it is a program.
 """
 
 from __future__ import annotations

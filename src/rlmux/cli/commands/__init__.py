@@ -46,6 +46,7 @@ def _no_command(context: typer.Context) -> None:
 _COMMANDS_BY_GROUP = {
     "Train": (
         files.check,
+        files.schema,
         training.run,
         training.compare,
         training.resume,

@@ -1,6 +1,9 @@
-"""Commands about a file: check."""
+"""Commands about the user's file: check, schema."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -26,3 +29,29 @@ def check(file: AnyFile, sets: Sets = None, json: Json = False) -> None:
         checked_file.show_mistakes(file, error, as_json=json)
         raise typer.Exit(MISTAKE) from None
     checked_file.show(file, checked, as_json=json)
+
+
+def schema(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="File to write, in place of stdout.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of the file, with which an editor completes and checks keys.
+
+    The schema covers the files of `run`, `serve` and `broker`. docs/reference/file.md says how an editor finds it.
+
+    \b
+    Example: rlmux schema --out rlmux.schema.json
+    """
+    import json
+
+    from rlmux.config.json_schema import json_schema
+
+    text = json.dumps(json_schema(), indent=1) + "\n"
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; accepted: a file that can be written") from None
