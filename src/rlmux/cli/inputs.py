@@ -92,19 +92,20 @@ def check_policy(option: str, name: str) -> None:
     if plugins.is_plugin("policy", name):
         plugins.look_in(Path.cwd())
     else:
-        _check_choice(option, split_name(name)[0], list(POLICIES))
+        check_choice(option, split_name(name)[0], list(POLICIES))
 
 
 def backend_name(text: str) -> Literal["local", "ray"]:
-    _check_choice("--backend", text, BACKENDS)
+    check_choice("--backend", text, BACKENDS)
     return "ray" if text == "ray" else "local"
 
 
 def check_paper(paper: str) -> None:
-    _check_choice("PAPER", paper, PAPERS)
+    check_choice("PAPER", paper, PAPERS)
 
 
-def _check_choice(what: str, value: str, known: Sequence[str]) -> None:
+def check_choice(what: str, value: str, known: Sequence[str]) -> None:
+    """Raises UserError for a value that is not one of `known`."""
     if value not in known:
         close = get_close_matches(value, known, n=1)
         hint = f"nearest: {close[0]}; " if close else ""

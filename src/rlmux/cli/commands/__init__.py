@@ -45,6 +45,7 @@ def _no_command(context: typer.Context) -> None:
 
 _COMMANDS_BY_GROUP = {
     "Train": (
+        files.init,
         files.check,
         files.schema,
         training.run,

@@ -1,4 +1,4 @@
-"""Commands about the user's file: check, schema."""
+"""Commands about the user's file: init, check, schema."""
 
 from __future__ import annotations
 
@@ -9,6 +9,33 @@ import typer
 
 from rlmux.cli.commands.options import AnyFile, Json, Sets
 from rlmux.core.errors import UserError
+
+
+def init(
+    start: Annotated[
+        str, typer.Argument(metavar="START", help="tasks, rows, checkpoint, trl or tinker: what is trained, and how.")
+    ] = "tasks",
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="YAML file to write; other files are written beside it.")
+    ] = Path("rlmux.yaml"),
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Checkpoint folder, for START checkpoint.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a commented file for this machine, and print the commands to type next.
+
+    tasks: two tasks that ship. rows: your own rows and reward. checkpoint: your own checkpoint. trl: TRL scripts that
+    share a device. tinker: a training loop over the Tinker API. No file is overwritten.
+
+    \b
+    Example: rlmux init rows
+             rlmux init checkpoint --model models/Qwen3-0.6B
+    """
+    from rlmux.cli import starting_points
+
+    written = starting_points.write(start, out, model)
+    starting_points.show(written, as_json=json)
 
 
 def check(file: AnyFile, sets: Sets = None, json: Json = False) -> None:
