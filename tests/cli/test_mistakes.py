@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 
 import pytest
+import typer
+
+from rlmux.cli.commands import app, example_of
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,9 @@ def test_without_a_command_the_help_is_shown(rlmux):
     assert rlmux() == rlmux("--help")
 
 
-def test_help_lists_commands_in_five_groups_with_whole_sentences(rlmux):
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_lists_commands_in_five_groups_with_whole_sentences_and_an_example(rlmux, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
     _, _, *groups = rlmux("--help").out.strip().split("\n\n")[1:]
     assert [group.splitlines()[0] for group in groups] == [
         "Train:",
@@ -97,7 +104,20 @@ def test_help_lists_commands_in_five_groups_with_whole_sentences(rlmux):
         "Serve and share:",
         "Machine:",
     ]
-    assert all("..." not in group and group.endswith(".") for group in groups)
+    lines = [line for group in groups for line in group.splitlines()[1:]]
+    assert max(map(len, lines)) <= columns
+    commands = re.findall(
+        r"^  (\w+) +[A-Z].*\.\n +\$ rlmux (\w+)", re.sub(r"\n {13}(?!\$)", " ", "\n".join(lines)), re.M
+    )
+    assert [name for name, _ in commands] == [example for _, example in commands]
+    assert {name for name, _ in commands} == {command.callback.__name__ for command in app.registered_commands}
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
+def test_the_example_of_each_command_is_a_command_line_that_it_takes(command):
+    name, *words = shlex.split(example_of(command.callback).removeprefix("rlmux "))
+    assert name == command.callback.__name__
+    assert typer.main.get_command(app).commands[name].make_context(name, words)
 
 
 def test_plan_prints_a_row_for_each_pipeline_and_the_cost(rlmux):

@@ -7,6 +7,7 @@ Reading order: files, training, prediction, runs, lookups, serving, sharing, peo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -16,14 +17,22 @@ from rlmux.cli.commands import files, lookups, machine, people, prediction, runs
 
 
 class _GroupedHelp(TyperGroup):
-    """Lists the commands under the names of their groups, each with its first sentence in full."""
+    """Lists the commands under the names of their groups, each with its first sentence in full and an example."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Typer groups commands by `rich_help_panel` only in a rich markup mode, which draws boxes."""
+        width = max(map(len, self.commands))
         for group, commands in _COMMANDS_BY_GROUP.items():
             with formatter.section(group):
-                names = [command.__name__ for command in commands]
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(200)) for name in names])
+                for command in commands:
+                    name = command.__name__
+                    formatter.write_dl([(name.ljust(width), self.commands[name].get_short_help_str(200))])
+                    formatter.write(f"{'':{formatter.current_indent + width + 2}}$ {example_of(command)}\n")
+
+
+def example_of(command: Callable[..., Any]) -> str:
+    """The first example of a command's docstring, unwrapped, to be copied."""
+    return (command.__doc__ or "").partition("Example: ")[2].partition("\n")[0]
 
 
 app = typer.Typer(
@@ -43,7 +52,7 @@ def _no_command(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-_COMMANDS_BY_GROUP = {
+_COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
     "Train": (
         files.init,
         files.check,

@@ -72,7 +72,8 @@ def token(
     A token is printed once and stored as a hash. A running server applies every change at its next request.
 
     \b
-    Example: rlmux token add runs/service-lanes ann --scope read --scope submit --scope control
+    Example: rlmux token add runs/service-lanes ann --scope read
+             rlmux token add runs/service-lanes ann --scope read --scope submit --scope control
     """
     from rlmux.core.errors import UserError
     from rlmux.service.dashboard.auth import tokens

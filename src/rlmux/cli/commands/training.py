@@ -48,7 +48,8 @@ def run(
     """Train the file's pipelines on this machine or on a Ray cluster.
 
     \b
-    Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
+    Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux
+             rlmux run examples/01_two_pipelines.yaml --set 'pipelines.*.steps=10'
     """
     from rlmux.api import commands
     from rlmux.cli import inputs
@@ -89,7 +90,8 @@ def compare(
     Policies run one after another, with the same seeds and devices; ratios are relative to the first policy.
 
     \b
-    Example: rlmux compare examples/01_two_pipelines.yaml --policies solo,colocated,rollmux
+    Example: rlmux compare examples/01_two_pipelines.yaml
+             rlmux compare examples/01_two_pipelines.yaml --policies solo,rollmux
              rlmux compare examples/01_two_pipelines.yaml --policies rlmux --ablate all
     """
     from rlmux.api import commands
@@ -186,7 +188,8 @@ def chaos(
     Runs the file once undisturbed, then with random SIGKILLs of workers and controller and a resume after each.
 
     \b
-    Example: rlmux chaos examples/01_two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
+    Example: rlmux chaos examples/01_two_pipelines.yaml --kills 20 --seed 1
+             rlmux chaos examples/01_two_pipelines.yaml --set 'pipelines.*.steps=20'
     """
     from rlmux.cli import inputs
     from rlmux.runtime.records import folders
