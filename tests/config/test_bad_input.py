@@ -81,6 +81,10 @@ CASES = {
         [("steps: 60", "slo_probability: 1")],
         "two.yaml:6: pipelines.sort.slo_probability is 1; accepted: a number above 0 and below 1, or mean",
     ),
+    "an SLO by a word of YAML": (
+        [("steps: 60", "slo_probability: true")],
+        "two.yaml:6: pipelines.sort.slo_probability is true; accepted: a number above 0 and below 1, or mean",
+    ),
     "a token limit below the mean": (
         [("steps: 60", "estimate: {rollout_s: 3, train_s: 2, limit_rollout_s: 2, limit_train_s: 2}")],
         "two.yaml:6: pipelines.sort.estimate.limit_rollout_s is 2; accepted: 3, the seconds of a mean step, or more",
