@@ -7,6 +7,7 @@
     run = rlmux.run("examples/01_two_pipelines.yaml", out="runs/demo")             real training, here
     run = rlmux.open_run("runs/demo")                                              while it goes on, and after
     run.steps.to_pandas()
+    rlmux.verify("runs/demo")                                                      is it what training alone gives?
 
 A file is a path, or a mapping of the same keys made in code. What is wrong with it raises UserError, in one line.
 Nothing heavy is imported before it is used: `plan` and `simulate` work where torch is not installed.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlmux.api.commands import compare, load, plan, run, simulate
+    from rlmux.api.commands import compare, load, plan, run, simulate, verify
     from rlmux.api.connection import Connection, connect
     from rlmux.api.run_handle import Run, Table, open_run
     from rlmux.core.errors import PipelineError, PolicyError, RlmuxError, SpecError, UserError
@@ -28,6 +29,7 @@ _MODULE_BY_NAME = {
     "plan": "rlmux.api.commands",
     "run": "rlmux.api.commands",
     "simulate": "rlmux.api.commands",
+    "verify": "rlmux.api.commands",
     "Connection": "rlmux.api.connection",
     "connect": "rlmux.api.connection",
     "Run": "rlmux.api.run_handle",
@@ -57,6 +59,7 @@ __all__ = [
     "plan",
     "run",
     "simulate",
+    "verify",
 ]
 
 

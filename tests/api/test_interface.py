@@ -42,7 +42,7 @@ def test_a_pool_without_a_price_beside_one_with_a_price_is_named_before_a_run(ca
 
 def test_the_public_names_are_these():
     errors = "PipelineError PolicyError RlmuxError SpecError UserError"
-    functions = "compare connect load open_run plan run simulate"
+    functions = "compare connect load open_run plan run simulate verify"
     assert set(rlmux.__all__) == {"Connection", "Run", "Table", *errors.split(), *functions.split()}
     for name in rlmux.__all__:
         assert inspect.getdoc(getattr(rlmux, name)), name
@@ -153,6 +153,14 @@ def test_without_pandas_the_line_says_how_to_get_it(finished, monkeypatch):
 def test_resuming_a_run_that_is_over_changes_nothing(finished):
     before = finished.summary["pipelines"]
     assert finished.resume().summary["pipelines"] == before
+
+
+def test_a_run_is_verified_by_a_sample_or_at_every_step(finished):
+    sampled = rlmux.verify(finished.folder, seed=1)
+    assert sampled["is_equal"]
+    assert {name: one["seed"] for name, one in sampled["pipelines"].items()} == {"a": 1, "b": 1}
+    whole = rlmux.verify(finished.folder, ["b"], all_steps=True)["pipelines"]
+    assert {name: (one["steps_equal"], one["sampled_steps"]) for name, one in whole.items()} == {"b": (2, None)}
 
 
 def test_nothing_is_connected_to_a_run_that_is_over(finished):

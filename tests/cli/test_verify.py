@@ -8,7 +8,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from rlmux.cli import verification
-from rlmux.runtime.checks.replay_verification import Difference, Verdict
+from rlmux.runtime.checks.replay_verification import Difference, Sample, Verdict
 from rlmux.runtime.records import folders
 
 EQUAL = Verdict(
@@ -42,6 +42,25 @@ GAPS = Verdict(
     promise=None,
     num_equal_by_sum={"checksum": 0, "sha256": 7},
 )
+SAMPLED = Verdict(
+    pipeline="f",
+    num_equal=4,
+    num_steps=80,
+    difference=None,
+    promise="exact",
+    num_equal_by_sum={"checksum": 4, "sha256": 0},
+    sample=Sample(seed=7, parts=(range(1, 4), range(80, 81)), num_reachable=6, num_logged=80),
+)
+DAMAGED = Verdict(
+    pipeline="g",
+    num_equal=0,
+    num_steps=80,
+    difference=Difference(
+        step=79, compared="sha256", logged="b1946ac92492d2347c", alone="4dd1c1e2a0a0a0a0", checkpoint="step_79"
+    ),
+    promise="exact",
+    sample=SAMPLED.sample,
+)
 NOTHING = Verdict(pipeline="e", num_equal=0, num_steps=0, difference=None, promise=None, reason="no hash")
 
 
@@ -57,17 +76,26 @@ NOTHING = Verdict(pipeline="e", num_equal=0, num_steps=0, difference=None, promi
         (STUCK, "c: differs at step 2 of 2: sha256 b1946ac92492 in the log, reward: KeyError alone"),
         (GAPS, "d: equal at 7 steps (sha256); the log has no sum of the other 2"),
         (NOTHING, "e: nothing to compare: no hash"),
+        (
+            SAMPLED,
+            "f: equal at 4 of 80 steps (sample of 1 in 20 from the 6 steps near the start or a kept checkpoint, "
+            "seed 7; --all compares every step)",
+        ),
+        (
+            DAMAGED,
+            "g: differs at step 79 of 80: sha256 b1946ac92492 in the log, damaged checkpoint step_79: 4dd1c1e2a0a0",
+        ),
     ],
     ids=lambda value: value.pipeline if isinstance(value, Verdict) else "",
 )
 def test_each_verdict_is_one_line(verdict, line, capsys):
     code = verification.show([verdict], as_json=False)
     assert capsys.readouterr().out == line + "\n"
-    assert code == (0 if verdict.pipeline in "ad" else 1)
+    assert code == (0 if verdict.pipeline in "adf" else 1)
 
 
 def test_json_says_where_it_differs(capsys):
-    assert verification.show([EQUAL, OTHER], as_json=True) == 1
+    assert verification.show([EQUAL, OTHER, SAMPLED], as_json=True) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["is_equal"] is False
     assert said["pipelines"]["a"] == {
@@ -78,18 +106,26 @@ def test_json_says_where_it_differs(capsys):
         "first_difference": None,
         "promise": "exact",
         "reason": "",
+        "sampled_steps": None,
+        "seed": None,
     }
     assert said["pipelines"]["b"]["first_difference"]["step"] == 7
     assert said["pipelines"]["b"]["first_difference"]["compared"] == "checksum"
+    assert (said["pipelines"]["f"]["sampled_steps"], said["pipelines"]["f"]["seed"]) == ([1, 2, 3, 80], 7)
 
 
-def test_the_command_hands_over_names_and_progress_as_the_verification_takes_them(rlmux, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "sample_seed"), [([], 0), (["--seed", "3"], 3), (["--all"], None), (["--all", "--seed", "3"], None)]
+)
+def test_the_command_hands_over_names_and_the_seed_of_the_sample(rlmux, monkeypatch, words, sample_seed):
     monkeypatch.setattr(folders, "check_run", lambda folder: None)
+    monkeypatch.setattr(verification, "is_hosted", lambda folder: False)
     replay = create_autospec(verification.verify, return_value=[EQUAL])
-    monkeypatch.setattr(verification, "chosen", lambda folder: replay)
-    said = rlmux("verify", "run", "a")
+    monkeypatch.setattr(verification, "verify", replay)
+    said = rlmux("verify", "run", "a", *words)
     assert (said.code, said.out) == (0, EQUAL.line() + "\n")
     assert replay.call_args.args[1] == ["a"]
+    assert replay.call_args.kwargs["sample_seed"] == sample_seed
 
 
 def test_a_folder_without_a_run_is_a_mistake(rlmux):

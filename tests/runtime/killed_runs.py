@@ -35,7 +35,7 @@ def kill_after(folder: Path, num_steps: int, words: list[str]) -> None:
 
 def check_killed_twice(folder: Path, text: str) -> None:
     """A run of this file, with the pipelines `sort` and `reverse`, killed and resumed twice ends with the weights of
-    one that is left alone, and `rlmux verify` says so."""
+    one that is left alone, and `rlmux verify` says so. Files have 7 steps."""
     file = folder / "two.yaml"
     file.write_text(text)
     whole, killed = folder / "whole", folder / "killed"
@@ -47,3 +47,6 @@ def check_killed_twice(folder: Path, text: str) -> None:
     assert weights(killed) == weights(whole)
     (verdict,) = verify(killed, ["sort"], print_line=lambda _: None)
     assert verdict.is_equal
+    (last,) = verify(killed, ["sort"], print_line=lambda _: None, sample_seed=1)
+    assert last.sample is not None
+    assert (last.sample.steps, last.is_equal) == ([7], True), "restored from the checkpoint before it"

@@ -1,8 +1,9 @@
-"""load, plan, simulate, check, run, compare: what the commands of these names do.
+"""load, plan, simulate, check, run, compare, verify: what the commands of these names do.
 
 file ─▶ load ─▶ Spec ─┬▶ plan, simulate    dictionaries, the keys of `--json`
                       └▶ run, compare      real training; a Run, a dictionary
                          check             the first half of `run`
+folder of a run ─▶ verify                  training of some of its steps again; a dictionary
 """
 
 from __future__ import annotations
@@ -200,6 +201,26 @@ def compare(
 
     with folders.chosen(out, f"{_stem(file)}-compare") as folder:
         return with_worth(run_comparison.run_each(spec, names, folder, start, is_overwriting=overwrite))
+
+
+def verify(folder: str | Path, names: Sequence[str] = (), *, all_steps: bool = False, seed: int = 0) -> dict[str, Any]:
+    """Train steps of a finished run's pipelines again, each pipeline alone, and compare weights with the log.
+
+    `names`: pipelines, by default all. `all_steps`: every step, from the first; otherwise about 1 in 20, drawn with
+    `seed`, from the initial weights and the checkpoints that the run kept.
+    The keys are those of `rlmux verify --json` (docs/reference/cli.md). Raises UserError, before anything starts, for a
+    folder without a run, a run in progress, an unknown name, and a lane that its server runs.
+    """
+    from rlmux.runtime.checks import replay_verification
+    from rlmux.runtime.records import folders
+
+    folders.check_run(Path(folder))
+    if folders.is_hosted(Path(folder)):
+        raise UserError(f"{folder}: a lane that its server runs; accepted: rlmux verify {folder}")
+    verdicts = replay_verification.verify(
+        Path(folder), names, print_line=lambda _: None, sample_seed=None if all_steps else seed
+    )
+    return replay_verification.result_of(verdicts)
 
 
 def with_worth(result: Mapping[str, Any]) -> dict[str, Any]:

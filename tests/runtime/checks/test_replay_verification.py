@@ -15,7 +15,7 @@ from rlmux.log.folder_lock import FolderLock
 from rlmux.log.segments import row_checksum
 from rlmux.policies import make_policy
 from rlmux.runtime import launch
-from rlmux.runtime.checks.replay_verification import verify
+from rlmux.runtime.checks.replay_verification import Sample, Verdict, verify
 
 pytest.importorskip("torch")
 
@@ -121,6 +121,98 @@ def test_hashes_of_steps_that_would_have_no_checkpoint_are_made_for_the_comparis
     run = tampered(with_gaps, tmp_path / "one", "type = 'header'", "checkpoint_every: 3", "checkpoint_every: 4")
     (verdict,) = verify(run, ["a"], print_line=lambda text: None)
     assert verdict.line() == "a: equal at all 5 steps (checksum, sha256 at 2)", "step 3 would have none by this file"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that keeps all its checkpoints: of every fifth step of a, and, of b with staleness, of the step before."""
+    folder = tmp_path_factory.mktemp("kept")
+    text = small_file(
+        "{name: a, seed: 11, task: sort, checkpoint_every: 5, keep_checkpoints: 9}",
+        "{name: b, seed: 12, task: reverse, checkpoint_every: 5, keep_checkpoints: 9, algorithm: {staleness: 1}}",
+        steps=21,
+    )
+    launch.start_run(
+        parse_spec(text, source="small.yaml", folder=folder), folder / "run", policy=make_policy("rollmux")
+    )
+    return folder / "run"
+
+
+def sampled(run: Path, name: str, seed: int) -> Verdict:
+    (verdict,) = verify(run, [name], print_line=lambda text: None, sample_seed=seed)
+    return verdict
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a", [11, 21]), ("b", [11, 16])])
+def test_a_sample_is_trained_from_the_checkpoints_before_it_with_staleness_too(kept, name, begins):
+    verdict = sampled(kept, name, seed=5)
+    assert verdict.is_equal, verdict.line()
+    assert [part.start for part in verdict.sample.parts] == begins, "right after checkpoints"
+    assert verdict.num_equal == len(verdict.sample.steps) < 21
+    assert verdict.line() == (
+        f"{name}: equal at {verdict.num_equal} of 21 steps (sample of 1 in 20, seed 5; --all compares every step)"
+    )
+    assert verdict.fields()["sampled_steps"] == verdict.sample.steps
+
+
+def test_a_changed_checksum_is_found_by_the_sample_that_has_its_step(kept, tmp_path):
+    step = sampled(kept, "a", seed=5).sample.steps[-1]
+    true = logged(kept, "step", "weights_checksum", "a", step)
+    verdict = sampled(tampered(kept, tmp_path, of_step("step", step), true, "0" * 32), "a", seed=5)
+    assert verdict.line() == f"a: differs at step {step} of 21: checksum 000000000000 in the log, {true[:12]} alone"
+
+
+@pytest.mark.parametrize("step", [10, 21])
+def test_a_damaged_checkpoint_that_a_sample_begins_from_or_the_newest_is_named(kept, tmp_path, step):
+    run = shutil.copytree(kept, tmp_path / "run")
+    path = run / "a" / f"step_{step}" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    verdict = sampled(run, "a", seed=5)
+    true = logged(kept, "checkpoint", "weights_sha256", "a", step)
+    assert verdict.line() == (
+        f"a: differs at step {step} of 21: sha256 {true[:12]} in the log, damaged checkpoint step_{step}: "
+        f"{path.resolve()} is damaged: its sha256 is not the one in state.json"
+    )
+
+
+def test_a_whole_checkpoint_of_other_weights_is_named_with_its_sha256(kept, tmp_path):
+    true = logged(kept, "checkpoint", "weights_sha256", "a", 21)
+    verdict = sampled(tampered(kept, tmp_path, of_step("checkpoint", 21), true, "0" * 64), "a", seed=5)
+    assert verdict.line() == (
+        f"a: differs at step 21 of 21: sha256 000000000000 in the log, damaged checkpoint step_21: {true[:12]}"
+    )
+
+
+def test_without_checkpoints_a_sample_is_of_the_first_steps(kept, tmp_path):
+    run = shutil.copytree(kept, tmp_path / "run", ignore=shutil.ignore_patterns("step_*"))
+    verdict = sampled(run, "a", seed=0)
+    assert verdict.line() == (
+        f"a: equal at {verdict.num_equal} of 21 steps (sample of 1 in 20 from the 5 steps near the start or a kept "
+        "checkpoint, seed 0; --all compares every step)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "starts", "num_drawn", "num_reachable"),
+    [
+        (1, [0], 1, 1),
+        (80, [0, 79], 4, 6),
+        (80, [0], 4, 5),
+        (2000, [0, 1998, 1999], 100, 100),
+        (60, [*range(60)], 3, 60),
+    ],
+)
+def test_a_sample_has_one_step_in_twenty_and_the_steps_from_a_start_to_it(num_steps, starts, num_drawn, num_reachable):
+    samples = [Sample.draw(seed, "a", range(1, num_steps + 1), starts) for seed in range(20)]
+    for sample in samples:
+        assert sample.num_reachable == num_reachable
+        assert num_drawn <= len(sample.steps) <= max(num_reachable, num_drawn)
+        assert {part.start - 1 for part in sample.parts} <= set(starts)
+        assert sample.steps == sorted(set(sample.steps))
+    assert samples[3] == Sample.draw(3, "a", range(1, num_steps + 1), starts)
+    if num_reachable > num_drawn:
+        assert len({tuple(sample.steps) for sample in samples}) > 1, "the seed decides"
 
 
 def test_another_seed_differs_from_the_first_step_on(shared, tmp_path):

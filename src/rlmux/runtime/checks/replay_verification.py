@@ -8,13 +8,26 @@ The pipeline is trained again from its first step, from the file in the log's he
 at the last step with a sum in the log, or at the first difference. A step is equal if every logged sum is: checksum,
 SHA-256, or both. Published steps have a checksum, unless a crash came before the note; logs of rlmux 0.2 and before
 have only SHA-256, at every step.
+
+A sample replays only parts of a pipeline, each from the first step or from a checkpoint that the run kept:
+
+    kept       0 . . . . . . . . . 10 . . . . . . . . . 20      0: the initial weights
+    drawn          3                    12
+    replayed     1 2 3                11 12                     each step is compared, by one sum
+
+Checkpoints that the replay restores, and the newest, are read and compared with the SHA-256 in the log.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import random
+import shutil
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,11 +49,15 @@ from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory.machine_probe import describe_machine
 from rlmux.runtime.memory.memory_budget import with_footprint, with_machine_memory
 from rlmux.runtime.records.input_files import changed_input_notes
-from rlmux.runtime.weights.checkpoints import is_due
+from rlmux.runtime.weights.checkpoints import CheckpointStore, checkpoint_folder, damage_of, is_due
 from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 PrintLine = Callable[[str], None]
 """Prints one line: progress of a pipeline, or a possible cause of a difference."""
+STEPS_PER_SAMPLED = 20
+"""A sample draws one of so many steps, rounded up."""
+_REACH = 5
+"""Steps after the beginning or a checkpoint that a sample draws from; more if they are too few."""
 _SumsByStep = dict[int, dict[str, str]]
 """Sums of the weights by step and name."""
 
@@ -55,7 +72,55 @@ class Difference:
     logged: str
     """Sum in the log."""
     alone: str | None
-    """Sum of the pipeline alone; None if it did not reach the step."""
+    """Sum of the pipeline alone, or of the checkpoint; None if it did not reach the step, or cannot be read."""
+    checkpoint: str = ""
+    """Name of the damaged checkpoint; empty if the weights of the pipeline alone differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The steps of a pipeline that were replayed instead of all."""
+
+    seed: int
+    parts: Sequence[range]
+    """Consecutive steps; each part begins at the first step or after a checkpoint."""
+    num_reachable: int
+    """Number of steps that the sample was drawn from."""
+    num_logged: int
+    """Steps with a sum in the log."""
+
+    @classmethod
+    def draw(cls, seed: int, pipeline: str, steps: Sequence[int], starts: Sequence[int]) -> Sample:
+        """A sample that depends only on its arguments.
+
+        `steps`: steps with a sum, at least one. `starts`: steps after which training can begin, 0 among them. Both are
+        in order. The steps between a start and a drawn step are part of the sample.
+        """
+        start_by_step = {step: starts[bisect_left(starts, step) - 1] for step in steps}
+        num_drawn = -(-len(steps) // STEPS_PER_SAMPLED)
+        nearest = sorted(steps, key=lambda step: step - start_by_step[step])
+        furthest = nearest[num_drawn - 1]
+        reach = max(_REACH, furthest - start_by_step[furthest])
+        reachable = [step for step in steps if step - start_by_step[step] <= reach]
+        drawn = sorted(random.Random(f"{seed}:{pipeline}").sample(reachable, num_drawn))
+        last_by_start = {start_by_step[step]: step for step in drawn}
+        return cls(
+            seed=seed,
+            parts=[range(start + 1, last + 1) for start, last in last_by_start.items()],
+            num_reachable=len(reachable),
+            num_logged=len(steps),
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that are replayed, in order."""
+        return [step for part in self.parts for step in part]
+
+    def words(self) -> str:
+        """The sample for people."""
+        is_part = self.num_reachable < self.num_logged
+        reached = f" from the {self.num_reachable} steps near the start or a kept checkpoint" if is_part else ""
+        return f"sample of 1 in {STEPS_PER_SAMPLED}{reached}, seed {self.seed}; --all compares every step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,30 +139,51 @@ class Verdict:
     """Why nothing was compared, or why replay ended early; empty otherwise."""
     num_equal_by_sum: Mapping[str, int] = field(default_factory=dict)
     """Steps that are equal by `checksum`, and by `sha256`: at checkpoints."""
+    sample: Sample | None = None
+    """None: every step was to be compared."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether all steps with a sum in the log are equal, at least one."""
+        """Whether all steps that were to be compared are equal, at least one."""
         return self.difference is None and self.num_equal > 0
 
     def line(self) -> str:
         """The verdict for people."""
         if self.difference is not None:
-            alone = self.difference.alone
-            found = self.reason or "no weights" if alone is None else alone[:12]
-            promised = f"; its engines promise {self.promise}" if self.promise not in (None, "exact") else ""
-            return (
-                f"{self.pipeline}: differs at step {self.difference.step} of {self.num_steps}: "
-                f"{self.difference.compared} {self.difference.logged[:12]} in the log, {found} alone{promised}"
-            )
+            return f"{self.pipeline}: differs at {self._difference(self.difference)}"
         if not self.num_equal:
             return f"{self.pipeline}: nothing to compare: {self.reason}"
         if self.num_equal == self.num_steps:
             return f"{self.pipeline}: equal at all {self.num_steps} steps ({self._sums()})"
+        if self.sample is not None:
+            return f"{self.pipeline}: equal at {self.num_equal} of {self.num_steps} steps ({self.sample.words()})"
         return (
             f"{self.pipeline}: equal at {self.num_equal} steps ({self._sums()}); the log has no sum of the other "
             f"{self.num_missing}"
         )
+
+    def _difference(self, its: Difference) -> str:
+        """Where the weights differ, with both sums."""
+        logged = f"step {its.step} of {self.num_steps}: {its.compared} {its.logged[:12] or 'unknown'} in the log"
+        found = self.reason or "no weights" if its.alone is None else its.alone[:12]
+        if its.checkpoint:
+            return f"{logged}, damaged checkpoint {its.checkpoint}: {found}"
+        promised = f"; its engines promise {self.promise}" if self.promise not in (None, "exact") else ""
+        return f"{logged}, {found} alone{promised}"
+
+    def fields(self) -> dict[str, Any]:
+        """The pipeline's keys of `rlmux verify --json`."""
+        return {
+            "is_equal": self.is_equal,
+            "steps_equal": self.num_equal,
+            "steps": self.num_steps,
+            "steps_equal_by_sum": dict(self.num_equal_by_sum),
+            "first_difference": asdict(self.difference) if self.difference else None,
+            "promise": self.promise,
+            "reason": self.reason if not self.is_equal else "",
+            "sampled_steps": self.sample.steps if self.sample else None,
+            "seed": self.sample.seed if self.sample else None,
+        }
 
     def _sums(self) -> str:
         """What was compared: at all steps, or at how many."""
@@ -110,9 +196,18 @@ class Verdict:
         return self.num_steps - self.num_equal if self.difference is None else 0
 
 
-def verify(folder: Path, names: Sequence[str], *, print_line: PrintLine) -> list[Verdict]:
+def result_of(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The keys of `rlmux verify --json`."""
+    is_equal = bool(verdicts) and all(verdict.is_equal for verdict in verdicts)
+    return {"is_equal": is_equal, "pipelines": {verdict.pipeline: verdict.fields() for verdict in verdicts}}
+
+
+def verify(
+    folder: Path, names: Sequence[str], *, print_line: PrintLine, sample_seed: int | None = None
+) -> list[Verdict]:
     """Train these pipelines of the run again, each alone; all pipelines if no name is given.
 
+    `sample_seed`: seed of the sample of steps; None replays every step.
     Raises UserError, before anything starts, for a run that goes on, an unknown name, and a pipeline that this cannot
     replay.
     """
@@ -133,8 +228,13 @@ def verify(folder: Path, names: Sequence[str], *, print_line: PrintLine) -> list
         for note in changed_input_notes([given[name]], state):
             for words in note.fields.get("changed", ()):
                 print_line(f"{name}: {words} since the run")
-        promise = history.pipelines[name].promise
-        verdicts.append(_verify_one(spec.cluster, given[name], sums.get(name, {}), promise, print_line))
+        recorded = _Recorded(
+            submission=given[name],
+            sums=sums.get(name, {}),
+            promise=history.pipelines[name].promise,
+            checkpoints=checkpoint_folder(given[name], folder.resolve()),
+        )
+        verdicts.append(_verify_one(spec.cluster, recorded, sample_seed, print_line))
     return verdicts
 
 
@@ -171,12 +271,61 @@ def _logged_sums(folder: Path) -> dict[PipelineId, _SumsByStep]:
     return found
 
 
-class _Comparison:
-    """Listens to the pipeline as it runs alone; `is_decided` once nothing is left to compare, or a step differs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """A pipeline as the run's folder has it."""
 
-    def __init__(self, pipeline: PipelineId, logged: _SumsByStep, print_line: PrintLine) -> None:
+    submission: Submission
+    sums: _SumsByStep
+    promise: str | None
+    checkpoints: CheckpointStore
+
+    @property
+    def num_steps(self) -> int:
+        return max(self.sums, default=0)
+
+    def starts(self) -> list[int]:
+        """Steps after which training can begin: 0, and steps with every checkpoint that a resume reads, in order."""
+        kept = self.checkpoints.steps()
+        return sorted(
+            {0, *(step for step in kept if all(path.is_dir() for path in self.checkpoints.needed_from(step)))}
+        )
+
+    def restored(self, start: int) -> list[Path]:
+        """Checkpoints that training after this step begins from; none for the initial weights."""
+        return [path for path in self.checkpoints.needed_from(start) if path.is_dir()]
+
+    def damage(self, sample: Sample) -> tuple[Difference, str] | None:
+        """The first damaged checkpoint of the sample, or the newest, and its damage; None if all are good."""
+        newest = [self.checkpoints.path(step) for step in self.checkpoints.steps()[-1:]]
+        read = {path for part in sample.parts for path in self.restored(part.start - 1)}
+        for path in sorted({*read, *newest}, key=CheckpointStore.step_of):
+            step = CheckpointStore.step_of(path)
+            logged = self.sums.get(step, {}).get("sha256", "")
+            damage = damage_of(path)
+            found = None if damage else _sha256_of(self.checkpoints.weights(step))
+            if damage or (logged and found != logged):
+                difference = Difference(step=step, compared="sha256", logged=logged, alone=found, checkpoint=path.name)
+                return difference, damage or ""
+        return None
+
+
+def _sha256_of(weights: Path) -> str:
+    """SHA-256 of the tensors in a file, as logs have it."""
+    from rlmux.engines.model.weights import read_tensors, weights_sha256
+
+    tensors, _ = read_tensors(weights)
+    return weights_sha256(tensors)
+
+
+class _Comparison:
+    """Listens to the pipeline as it runs alone."""
+
+    def __init__(self, pipeline: PipelineId, logged: _SumsByStep, num_steps: int, print_line: PrintLine) -> None:
+        """`logged`: sums to compare. `num_steps`: last step that the log has."""
         self._pipeline = pipeline
         self._logged = logged
+        self._num_steps = num_steps
         self._left = {step: dict(sums) for step, sums in sorted(logged.items())}
         """Sums that have not been compared."""
         self._print_line = print_line
@@ -188,9 +337,13 @@ class _Comparison:
     def num_equal(self) -> int:
         return len(self._logged) - len(self._left)
 
-    @property
-    def is_decided(self) -> bool:
-        return self.difference is not None or not self._left
+    def is_decided(self, last: int) -> bool:
+        """Whether a step differs, or nothing is left to compare up to this step."""
+        return self.difference is not None or min(self._left, default=math.inf) > last
+
+    def steps_with(self, name: str) -> list[int]:
+        """Steps to compare by this sum."""
+        return [step for step, sums in self._logged.items() if name in sums]
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         for event in events:
@@ -211,7 +364,7 @@ class _Comparison:
             self.num_equal_by_sum[name] += 1
         if step in self._left and not left:
             del self._left[step]
-            self._print_line(f"{self._pipeline}: step {step} of {max(self._logged)} is equal")
+            self._print_line(f"{self._pipeline}: step {step} of {self._num_steps} is equal")
 
     def first_missing(self) -> Difference | None:
         """The first logged step that the pipeline did not reach."""
@@ -221,39 +374,65 @@ class _Comparison:
         return None
 
 
-def _verify_one(
-    cluster: Cluster, submission: Submission, logged: _SumsByStep, promise: str | None, print_line: PrintLine
-) -> Verdict:
-    name = submission.pipeline.id
+def _verify_one(cluster: Cluster, recorded: _Recorded, sample_seed: int | None, print_line: PrintLine) -> Verdict:
+    submission, sums, num_steps = recorded.submission, recorded.sums, recorded.num_steps
     verdict = Verdict(
-        pipeline=name, num_equal=0, num_steps=max(logged, default=0), difference=None, promise=promise,
+        pipeline=submission.pipeline.id, num_equal=0, num_steps=num_steps, difference=None, promise=recorded.promise,
         reason="its log has no checksum of any step",
     )  # fmt: skip
-    if not logged:
+    if not sums:
         return verdict
-    machine = describe_machine(cluster)
-    alone = replace(with_footprint(submission, cluster, is_gpu=bool(machine.gpu_by_device)), submit_at_s=0.0)
-    alone = _with_hashes(alone, [step for step, sums in logged.items() if "sha256" in sums])
-    cluster = with_machine_memory(cluster, [alone], machine)
-    scheduler, comparison = Scheduler(cluster, make_policy("solo")), _Comparison(name, logged, print_line)
-    with tempfile.TemporaryDirectory(prefix="rlmux-verify-") as scratch:
-        backend = local_backend(cluster, Path(scratch))
-        try:
-            Controller(scheduler, backend, None, [comparison]).run([alone], until=lambda: comparison.is_decided)
-        finally:
-            backend.close()
-    difference, reason = comparison.difference, comparison.failure
-    if not comparison.is_decided:
-        difference = comparison.first_missing()
-        is_refused = scheduler.query.status(name) is PipelineStatus.REFUSED
-        reason = reason or (scheduler.query.reason(name) if is_refused else "")
+    parts: Sequence[range] = [range(1, num_steps + 1)]
+    if sample_seed is not None:
+        sample = Sample.draw(sample_seed, verdict.pipeline, sorted(sums), recorded.starts())
+        verdict = replace(verdict, sample=sample)
+        if (damage := recorded.damage(sample)) is not None:
+            return replace(verdict, difference=damage[0], reason=damage[1])
+        parts, sums = sample.parts, {step: _one_of(sums[step]) for step in sample.steps if step in sums}
+    comparison, reason = _Comparison(submission.pipeline.id, sums, num_steps, print_line), ""
+    for part in parts:
+        restored = () if sample_seed is None else recorded.restored(part.start - 1)
+        reason = _replay(cluster, submission, part, restored, comparison)
+        if comparison.difference is not None or not comparison.is_decided(part[-1]):
+            break
+    is_missing = comparison.difference is None and not comparison.is_decided(num_steps)
     return replace(
         verdict,
         num_equal=comparison.num_equal,
         num_equal_by_sum=comparison.num_equal_by_sum,
-        difference=difference,
+        difference=comparison.first_missing() if is_missing else comparison.difference,
         reason=reason,
     )
+
+
+def _one_of(sums: Mapping[str, str]) -> dict[str, str]:
+    """The checksum, else the SHA-256: that comes with the checkpoint, a step later."""
+    name = "checksum" if "checksum" in sums else "sha256"
+    return {name: sums[name]}
+
+
+def _replay(
+    cluster: Cluster, submission: Submission, part: range, restored: Sequence[Path], comparison: _Comparison
+) -> str:
+    """Train consecutive steps alone, from links to checkpoints; returns why it ended early, else nothing."""
+    machine = describe_machine(cluster)
+    alone = replace(with_footprint(submission, cluster, is_gpu=bool(machine.gpu_by_device)), submit_at_s=0.0)
+    alone = replace(alone, pipeline=replace(alone.pipeline, first_step=part.start))
+    alone = _with_hashes(alone, comparison.steps_with("sha256"))
+    cluster = with_machine_memory(cluster, [alone], machine)
+    scheduler = Scheduler(cluster, make_policy("solo"))
+    with tempfile.TemporaryDirectory(prefix="rlmux-verify-") as scratch:
+        for path in restored:
+            shutil.copytree(path, Path(scratch, submission.config.name, path.name), copy_function=os.symlink)
+        backend = local_backend(cluster, Path(scratch))
+        try:
+            Controller(scheduler, backend, None, [comparison]).run(
+                [alone], until=lambda: comparison.is_decided(part[-1])
+            )
+        finally:
+            backend.close()
+    is_refused = scheduler.query.status(alone.pipeline.id) is PipelineStatus.REFUSED
+    return comparison.failure or (scheduler.query.reason(alone.pipeline.id) if is_refused else "")
 
 
 def _with_hashes(submission: Submission, steps: Sequence[int]) -> Submission:

@@ -110,6 +110,10 @@ class CheckpointStore:
         self._damaged: set[int] = set()
         """Steps whose checkpoint failed verification (membership tests only)."""
 
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, in order."""
+        return _steps_in(self._folder)
+
     def path(self, step: int) -> Path:
         return self._folder / f"step_{step}"
 
@@ -127,7 +131,7 @@ class CheckpointStore:
     def newest(self, *, before: int) -> Checkpoint | None:
         """The newest checkpoint, older than step `before`, that training can resume from."""
         known: dict[int, Checkpoint | None] = {}
-        for step in reversed([step for step in self._steps() if step < before]):
+        for step in reversed([step for step in self.steps() if step < before]):
             older = range(max(self._first_version, step - self._staleness), step)
             found = [known[each] if each in known else known.setdefault(each, self._read(each)) for each in older]
             mine = known[step] if step in known else known.setdefault(step, self._read(step))
@@ -166,9 +170,6 @@ class CheckpointStore:
             self._on_warning(f"{error}; {_FALLING_BACK}")
             return None
         return Checkpoint(step, self.path(step), state.get("weights_sha256"))
-
-    def _steps(self) -> list[int]:
-        return _steps_in(self._folder)
 
 
 def checkpoint_folder(
