@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,17 @@ def test_report_needs_the_log_alone(whole):
     assert code == 0, err
     assert "timeline: one/timeline.html" in out
     assert (folder / "one" / "timeline.html").is_file()
+
+
+def test_a_run_that_ended_well_names_its_receipt_and_the_command_gives_it(whole):
+    folder, _ = whole
+    code, _, err = finish(start(folder, "resume", "one"))
+    assert code == 0, err
+    assert "rlmux: receipt: rlmux verify one (about " in err
+    code, out, err = finish(start(folder, "verify", "one", "--seed", "1"))
+    assert code == 0, err
+    line = rf"equal at \d+ of {NUM_STEPS} steps \(sample of 1 in 20 from the 6 steps near .*, seed 1; --all .*\)"
+    assert re.fullmatch(f"a: {line}\nb: {line}\n", out), out
 
 
 @pytest.mark.slow

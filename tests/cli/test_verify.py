@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
@@ -126,6 +127,28 @@ def test_the_command_hands_over_names_and_the_seed_of_the_sample(rlmux, monkeypa
     assert (said.code, said.out) == (0, EQUAL.line() + "\n")
     assert replay.call_args.args[1] == ["a"]
     assert replay.call_args.kwargs["sample_seed"] == sample_seed
+
+
+FINISHED = {"status": "finished", "promise": "exact", "steps": 80, "step_s_mean": 3.0, "step_slowdown": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "estimate"),
+    [
+        ([FINISHED], "about 13 s"),
+        ([FINISHED, FINISHED | {"promise": "replayable", "steps": 20001, "step_slowdown": None}], "about 3,021 s"),
+        ([FINISHED, FINISHED | {"promise": "statistical"}], None),
+        ([FINISHED, FINISHED | {"promise": None}], None),
+        ([FINISHED, FINISHED | {"status": "cancelled"}], None),
+        ([FINISHED, FINISHED | {"score": 0.5}], None),
+        ([], None),
+    ],
+)
+def test_the_receipt_line_names_the_command_where_every_pipeline_can_be_verified(pipelines, estimate):
+    summary = {"backend": "local", "pipelines": dict(enumerate(pipelines))}
+    line = f"receipt: rlmux verify runs/demo ({estimate} without SFT warm-up)"
+    assert verification.receipt(summary, Path("runs/demo")) == (line if estimate else "")
+    assert verification.receipt(summary | {"backend": "ray"}, Path("runs/demo")) == ""
 
 
 def test_a_folder_without_a_run_is_a_mistake(rlmux):

@@ -1,15 +1,21 @@
-"""What `rlmux verify` shows: progress, and a line or a row of JSON for each pipeline."""
+"""What `rlmux verify` shows: progress, and a line or a row of JSON for each pipeline; and the receipt line of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlmux.cli import tables
-from rlmux.runtime.checks.replay_verification import PrintLine, Verdict, result_of, verify
+from rlmux.rl.determinism_class import Promise
+from rlmux.runtime.checks.replay_verification import STEPS_PER_SAMPLED, PrintLine, Verdict, result_of, verify
 from rlmux.runtime.records.folders import is_hosted
+from rlmux.runtime.run import LOCAL
+
+_START_S = 5.0
+"""Seconds in which the processes of a sample's parts start."""
 
 
 class Verification(Protocol):
@@ -36,3 +42,25 @@ def show(verdicts: Sequence[Verdict], *, as_json: bool) -> int:
         for verdict in verdicts:
             print(verdict.line())
     return 0 if result["is_equal"] else 1
+
+
+def receipt(summary: Mapping[str, Any], folder: Path) -> str:
+    """The command that verifies a run, with an estimate of its seconds; empty if a pipeline cannot be verified."""
+    pipelines = summary["pipelines"].values()
+    if not pipelines or summary["backend"] != LOCAL or not all(map(_is_verifiable, pipelines)):
+        return ""
+    seconds = f"{math.fsum(map(_sample_s, pipelines)):,.0f}"
+    return f"receipt: rlmux verify {folder} (about {seconds} s without SFT warm-up)"
+
+
+def _is_verifiable(its: Mapping[str, Any]) -> bool:
+    """Whether a pipeline finished training, and promises that replay repeats its weights. A filler has a score."""
+    has_weights = its["status"] == "finished" and its["steps"] > 0 and "score" not in its
+    return has_weights and its["promise"] in (Promise.EXACT, Promise.REPLAYABLE)
+
+
+def _sample_s(its: Mapping[str, Any]) -> float:
+    """Estimated seconds of a pipeline's sample, from its solo steps."""
+    solo_s: float = its["step_s_mean"] / (its["step_slowdown"] or 1.0)
+    num_steps: int = math.ceil(its["steps"] / STEPS_PER_SAMPLED)
+    return _START_S + num_steps * solo_s

@@ -208,7 +208,7 @@ def chaos(
 
 def _end(ended: Run, as_json: bool) -> None:
     """Show a run that ended or was stopped, and exit accordingly."""
-    from rlmux.cli import inputs, output, tables
+    from rlmux.cli import inputs, output, tables, verification
     from rlmux.cli.exit_codes import INTERRUPTED
 
     result = ended.result
@@ -221,6 +221,8 @@ def _end(ended: Run, as_json: bool) -> None:
         if failed and not as_json:
             retries = " ".join(f"--retry {name}" for name in failed)
             typer.echo(f"rlmux: once the cause is mended: rlmux resume {result.folder} {retries}", err=True)
+        if not as_json and (receipt := verification.receipt(result.summary, result.folder)):
+            inputs.print_notice(receipt)
         raise typer.Exit(tables.exit_code(result.summary))
     try:
         tables.show_run(result.summary, result.folder, as_json=as_json)
