@@ -106,17 +106,10 @@ def check(
     Starts no worker: a `promise` is not probed. Raises UserError; the further mistakes that are known are its notes.
     """
     from rlmux.runtime import launch
-    from rlmux.runtime.memory import machine_probe, memory_budget
+    from rlmux.runtime.run import fitted
 
     spec, _, add_costs = _ready(file, policy=policy, overrides=overrides, on_warning=on_warning)
-    machine = machine_probe.describe_machine(spec.cluster)
-    is_gpu = bool(machine.gpu_by_device)
-    known = [
-        memory_budget.with_footprint(one, spec.cluster, is_gpu=is_gpu, has_base=is_gpu)
-        for one in launch.submissions(spec, add_costs)
-    ]
-    cluster = memory_budget.with_machine_memory(spec.cluster, known, machine)
-    memory_budget.check_each_fits(cluster, known, is_gpu=is_gpu, has_base=is_gpu)
+    fitted(spec.cluster, launch.submissions(spec, add_costs))
     return spec
 
 

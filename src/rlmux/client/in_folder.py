@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlmux.client.own_service import own_root
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
@@ -24,8 +25,6 @@ from rlmux.runtime.control.run_status import StatusReader
 from rlmux.runtime.records import folders
 
 _LOOK_EVERY_S = 0.1
-_SERVE = "rlmux serve FILE --out {}"
-"""The command that resumes a service, whose folder is no run's."""
 
 
 class InFolder:
@@ -144,7 +143,7 @@ def stop(folder: Path) -> dict[str, Any]:
     os.kill(pid, signal.SIGINT)
     while living_owner(folder) == owner:
         time.sleep(_LOOK_EVERY_S)
-    return {"folder": str(folder), "pid": pid, "resume": _how_to_resume(folder) if has_run else _SERVE.format(folder)}
+    return {"folder": str(folder), "pid": pid, "resume": _how_to_resume(folder) if has_run else _how_to_serve(folder)}
 
 
 def _is_locked(folder: Path) -> bool:
@@ -153,6 +152,10 @@ def _is_locked(folder: Path) -> bool:
     except FolderInUseError:
         return True
     return False
+
+
+def _how_to_serve(folder: Path) -> str:
+    return "rlmux serve" if folder.absolute() == own_root() else f"rlmux serve FILE --out {folder}"
 
 
 def _how_to_resume(folder: Path) -> str:

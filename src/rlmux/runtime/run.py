@@ -137,9 +137,7 @@ def run_pipelines(
     Raises UserError for an unusable folder, StorageError if a file of the run cannot be written. A pipeline's own
     failure is in the summary, not raised.
     """
-    cluster, submissions, machine = _on_machine(cluster, submissions, options)
-    is_gpu = _has_gpus(machine)
-    check_each_fits(cluster, submissions, is_gpu=is_gpu, has_base=machine is None or is_gpu)
+    cluster, submissions, is_gpu = fitted(cluster, submissions, options)
     _probe_promises(cluster, submissions, options)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=options.backend, cluster=cluster, sharing=policy.sharing, spec=spec)
@@ -159,6 +157,19 @@ def run_pipelines(
             run_id=header["run_id"], is_gpu=is_gpu, first=shares_events(options.shares, {}, 0.0),
         )  # fmt: skip
         return drive(prepared, options)
+
+
+def fitted(
+    cluster: Cluster, submissions: Sequence[Submission], options: RunOptions = RunOptions()
+) -> tuple[Cluster, list[Submission], bool]:
+    """The cluster with this machine's memory, the submissions with footprints, and whether devices are GPUs.
+
+    Raises RefusedError for a worker that needs more memory than a device has.
+    """
+    cluster, known, machine = _on_machine(cluster, submissions, options)
+    is_gpu = _has_gpus(machine)
+    check_each_fits(cluster, known, is_gpu=is_gpu, has_base=machine is None or is_gpu)
+    return cluster, known, is_gpu
 
 
 def resume_pipelines(

@@ -88,7 +88,8 @@ def _statuses() -> list[str]:
 def test_a_users_own_lanes_are_kept_and_their_server_has_its_address_again(serve, state, capsys):
     (first, _) = serve("--listen", "127.0.0.1:0")
     text = own_file().read_text()
-    assert said(capsys, "stop", str(own_root()))[0] == 0
+    code, line = said(capsys, "stop", str(own_root()))
+    assert (code, line.rpartition("; ")[2]) == (0, "resume with: rlmux serve\n")
     own_file().write_text(f"# mine\n{text}")
     (second, _) = serve()
     assert second.partition("/login")[0] == first.partition("/login")[0]
