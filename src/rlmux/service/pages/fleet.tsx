@@ -39,9 +39,19 @@ export function Fleet() {
       <h2>Devices</h2>
       {devices.value && <Devices devices={devices.value.items} isOver={!lane.is_going_on} />}
       <h2>Pipelines</h2>
-      {rows.value && <Brief rows={rows.value.items} />}
+      {rows.value && (rows.value.items.length ? <Brief rows={rows.value.items} /> : <NoPipeline lane={lane} />)}
       <Happenings lane={lane} />
     </>
+  );
+}
+
+function NoPipeline({ lane }: { lane: Lane }) {
+  if (!lane.takes_submissions) return <p class="empty">No pipeline has come to this run.</p>;
+  return (
+    <p class="empty">
+      None yet. <code class="mono">rlmux submit FILE</code> brings the first one, or paste a file into the <a href={address("/queue")}>queue</a>.{" "}
+      <code class="mono">rlmux init</code> writes a file to begin with.
+    </p>
   );
 }
 
