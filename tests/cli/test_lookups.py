@@ -87,6 +87,7 @@ def test_trajectories_are_found_and_read(both):
         (["samples", "sort", "--sort", "size"], "--sort 'size': accepted: step, -step"),
         (["export", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),
         (["export", "--to", "xml"], "--to 'xml': accepted: jsonl, csv, wandb, mlflow, trackio"),
+        (["why", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),
         (["alerts", "--ack", "kl_huge"], "no alert 'kl_huge' fires; accepted: none fires"),
     ],
 )
@@ -95,6 +96,19 @@ def test_a_mistake_is_one_line(both, words, line):
     assert code == 2
     assert line in said
     assert said.count("\n") == 1
+
+
+def test_a_pipeline_that_is_over_is_told_where_the_time_of_its_steps_went(both):
+    code, out, _ = both("demo", "why", "sort")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "sort is finished: it does not wait"
+    assert "as long as alone (mean of 11 steps):" in lines[1]
+    assert lines[3].startswith("alone ")
+    assert any(line.startswith("waited for a device that tools had (generate)") for line in lines)
+    found = json.loads(both("demo", "why", "sort", "--json")[1])["steps"]
+    parts = [found["alone_s"], *(one["seconds"] for one in found["causes"])]
+    assert sum(parts) == pytest.approx(found["step_s"])
 
 
 def test_the_table_of_steps_is_the_apis_and_a_file_gets_each_step_once(both, shown, tmp_path, monkeypatch):

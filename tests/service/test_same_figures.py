@@ -15,6 +15,7 @@ from tests.service.pages_server import Pages
 
 from rlmux.log.run_log import LogReader
 from rlmux.report.reports import write_report
+from rlmux.report.timeline.step_causes import read_step_causes
 from rlmux.runtime.control.run_status import StatusReader
 
 TOLD = ("step_slowdown", "slo_slowdown", "keeps_slo", "reward_first", "reward_last", "promise")
@@ -43,6 +44,7 @@ def test_figures_are_the_same_wherever_they_are_told(tmp_path: Path, name: str, 
         rows = {row["name"]: row for row in pages.get("/pipelines")["items"]}
         lane, series = pages.get("/lanes/demo"), scraped(pages)
         alerts = [without_words(one) for one in pages.get("/lanes/demo/alerts")["items"]]
+        causes = {one: pages.get(f"/pipelines/demo/{one}/causes", steps=1000) for one in rows}
     assert set(status["pipelines"]) == set(rows) == set(summary["pipelines"])
     assert any(one["step_slowdown"] for one in summary["pipelines"].values())
     for pipeline, one in summary["pipelines"].items():
@@ -50,6 +52,12 @@ def test_figures_are_the_same_wherever_they_are_told(tmp_path: Path, name: str, 
             for told in (status["pipelines"][pipeline][key], rows[pipeline][key]):
                 assert told == (pytest.approx(one[key], rel=1e-9) if isinstance(one[key], float) else one[key]), key
         assert rows[pipeline]["step_s_mean"] == one["step_s_mean"]
+        in_folder = read_step_causes(folder, pipeline)
+        assert causes[pipeline]["step_s"] == pytest.approx(one["step_s_mean"])
+        assert causes[pipeline]["alone_s"] == (None if in_folder is None else pytest.approx(in_folder.alone_s))
+        assert [cause["label"] for cause in causes[pipeline]["causes"]] == (
+            [] if in_folder is None else [cause.label for cause in in_folder.causes]
+        )
         if rows[pipeline]["status"] == "stopped":
             continue  # a scrape tells of what runs, and of what has ended since
         for gauge, key in (("step_seconds", "step_s_mean"), ("step_slowdown", "step_slowdown")):

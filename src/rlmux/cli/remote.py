@@ -52,14 +52,17 @@ def stop(place: str, *, as_json: bool) -> None:
 
 
 def show_why(place: str, name: str, *, as_json: bool) -> None:
-    """Print why a pipeline waits, and what would start it now."""
+    """Print why a pipeline waits and what would start it now, or where the time of its steps goes."""
     with closing(target_of(place)) as target:
-        answer = target.send_command("why", name)
+        answer = _waiting(target, name)
+        steps = target.step_causes(name) if answer["token"] is None else None
     if as_json:
-        tables.print_json(answer)
+        tables.print_json({**answer, "steps": steps})
         return
     if answer["token"] is None:
         print(f"{name} is {answer['status']}: it does not wait")
+        if steps is not None:
+            tables.show_step_causes(name, steps)
         return
     standing = (
         f"{answer['position']} of {answer['num_waiting']} in the queue" if answer["position"] else "not offered room"
@@ -70,6 +73,19 @@ def show_why(place: str, name: str, *, as_json: bool) -> None:
         print(f"  {_over_share_in_words(answer)}")
     for change in answer["would_start_now_if"]:
         print(f"  would start now {_change_in_words(change)}")
+
+
+def _waiting(target: RunTarget, name: str) -> dict[str, Any]:
+    """The controller's answer; for a run that is over, the pipeline's status."""
+    try:
+        return target.send_command("why", name)
+    except UserError:
+        shown = target.status()
+        if shown["pid"] is not None:
+            raise
+    if name not in shown["pipelines"]:
+        raise UserError(f"no pipeline {name!r}; accepted: {', '.join(shown['pipelines']) or 'none yet'}")
+    return {"pipeline": name, "status": shown["pipelines"][name]["status"], "token": None}
 
 
 def _over_share_in_words(answer: Mapping[str, Any]) -> str:

@@ -349,18 +349,30 @@ def _show_paid_for(plan: Row) -> None:
     """The parts of a plan's dollars per hour as a waterfall, from the bound to all that is paid."""
     from rlmux.sim.results.plan_costs import PAID_FOR
 
-    paid_usd = plan["paid_usd_per_hour"]
     parts = {PAID_FOR[part]: usd for part, usd in plan["paid_for"].items() if usd}
+    print("\nwhat is paid for, in $/h:")
+    _print_waterfall("$/h", parts, plan["paid_usd_per_hour"])
+    print(f"bound ${plan['bound_usd_per_hour']:,.2f}/h, ${_text(plan['usd_per_solo_hour'])}/solo h")
+
+
+def show_step_causes(name: str, steps: Row) -> None:
+    """Where the seconds of a pipeline's mean step went, from a step alone to what it took, as a waterfall."""
+    times = "" if steps["slowdown"] is None else f", {steps['slowdown']:.2f} times as long as alone"
+    print(f"a step of {name} took {steps['step_s']:.3g} s{times} (mean of {steps['num_steps']} steps):")
+    parts = {"alone": steps["alone_s"], **{one["label"]: one["seconds"] for one in steps["causes"]}}
+    _print_waterfall("s", parts, steps["step_s"])
+
+
+def _print_waterfall(unit: str, parts: Mapping[str, float], whole: float) -> None:
+    """Parts below each other, each beginning where the one above ends, and their sum."""
     begins = [0.0, *accumulate(parts.values())]
     begins[-1] = 0.0  # the row of the sum
-    print("\nwhat is paid for, in $/h:")
     print_rows(
         [
-            {"": words, "$/h": usd, "of all": _percent(usd / paid_usd), " ": _bar(begin / paid_usd, usd / paid_usd)}
-            for (words, usd), begin in zip([*parts.items(), ("all", paid_usd)], begins, strict=True)
+            {"": words, unit: part, "of all": _percent(part / whole), " ": _bar(begin / whole, part / whole)}
+            for (words, part), begin in zip([*parts.items(), ("all", whole)], begins, strict=True)
         ]
     )
-    print(f"bound ${plan['bound_usd_per_hour']:,.2f}/h, ${_text(plan['usd_per_solo_hour'])}/solo h")
 
 
 def _bar(begin: float, share: float) -> str:

@@ -18,6 +18,7 @@ from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
 from rlmux.log.run_log import LogReader
 from rlmux.report.acknowledgements import acknowledge
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
+from rlmux.report.timeline.step_causes import read_step_causes
 from rlmux.report.timeline.step_rows import read_step_rows
 from rlmux.runtime.control.control_requests import ControlRequest, GetUsage, ListQueue, SetShares, Submit, record_of
 from rlmux.runtime.control.control_socket import NotRunningError, send_request
@@ -95,6 +96,10 @@ class InFolder:
         if name not in every:
             raise UserError(f"no pipeline {name!r}; accepted: {', '.join(every) or 'none yet'}")
         return {name: every[name]}
+
+    def step_causes(self, name: str) -> dict[str, Any] | None:
+        causes = read_step_causes(self._folder, name)
+        return None if causes is None else causes.as_json()
 
     def header(self) -> dict[str, Any]:
         with LogReader(self._folder) as log:

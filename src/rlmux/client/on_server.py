@@ -134,6 +134,11 @@ class OnServer:
     def _pipeline(self, name: str) -> str:
         return f"/pipelines/{self._lane}/{quote(name, safe='')}"
 
+    def step_causes(self, name: str) -> dict[str, Any] | None:
+        shown: dict[str, Any] = self._request("GET", f"{self._pipeline(name)}/causes", params={"steps": 1000})
+        del shown["as_of_seq"]
+        return shown if shown["num_steps"] else None
+
     def log(self, name: str, position: int) -> tuple[str, int]:
         address = f"/pipelines/{self._lane}/{quote(name, safe='')}/logs"
         text = ""

@@ -52,6 +52,9 @@ class RunTarget(Protocol):
     def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:
         """The table of a pipeline's steps, or those of all, by name."""
 
+    def step_causes(self, name: str) -> dict[str, Any] | None:
+        """Where the seconds of the pipeline's steps went, as `rlmux why --json` prints it; None before a step."""
+
     def header(self) -> dict[str, Any]:
         """`run_id` and `created` (RFC 3339) of the run."""
 

@@ -104,7 +104,9 @@ def stop(
 
 
 def why(place: Place, name: PipelineName, json: Json = False) -> None:
-    """Explain why a pipeline waits, and what would start it now.
+    """Explain why a pipeline waits, or where the time of its steps goes.
+
+    Waiting: what would start it now. Running or over: seconds of a step alone, and what each cause adds.
 
     \b
     Example: rlmux why runs/demo sort

@@ -268,7 +268,7 @@ class Reads:
 
     def pipeline(self, caller: Caller, lane: str, name: str) -> run_schemas.Detail:
         with self.open(lane, caller.principal) as reader:
-            row, detail = self._pipeline(reader, name)
+            row, detail = self.check_pipeline(reader, name)
             stages: dict[str, float] = {}
             for (text,) in reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL", name):
                 for stage, spent_s in json.loads(text)["stages"].items():
@@ -286,7 +286,7 @@ class Reads:
                 }
             )
 
-    def _pipeline(self, reader: IndexReader, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def check_pipeline(self, reader: IndexReader, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = reader.rows("SELECT json, detail FROM pipeline WHERE name = ?", name)
         if not found:
             accepted = ", ".join(reader.facts["pipelines"][:20]) if reader.is_whole else SHOWN_ONLY
@@ -303,7 +303,7 @@ class Reads:
     ) -> tuple[dict[str, Any], str | None, dict[int, dict[str, str]]]:
         """(row, plan, sums of the weights by step and key) of one pipeline."""
         with self.open(lane, caller.principal) as reader:
-            row, detail = self._pipeline(reader, name)
+            row, detail = self.check_pipeline(reader, name)
             found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
         rows = {int(step): json.loads(text) for step, text in found}
         sums = {step: {key: its[key] for key in SUMS if its[key]} for step, its in rows.items()}
@@ -320,7 +320,7 @@ class Reads:
         cursor: Cursor = 0,
     ) -> run_schemas.Page[run_schemas.Step]:
         with self.open(lane, caller.principal) as reader:
-            self._pipeline(reader, name)
+            self.check_pipeline(reader, name)
             found = reader.rows(
                 "SELECT step, json FROM step WHERE pipeline = ? AND step BETWEEN ? AND ? AND json IS NOT NULL "
                 "ORDER BY step LIMIT ?",
@@ -345,7 +345,7 @@ class Reads:
         points: Annotated[int | None, Query(ge=2, le=4000)] = None,
     ) -> run_schemas.Metrics:
         with self.open(lane, caller.principal) as reader:
-            _, detail = self._pipeline(reader, name)
+            _, detail = self.check_pipeline(reader, name)
             found = reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step", name)
             as_of_seq = reader.seq
         steps = [json.loads(text) for (text,) in found]
@@ -393,7 +393,7 @@ class Reads:
         """The folder of the path's pipeline. The name is in the log, so a caller cannot forge a file path."""
         lane, name = caller.path["lane"], caller.path["name"]
         with self.open(lane, caller.principal) as reader:
-            self._pipeline(reader, name)
+            self.check_pipeline(reader, name)
         return self.folders(lane)[0] / name
 
 

@@ -15,13 +15,26 @@ import numpy as np
 from fastapi import Query
 from starlette.responses import Response
 
-from rlmux.core.model import PipelineId
+from rlmux.core.model import OrderId, PipelineId
+from rlmux.report.slos import StepTime
 from rlmux.report.timeline.intervals import Cause, label_of
+from rlmux.report.timeline.intervals import Interval as Timed
+from rlmux.report.timeline.live_steps import PublishedStep
+from rlmux.report.timeline.step_causes import steady, step_causes, tokens_of
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import SECONDS, Caller, Seconds
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, get
-from rlmux.service.dashboard.schemas.timeline_schemas import Gap, Interval, Measured, Order, Pinned, Place, Timeline
+from rlmux.service.dashboard.schemas.timeline_schemas import (
+    Gap,
+    Interval,
+    Measured,
+    Order,
+    Pinned,
+    Place,
+    StepCauses,
+    Timeline,
+)
 from rlmux.service.index.columns import CAUSES, KIND_BY_CAUSE, KINDS, NO_PIPELINE, NO_STAGE, STAGES, Array
 from rlmux.service.index.interval_rows import charges
 from rlmux.service.index.store import IndexReader
@@ -60,6 +73,7 @@ class TimelineReads:
             get(f"{_ADDRESS}/intervals", self.intervals, "Every interval, as columns", answers=Binary),
             get(f"{_ADDRESS}/measure", self.measure, "Where a window's seconds went"),
             get(f"{_ADDRESS}/gap", self.gap, "One moment of a device"),
+            get("/pipelines/{lane}/{name}/causes", self.causes, "Where the seconds of its last steps went"),
         )
 
     def timeline(self, caller: Caller, lane: str) -> Timeline:
@@ -155,6 +169,24 @@ class TimelineReads:
             measured = {"t0": start_s, "t1": end_s, "device_s": device_s, "items": items, "as_of_seq": reader.seq}
             return Measured.model_validate(measured)
 
+    def causes(
+        self, caller: Caller, lane: str, name: str, steps: Annotated[int, Query(ge=1, le=1000)] = 20
+    ) -> StepCauses:
+        """Of the pipeline's last steps, without its first."""
+        with self._reads.open(lane, caller.principal) as reader:
+            self._reads.check_pipeline(reader, name)
+            query = "SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step DESC LIMIT ?"
+            newest = [json.loads(text) for (text,) in reversed(reader.rows(query, name, steps + 1))]
+            published, found = steady([_published(row) for row in newest]), None
+            if published:
+                window = published[0].time.end_s - published[0].time.seconds, published[-1].time.end_s
+                placed = _placed(reader.intervals(*window), name, reader)
+                tokens = tokens_of({row["step"]: row["metrics"] for row in newest})
+                found = step_causes(PipelineId(name), published, placed, tokens)
+            nothing = {"first_step": None, "last_step": None, "num_steps": 0, "step_s": None, "alone_s": None}
+            fields = {**nothing, "slowdown": None, "causes": []} if found is None else found.as_json()
+            return StepCauses.model_validate({**fields, "as_of_seq": reader.seq})
+
     # ------------------------------------------------------------------ one moment of one device
 
     def gap(
@@ -197,6 +229,34 @@ class TimelineReads:
                 ends_s=end_s,
                 as_of_seq=reader.seq,
             )
+
+
+def _published(row: Mapping[str, Any]) -> PublishedStep:
+    """A step of the index."""
+    time = StepTime(row["step"], row["end_s"], row["seconds"], row["solo_s"])
+    return PublishedStep(time, {stage: float(spent_s) for stage, spent_s in row["stages"].items()})
+
+
+def _placed(records: Array, name: str, reader: IndexReader) -> list[tuple[int, Timed]]:
+    """Intervals of the devices that a pipeline had orders on, each with its device."""
+    pipelines = reader.facts["pipelines"]
+    own = (records["pipeline"] == _pipeline(name, reader)) & (records["order"] > 0)
+    return [
+        (
+            int(one["device"]),
+            Timed(
+                start_s=float(one["start_s"]),
+                end_s=float(one["end_s"]),
+                kind=KINDS[one["kind"]],
+                cause=CAUSES[one["cause"]],
+                pipeline=_name(one["pipeline"], pipelines),
+                step=int(one["step"]),
+                stage=STAGES[one["stage"]] if one["stage"] != NO_STAGE else None,
+                order=OrderId(int(one["order"])) if one["order"] else None,
+            ),
+        )
+        for one in records[np.isin(records["device"], np.unique(records["device"][own]))]
+    ]
 
 
 class _Ahead:

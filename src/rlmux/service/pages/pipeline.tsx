@@ -16,6 +16,7 @@ import type { Detail, Metrics, Step } from "./shapes";
 import { Samples } from "./samples";
 import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
 import { Waits } from "./waits";
+import { Causes } from "./causes";
 import { count, moment, percent, reward, seconds, stageName, times } from "./words";
 
 const TABS = [
@@ -77,6 +78,7 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         ))}
       </div>
       {tab === "curves" && <Curves path={path} lane={lane} colour={colourOf(pipelines, name)} />}
+      {tab === "time" && <Causes path={path} lane={lane} name={name} />}
       {tab === "time" && <Times detail={detail.value} colour={colourOf(pipelines, name)} />}
       {tab === "steps" && <Steps path={path} lane={lane} />}
       {tab === "samples" && (detail.value.has_samples ? <Samples path={path} lane={lane} /> : <p class="empty">No trajectories were kept.</p>)}
@@ -107,7 +109,7 @@ function Figures({ detail }: { detail: Detail }) {
         ["step", <>{count(detail.step)}{detail.num_steps !== null && <small>of {count(detail.num_steps)}</small>}</>],
         ["reward", <>{reward(detail.reward_last)}<small>from {reward(detail.reward_first)}</small></>],
         ["a step takes", seconds(detail.step_s_mean)],
-        ["of alone", <>{times(detail.step_slowdown)}{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
+        ["slower than alone", <><a href={address(location.pathname, { tab: "time" })} title="why">{times(detail.step_slowdown)}</a>{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
         ...boundTiles(detail),
         ["tokens", count(detail.tokens)],
         ["promise", detail.promise ?? "–"],

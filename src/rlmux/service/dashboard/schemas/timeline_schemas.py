@@ -83,6 +83,30 @@ class Gap(Shape):
     as_of_seq: int
 
 
+class StepCause(Shape):
+    cause: str
+    pipeline: str | None
+    """The one that had the device, ran beside, or is waited for."""
+    stage: str | None
+    seconds: float
+    """Of a mean step."""
+    label: str
+    """The cause in words."""
+
+
+class StepCauses(Shape):
+    first_step: int | None
+    last_step: int | None
+    num_steps: int
+    """0: no step has ended."""
+    step_s: float | None
+    alone_s: float | None
+    """It and the causes add up to `step_s`."""
+    slowdown: float | None
+    causes: list[StepCause]
+    as_of_seq: int
+
+
 class Submission(Taken):
     lane: Annotated[str, Field(min_length=1)]
     text: Annotated[str, Field(min_length=1)]
