@@ -153,7 +153,7 @@ def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["submit", "more.yaml"], "Missing option '--to'; try: rlmux submit --help"),
+        (["submit", "more.yaml"], "no service of yours runs on this machine; accepted: --to DIR|URL"),
         (["submit", "more.yaml", "--to", "nowhere"], "nowhere: no such folder; accepted: the folder of a run"),
         (["status", "nowhere"], "nowhere: no such folder; accepted: the folder of a run"),
         (["cancel", "nowhere", "a"], "nowhere: no such folder; accepted: the folder of a run"),

@@ -85,8 +85,8 @@ class StepCauses:
 
     def as_json(self) -> dict[str, Any]:
         """Keys of `rlmux why --json` and of the service."""
-        fields = {key: getattr(self, key) for key in ("first_step", "last_step", "num_steps", "step_s", "alone_s")}
-        return {**fields, "slowdown": self.slowdown, "causes": [{**asdict(one), "label": one.label} for one in self.causes]}
+        causes = [{**asdict(one), "label": one.label} for one in self.causes]
+        return {**asdict(self), "slowdown": self.slowdown, "causes": causes}
 
 
 _Key = tuple[str, PipelineId | None, Stage | None]
