@@ -102,8 +102,8 @@ class StepCauses(Shape):
     step_s: float | None
     alone_s: float | None
     """It and the causes add up to `step_s`."""
-    slowdown: float | None
     causes: list[StepCause]
+    slowdown: float | None
     as_of_seq: int
 
 
