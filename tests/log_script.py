@@ -299,3 +299,47 @@ class AlternatingRun:
         reason = "its reward function raised ValueError: 'nine' is not a digit"
         self.script.note(now_s, "failure", pipeline=name, reason=reason)
         self.script.event(PipelineFailed(time_s=now_s, pipeline=name, reason=reason), *self._take())
+
+
+def long_lane(num_pipelines: int, *, days: float = 10.0, num_steps: int = 4) -> LogScript:
+    """A lane that stays open: pipelines one after another on a pair of devices; every eighth fails in its last step."""
+    script = LogScript(file="cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}")
+    step_s = days * 86400.0 / num_pipelines / num_steps
+    number = 0
+    for place in range(num_pipelines):
+        name, begin_s = f"job-{place:04}", place * step_s * num_steps
+        script.submit(begin_s, name, num_steps=num_steps, project=f"team-{place % 5}", user=f"user-{place % 17}")
+        for step in range(1, num_steps + 1):
+            now_s = begin_s + (step - 1) * step_s
+            is_failing = place % 8 == 7 and step == num_steps
+            for stage, device, part in (
+                (Stage.GENERATE, ROLLOUT, 0.6),
+                (Stage.UPDATE, TRAIN, 0.3),
+                (Stage.PUBLISH, None, 0.01),
+            ):
+                number += 1
+                devices = () if device is None else (device,)
+                script.rows.append(
+                    Entry(
+                        len(script.rows) + 2,
+                        now_s,
+                        "action",
+                        "RunStage",
+                        order(number, name, stage, *devices, step=step),
+                    )
+                )
+                now_s += part * step_s
+                if is_failing:
+                    reason = f"its reward function raised ValueError: row {place} is not a number"
+                    script.note(now_s, "failure", pipeline=name, reason=reason)
+                    script.event(
+                        PipelineFailed(time_s=now_s, pipeline=name, reason=reason), Release(pipeline=name)
+                    )
+                    break
+                if stage is Stage.PUBLISH:
+                    metrics = {"reward_mean": 0.2 * step, "tokens": 900.0}
+                    script.note(now_s, "step", pipeline=name, step=step, metrics=metrics)
+                ends = [Release(pipeline=name)] if stage is Stage.PUBLISH and step == num_steps else []
+                finished = StageFinished(time_s=now_s, order=number, seconds=part * step_s, tokens=900)
+                script.event(finished, *ends)
+    return script

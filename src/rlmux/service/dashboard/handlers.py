@@ -38,9 +38,9 @@ MAX_LOG_BYTES = 256 << 10
 """Largest part of a log in one response, in bytes."""
 MAX_SEARCHED_BYTES = 16 << 20
 """Largest part of a log that one request searches, in bytes."""
-_SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
-_SORTS_HELP = f"{', '.join(_SORTS)}; with '-' in front, the largest first"
-Sort = Annotated[str, Query(pattern=f"^-?({'|'.join(_SORTS)})$", description=_SORTS_HELP)]
+_SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s", "ended_s")
+_SORTS_HELP = f"{', '.join(_SORTS)}; with '-' in front, the largest first; active: what runs, then the newest"
+Sort = Annotated[str, Query(pattern=f"^(-?({'|'.join(_SORTS)})|active)$", description=_SORTS_HELP)]
 SHOWN_ONLY = "one that you are shown"
 """Accepted values in the error for a hidden pipeline, the same as for an unknown one."""
 _ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
@@ -224,9 +224,12 @@ class Reads:
             raise ProblemError(409, str(error)) from None
         return run_schemas.AlertsSeen.model_validate({"items": items})
 
-    def events(self, caller: Caller, lane: str, limit: Limit = 100) -> run_schemas.Listed[run_schemas.Happening]:
+    def events(
+        self, caller: Caller, lane: str, limit: Limit = 100, migrations: bool = True
+    ) -> run_schemas.Listed[run_schemas.Happening]:
         with self.open(lane, caller.principal) as reader:
-            rows = reader.rows("SELECT json FROM instant ORDER BY number DESC LIMIT ?", limit)
+            only = "" if migrations else "WHERE json_extract(json, '$.what') != 'migration'"
+            rows = reader.rows(f"SELECT json FROM instant {only} ORDER BY number DESC LIMIT ?", limit)
             items = [run_schemas.Happening.model_validate_json(text) for (text,) in rows]
             return run_schemas.Listed[run_schemas.Happening](items=items, as_of_seq=reader.seq)
 
@@ -403,9 +406,11 @@ def _sight(principal: Principal | None, whole: IndexReader) -> Sight:
 
 
 def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
-    """Rows sorted by a key, rows without it last; in log order without a key."""
+    """Rows sorted by a key, rows without it last; in log order without a key. `active`: what runs, then the newest."""
     if not sort:
         return rows
+    if sort == "active":
+        return sorted(rows, key=lambda row: (row["status"] != "running", -row["submitted_s"]))
     key, is_turned = sort.removeprefix("-"), sort.startswith("-")
     known = [row for row in rows if row.get(key) is not None]
     known.sort(key=lambda row: row[key], reverse=is_turned)

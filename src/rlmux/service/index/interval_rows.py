@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlmux.core.actions import Switch
-from rlmux.core.model import DeviceId
+from rlmux.core.model import DeviceId, PipelineId
 from rlmux.report.slos import StepTime, mean_step_s, slo_attainment
 from rlmux.report.status import status
 from rlmux.report.timeline.build import Name
@@ -18,6 +18,10 @@ from rlmux.report.timeline.intervals import Cause, Interval, Kind, label_of
 from rlmux.report.timeline.live_timeline import Follower, Look
 from rlmux.report.timeline.records import Instant, PipelineRecord
 
+OTHERS = PipelineId("*")
+"""In a lane's charges: all pipelines that are not named; no pipeline has this name."""
+_MAX_NAMED = 8
+"""Pipelines that a lane's charges name."""
 _MAX_REWARDS = 32
 """Points of the small curve beside a pipeline's name."""
 
@@ -53,11 +57,22 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
         "num_migrations": sum(instant.what == "migration" for instant in history.instants),
         "control_overhead": control_s / (makespan_s * len(every)) if every and makespan_s > 0.0 else None,
         "slo_attainment": slo_attainment(pipelines.values()),
-        "charges": charges([one for named in every.values() for one in named.items()]),
+        "charges": charges(_with_others([one for named in every.values() for one in named.items()])),
     }
 
 
 _STATUSES = ("waiting", "running", "finished", "failed", "cancelled", "refused", "stopped")
+
+
+def _with_others(named: Sequence[tuple[Name, float]]) -> list[tuple[Name, float]]:
+    """The names of the pipelines with most seconds; all others are one, without a name of its own."""
+    by_pipeline: dict[PipelineId, float] = {}
+    for (_, _, pipeline), seconds in named:
+        if pipeline is not None:
+            by_pipeline[pipeline] = by_pipeline.get(pipeline, 0.0) + seconds
+    largest = sorted(by_pipeline, key=lambda name: (-by_pipeline[name], name))[:_MAX_NAMED]
+    kept = {name: name for name in largest}
+    return [((kind, cause, name and kept.get(name, OTHERS)), seconds) for (kind, cause, name), seconds in named]
 
 
 def charges(named: Sequence[tuple[Name, float]]) -> list[dict[str, Any]]:
@@ -71,7 +86,7 @@ def charges(named: Sequence[tuple[Name, float]]) -> list[dict[str, Any]]:
             "kind": kind.value,
             "cause": cause.value,
             "pipeline": pipeline,
-            "label": label_of(cause, pipeline),
+            "label": label_of(cause, PipelineId("others") if pipeline == OTHERS else pipeline),
             "seconds": math.fsum(each),
             "share": math.fsum(each) / total if total > 0.0 else None,
         }

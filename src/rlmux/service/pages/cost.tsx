@@ -18,13 +18,16 @@ export function CostOverTime() {
   const saved = sums.alone > 0 ? 1 - sums.paid / sums.alone : 0;
   return (
     <>
-      <h2>
-        {isPriced ? "Dollars an hour" : "Devices held"}{" "}
-        <small>
-          {whole(sums.paid)} in all; each pipeline alone, and as much sooner: {whole(sums.alone)}
-          {saved >= 0.0005 && ` (${percent(saved)} saved)`}; what computed: {whole(sums.computing)}
-        </small>
-      </h2>
+      <h2>{isPriced ? "Dollars an hour" : "Devices held"}</h2>
+      <p class="saved">
+        {saved >= 0.0005 && (
+          <b>
+            {whole(sums.alone - sums.paid)} saved, {percent(saved)}
+          </b>
+        )}
+        Alone, each on devices of its own, the same pipelines would have {isPriced ? "cost" : "held"} {whole(sums.alone)}. Together they {isPriced ? "cost" : "held"} {whole(sums.paid)}, of which{" "}
+        {whole(sums.computing)} computed.
+      </p>
       <Lines
         label={isPriced ? "dollars an hour" : "devices held"}
         x={x}

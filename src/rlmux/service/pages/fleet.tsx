@@ -1,11 +1,12 @@
 // Fleet, the first page: is the hardware working, which pipeline is in trouble, what does each device do now.
+import { useState } from "preact/hooks";
 import { post, useData } from "./api";
 import { paintOf } from "./colours";
 import { CostOverTime } from "./cost";
 import { Trouble } from "./frame";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
-import { Dot, PipelineName, Stack, Tiles, type Part } from "./parts";
+import { Dot, PipelineName, Tiles } from "./parts";
 import { address } from "./place";
 import { KINDS, type Kind, type Page } from "./kinds";
 import type { Alert, Charge, Device, Happening, Lane, Pipeline } from "./shapes";
@@ -17,7 +18,8 @@ export function Fleet() {
   const { lane } = useShown();
   const name = of(lane.name);
   const devices = useData<Page<Device>>(`/lanes/${name}/devices`, [`devices:${lane.name}`, `lane:${lane.name}`]);
-  const rows = useData<Page<Pipeline>>(`/pipelines?lane=${name}&limit=200`, [`pipeline:${lane.name}`]);
+  const rows = useData<Page<Pipeline>>(`/pipelines?lane=${name}&sort=active&limit=100`, [`pipeline:${lane.name}`]);
+  const failed = useData<Page<Pipeline>>(`/pipelines?lane=${name}&status=failed,refused&sort=-ended_s&limit=50`, [`pipeline:${lane.name}`]);
   const alerts = useData<{ items: Alert[] }>(`/lanes/${name}/alerts`, [`lane:${lane.name}`]);
   return (
     <>
@@ -29,8 +31,8 @@ export function Fleet() {
         </span>
       </div>
       <Figures lane={lane} />
-      <Trouble error={devices.error ?? rows.error} />
-      <NeedsYou rows={rows.value?.items ?? []} alerts={alerts.value?.items ?? []} />
+      <Trouble error={devices.error ?? rows.error ?? failed.error} />
+      <NeedsYou rows={rows.value?.items ?? []} failed={failed.value?.items ?? []} alerts={alerts.value?.items ?? []} />
       <h2>
         Where the time of all devices went <small>{seconds(lane.makespan_s)}{lane.state === "over" ? "" : " so far"}, {lane.num_devices} devices</small>
       </h2>
@@ -80,70 +82,187 @@ async function seen(lane: string, { rule, pipeline }: Alert): Promise<void> {
   announce(`lane:${lane}`);
 }
 
-function NeedsYou({ rows, alerts }: { rows: Pipeline[]; alerts: Alert[] }) {
+const MOST_FAILED = 8;
+
+/** What failed since this browser's reader said that the rest was seen, as the lane's time; kept for each run. */
+function useSeen(): [number, (until_s: number) => void] {
+  const key = `rlmux seen ${useShown().lane.run_id}`;
+  const [, redraw] = useState(0);
+  return [
+    Number(localStorage.getItem(key) ?? "-1"),
+    (until_s) => {
+      localStorage.setItem(key, String(until_s));
+      redraw((at) => at + 1);
+    },
+  ];
+}
+
+function endOf(row: Pipeline): number {
+  return row.ended_s ?? row.submitted_s ?? 0;
+}
+
+function NeedsYou({ rows, failed, alerts }: { rows: Pipeline[]; failed: Pipeline[]; alerts: Alert[] }) {
   const { lane } = useShown();
-  const all = rows.filter((row) => ["failed", "refused", "waiting"].includes(row.status) || row.keeps_slo === false);
-  if (all.length === 0 && alerts.length === 0) return null;
+  const [seen_s, setSeen] = useSeen();
+  const unseen = failed.filter((row) => endOf(row) > seen_s);
+  const slow = rows.filter((row) => row.status === "running" && row.keeps_slo === false);
+  const waiting = lane.pipelines.waiting ?? 0;
+  if (unseen.length + slow.length + alerts.length + waiting === 0) return null;
   return (
     <>
       <h2>Needs you</h2>
       <table>
         <tbody>
           {alerts.map((alert) => (
-            <tr key={`${alert.pipeline} ${alert.rule}`}>
-              <td>{alert.pipeline === null ? "the run" : <PipelineName name={alert.pipeline} />}</td>
-              <td class={`state ${alert.level}`}>
-                {alert.level}: {alert.rule.replaceAll("_", " ")}
-              </td>
-              <td>
-                {alert.text}
-                {alert.step !== null && alert.pipeline !== null && (
-                  <>
-                    {" "}
-                    <a href={address(`/pipelines/${of(lane.name, alert.pipeline)}`, { tab: "samples", step: String(alert.step) })}>since step {alert.step}</a>
-                  </>
-                )}
-                <span class="muted"> {alert.advice}</span>{" "}
-                {alert.acknowledged ? (
-                  <span class="muted small" title={alert.acknowledged.at}>
-                    seen by {alert.acknowledged.by}
-                  </span>
-                ) : (
-                  <button class="link small" onClick={() => void seen(lane.name, alert)} aria-label={`${alert.rule.replaceAll("_", " ")}: seen`}>
-                    seen
-                  </button>
-                )}
-              </td>
-            </tr>
+            <AlertRow key={`${alert.pipeline} ${alert.rule}`} alert={alert} />
           ))}
-          {all.map((row) => (
+          {[...unseen.slice(0, MOST_FAILED), ...slow].map((row) => (
             <tr key={row.name}>
               <td>
                 <PipelineName name={row.name} />
               </td>
-              <td class={`state ${row.status}`}>{row.keeps_slo === false && row.status === "running" ? "over its SLO" : row.status}</td>
-              <td>{row.reason || (row.keeps_slo === false ? `${times(row.step_slowdown)} of alone, SLO ${times(row.slo_slowdown)}` : "")}</td>
+              <td class={`state ${row.status}`}>{row.status === "running" ? "over its SLO" : row.status}</td>
+              <td>{row.reason || (row.keeps_slo === false ? `${times(row.step_slowdown)} slower than alone, SLO ${times(row.slo_slowdown)}` : "")}</td>
             </tr>
           ))}
+          {unseen.length > 0 && (
+            <tr>
+              <td colSpan={3}>
+                {unseen.length > MOST_FAILED && (
+                  <>
+                    <a href={address("/pipelines", { status: "failed", sort: "-ended_s" })}>
+                      {count(unseen.length - MOST_FAILED)}
+                      {unseen.length === 50 && " or more"} failed before these
+                    </a>{" "}
+                    ·{" "}
+                  </>
+                )}
+                <button class="link small" onClick={() => setSeen(Math.max(...unseen.map(endOf)))}>
+                  I have seen what failed
+                </button>
+              </td>
+            </tr>
+          )}
+          {waiting > 0 && (
+            <tr>
+              <td colSpan={3}>
+                <a href={address("/queue")}>{waiting === 1 ? "1 pipeline waits" : `${count(waiting)} pipelines wait`}</a>
+              </td>
+            </tr>
+          )}
         </tbody>
       </table>
     </>
   );
 }
 
-function Charges({ charges }: { charges: Charge[] }) {
-  const { pipelines } = useShown();
-  const parts = new Map<string, Part>();
+function AlertRow({ alert }: { alert: Alert }) {
+  const { lane } = useShown();
+  return (
+    <tr>
+      <td>{alert.pipeline === null ? "the run" : <PipelineName name={alert.pipeline} />}</td>
+      <td class={`state ${alert.level}`}>
+        {alert.level}: {alert.rule.replaceAll("_", " ")}
+      </td>
+      <td>
+        {alert.text}
+        {alert.step !== null && alert.pipeline !== null && (
+          <>
+            {" "}
+            <a href={address(`/pipelines/${of(lane.name, alert.pipeline)}`, { tab: "samples", step: String(alert.step) })}>since step {alert.step}</a>
+          </>
+        )}
+        <span class="muted"> {alert.advice}</span>{" "}
+        {alert.acknowledged ? (
+          <span class="muted small" title={alert.acknowledged.at}>
+            seen by {alert.acknowledged.by}
+          </span>
+        ) : (
+          <button class="link small" onClick={() => void seen(lane.name, alert)} aria-label={`${alert.rule.replaceAll("_", " ")}: seen`}>
+            seen
+          </button>
+        )}
+      </td>
+    </tr>
+  );
+}
+
+const OTHERS = "*";
+const COLUMNS = ["computes", "switch", "waits for rollout", "for training", "for rewards", "for others"] as const;
+const COLUMN_BY_CAUSE: Record<string, number> = { switch: 1, starting: 1, "waiting for rollout": 2, "waiting for training": 3, "waiting for rewards": 4 };
+
+interface ChargedRow {
+  name: string;
+  isPipeline: boolean;
+  paint: string;
+  seconds: number[];
+  all_s: number;
+}
+
+/** A row for each pipeline with its computing and what devices waited for of it; below, what belongs to no pipeline. */
+function chargedRows(charges: Charge[], pipelines: readonly string[]): ChargedRow[] {
+  const rows = new Map<string, ChargedRow>();
   for (const { kind, cause, pipeline, label, seconds } of charges) {
-    const isWork = kind === "busy" && pipeline !== null;
-    const name = isWork ? `${pipeline} ${label}` : label;
-    const paint = isWork ? `c${colourOf(pipelines, pipeline)}` : `f-${paintOf(cause)}`;
-    parts.set(name, { paint, name, seconds: seconds + (parts.get(name)?.seconds ?? 0) });
+    const name = pipeline ?? label;
+    const paint = pipeline === null ? `f-${paintOf(cause)}` : pipeline === OTHERS ? "f-busy" : `c${colourOf(pipelines, pipeline)}`;
+    const row = rows.get(name) ?? { name, isPipeline: pipeline !== null, paint, seconds: COLUMNS.map(() => 0), all_s: 0 };
+    const column = pipeline === null ? -1 : kind === "busy" ? 0 : (COLUMN_BY_CAUSE[cause] ?? 5);
+    if (column >= 0) row.seconds[column] = (row.seconds[column] ?? 0) + seconds;
+    row.all_s += seconds;
+    rows.set(name, row);
   }
-  const rank = ({ paint }: Part) => Number(paint.startsWith("f-"));
+  const rank = (row: ChargedRow) => (!row.isPipeline ? 2 : row.name === OTHERS ? 1 : 0);
+  return [...rows.values()].sort((a, b) => rank(a) - rank(b) || b.all_s - a.all_s);
+}
+
+function Charges({ charges }: { charges: Charge[] }) {
+  const { lane, pipelines } = useShown();
   const whole_s = charges.reduce((sum, charge) => sum + charge.seconds, 0);
-  if (whole_s === 0) return <p class="muted">No device has done anything yet.</p>;
-  return <Stack parts={[...parts.values()].sort((a, b) => rank(a) - rank(b) || b.seconds - a.seconds)} whole_s={whole_s} />;
+  if (whole_s === 0) return <p class="muted">No device has done anything yet. The first pipeline fills this table.</p>;
+  const rows = chargedRows(charges, pipelines);
+  const num_others = Object.values(lane.pipelines).reduce((sum, many) => sum + many, 0) - rows.filter((row) => row.isPipeline && row.name !== OTHERS).length;
+  return (
+    <>
+      <div class="stack">
+        {rows.map((row) => (
+          <i class={row.paint} title={`${row.name === OTHERS ? "others" : row.name}: ${seconds(row.all_s)}`} style={{ width: `${(100 * row.all_s) / whole_s}%` }} />
+        ))}
+      </div>
+      <div class="scroll">
+        <table class="charges">
+          <thead>
+            <tr>
+              <th>of all device-seconds</th>
+              <th class="number">in all</th>
+              {COLUMNS.map((title) => (
+                <th class="number">{title}</th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row) => (
+              <tr key={row.name}>
+                <td>
+                  {row.isPipeline && row.name !== OTHERS ? <PipelineName name={row.name} /> : <><i class={`swatch ${row.paint}`} />{row.name === OTHERS ? `${count(num_others)} others` : row.name}</>}
+                </td>
+                <td class="number">{percent(row.all_s / whole_s)}</td>
+                {row.seconds.map((spent_s, column) => (
+                  <td class="number">
+                    {spent_s > 0 && (
+                      <span class="tinted">
+                        <i class={column === 0 ? row.paint : column === 1 ? "f-switch" : "f-wait"} style={{ opacity: String(0.12 + 0.6 * Math.min(1, (4 * spent_s) / whole_s)) }} />
+                        {percent(spent_s / whole_s)}
+                      </span>
+                    )}
+                  </td>
+                ))}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  );
 }
 
 function Devices({ devices, isOver }: { devices: Device[]; isOver: boolean }) {
@@ -215,8 +334,9 @@ function Pools({ devices }: { devices: Device[] }) {
 }
 
 function Brief({ rows }: { rows: Pipeline[] }) {
-  const active = rows.filter((row) => row.status === "running");
-  const shown = (active.length ? active : rows).slice(0, 12);
+  const { lane } = useShown();
+  const shown = rows.slice(0, Math.max(12, Math.min(24, rows.filter((row) => row.status === "running").length)));
+  const num_all = Object.values(lane.pipelines).reduce((sum, many) => sum + many, 0);
   return (
     <table>
       <tbody>
@@ -228,13 +348,13 @@ function Brief({ rows }: { rows: Pipeline[] }) {
             <td class={`state ${row.status}`}>{row.doing || row.status}</td>
             <td class="number">step {row.step}{row.num_steps ? ` of ${row.num_steps}` : ""}</td>
             <td class="number">reward {reward(row.reward_last)}</td>
-            <td class="number">{row.step_slowdown === null ? "" : `${times(row.step_slowdown)} of alone`}</td>
+            <td class="number">{row.step_slowdown === null ? "" : `${times(row.step_slowdown)} slower than alone`}</td>
           </tr>
         ))}
-        {rows.length > shown.length && (
+        {num_all > shown.length && (
           <tr>
             <td colSpan={5}>
-              <a href={address("/pipelines")}>all {rows.length}</a>
+              <a href={address("/pipelines", { sort: "active" })}>all {count(num_all)}</a>
             </td>
           </tr>
         )}
@@ -244,12 +364,12 @@ function Brief({ rows }: { rows: Pipeline[] }) {
 }
 
 function Happenings({ lane }: { lane: Lane }) {
-  const events = useData<Page<Happening>>(`/lanes/${of(lane.name)}/events?limit=12`, [`lane:${lane.name}`]);
+  const events = useData<Page<Happening>>(`/lanes/${of(lane.name)}/events?limit=12&migrations=false`, [`lane:${lane.name}`]);
   if (!events.value?.items.length) return null;
   return (
     <>
       <h2>
-        What happened <small>newest first</small>
+        What happened <small>newest first{lane.num_migrations ? `, without ${count(lane.num_migrations)} migrations` : ""}</small>
       </h2>
       <table>
         <tbody>

@@ -129,6 +129,7 @@ class Charge(Shape):
     kind: Kind
     cause: str
     pipeline: str | None
+    """`*` in a lane's charges: all but the eight with most seconds."""
     label: str
     seconds: float
     share: float | None
