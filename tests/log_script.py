@@ -290,7 +290,14 @@ class AlternatingRun:
                 "loss": 0.1,
                 "kl": 0.01 * step,
             },
+            **({"delivery": self._delivery(step)} if name == "sort" else {}),
         )
+
+    def _delivery(self, step: int) -> dict[str, Any]:
+        """Each version is loaded as it was published, but for version 3."""
+        versions = [step - 1]
+        loaded = {step - 1: ["old" if step == 4 else f"c{step - 1}"]} if step > 1 else {}
+        return {"versions": versions, "allowed": versions * 2, "loaded": loaded, "published": {step: [f"c{step}"]}}
 
     def _fail(self, now_s: float, name: str) -> None:
         self._busy[ROLLOUT] = False

@@ -183,3 +183,13 @@ def test_published_weights_without_a_checksum_are_refused(tmp_path: Path) -> Non
     for key in ("weights_checksum", "weights_sha256"):  # the second alone: a checkpoint of before
         write_tensors(path, {"weight": torch.zeros(1)}, {"version": "1", key: "0", **origin.fields()})
         check_weights(path, 1, origin)
+
+
+def test_weights_with_another_checksum_than_the_published_one_are_refused(tmp_path: Path) -> None:
+    """Whole weights of the right run and version, but not those that the trainer published."""
+    origin = Origin(run_id="r", pipeline="p", plan_sha256="0")
+    path = tmp_path / "1.safetensors"
+    write_tensors(path, {"weight": torch.zeros(1)}, {"version": "1", "weights_checksum": "a", **origin.fields()})
+    assert check_weights(path, 1, origin, "a") == check_weights(path, 1, origin) == "a"
+    with pytest.raises(PipelineError, match=r"other weights: their checksum is a, and the trainer published b"):
+        check_weights(path, 1, origin, "b")

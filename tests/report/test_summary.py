@@ -31,7 +31,7 @@ KEYS = {
 PIPELINE_KEYS = {
     "steps", "tokens", "trajectories", "reward_first", "reward_last", "step_s_mean", "step_slowdown",
     "slo_slowdown", "weights_sha256", "status", "keeps_slo", "expected_slowdown", "estimate", "slo_reason", "promise",
-    "queue_s", "moves", "slo_probability", "bound",
+    "queue_s", "moves", "slo_probability", "bound", "delivery",
 }  # fmt: skip
 DEVICE_KEYS = {"pool", "busy_s", "switch_s", "bubble_s", "idle_s", "utilization"}
 

@@ -119,6 +119,8 @@ def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair
         assert one["trajectories"] == undisturbed.summary["pipelines"][name]["trajectories"]
         assert one["tokens"] == undisturbed.summary["pipelines"][name]["tokens"]
         assert one["reward_last"] == undisturbed.summary["pipelines"][name]["reward_last"]
+        assert one["delivery"]["num_equal"] == STEPS, one["delivery"]["says"]
+        assert not one["delivery"]["wrong_steps"]
         steps = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1))
     assert result.summary["makespan_s"] > json.loads((stopped / "summary.json").read_text())["makespan_s"]

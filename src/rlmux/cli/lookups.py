@@ -154,9 +154,9 @@ def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -
 
 _COLUMNS = (
     *("pipeline", "step", "end_s", "seconds", "solo_s", "slowdown"),
-    *("weights_sha256", "metrics", "stages", "weights_checksum"),
+    *("weights_sha256", "metrics", "stages", "weights_checksum", "delivery"),
 )
-"""Columns of CSV; `metrics` and `stages` are JSON."""
+"""Columns of CSV; `metrics`, `stages` and `delivery` are JSON."""
 
 
 def _columns_of(path: Path) -> Sequence[str]:
@@ -176,7 +176,7 @@ def _write(
     if has_head:
         table.writeheader()
     for row in rows:
-        table.writerow({**row, "metrics": json.dumps(row["metrics"]), "stages": json.dumps(row["stages"])})
+        table.writerow({**row, **{key: json.dumps(row[key]) for key in ("metrics", "stages", "delivery")}})
 
 
 def _known(path: Path, to: str) -> Iterator[tuple[str, int]]:

@@ -83,6 +83,8 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
             print(f"{name}: {words}")
         if "rounds" in one:
             print(f"{name}: {rounds_text(one['rounds'])}")
+        if one.get("delivery"):
+            print(f"{name}: {one['delivery']['says']}")
     print()
     devices = [
         {

@@ -29,6 +29,7 @@ from rlmux.core.actions import Switch
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.slos import StepTime, mean_step_s, move_totals, slo_attainment, slo_fields
 from rlmux.report.timeline.build import Timeline
+from rlmux.report.timeline.delivery import delivery_summary
 from rlmux.report.timeline.intervals import Cause, Kind
 from rlmux.report.timeline.records import OrderRecord, PipelineRecord
 from rlmux.report.timeline.step_work import StepWork
@@ -90,6 +91,7 @@ def _tokens_by_pipeline(orders: Iterable[OrderRecord]) -> Counter[PipelineId]:
 def _pipeline(timeline: Timeline, record: PipelineRecord, steps: Sequence[StepTime], num_tokens: int) -> dict[str, Any]:
     metrics = [record.metrics[step] for step in sorted(record.metrics)]
     rewards = record.rewards
+    deliveries = {step: found for step in sorted(record.published) if (found := record.delivery(step)) is not None}
     return {
         "steps": max(record.published, default=0),
         "tokens": num_tokens or int(sum(each.get("tokens", 0.0) for each in metrics)),
@@ -99,6 +101,7 @@ def _pipeline(timeline: Timeline, record: PipelineRecord, steps: Sequence[StepTi
         "step_s_mean": mean_step_s(steps),
         **slo_fields(record, steps, timeline.end_s),
         "weights_sha256": record.weights_sha256,
+        "delivery": delivery_summary(deliveries),
         "status": str(record.status),
         "promise": record.promise,
         **({"client_s": record.client_s(0.0, timeline.end_s)} if record.pipeline.work_arrives else {}),

@@ -36,6 +36,8 @@ class BatchMetrics:
     """What the reward function logged, by metric."""
     round: RoundRecord | None
     """Result of tail batching; None without it."""
+    versions: Sequence[int]
+    """Weight versions that made the trajectories' tokens, in order."""
     version_metrics: Mapping[str, float]
     """Figures of interruptible rollouts, by metric; empty without them."""
 
@@ -67,6 +69,7 @@ def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
         token_runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
         logged=batch.logged,
         round=batch.round,
+        versions=sorted({version for each in batch.trajectories for version in set(each.versions)}),
         version_metrics={} if batch.backlog is None else _version_metrics(batch, batch.backlog),
     )
 

@@ -50,12 +50,14 @@ def test_weights_of_another_run_plan_or_version_are_not_sampled_from(
     config, path = real.submission("a").config, tmp_path / "0.safetensors"
     hand_out = HandOut(weights=path, writers=(0,), checkpoint=None, num_kept=1)
     warmup = TrainCall(stage=Stage.SFT_WARMUP, max_seconds=60.0, is_load_needed=False, hand_out=hand_out)
-    assert TrainWorker(config, None, mine).run_stage(warmup).weights_checksum
+    trained = TrainWorker(config, None, mine).run_stage(warmup)
+    assert trained.weights_checksum == trained.file_checksum
     chunk = RolloutChunk(
         weights=(path, 0), requests=(), partials=(), replies=(), released=(), max_decode_steps=1, max_seconds=1.0,
         is_load_needed=False,
     )  # fmt: skip
-    RolloutWorker(config, mine).run_chunk(chunk)
+    published = replace(chunk, published=trained.file_checksum)
+    assert RolloutWorker(config, mine).run_chunk(published).loaded == trained.file_checksum
     with pytest.raises(PipelineError, match="of version 0"):
         RolloutWorker(config, mine).run_chunk(replace(chunk, weights=(path, 1)))
     with pytest.raises(PipelineError, match="of another run: mine, this is run theirs"):

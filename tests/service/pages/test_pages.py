@@ -188,6 +188,10 @@ def test_a_step_of_the_table_opens_its_time_on_the_timeline(shown, enter):
     steps = shown.get("/pipelines/demo/sort/steps")["items"]
     lines = page.locator("tbody tr").all_inner_texts()
     assert [int(line.split()[0]) for line in lines] == [step["step"] for step in reversed(steps)]
+    delivered = page.locator("tbody td:last-child")
+    assert delivered.all_inner_texts() == [step["delivery"]["text"] for step in reversed(steps)]
+    assert delivered.last.get_attribute("title") == steps[0]["delivery"]["says"]
+    assert page.locator("tbody td.bad").all_inner_texts() == ["v3 ≠ trained"]
     page.locator("tbody a").first.click()
     page.wait_for_selector("canvas")
     assert f"t1={steps[-1]['end_s']}" in page.url

@@ -76,17 +76,29 @@ def _sort_metadata(path: Path) -> None:
         file.write(written.ljust(length))
 
 
-def check_weights(path: Path, version: int, origin: Origin) -> None:
-    """Raises PipelineError for a file of another run or plan, or of another version. Reads its header only."""
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata in a file's header."""
     with safe_open(path, framework="pt") as file:
-        written = dict(file.metadata() or {})
+        return dict(file.metadata() or {})
+
+
+def check_weights(path: Path, version: int, origin: Origin, published: str | None = None) -> str | None:
+    """Check a file's header against what was published; returns its checksum, which `read_weights` verifies.
+
+    `published`: checksum that the trainer published for the version; None: not known. Raises PipelineError for a file
+    of another run or plan, of another version, or with another checksum.
+    """
+    written = read_metadata(path)
     complaint = origin.complaint_about(written)
     if complaint is None and written.get("version") != str(version):
         complaint = f"of version {written.get('version', 'unnamed')}"
     if complaint is None and not _SUMS.keys() & written.keys():
         complaint = "without a checksum"
+    if complaint is None and published is not None and written.get(CHECKSUM) != published:
+        complaint = f"other weights: their checksum is {written.get(CHECKSUM)}, and the trainer published {published}"
     if complaint is not None:
         raise PipelineError(f"weights of version {version} in {path} are {complaint}")
+    return written.get(CHECKSUM)
 
 
 def read_weights(path: Path, version: int) -> dict[str, Tensor]:

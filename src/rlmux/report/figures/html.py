@@ -223,7 +223,7 @@ class _View:
         stated = "".join(
             tag("p", f"{escape(name)}: {escape(words)}")
             for name, p in pipelines.items()
-            for words in (slo_words(p), move_words(move_totals(p["moves"])))
+            for words in (slo_words(p), move_words(move_totals(p["moves"])), (p["delivery"] or {}).get("says"))
             if words
         )
         return f'<h2>Pipelines</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>{stated}'

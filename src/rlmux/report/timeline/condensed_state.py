@@ -33,7 +33,12 @@ from rlmux.report.timeline.step_work import StepWork
 
 CACHE_NAME = ".status.cache"
 _VERSION = 3
-_KEPT_APART = {OrderRecord: {"chunks"}, PipelineRecord: {"metrics", "rollouts"}, Pin: set(), Standstill: set[str]()}
+_KEPT_APART = {
+    OrderRecord: {"chunks"},
+    PipelineRecord: {"metrics", "rollouts", "deliveries"},
+    Pin: set(),
+    Standstill: set[str](),
+}
 """Fields that a status does not need of each record, or that are kept beside it."""
 
 

@@ -393,6 +393,7 @@ class History:
         for step in [step for step in record.published if step > last_step]:
             del record.published[step]
             record.metrics.pop(step, None)
+        record.deliveries.forget_after(last_step)
         for order in self.orders:
             if order.pipeline == record.pipeline.id and order.step > last_step:
                 order.is_redone = True
@@ -438,6 +439,8 @@ class History:
         record = self.pipelines.get(pipeline)
         if type == "step" and record is not None:
             record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
+            if "delivery" in fields:
+                record.deliveries.add(int(fields["step"]), fields["delivery"])
         elif type == "alerts":
             self.alert_rules[pipeline] = fields["rules"]
         elif type == "promise" and record is not None:

@@ -19,6 +19,7 @@ from typing import Any
 from rlmux.core.actions import ExpectSteps, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
 from rlmux.log.progress_rows import Reports
+from rlmux.report.timeline.delivery import Deliveries, StepDelivery
 
 STOPPED = "stopped"
 """Status of a pipeline whose run ended on purpose before it was over: it can be resumed."""
@@ -119,6 +120,8 @@ class PipelineRecord:
     """Figures of each step's `step` note, by step."""
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Fields of each step's `rollout` note (runtime/records/rollout_record.py), by step."""
+    deliveries: Deliveries = field(default_factory=Deliveries)
+    """Versions and checksums of the weights that sampled each step."""
     weights_sha256: str | None = None
     promise: str | None = None
     """Class of promise that a probe of its engines found; None before there was one."""
@@ -139,6 +142,11 @@ class PipelineRecord:
         """Mean reward of each of its steps in order, without those that have none."""
         every = (self.metrics[step].get("reward_mean", math.nan) for step in sorted(self.metrics))
         return [reward for reward in every if math.isfinite(reward)]
+
+    def delivery(self, step: int) -> StepDelivery | None:
+        """Delivery of the weights that sampled a step; None if the log has none."""
+        gap = self.metrics.get(step, {}).get("logprob_gap", math.nan)
+        return self.deliveries.of(step, logprob_gap=gap if math.isfinite(gap) else None)
 
     @property
     def score(self) -> float | None:

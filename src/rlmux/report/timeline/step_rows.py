@@ -1,6 +1,6 @@
 """The table of a pipeline's steps, a row each: for pages, the API and `rlmux export`. Keys are stable.
 
-step  end_s  seconds  solo_s  slowdown  weights_checksum  weights_sha256  metrics.NAME  stages.STAGE
+step  end_s  seconds  solo_s  slowdown  weights_checksum  weights_sha256  metrics.NAME  stages.STAGE  delivery
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_step_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def step_row(published: PublishedStep, record: PipelineRecord, sums: Mapping[str, str]) -> dict[str, Any]:
     """One step of the table."""
-    time = published.time
+    time, delivery = published.time, record.delivery(published.time.step)
     return {
         "step": time.step,
         "end_s": time.end_s,
@@ -53,4 +53,5 @@ def step_row(published: PublishedStep, record: PipelineRecord, sums: Mapping[str
         **{key: sums.get(name) for key, name in SUMS.items()},
         "metrics": record.metrics.get(time.step, {}),
         "stages": published.stages,
+        "delivery": None if delivery is None else delivery.as_json(),
     }

@@ -96,6 +96,10 @@ class RolloutDriver:
         """The legs of an interruptible rollout; None for others, and before the first step."""
         self._newest_version = workers.furthest_step
         """The newest weight version that rollout workers can load."""
+        self._published: dict[int, str | None] = {}
+        """Checksum in the trainer's file of each version, newest last; as many as staleness needs."""
+        self._loaded: dict[int, list[str]] = {}
+        """Checksums that engines verified since `take_loaded`, by version; empty for engines that report none."""
         self._migration_by_source: dict[DeviceId, LoopTask] = {}
         self._record_by_step: dict[int, RolloutRecord] = {}
 
@@ -117,8 +121,10 @@ class RolloutDriver:
         yield from self._promises.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
         while not self._shards[device].is_over:
             order.is_calling = True
-            result: RolloutChunkResult = yield self._begin_chunk(order, device)
+            chunk = self._make_chunk(order, device)
+            result: RolloutChunkResult = yield self._calls.call(self._workers.rollout[device], "run_chunk", chunk)
             order.is_calling = False
+            self._note_load(chunk, result)
             shard, report = self._shards[device], result.report
             seconds = result.input_s + report.seconds
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
@@ -152,9 +158,11 @@ class RolloutDriver:
         batch: StepBatch = yield self._calls.call(self._workers.env_worker, "finish_step", step, *over)
         return batch
 
-    def weights_arrived(self, version: int) -> None:
-        """Record that rollout workers can load this version from now on."""
+    def weights_arrived(self, version: int, checksum: str | None) -> None:
+        """Record that rollout workers can load this version from now on. `checksum`: in the trainer's file."""
         self._newest_version = version
+        self._published[version] = checksum
+        self._published.pop(version - self._workers.submission.pipeline.staleness - 2, None)
         if self._legs is not None:
             self._forward(self._legs.weights_arrived(version))
 
@@ -162,6 +170,11 @@ class RolloutDriver:
         """Fetch a step's requests after the present orders have started: devices come first."""
         self._fetching.add(step)
         self._calls.start_soon(self._fetch_requests(step), pipeline=self._pipeline)
+
+    def take_loaded(self) -> dict[int, list[str]]:
+        """Remove and return the checksums of loaded weights, by version; empty for engines that report none."""
+        loaded, self._loaded = self._loaded, {}
+        return loaded
 
     def take_record(self, step: int) -> RolloutRecord | None:
         """Record of the step's rollout; None if it was sampled before the pipeline's processes started."""
@@ -240,7 +253,7 @@ class RolloutDriver:
 
     # ------------------------------------------------------------------ chunks
 
-    def _begin_chunk(self, order: RunningOrder, device: DeviceId) -> Future:
+    def _make_chunk(self, order: RunningOrder, device: DeviceId) -> RolloutChunk:
         options, worker = self._options, self._workers.rollout[device]
         version = order.action.weight_version if self._legs is None else self._legs.version
         most_steps = options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps
@@ -251,15 +264,22 @@ class RolloutDriver:
         if is_load_needed:
             self._states.load(worker)
         self._version_by_device[device] = version
-        chunk = RolloutChunk(
-            weights=(self._workers.weights_path(version), version) if needs_weights else None,
+        path = self._workers.weights_path(version)
+        return RolloutChunk(
+            weights=(path, version) if needs_weights else None,
+            published=self._published.get(version) if path == self._workers.published_path(version) else None,
             **self._shards[device].take_inputs(),
             max_decode_steps=most_steps if self._legs is None else int(min(most_steps, self._legs.most_steps)),
             max_seconds=min(_RACE_CHUNK_S, self._chunk_s) if self._race or self._legs else self._chunk_s,
             is_load_needed=is_load_needed,
             device_fraction=order.device_fraction,
         )
-        return self._calls.call(worker, "run_chunk", chunk)
+
+    def _note_load(self, chunk: RolloutChunk, result: RolloutChunkResult) -> None:
+        if chunk.weights is not None:
+            sums = self._loaded.setdefault(chunk.weights[1], [])
+            if result.loaded is not None and result.loaded not in sums:
+                sums.append(result.loaded)
 
     def _can_compute(self, shard: LiveShard, report: ChunkReport) -> bool:
         """Whether the device can compute without waiting for an environment."""

@@ -57,8 +57,10 @@ class TrainDriver:
         """Batches of scored, unpublished steps."""
         self._trainer_step = 0
         """The step whose batch the trainer has."""
-        self._checksum_by_version: dict[int, str] = {}
-        """Checksums of weights that are handed out and not published."""
+        self._sums_by_version: dict[int, tuple[str, str | None]] = {}
+        """(checksum of the weights, checksum in their file) of versions that are handed out and not published."""
+        self._published: dict[int, list[str]] = {}
+        """Checksums by version published since the last note `step`."""
         self._metrics: dict[str, float] = {}
         """Figures of the stages since the last publication."""
 
@@ -91,7 +93,7 @@ class TrainDriver:
             seconds = result.input_s + report.seconds + result.hand_out_s
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.tokens)
             if result.weights_checksum is not None:
-                self._checksum_by_version[action.step] = result.weights_checksum
+                self._sums_by_version[action.step] = result.weights_checksum, result.file_checksum
             if report.is_done:
                 self._metrics.update(report.metrics)
                 return order.finished()
@@ -108,11 +110,13 @@ class TrainDriver:
         if step == self._workers.config.num_steps:
             written = yield self._calls.call(trainer, "finish_checkpoint")
             self._supervisor.count_checkpoints(self._workers, written)
-        self._take_in_publication(step, self._checksum_by_version.pop(step))
+        checksum, file_checksum = self._sums_by_version.pop(step)
+        self._published[step] = sorted({checksum, file_checksum or checksum})
+        self._take_in_publication(step, checksum)
         receivers = list(self._workers.rollout.values())
         senders = [self._workers.trainers[rank] for rank in self._calls.senders(self._workers.trainers)]
         yield self._calls.deliver(self._workers.published_path(step), senders, receivers)
-        self._rollout.weights_arrived(step)
+        self._rollout.weights_arrived(step, file_checksum)
         return order.finished()
 
     # ------------------------------------------------------------------ training
@@ -170,7 +174,15 @@ class TrainDriver:
         batch = self._batch_by_step.pop(version, None)
         if batch is not None:
             fields = _step_fields(self._workers.id, version, batch, self._metrics)
-            self._outbox.note("step", **fields, weights_checksum=checksum)
+            newest = version - 1
+            delivery = {
+                "versions": batch.metrics.versions,
+                "allowed": (max(0, newest - self._workers.config.algorithm.staleness), newest),
+                "loaded": self._rollout.take_loaded(),
+                "published": self._published,
+            }
+            self._published = {}
+            self._outbox.note("step", **fields, weights_checksum=checksum, delivery=delivery)
             self._note_rollout(version, batch)
         self._metrics = {}
 

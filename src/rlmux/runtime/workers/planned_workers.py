@@ -169,6 +169,7 @@ class RolloutWorker:
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
         self._engine = _make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
+        self._reports_checksum = not (config.rollout.engine.is_server or config.rollout.engine.is_of_user)
         self._origin = origin
         self._fraction = fraction_setter(device)
 
@@ -184,16 +185,12 @@ class RolloutWorker:
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         """Raises PipelineError for weights or trajectories of another run or plan."""
         self._fraction.set(chunk.device_fraction)
-        start = time.perf_counter()
+        start, loaded = time.perf_counter(), None
         with beating():
             if chunk.is_load_needed:
                 self._engine.load()
             if chunk.weights is not None:
-                if self._origin is not None:
-                    from rlmux.engines.model.weights import check_weights
-
-                    check_weights(*chunk.weights, self._origin)
-                self._engine.load_weights(*chunk.weights)
+                loaded = self._load_weights(*chunk.weights, chunk.published)
         load_s = time.perf_counter() - start
         start = time.perf_counter()
         handed_back = self.take_partials(copies_kv=False) if chunk.hands_back else None
@@ -211,8 +208,23 @@ class RolloutWorker:
         report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
         turns = PackedTurns.pack(report.finished)
         return RolloutChunkResult(
-            report=replace(report, finished=()), turns=turns, load_s=load_s, input_s=input_s, partials=handed_back
+            report=replace(report, finished=()),
+            turns=turns,
+            load_s=load_s,
+            input_s=input_s,
+            partials=handed_back,
+            loaded=loaded,
         )
+
+    def _load_weights(self, path: Path, version: int, published: str | None) -> str | None:
+        """Returns the checksum that the engine verified; None for an engine that reports none."""
+        checksum = None
+        if self._origin is not None:
+            from rlmux.engines.model.weights import check_weights
+
+            checksum = check_weights(path, version, self._origin, published)
+        self._engine.load_weights(path, version)
+        return checksum if self._reports_checksum else None
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
         taken = self._engine.take_partials(None, with_kv=copies_kv)
@@ -299,39 +311,46 @@ class TrainWorker:
                 self._engine.load()
         load_s = time.perf_counter() - start
         report = self._engine.run_stage(call.stage, max_seconds=call.max_seconds)
-        start, checksum = time.perf_counter(), None
+        start = time.perf_counter()
+        checksum = file_checksum = None
         if report.is_done and call.hand_out is not None:
             with beating():
-                checksum = self._hand_out(call.hand_out)
+                checksum, file_checksum = self._hand_out(call.hand_out)
         return TrainCallResult(
             report=report,
             load_s=load_s,
             input_s=input_s,
             hand_out_s=time.perf_counter() - start,
             weights_checksum=checksum,
+            file_checksum=file_checksum,
             written=self._checkpoints.written(),
         )
 
-    def _hand_out(self, hand_out: HandOut) -> str | None:
+    def _hand_out(self, hand_out: HandOut) -> tuple[str | None, str | None]:
         """Write the weights for rollout workers, and begin to write a checkpoint beside later work.
 
         The first rank writes the checkpoint, after a check that all ranks have the same weights; ranks with parts of a
         model contribute them. `run_stage` and `finish_checkpoint` report the durable checkpoint with the weights'
-        SHA-256, computed by the writing thread. Returns the checksum of the weights; None on other ranks. Raises
-        PipelineError if ranks have different weights.
+        SHA-256, computed by the writing thread. Returns (checksum of the weights, checksum in the file); None on other
+        ranks. Raises PipelineError if ranks have different weights.
         """
+        from rlmux.engines.model.weight_checksum import CHECKSUM
+        from rlmux.engines.model.weights import read_metadata
+
         if hand_out.checkpoint is not None:
             self._engine.check_ranks()
         is_first, is_writer = self._ranks.rank == 0, self._ranks.rank in hand_out.writers
         if not is_writer and not self._engine.is_sharded:
-            return None
+            return None, None
         with _storing(hand_out.weights):
             self._engine.export_weights(hand_out.weights if is_writer else None)
         if hand_out.checkpoint is not None and is_first:
             self._checkpoints.begin(hand_out.checkpoint, partial(self._snapshot, hand_out.num_kept))
         elif hand_out.checkpoint is not None and self._engine.is_sharded:
             self._engine.snapshot()
-        return self._engine.weights_checksum() if is_first else None
+        if not is_first:
+            return None, None
+        return self._engine.weights_checksum(), read_metadata(hand_out.weights)[CHECKSUM]
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the pending checkpoint. Returns durable checkpoints since the last report."""

@@ -32,6 +32,8 @@ class RolloutChunk:
 
     weights: tuple[Path, int] | None
     """(file, version) to load first."""
+    published: str | None = None
+    """Checksum that the trainer published for that file; None: not known."""
     requests: Sequence[TrajectoryRequest]
     partials: Sequence[PartialTrajectory]
     replies: Sequence[TurnReply]
@@ -61,6 +63,8 @@ class RolloutChunkResult:
     """Seconds of taking in requests, replies and migrated trajectories, before the report's own."""
     partials: Sequence[PartialTrajectory] | None = None
     """Returned trajectories, without KV; None if `hands_back` was off."""
+    loaded: str | None = None
+    """Checksum of the loaded weights, verified by the engine; None if none were loaded, or the engine reports none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,8 @@ class TrainCallResult:
     """Seconds of handing out the weights, after the report's own."""
     weights_checksum: str | None = None
     """Checksum of the weights that were handed out; None if none were."""
+    file_checksum: str | None = None
+    """Checksum in the file for rollout workers; another than `weights_checksum` if the model computes in bfloat16."""
     written: Sequence[Written] = ()
     """Durable checkpoints since the last report."""
 

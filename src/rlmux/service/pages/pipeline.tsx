@@ -247,6 +247,16 @@ function sums(step: Step): string {
   return found.flatMap(([name, sum]) => (sum ? [`${name} ${sum}`] : [])).join(", ");
 }
 
+/** The weights that sampled a step: marked where they are not those that were trained. */
+function Delivered({ step: { delivery } }: { step: Step }) {
+  if (!delivery) return <td class="number">-</td>;
+  return (
+    <td class={delivery.is_ok ? "number" : "number bad"} title={delivery.says}>
+      {delivery.text}
+    </td>
+  );
+}
+
 function Steps({ path, lane }: { path: string; lane: string }) {
   const first = useData<Page<Step>>(`${path}/steps?limit=1000`, [`pipeline:${lane}`]);
   const [further, setFurther] = useState<Step[]>([]);
@@ -271,7 +281,7 @@ function Steps({ path, lane }: { path: string; lane: string }) {
               <th class="number over" colSpan={stages.length} scope="colgroup">
                 time by stage
               </th>
-              <td />
+              <td colSpan={2} />
             </tr>
           )}
           <tr>
@@ -284,6 +294,7 @@ function Steps({ path, lane }: { path: string; lane: string }) {
               <th class="number">{stageName(stage)}</th>
             ))}
             <th>weights</th>
+            <th class="number" title="The weights that sampled the step: their version, their checksum against the trainer's, and the largest log-prob gap.">delivery</th>
           </tr>
         </thead>
         <tbody>
@@ -300,6 +311,7 @@ function Steps({ path, lane }: { path: string; lane: string }) {
                 <td class="number">{seconds(step.stages[stage])}</td>
               ))}
               <td class="mono" title={sums(step)}>{(step.weights_checksum ?? step.weights_sha256)?.slice(0, 12)}</td>
+              <Delivered step={step} />
             </tr>
           ))}
         </tbody>

@@ -417,6 +417,23 @@ class Compared(Shape):
     identity: Identity
 
 
+class Delivery(Shape):
+    versions: list[int]
+    """Weight versions that made the step's tokens."""
+    allowed: tuple[int, int]
+    """Oldest and newest version that staleness allows."""
+    checksum: Literal["equal", "different", "initial", "not compared"]
+    """Loaded weights against published ones."""
+    loaded: dict[str, list[str]]
+    """Checksums verified by engines, by version."""
+    published: dict[str, list[str]]
+    """Checksums of the trainer, by version."""
+    logprob_gap: float | None
+    is_ok: bool
+    text: str
+    says: str
+
+
 class Step(Shape):
     step: int
     end_s: float
@@ -429,6 +446,8 @@ class Step(Shape):
     """SHA-256 of the same weights, once their checkpoint is durable; null before, and where there is none."""
     metrics: dict[str, float | None]
     stages: dict[str, float]
+    delivery: Delivery | None = None
+    """The weights that sampled the step; null in logs of older versions."""
 
 
 class Curve(Shape):
