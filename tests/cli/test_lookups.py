@@ -88,6 +88,7 @@ def test_trajectories_are_found_and_read(both):
         (["export", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),
         (["export", "--to", "xml"], "--to 'xml': accepted: jsonl, csv, wandb, mlflow, trackio"),
         (["why", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),
+        (["export", "--to", "xml"], "--to 'xml': accepted: jsonl, csv, wandb, mlflow, trackio, hf"),
         (["alerts", "--ack", "kl_huge"], "no alert 'kl_huge' fires; accepted: none fires"),
     ],
 )

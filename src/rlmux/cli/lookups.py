@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlmux.cli import tables
-from rlmux.client.target import target_of
+from rlmux.client.target import is_url, target_of
 from rlmux.client.trackers import TRACKERS, RunOrigin, check_installed, tracker_of
 from rlmux.core.errors import UserError
 
 FORMATS = ("jsonl", "csv")
+HF = "hf"
+"""Format of weights: a folder that transformers loads."""
 
 
 def show_queue(place: str, *, as_json: bool) -> None:
@@ -112,7 +114,7 @@ def export(place: str, name: str | None, to: str, out: str | None) -> None:
         _export_to_tracker(place, name, to, out)
         return
     if to not in FORMATS:
-        raise UserError(f"--to {to!r}: accepted: {', '.join((*FORMATS, *TRACKERS))}")
+        raise UserError(f"--to {to!r}: accepted: {', '.join((*FORMATS, *TRACKERS, HF))}")
     path = None if out is None else Path(out)
     known = set() if path is None else set(_known(path, to))
     with closing(target_of(place)) as target:
@@ -132,6 +134,29 @@ def export(place: str, name: str | None, to: str, out: str | None) -> None:
     except OSError as error:
         raise UserError(f"--out {path}: {error.strerror}; accepted: a file that can be written") from None
     print(f"rlmux: {len(rows)} steps written to {path}, {len(known)} were there", file=sys.stderr)
+
+
+def check_no_model_options(to: str, *, step: int | None, is_merged: bool) -> None:
+    """Raises UserError for options of weights with a format of the step table."""
+    for option, is_given in (("--step", step is not None), ("--merge", is_merged)):
+        if is_given:
+            raise UserError(f"{option} with --to {to}: accepted: --to {HF}, which exports weights")
+
+
+def export_model(place: str, name: str | None, out: str | None, *, step: int | None, is_merged: bool) -> None:
+    """Write a pipeline's weights as a Hugging Face model."""
+    if is_url(place):
+        raise UserError(f"--to {HF}: {place} is a server; accepted: the folder of the run, on its machine")
+    if name is None or out is None:
+        raise UserError(f"--to {HF}: accepted: with NAME of a pipeline and --out FOLDER")
+    with closing(target_of(place)) as target:
+        known = target.status()["pipelines"]
+    if name not in known:
+        raise UserError(f"no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
+    from rlmux.runtime.weights.model_export import export_model
+
+    written = export_model(Path(place), name, Path(out), step=step, is_merged=is_merged)
+    print(f"rlmux: {name}: weights of step {written} written to {out}", file=sys.stderr)
 
 
 def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -> None:

@@ -82,17 +82,27 @@ def alerts(
 def export(
     place: Place,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of its pipelines; by default all.")] = None,
-    to: Annotated[str, typer.Option("--to", help="Format: jsonl, csv, wandb, mlflow or trackio.")] = "jsonl",
+    to: Annotated[str, typer.Option("--to", help="Format: jsonl, csv, wandb, mlflow or trackio; or hf.")] = "jsonl",
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="FILE", help="File, or a tracker's folder; an existing one is completed."),
+        typer.Option(
+            "--out", metavar="FILE", help="File, or a tracker's folder, which is completed; a new folder for hf."
+        ),
     ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, max=2**31, help="Step of the weights; by default the newest kept.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base.")] = False,
 ) -> None:
-    """Export the step table: times, weight hashes and metrics.
+    """Export the step table, or with --to hf the weights as a Hugging Face model.
 
     \b
-    Example: rlmux export runs/demo sort --to csv --out steps.csv
+    Example: rlmux export runs/demo sort --to hf --out my_model
     """
     from rlmux.cli import lookups
 
-    lookups.export(place, name, to, out)
+    if to == lookups.HF:
+        lookups.export_model(place, name, out, step=step, is_merged=merge)
+    else:
+        lookups.check_no_model_options(to, step=step, is_merged=merge)
+        lookups.export(place, name, to, out)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,22 @@ def load_peft() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise UserError(f"adapter: peft cannot be imported ({error}); accepted: pip install 'rlmux[train]'") from error
+
+
+def merged_model(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The base with the adapter in a folder merged into its weights, in place.
+
+    A head that is tied to the embedding and has an adapter is untied first: the embedding stays as it is.
+    """
+    load_peft()
+    from peft import PeftModel
+
+    targets = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())["target_modules"]
+    if base.config.tie_word_embeddings and "lm_head" in targets:
+        base.config.tie_word_embeddings = False
+        base.lm_head.weight = nn.Parameter(base.lm_head.weight.detach().clone())
+    merged: PreTrainedModel = PeftModel.from_pretrained(base, folder).merge_and_unload()
+    return merged
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

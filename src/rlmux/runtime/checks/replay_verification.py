@@ -214,7 +214,7 @@ def verify(
     with FolderLock.take(folder), LogReader(folder) as reader:
         history, state = History.of(reader.header, reader.entries()), reader.state()
     chosen = _chosen(folder, history, names)
-    given = {one.pipeline.id: one for one in _submissions(folder)}
+    given = {one.pipeline.id: one for one in submissions_of(folder)}
     missing = [name for name in chosen if name not in given]
     if missing:
         raise UserError(
@@ -250,7 +250,7 @@ def _chosen(folder: Path, history: History, names: Sequence[str]) -> list[Pipeli
     return [PipelineId(name) for name in dict.fromkeys(names)] or list(known)
 
 
-def _submissions(folder: Path) -> list[Submission]:
+def submissions_of(folder: Path) -> list[Submission]:
     """Every pipeline of the run's file, and of the files that were submitted while it ran."""
     spec = launch.spec_of(folder)
     parse = launch.parser(spec)
