@@ -52,6 +52,16 @@ def test_two_clients_that_sample_at_once_are_in_one_batch_and_get_what_each_gets
     assert sum(sum(tokens.values()) for tokens in shared) > 1000, "most of what two clients asked for at once"
 
 
+@pytest.mark.slow
+def test_a_downloaded_adapter_is_a_folder_of_peft(serve, program, tmp_path):
+    program(serve(text=LORA), PROGRAMS / "download.py", "rlmux/tiny", tmp_path).line()
+    names = {file.name for file in (tmp_path / "sdk").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert not names & {"optimizer.safetensors", "state.json"}
+    assert all(".lora_" in name for name in names_in(tmp_path / "sdk" / "adapter_model.safetensors"))
+    assert json.loads((tmp_path / "sdk" / "adapter_config.json").read_bytes())["r"] == 4
+
+
 def names_in(file: Path) -> list[str]:
     """Names of a file's tensors."""
     with file.open("rb") as opened:

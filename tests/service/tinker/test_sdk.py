@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from tests.service.clients import weights_of
 from tests.service.conftest import FILE
 from tests.waiting import until
+from transformers import AutoModelForCausalLM
 
 from rlmux.cli.main import run_command_line
 from rlmux.core.actions import Release, RunStage
@@ -44,6 +46,24 @@ def test_the_sdks_own_calls_are_served(serve, program):
         "path": "NotFoundError: .*no checkpoint",
     }.items():
         assert re.search(text, found["refusals"][name]), found["refusals"][name]
+
+
+def test_downloaded_weights_are_a_model_that_transformers_loads(serve, program, tmp_path):
+    found = program(serve(), PROGRAMS / "download.py", "rlmux/tiny", tmp_path).line()
+    (from_state,) = {file.parent for file in (tmp_path / "cli").rglob("config.json")}
+    tokens = torch.tensor([found["tokens"]])
+    for folder in (tmp_path / "sdk", from_state):
+        names = {file.name for file in folder.iterdir()}
+        assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
+        assert not names & {"optimizer.safetensors", "state.json"}
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens).logits[0, :-1]
+        logprobs = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
+        assert torch.allclose(logprobs, torch.tensor(found["logprobs"]), atol=1e-5)
+    assert re.fullmatch(r"tinker://.+/external_weights/mine", found["path"])
+    assert found["types"] == {"external_weights/mine": "external", "weights/half": "training"}
+    assert "files are not encrypted here" in found["refusals"]["age"]
+    assert "has no training state" in found["refusals"]["load"]
 
 
 @pytest.mark.slow

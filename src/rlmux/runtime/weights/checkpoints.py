@@ -40,6 +40,15 @@ _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 _FALLING_BACK = "falling back to the checkpoint before it"
 
 
+_TRAINING_FILES = frozenset({"optimizer.safetensors", "reference.safetensors", BACKLOG_FILE})
+"""Files of a checkpoint that only training reads."""
+
+
+def model_files(checkpoint: Path) -> list[str]:
+    """Names of the files that transformers or peft reads. Raises CheckpointError for an incomplete checkpoint."""
+    return sorted(set(read_state(checkpoint)["files"]) - _TRAINING_FILES)
+
+
 def damage_of(checkpoint: Path) -> str | None:
     """The damage of a checkpoint, found by reading every byte; None for a good one."""
     try:

@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmux.core.errors import CheckpointError, UserError
-from rlmux.engines.train.state.checkpoint import read_state
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.checks.replay_verification import submissions_of
-from rlmux.runtime.weights.checkpoints import CheckpointStore
+from rlmux.runtime.weights.checkpoints import CheckpointStore, model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TRAINING_FILES = frozenset({"optimizer.safetensors", "reference.safetensors", "backlog.bin"})
-"""Files of a checkpoint that only training reads."""
 _GENERATION_FILE = "generation_config.json"
 _BASE = "base"
 """Folder of a base that the run made, beside its adapter."""
@@ -82,7 +79,7 @@ def _copy(store: CheckpointStore, name: str, step: int | None, aside: Path) -> i
 def _copy_files(checkpoint: Path, aside: Path, version: int) -> None:
     from rlmux.engines.model.weights import read_weights
 
-    for file in sorted(set(read_state(checkpoint)["files"]) - _TRAINING_FILES):
+    for file in model_files(checkpoint):
         shutil.copyfile(checkpoint / file, aside / file)
     for weights in aside.glob("*.safetensors"):
         read_weights(weights, version)

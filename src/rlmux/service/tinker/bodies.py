@@ -131,6 +131,10 @@ class SaveWeightsBody(Body):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveWeightsExternal(SaveWeightsBody):
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeights(Body):
     path: str
     optimizer: bool

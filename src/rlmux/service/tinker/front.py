@@ -30,7 +30,7 @@ from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward
 from rlmux.service.tinker.futures import Futures, Promised
 from rlmux.service.tinker.ledger import ERROR, PROTOBUF, Ledger, LoggedRequest, Result
 from rlmux.service.tinker.model_catalog import ServedModel, find_served
-from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
+from rlmux.service.tinker.names import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.project_budgets import ProjectBudgets
 from rlmux.service.tinker.registry import ClientSampler, Model, Registry, Session
 from rlmux.service.tinker.reorder_buffer import InOrder
@@ -111,6 +111,7 @@ class TinkerFront:
             "optim_step": self._optim_step,
             "save_weights_for_sampler": self._save_for_sampler,
             "save_weights": self._save_weights,
+            "save_weights_external": self._save_weights,
             "load_weights": self._load_weights,
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
@@ -372,10 +373,11 @@ class TinkerFront:
 
     def _save_weights(self, taken: LoggedRequest, body: bodies.SaveWeightsBody) -> None:
         model = self.registry.model(body.model_id, taken.project)
-        path = TinkerPath(model.id, WEIGHTS, body.path)
+        kind = EXTERNAL_WEIGHTS if taken.path == "save_weights_external" else WEIGHTS
+        path = TinkerPath(model.id, kind, body.path)
         folder = model.folder / (taken.chosen or f"weights-{body.path}")  # as a version before chose
         self.registry.being_saved[folder] = str(path)
-        answer = {"type": "save_weights", "path": str(path)}
+        answer = {"type": taken.path, "path": str(path)}
         when_due = lambda: self._list_once_saved(taken, model, path, folder, body)  # noqa: E731
         request = SaveState(folder=folder)
         self._train(taken, model, body.seq_id, request, lambda _: _json(answer), when_due)

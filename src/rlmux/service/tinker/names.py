@@ -3,6 +3,7 @@
     session   s3-1f9a2c                      model     s3-1f9a2c:train:0
     path      tinker://MODEL/weights/NAME    sampler   s3-1f9a2c:sample:2
               tinker://MODEL/sampler_weights/NAME
+              tinker://MODEL/external_weights/NAME
 
 A client computes a model's id itself when it creates one from a checkpoint. A request's id is its channel's name and
 its number there, so that a repeated request finds the same promise, also after a restart.
@@ -15,7 +16,8 @@ from typing import NamedTuple
 
 from rlmux.core.errors import UserError
 
-WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
+WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
+_KINDS = (WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -35,15 +37,15 @@ class TinkerPath(NamedTuple):
     run: str
     """Id of the model that made it."""
     kind: str
-    """WEIGHTS or SAMPLER_WEIGHTS."""
+    """WEIGHTS, SAMPLER_WEIGHTS or EXTERNAL_WEIGHTS."""
     name: str
 
     @classmethod
     def parse(cls, text: str) -> TinkerPath:
         """Raises UserError for any other text."""
         parts = text.removeprefix("tinker://").split("/")
-        if not text.startswith("tinker://") or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER_WEIGHTS):
-            raise UserError(f"path {text!r}: accepted: tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME")
+        if not text.startswith("tinker://") or len(parts) != 3 or parts[1] not in _KINDS:
+            raise UserError(f"path {text!r}: accepted: tinker://RUN/KIND/NAME, KIND one of {', '.join(_KINDS)}")
         return cls(*parts)
 
     @property

@@ -21,7 +21,7 @@ from rlmux.service.tinker.codec import read_head
 from rlmux.service.tinker.futures import Futures, PendingLoad
 from rlmux.service.tinker.ledger import LoggedRequest
 from rlmux.service.tinker.model_catalog import ServedModel, find_served
-from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
+from rlmux.service.tinker.names import EXTERNAL_WEIGHTS, WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
 from rlmux.service.tinker.project_budgets import ProjectBudgets
 from rlmux.service.tinker.registry import Registry
 from rlmux.service.tinker.sample_requests import check_sample
@@ -64,6 +64,7 @@ _READ: Mapping[str, Callable[[bytes], Any]] = {
     "optim_step": bodies.OptimStep.model_validate_json,
     "save_weights_for_sampler": bodies.SaveWeightsForSampler.model_validate_json,
     "save_weights": bodies.SaveWeightsBody.model_validate_json,
+    "save_weights_external": bodies.SaveWeightsExternal.model_validate_json,
     "load_weights": bodies.LoadWeights.model_validate_json,
     "create_sampling_session": bodies.CreateSamplingSession.model_validate_json,
     "asample": bodies.SampleBody.model_validate_json,
@@ -101,7 +102,7 @@ def choose(path: str, parsed: Any, registry: Registry, keep_snapshots: int) -> s
     match path:
         case "create_session":
             return secrets.token_hex(3)
-        case "save_weights":
+        case "save_weights" | "save_weights_external":
             return f"state-{parsed.seq_id}-{parsed.path}"
         case "save_weights_for_sampler" if parsed.path is None:
             return str(keep_snapshots)
@@ -170,7 +171,10 @@ class RequestChecks:
             case "forward_backward" | "optim_step":
                 self._check_number(parsed.model_id, parsed.seq_id, project)
             case "save_weights":
-                self._check_save(parsed, project)
+                self._check_save(parsed, WEIGHTS, project)
+            case "save_weights_external":
+                _check_plain(parsed)
+                self._check_save(parsed, EXTERNAL_WEIGHTS, project)
             case "save_weights_for_sampler":
                 self._check_keep(parsed, project)
             case "load_weights":
@@ -227,10 +231,10 @@ class RequestChecks:
                 "theirs is closed (ServiceClient.close)"
             )
 
-    def _check_save(self, body: bodies.SaveWeightsBody, project: str) -> None:
+    def _check_save(self, body: bodies.SaveWeightsBody, kind: str, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
         _check_ttl(body.ttl_seconds)
-        path = TinkerPath(body.model_id, WEIGHTS, checked_name(body.path))
+        path = TinkerPath(body.model_id, kind, checked_name(body.path))
         known = str(path) in self._registry.checkpoints or str(path) in self._registry.being_saved.values()
         if known and not body.overwrite:
             raise UserError(f"{path} is there already; accepted: another name, or overwrite=True")
@@ -248,7 +252,7 @@ class RequestChecks:
     def _check_load(self, body: bodies.LoadWeights, project: str) -> None:
         checkpoint = self._registry.checkpoint(body.path, project)
         if checkpoint.path.kind != WEIGHTS:
-            raise UserError(f"{body.path} is for sampling alone; accepted: tinker://RUN/weights/NAME (save_state)")
+            raise UserError(f"{body.path} has no training state; accepted: tinker://RUN/weights/NAME (save_state)")
         if body.model_id is not None:
             self._check_number(body.model_id, body.seq_id or 0, project)
             model = self._registry.model(body.model_id, project)
@@ -279,6 +283,11 @@ def _check_sdk(version: str) -> None:
     found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
     if found is not None and (int(found[1]), int(found[2])) < _OLDEST_SDK:
         raise UserError(f"tinker {version[:40]} is too old for this server; accepted: tinker 0.25 or newer")
+
+
+def _check_plain(body: bodies.SaveWeightsExternal) -> None:
+    if body.age_encryption_recipients:
+        raise UserError("age_encryption_recipients: files are not encrypted here; accepted: none")
 
 
 def _check_ttl(ttl_s: int | None) -> None:

@@ -10,24 +10,27 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, Router
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
 from rlmux.rl.config import AdapterConfig
+from rlmux.runtime.weights.checkpoints import model_files
 from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import EMPTIED, PROTOBUF, SERVER_ERROR
-from rlmux.service.tinker.names import SAMPLER_WEIGHTS
+from rlmux.service.tinker.names import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS
 from rlmux.service.tinker.registry import ClientCheckpoint, GoneError, Model, UnknownIdError
 from rlmux.service.tinker.requests import MAX_BODY_BYTES, MAX_SAMPLES_AT_ONCE
 
@@ -42,6 +45,11 @@ _CLIENT_CONFIG = {
     "sample_max_concurrent_requests": MAX_SAMPLES_AT_ONCE,
 }
 _PREFIX = "/api/v1"
+_DOWNLOADS = "downloads"
+_DOWNLOAD_S = 3600.0
+"""Seconds for which an address of a download holds."""
+_TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}
+"""The SDK's names for kinds of checkpoints."""
 _TAKEN = (
     "asample",
     "forward_backward",
@@ -49,6 +57,7 @@ _TAKEN = (
     "save_weights_for_sampler",
     "create_sampling_session",
     "save_weights",
+    "save_weights_external",
     "load_weights",
     "create_session",
     "create_model",
@@ -89,8 +98,10 @@ def routes(front: TinkerFront, keys: Keys, reason: Reason) -> Router:
         ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}", door.delete_checkpoint),
         ("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl", door.set_ttl),
         ("GET", "/checkpoints", door.checkpoints),
+        ("GET", "/training_runs/{run}/checkpoints/{checkpoint:path}/external_weights_urls", door.download_urls),
     ):
         found.append(Route(_PREFIX + path, door.answering(handler), methods=[method]))
+    found.append(Route(f"{_PREFIX}/{_DOWNLOADS}/{{ticket}}/{{file}}", door.download, methods=["GET"]))
     others = ["GET", "POST", "PUT", "DELETE", "PATCH"]
     return Router([*found, Route("/{path:path}", door.not_served, methods=others)], redirect_slashes=False)
 
@@ -121,6 +132,8 @@ class _TinkerRoutes:
         self._keys = keys
         self._reason = reason
         self._lines = _Lines()
+        self._tickets: dict[str, tuple[Path, float]] = {}
+        """(folder, time in seconds since 1970 at which it ends) by ticket of a download, oldest first."""
 
     def taking(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         """A handler for requests that change something."""
@@ -288,6 +301,26 @@ class _TinkerRoutes:
         self._front.take("set_ttl", parsed.model_dump_json().encode(), project)
         return {}
 
+    async def download_urls(self, request: Request, project: str) -> Mapping[str, Any]:
+        """Addresses of a checkpoint's files, which need no key until they expire."""
+        checkpoint = self._front.registry.checkpoint(self._checkpoint_path(request), project)
+        if checkpoint.path.kind != EXTERNAL_WEIGHTS:
+            raise UserError(f"{checkpoint.path}: accepted: tinker://RUN/{EXTERNAL_WEIGHTS}/NAME")
+        now_s = time.time()
+        self._tickets = {ticket: one for ticket, one in self._tickets.items() if one[1] > now_s}
+        ticket, expires_s = secrets.token_urlsafe(32), now_s + _DOWNLOAD_S
+        self._tickets[ticket] = checkpoint.folder, expires_s
+        address = f"{str(request.url).partition(_PREFIX)[0]}{_PREFIX}/{_DOWNLOADS}/{ticket}"
+        urls = {name: f"{address}/{name}" for name in model_files(checkpoint.folder)}
+        return {"urls": urls, "expires": _date(expires_s)}
+
+    async def download(self, request: Request) -> Response:
+        folder, expires_s = self._tickets.get(request.path_params["ticket"], (None, 0.0))
+        file = request.path_params["file"]
+        if folder is None or expires_s <= time.time() or not folder.is_dir() or file not in model_files(folder):
+            return _refusal(404, f"no download {file!r} at this address: it expires after an hour, and with the server")
+        return FileResponse(folder / file, media_type="application/octet-stream")
+
     async def not_served(self, request: Request) -> Response:
         text = f"not served by rlmux: {request.method} {request.url.path}"
         self._lines.write(text)
@@ -309,7 +342,7 @@ class _TinkerRoutes:
     def _run(self, model: Model) -> dict[str, Any]:
         made = [each for each in self._checkpoints(model.session.project) if each.path.run == model.id]
         sampling = [each for each in made if each.path.kind == SAMPLER_WEIGHTS]
-        training = [each for each in made if each.path.kind != SAMPLER_WEIGHTS]
+        training = [each for each in made if each.path.kind == WEIGHTS]
         return {
             "training_run_id": model.id,
             "base_model": model.served.name,
@@ -336,10 +369,9 @@ async def _body(request: Request) -> bytes:
 
 
 def _checkpoint_row(checkpoint: ClientCheckpoint) -> dict[str, Any]:
-    is_sampler = checkpoint.path.kind == SAMPLER_WEIGHTS
     return {
         "checkpoint_id": checkpoint.path.checkpoint_id,
-        "checkpoint_type": "sampler" if is_sampler else "training",
+        "checkpoint_type": _TYPES[checkpoint.path.kind],
         "time": _date(checkpoint.made_s),
         "tinker_path": str(checkpoint.path),
         "size_bytes": checkpoint.size_bytes,
