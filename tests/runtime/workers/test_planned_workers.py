@@ -58,6 +58,8 @@ def test_weights_of_another_run_plan_or_version_are_not_sampled_from(
     )  # fmt: skip
     published = replace(chunk, published=trained.file_checksum)
     assert RolloutWorker(config, mine).run_chunk(published).loaded == trained.file_checksum
+    with pytest.raises(PipelineError, match=f"their checksum is {trained.file_checksum}, and the trainer published 0"):
+        RolloutWorker(config, mine).run_chunk(replace(chunk, published="0"))
     with pytest.raises(PipelineError, match="of version 0"):
         RolloutWorker(config, mine).run_chunk(replace(chunk, weights=(path, 1)))
     with pytest.raises(PipelineError, match="of another run: mine, this is run theirs"):
