@@ -86,7 +86,6 @@ def test_trajectories_are_found_and_read(both):
         (["samples", "sort", "--at", "9/9/9"], "this trajectory was not kept"),
         (["samples", "sort", "--sort", "size"], "--sort 'size': accepted: step, -step"),
         (["export", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),
-        (["export", "--to", "xml"], "--to 'xml': accepted: jsonl, csv, wandb, mlflow, trackio"),
         (["why", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),
         (["export", "--to", "xml"], "--to 'xml': accepted: jsonl, csv, wandb, mlflow, trackio, hf"),
         (["alerts", "--ack", "kl_huge"], "no alert 'kl_huge' fires; accepted: none fires"),
