@@ -255,6 +255,16 @@ def without_pipelines(resolved: str, is_shown: Callable[[str], bool]) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
+def file_of_pipeline(resolved: str, name: str) -> str | None:
+    """The part of a resolved file that is one pipeline's, with its code's folder; None without the pipeline."""
+    plain = yaml.safe_load(resolved) or {}
+    found = [one for one in plain.get("pipelines") or [] if one["name"] == name]
+    if not found:
+        return None
+    code = {"code_folder": plain["code_folder"]} if "code_folder" in plain else {}
+    return yaml.safe_dump({**code, "pipelines": found}, sort_keys=False, allow_unicode=True)
+
+
 def _drop(mapping: dict[str, Any], *keys: str) -> None:
     """Takes out what does not go with the rest."""
     for key in keys:

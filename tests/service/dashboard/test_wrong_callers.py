@@ -71,6 +71,8 @@ TABLE: Mapping[tuple[str, str], Row] = {
     ("GET", f"{PIPELINE}/samples/{{step}}/{{prompt}}/{{sample}}"): Row(200, 404),
     ("GET", f"{PIPELINE}/why"): Row(200, 404),
     ("GET", f"{PIPELINE}/causes"): Row(200, 404),
+    ("GET", f"{PIPELINE}/checkpoints"): Row(200, 404),
+    ("GET", f"{PIPELINE}/file"): Row(200, 404),
     **{("POST", f"{PIPELINE}/{verb}"): Row(403, 404, body={"rank": 1} if verb == "rank" else {})
        for verb in ("cancel", "hold", "release", "rank", "park", "unpark")},
     ("GET", TIMELINE): Row(200, 200),

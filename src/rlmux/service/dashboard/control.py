@@ -2,6 +2,7 @@
 
 GET  lanes/L/status  queue  usage  pipelines/L/NAME/why        keys of `rlmux status --json`, `queue`, `usage`, `why`
 GET  lanes/L/spec                                              the file that the run began with
+GET  pipelines/L/NAME/file                                     the part of the submitted file that is the pipeline's
 POST lanes/L/shares {text, source}                             {outcome}
 POST pipelines/L/NAME/cancel  hold  release  rank  park  unpark   {pipeline, outcome}
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlmux.config.load import without_pipelines
+from rlmux.config.load import file_of_pipeline, without_pipelines
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.control.control_requests import record_of
@@ -45,6 +46,7 @@ class Control:
             get(f"{_LANE}/status", self.status, "What `rlmux status --json` prints"),
             get(f"{_LANE}/queue", self.queue, "What waits, in the order of offers", **as_long_work),
             get(f"{_LANE}/spec", self.spec, "The file that the run began with"),
+            get(f"{_PIPELINE}/file", self.file, "Its part of the file that it came with", **as_long_work),
             get(f"{_PIPELINE}/why", self.why, "Why it waits, and what would start it now", **as_long_work),
             get(f"{_LANE}/usage", self.usage, "What users and projects have used", **as_long_work),
             post(
@@ -91,6 +93,16 @@ class Control:
         sight = self._reads.sight(lane, caller.principal)
         text = without_pipelines(written["resolved"], sight.shows) if sight.is_limited else written["resolved"]
         return File(source=str(written["source"]), text=text)
+
+    def file(self, caller: Caller, lane: str, name: str) -> File:
+        """A file with this pipeline alone, ready to be submitted under another name."""
+        with LogReader(self._reads.run_folder(lane)) as log:
+            came = [log.header.get("spec") or {}, *log.state().submitted]
+        for one in reversed(came):
+            text = file_of_pipeline(one.get("resolved", ""), name)
+            if text is not None:
+                return File(source=str(one["source"]), text=text)
+        raise ProblemError(404, f"its log keeps no file of {name[:80]}", accepted="a pipeline that came with a file")
 
     def why(self, caller: Caller, lane: str, name: str) -> Why:
         self._check_seen(caller)

@@ -203,6 +203,7 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get(_PIPELINE, reads.pipeline, "One pipeline"),
         get("/compare", reads.compare, "Two pipelines, and whether they are the same run"),
         get(f"{_PIPELINE}/steps", reads.steps, "The table of its steps"),
+        get(f"{_PIPELINE}/checkpoints", reads.checkpoints, "Kept checkpoints, and where they lie"),
         get(f"{_PIPELINE}/metrics", reads.metrics, "Curves of its metrics"),
         get(f"{_PIPELINE}/logs", reads.logs, "What its workers printed", scope="samples"),
         get("/metrics", scrape.answer, "Figures for Prometheus", scope="metrics", answers=PlainTextResponse),

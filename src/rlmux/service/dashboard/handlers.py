@@ -25,6 +25,7 @@ from rlmux.report.alerts import Alert
 from rlmux.report.comparison import identity
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.report.weight_sums import SUMS
+from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
 from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Limit, Line, Words, words_of
@@ -337,6 +338,17 @@ class Reads:
                 next=str(found[limit][0]) if len(found) > limit else None,
                 as_of_seq=reader.seq,
             )
+
+    def checkpoints(self, caller: Caller, lane: str, name: str) -> run_schemas.Checkpoints:
+        """Kept checkpoints, oldest first, with the folder that they lie in on this machine."""
+        folder = self.folder_of(caller).absolute()
+        store = CheckpointStore(folder)
+        items = []
+        for step in store.steps():
+            with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                size = sum(file.stat().st_size for file in store.path(step).rglob("*") if file.is_file())
+                items.append(run_schemas.Checkpoint(step=step, path=str(store.path(step)), size_bytes=size))
+        return run_schemas.Checkpoints(run=str(folder.parent), items=items)
 
     def metrics(
         self,

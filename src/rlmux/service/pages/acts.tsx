@@ -8,7 +8,7 @@ export interface Acts {
   /** What the last act of this page came to; an error is shown as such. */
   said: string | null;
   error: Error | null;
-  tell: (name: string, verb: "cancel" | "hold" | "release" | "rank", body?: Record<string, number>) => void;
+  tell: (name: string, verb: "cancel" | "hold" | "release" | "rank" | "park" | "unpark", body?: Record<string, number>) => void;
 }
 
 export function useActs(lane: string): Acts {

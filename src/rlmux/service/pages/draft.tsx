@@ -14,6 +14,11 @@ const EXAMPLE = `pipelines:
 /** Kept while the page is open, so that a look elsewhere loses nothing. */
 const kept = { text: "", source: "pasted.yaml" };
 
+/** Put a text into the field before the page is opened. */
+export function draft(text: string, source: string): void {
+  [kept.text, kept.source] = [text, source];
+}
+
 export function Draft({ lane }: { lane: string }) {
   const [text, setText] = useState(kept.text);
   const [source, setSource] = useState(kept.source);

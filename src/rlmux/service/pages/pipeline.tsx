@@ -10,13 +10,15 @@ import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
 import { Log } from "./log";
 import { Dot, Tiles } from "./parts";
-import { address, amend, usePlace } from "./place";
+import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
-import type { Detail, Metrics, Step } from "./shapes";
+import type { Detail, File, Metrics, Step } from "./shapes";
 import { Samples } from "./samples";
 import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
 import { Waits } from "./waits";
+import { draft } from "./draft";
 import { Causes } from "./causes";
+import { Weights } from "./weights";
 import { count, moment, percent, reward, seconds, stageName, times } from "./words";
 
 const TABS = [
@@ -24,6 +26,7 @@ const TABS = [
   ["time", "Where time went"],
   ["steps", "Steps"],
   ["log", "Log"],
+  ["weights", "Weights"],
   ["file", "File"],
   ["samples", "Samples"],
 ] as const;
@@ -62,6 +65,9 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         <a class="small" href={address("/compare", { a: of(lane, name) })}>
           compare
         </a>
+        <CloneLink path={path} name={name} />
+        {shown.is_going_on && detail.value.status === "running" && <button onClick={() => acts.tell(name, "park")}>Park</button>}
+        {doesWait && detail.value.reason.includes("parked") && <button onClick={() => acts.tell(name, "unpark")}>Unpark</button>}
         {shown.is_going_on && ["running", "waiting"].includes(detail.value.status) && <CancelButton name={name} tell={acts.tell} />}
       </div>
       {detail.value.reason && !doesWait && <p class="banner">{detail.value.reason}</p>}
@@ -83,7 +89,31 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
       {tab === "steps" && <Steps path={path} lane={lane} />}
       {tab === "samples" && (detail.value.has_samples ? <Samples path={path} lane={lane} /> : <p class="empty">No trajectories were kept.</p>)}
       {tab === "log" && (detail.value.has_log ? <Log path={path} isOver={detail.value.status !== "running"} /> : <p class="empty">Its workers have written nothing.</p>)}
-      {tab === "file" && (detail.value.spec ? <pre class="text">{detail.value.spec}</pre> : <p class="empty">The run's folder does not have its file.</p>)}
+      {tab === "weights" && <Weights path={path} lane={lane} name={name} />}
+      {tab === "file" && <FileOf path={path} lane={lane} />}
+    </>
+  );
+}
+
+/** Opens the queue with this pipeline's part of its file, under another name, to be edited and submitted. */
+function CloneLink({ path, name }: { path: string; name: string }) {
+  const { lane } = useShown();
+  if (!lane.takes_submissions) return null;
+  const clone = async () => {
+    const file = await get<File>(`${path}/file`);
+    draft(file.text.replace(/^( *-? *name: ).*$/m, `$1${name}-2`), `${name}-2.yaml`);
+    go(address("/queue"));
+  };
+  return <button onClick={() => void clone()}>Clone</button>;
+}
+
+function FileOf({ path, lane }: { path: string; lane: string }) {
+  const file = useData<File>(`${path}/file`, [`lane:${lane}`]);
+  if (!file.value) return <Trouble error={file.error} />;
+  return (
+    <>
+      <p class="muted small">its part of {file.value.source}</p>
+      <pre class="text">{file.value.text}</pre>
     </>
   );
 }

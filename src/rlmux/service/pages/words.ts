@@ -71,3 +71,9 @@ export function moment(at_s: number, span_s: number): string {
   const rest = span_s < 7200 ? `:${pad(whole % 60)}` : "";
   return hours ? `${hours}:${pad(minutes)}${rest || " h"}` : `${minutes}:${pad(whole % 60)}`;
 }
+
+/** Bytes on a disk. */
+export function size(bytes: number): string {
+  const [unit, per] = bytes >= 1e9 ? ["GB", 1e9] : bytes >= 1e6 ? ["MB", 1e6] : ["kB", 1e3];
+  return `${(bytes / per).toFixed(1)} ${unit}`;
+}

@@ -404,6 +404,18 @@ class Detail(Pipeline):
     as_of_seq: int
 
 
+class Checkpoint(Shape):
+    step: int
+    path: str
+    size_bytes: int
+
+
+class Checkpoints(Shape):
+    run: str
+    """Folder of the run, on the server's machine."""
+    items: list[Checkpoint]
+
+
 class Identity(Shape):
     is_same_plan: bool | None
     num_compared: int
