@@ -23,7 +23,7 @@ SGLANG ?= sglang==0.5.23
 
 .PHONY: demo test tests test-trl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
-	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
+	$(BIN)/rlmux demo
 
 # mypy needs one core for a minute: tests begin meanwhile.
 test:

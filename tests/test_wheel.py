@@ -68,6 +68,11 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
         for path in (SOURCES / "rlmux").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and not is_source_of_pages(path)
     }
+    written |= {
+        f"rlmux/{path.relative_to(ROOT)}"
+        for path in (ROOT / "examples").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     with zipfile.ZipFile(wheel) as packed:
         there = {name for name in packed.namelist() if ".dist-info/" not in name}
     assert there == written

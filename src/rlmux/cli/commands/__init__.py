@@ -2,7 +2,7 @@
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 
-Reading order: files, training, prediction, runs, lookups, serving, sharing, people, machine, options.
+Reading order: files, demo, training, prediction, runs, lookups, serving, sharing, people, machine, options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rlmux.cli.commands import files, lookups, machine, people, prediction, runs, serving, sharing, training
+from rlmux.cli.commands import demo, files, lookups, machine, people, prediction, runs, serving, sharing, training
 
 
 class _GroupedHelp(TyperGroup):
@@ -54,6 +54,7 @@ def _no_command(context: typer.Context) -> None:
 
 _COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
     "Train": (
+        demo.demo,
         files.init,
         files.check,
         files.schema,
