@@ -20,6 +20,7 @@ from rlmux.cli.commands import app, example_of
         (["run", "small.yaml", "--foo"], "No such option: --foo"),
         (["run", "smal.yaml"], "smal.yaml: no such file; accepted: a YAML file; there: small.yaml"),
         (["run", "small.yaml", "--policy", "rolmux"], "--policy 'rolmux': nearest: rollmux; accepted: solo, "),
+        (["run", "small.yaml", "--resume"], "--resume: accepted with --out DIR, and without --overwrite"),
         (["run", "small.yaml", "--backend", "slurm"], "--backend 'slurm': accepted: local"),
         (["run", "small.yaml", "--set", "pipelines.a.steps=0"], "--set pipelines.a.steps=0: pipelines.a.steps is 0"),
         (["run", "small.yaml", "--set", "pipelines.a.task=srt"], "--set pipelines.a.task=srt: pipelines.a.task.name"),

@@ -110,6 +110,23 @@ def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run
     assert weights(json.loads(out)) == weights(unbroken)
 
 
+def test_run_with_resume_starts_and_after_sigterm_goes_on_to_the_same_weights(whole):
+    folder, unbroken = whole
+    line = ("run", "small.yaml", "--out", "job", "--resume", "--json")
+    process = start(folder, *line)
+    first = folder / "job" / "a" / "metrics.jsonl"
+    until(first.exists, "a step of `a`", limit_s=300.0, poll_s=0.005, process=process)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 130
+
+    code, out, err = finish(start(folder, *line))
+    assert code == 0, err
+    assert weights(json.loads(out)) == weights(unbroken)
+    code, out, err = finish(start(folder, *line, "--set", "pipelines.*.steps=1"))
+    accepted = "holds a run of another file or policy; accepted: rlmux resume job"
+    assert (code, out, err) == (2, "", f"rlmux: --out job: {accepted}\n")
+
+
 @pytest.mark.slow
 def test_compare_trains_under_each_policy_to_the_same_weights(folder: Path):
     code, out, err = finish(

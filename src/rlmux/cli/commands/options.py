@@ -40,6 +40,10 @@ Pictures = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+Resumes = Annotated[
+    bool,
+    typer.Option("--resume", help="Resume the run of this file that is in --out; without a run there, start one."),
+]
 Salvage = Annotated[bool, typer.Option("--salvage", help="Rebuild a damaged log from its readable part.")]
 Retry = Annotated[
     list[str] | None,

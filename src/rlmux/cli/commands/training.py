@@ -22,6 +22,7 @@ from rlmux.cli.commands.options import (
     PolicyName,
     PolicyNames,
     ProfileFile,
+    Resumes,
     Retry,
     Salvage,
     Sets,
@@ -41,6 +42,7 @@ def run(
     address: Address = None,
     out: Out = None,
     overwrite: Overwrite = False,
+    resumes: Resumes = False,
     keep_open: KeepOpen = False,
     sets: Sets = None,
     json: Json = False,
@@ -50,7 +52,10 @@ def run(
     \b
     Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux
              rlmux run examples/01_two_pipelines.yaml --set 'pipelines.*.steps=10'
+             rlmux run examples/01_two_pipelines.yaml --out runs/two --resume
     """
+    if resumes and _has_run(file, out, overwrite, policy, profile, sets):
+        resume(Path(out or ""), address=address, keep_open=keep_open, profile=profile, json=json)
     from rlmux.api import commands
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
@@ -71,6 +76,24 @@ def run(
         on_warning=inputs.print_notice,
     )
     _end(ended, json)
+
+
+def _has_run(
+    file: str, out: str | None, overwrite: bool, policy: str | None, profile: Path | None, sets: list[str] | None
+) -> bool:
+    """Whether `--resume` finds a run of the file in `--out`. Raises UserError for a run of something else."""
+    from rlmux.cli import inputs
+    from rlmux.runtime import launch
+    from rlmux.runtime.records import folders
+
+    if out is None or overwrite:
+        raise UserError("--resume: accepted with --out DIR, and without --overwrite")
+    if not (Path(out) / folders.RUN_LOG).is_file():
+        return False
+    given, begun = inputs.load(file, sets, policy, profile=profile), launch.spec_of(Path(out))
+    if (given.resolved, given.policy) != (begun.resolved, begun.policy):
+        raise UserError(f"--out {out}: holds a run of another file or policy; accepted: rlmux resume {out}")
+    return True
 
 
 def compare(
