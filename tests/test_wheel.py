@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -15,50 +16,57 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src"
+PAGES = SOURCES / "rlmux" / "service" / "pages" / "dist"
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
 
 
 def run(*words: object, folder: Path) -> str:
     """What the command prints, with no way back to the checkout."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
-    done = subprocess.run([*map(str, words)], cwd=folder, env=outside, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*map(str, words)], cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr or done.stdout
     return done.stdout
 
 
+def built(sources: Path, folder: Path) -> Path:
+    """The wheel of a source tree or of an sdist."""
+    pip_wheel = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
+    run(*pip_wheel, "-w", "dist", sources, folder=folder)
+    (wheel,) = (folder / "dist").glob("rlmux-*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that the checkout keeps clean."""
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout as git has it, links included, so that the checkout itself keeps clean."""
     folder = tmp_path_factory.mktemp("build")
-    shutil.copytree(SOURCES, folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("src", "examples"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=left_out)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        "dist",
-        ".",
-        folder=folder,
-    )
-    (built,) = (folder / "dist").glob("rlmux-*.whl")
-    return built
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(copied: Path) -> Path:
+    return built(copied, copied)
 
 
 @pytest.fixture(scope="module")
 def outside(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the examples and a fresh environment that has the wheel; what it needs is taken from here."""
     folder = tmp_path_factory.mktemp("outside")
-    shutil.copytree(ROOT / "examples", folder / "examples")
     run(sys.executable, "-m", "venv", "--without-pip", ".venv", folder=folder)
     python = folder / ".venv" / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel, folder=folder)
     packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip()
     (Path(packages) / "what_it_needs.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    run(folder / ".venv" / "bin" / "rlmux", "demo", "--copy", "examples", folder=folder)
     return folder
 
 
@@ -79,10 +87,19 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     assert "rlmux/py.typed" in there
 
 
+def test_an_sdist_builds_the_same_wheel(copied, wheel, tmp_path):
+    make = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", make, tmp_path, folder=copied)
+    (sdist,) = tmp_path.glob("rlmux-*.tar.gz")
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(built(sdist, tmp_path)) as second:
+        assert {name: first.getinfo(name).CRC for name in first.namelist()} == {
+            name: second.getinfo(name).CRC for name in second.namelist()
+        }
+
+
 def is_source_of_pages(path: Path) -> bool:
     """What `make pages` builds the dashboard from; the wheel carries what was built."""
-    pages = SOURCES / "rlmux" / "service" / "pages"
-    return path.is_relative_to(pages) and not path.is_relative_to(pages / "dist")
+    return path.is_relative_to(PAGES.parent) and not path.is_relative_to(PAGES)
 
 
 def test_the_installed_package_is_the_wheels_own(outside):
@@ -100,10 +117,33 @@ def test_the_wheel_plans_and_simulates_outside_the_checkout(wheel, outside):
     assert simulated
 
 
-@pytest.mark.slow
-def test_the_wheel_runs_the_demo_outside_the_checkout(outside):
+def test_the_wheel_lists_the_examples_and_writes_a_file_that_is_without_mistakes(outside):
     rlmux = outside / ".venv" / "bin" / "rlmux"
-    demo = ("examples/01_two_pipelines.yaml", "--policy", "rollmux", "--out", "runs/demo", "--json")
-    summary = json.loads(run(rlmux, "run", *demo, folder=outside))
+    assert "01_two_pipelines  " in run(rlmux, "demo", "--list", folder=outside)
+    assert run(rlmux, "init", "rows", folder=outside).startswith("rlmux run rlmux.yaml\n")
+    assert json.loads(run(rlmux, "check", "rlmux.yaml", "--json", folder=outside))["ok"]
+
+
+@pytest.fixture(scope="module")
+def demo(outside: Path) -> Path:
+    """The folder of a demo of one step, run outside the checkout."""
+    few = ("--set", "defaults.steps=1", "--set", "defaults.sft_warmup.updates=1", "--json")
+    summary = json.loads(run(outside / ".venv" / "bin" / "rlmux", "demo", *few, folder=outside))
     assert {each["status"] for each in summary["pipelines"].values()} == {"finished"}
-    assert (outside / "runs" / "demo" / "timeline.html").stat().st_size > 10_000
+    return outside / "runs" / "demo"
+
+
+def test_the_wheel_runs_the_demo_outside_the_checkout(demo):
+    assert (demo / "timeline.html").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not PAGES.is_dir(), reason="the pages are not built: make pages")
+def test_the_wheel_serves_its_pages_outside_the_checkout(outside, demo):
+    line = [outside / ".venv" / "bin" / "rlmux", "serve", demo, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(line, cwd=outside, env=environment(), stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stdout.readline().removeprefix("dashboard: ").strip()
+            with urllib.request.urlopen(address) as answer:
+                assert "<script" in answer.read().decode()
+        finally:
+            server.terminate()
