@@ -49,6 +49,11 @@ def code_lines(page: str) -> list[str]:
     return [line.strip() for block in fenced for line in block.splitlines()] + indented
 
 
+def code_blocks(page: str) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block with a language."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
 def command_lines() -> list[tuple[str, str]]:
     """(page, words after `rlmux`) of every complete command on the pages."""
     found = []
@@ -56,7 +61,7 @@ def command_lines() -> list[tuple[str, str]]:
         for line in code_lines(page):
             match = COMMAND_LINE.match(line)
             if match:
-                found.append((name, match[1].replace("[", "").replace("]", "")))
+                found.append((name, match[1].replace("[", "").replace("]", "").removesuffix(" &")))
     return found
 
 
@@ -227,8 +232,7 @@ def test_the_parameters_of_each_workload_are_documented_and_no_others():
 
 def test_the_files_of_the_cluster_page_can_be_read():
     """Their syntax, that is: none of them was run."""
-    page = PAGES["docs/how-to/many-machines.md"]
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    blocks = code_blocks("docs/how-to/many-machines.md")
     up, kuberay = [yaml.safe_load(text) for language, text in blocks if language == "yaml"]
     assert up["head_node_type"] in up["available_node_types"]
     for group in kuberay["spec"]["workerGroupSpecs"]:
@@ -236,3 +240,22 @@ def test_the_files_of_the_cluster_page_can_be_read():
         assert group["template"]["spec"]["containers"]
     (slurm,) = [text for language, text in blocks if language == "bash"]
     subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
+
+
+def test_the_files_of_the_pages_about_clusters_jobs_and_the_image_agree():
+    ((_, manifest),) = code_blocks("docs/how-to/kubernetes.md")
+    claim, deployment = yaml.safe_load_all(manifest)
+    pod = deployment["spec"]["template"]["spec"]
+    names = {volume["name"]: volume for volume in pod["volumes"]}
+    assert names["state"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert (mounts["/state"], names.keys()) == ("state", set(mounts.values()))
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert {"ENV XDG_STATE_HOME=/state", "VOLUME /state", "USER rlmux"} <= set(image.splitlines())
+    assert re.search(r"torch==\S+", image)[0] in (ROOT / "Makefile").read_text(encoding="utf-8")
+    command = json.loads(re.search(r"^CMD (.*)$", image, re.MULTILINE)[1])
+    assert wrong_in(typer.main.get_command(app), shlex.join(command[1:])) == []
+
+    (_, script), (_, job) = code_blocks("docs/how-to/slurm-skypilot.md")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert yaml.safe_load(job)["run"].startswith("rlmux run two.yaml --out /runs/")
