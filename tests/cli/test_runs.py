@@ -110,6 +110,16 @@ def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run
     assert weights(json.loads(out)) == weights(unbroken)
 
 
+@pytest.mark.parametrize("left", [[], [".owner.json", "run.db", "run.db-journal"]], ids=len)
+def test_run_with_resume_starts_where_a_start_was_killed_before_its_log_was_written(folder: Path, left):
+    (folder / "job").mkdir()
+    for name in left:
+        (folder / "job" / name).touch()
+    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "job", "--resume", "--json"))
+    assert code == 0, err
+    assert {one["status"] for one in json.loads(out)["pipelines"].values()} == {"finished"}
+
+
 def test_run_with_resume_starts_and_after_sigterm_goes_on_to_the_same_weights(whole):
     folder, unbroken = whole
     line = ("run", "small.yaml", "--out", "job", "--resume", "--json")

@@ -27,7 +27,7 @@ from rlmux.cli.commands.options import (
     Salvage,
     Sets,
 )
-from rlmux.core.errors import UserError
+from rlmux.core.errors import LogError, UserError
 
 if TYPE_CHECKING:
     from rlmux.api.run_handle import Run
@@ -54,8 +54,11 @@ def run(
              rlmux run examples/01_two_pipelines.yaml --set 'pipelines.*.steps=10'
              rlmux run examples/01_two_pipelines.yaml --out runs/two --resume
     """
-    if resumes and _has_run(file, out, overwrite, policy, profile, sets):
-        resume(Path(out or ""), address=address, keep_open=keep_open, profile=profile, json=json)
+    if resumes:
+        if _has_run(file, out, overwrite, policy, profile, sets):
+            resume(Path(out or ""), address=address, keep_open=keep_open, profile=profile, json=json)
+            return
+        overwrite = True  # of a start that was killed before its log was written
     from rlmux.api import commands
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
@@ -81,16 +84,26 @@ def run(
 def _has_run(
     file: str, out: str | None, overwrite: bool, policy: str | None, profile: Path | None, sets: list[str] | None
 ) -> bool:
-    """Whether `--resume` finds a run of the file in `--out`. Raises UserError for a run of something else."""
+    """Whether `--resume` finds a run of the file in `--out`.
+
+    Raises UserError for a run of something else, LogError for a damaged log.
+    """
     from rlmux.cli import inputs
     from rlmux.runtime import launch
     from rlmux.runtime.records import folders
 
     if out is None or overwrite:
         raise UserError("--resume: accepted with --out DIR, and without --overwrite")
-    if not (Path(out) / folders.RUN_LOG).is_file():
+    folder = Path(out)
+    if not (folder / folders.RUN_LOG).is_file():
         return False
-    given, begun = inputs.load(file, sets, policy, profile=profile), launch.spec_of(Path(out))
+    given = inputs.load(file, sets, policy, profile=profile)
+    try:
+        begun = launch.spec_of(folder)
+    except LogError:
+        if any(not path.name.startswith((".", folders.RUN_LOG)) for path in folder.iterdir()):
+            raise
+        return False  # no worker had started
     if (given.resolved, given.policy) != (begun.resolved, begun.policy):
         raise UserError(f"--out {out}: holds a run of another file or policy; accepted: rlmux resume {out}")
     return True
