@@ -376,7 +376,7 @@ class Worker:
     def activity(self) -> None:
         return None
 
-    def end(self) -> None:
+    def end(self, *, finishes_checkpoint: bool = False) -> None:
         pass
 
     def kill(self) -> None:

@@ -250,7 +250,7 @@ class WorkerBackend:
 
     def close(self) -> None:
         for pipeline in list(self._supervisor.workers_by_pipeline):
-            self._supervisor.release(pipeline)
+            self._supervisor.release(pipeline, finishes_checkpoints=True)
         self.on_demand.close()
         self.workplace.close()
         shutil.rmtree(self._weights_folder, ignore_errors=True)

@@ -170,18 +170,18 @@ class RayWorkerActor:
             process.receive(0.0)
         return answers[0]
 
-    def end(self) -> None:
-        """Leave after the present call."""
+    def end(self, finishes_checkpoint: bool = False) -> None:
+        """Leave after the present call, or after the checkpoint that is being written."""
         with self._calling:
-            self._leave()
+            self._leave(finishes_checkpoint=finishes_checkpoint)
 
     def kill(self) -> None:
         """Leave now."""
         self._leave(is_urgent=True)
 
-    def _leave(self, *, is_urgent: bool = False) -> None:
+    def _leave(self, *, is_urgent: bool = False, finishes_checkpoint: bool = False) -> None:
         if self._process is not None:
-            self._process.kill() if is_urgent else self._process.end()
+            self._process.kill() if is_urgent else self._process.end(finishes_checkpoint=finishes_checkpoint)
         leave: Any = ray.actor.exit_actor
         leave()
 

@@ -24,6 +24,8 @@ from rlmux.runtime.workers.heartbeat import Activity
 _UNAVAILABLE_LIMIT_S = 40.0
 """Seconds of unavailability before a worker is lost, more than Ray takes to declare a node dead."""
 _KILL_LIMIT_S = 10.0
+_CHECKPOINT_LIMIT_S = 600.0
+"""Longest wait for a trainer's checkpoint at the end of a run."""
 PROBE_EVERY_S = 1.0
 """Seconds between two probes of an idle worker, which delay the detection of its death."""
 
@@ -171,8 +173,10 @@ class RayWorker:
             if seen.num_beats > self.num_beats:
                 self.num_beats, self._last_beat_s = seen.num_beats, now_s
 
-    def end(self) -> None:
-        self._leave("end")
+    def end(self, *, finishes_checkpoint: bool = False) -> None:
+        leaving = self._leave("end", finishes_checkpoint)
+        if finishes_checkpoint and self.pid is not None and not self._is_node_lost(self.node):
+            ray.wait([leaving], timeout=_CHECKPOINT_LIMIT_S, fetch_local=False)
 
     def kill(self) -> None:
         """End it now. The call waits for a trainer, which may be writing a checkpoint for its successor."""
@@ -180,8 +184,8 @@ class RayWorker:
         if self.is_trainer and self.pid is not None and not self._is_node_lost(self.node):
             ray.wait([leaving], timeout=_KILL_LIMIT_S, fetch_local=False)
 
-    def _leave(self, how: str) -> ray.ObjectRef[Any]:
-        leaving: ray.ObjectRef[Any] = getattr(self.actor, how).remote()
+    def _leave(self, how: str, *args: Any) -> ray.ObjectRef[Any]:
+        leaving: ray.ObjectRef[Any] = getattr(self.actor, how).remote(*args)
         self._on_end(self, leaving)
         return leaving
 

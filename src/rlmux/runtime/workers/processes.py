@@ -42,6 +42,8 @@ from rlmux.runtime.workers.heartbeat import Activity, activity_of, beat_with
 _FORKSERVER = get_context("forkserver")
 _IMPORTS = "rlmux.runtime.workers.fork_server_imports"
 _END_GRACE_S = 2.0
+_CHECKPOINT_GRACE_S = 600.0
+"""Longest wait for a trainer's checkpoint at the end of a run."""
 _EXIT_REPORT_S = 5.0
 """Seconds that the exit code of a process which has closed its pipe may take to arrive. It comes through the fork
 server, which may have to wait for a core on a busy machine."""
@@ -213,10 +215,12 @@ class WorkerProcess:
         code = self._exit_code(0.0)
         return None if code is None else _exit_reason(code)
 
-    def end(self) -> None:
-        """End the process by closing its pipe; kill it if it stays."""
+    def end(self, *, finishes_checkpoint: bool = False) -> None:
+        """End the process by closing its pipe; kill it if it stays. It leaves once its checkpoint is on disk."""
+        activity = self.activity()
+        is_stopped = activity is not None and activity.is_stopped  # by a signal: it finishes nothing
         self.connection.close()
-        self._exit_code(_END_GRACE_S)
+        self._exit_code(_CHECKPOINT_GRACE_S if finishes_checkpoint and not is_stopped else _END_GRACE_S)
         self.kill()
 
     def kill(self) -> None:

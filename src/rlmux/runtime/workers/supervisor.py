@@ -188,7 +188,8 @@ class WorkerSupervisor:
         self._homeless[workers.id] = workers
         self._outbox.add(PipelineParked(pipeline=workers.id))
 
-    def release(self, pipeline: PipelineId) -> None:
+    def release(self, pipeline: PipelineId, *, finishes_checkpoints: bool = False) -> None:
+        """End a pipeline's workers. `finishes_checkpoints`: trainers first finish the checkpoint that they write."""
         self._restarting.discard(pipeline)
         self._parking.discard(pipeline)
         self._homeless.pop(pipeline, None)
@@ -198,7 +199,7 @@ class WorkerSupervisor:
         self._on_ending(workers)
         for worker in workers.processes:
             self._forget(worker)
-            worker.end()
+            worker.end(finishes_checkpoint=finishes_checkpoints and worker in workers.trainers)
             self._calls.fail_calls(worker)
         shutil.rmtree(workers.weights, ignore_errors=True)
 

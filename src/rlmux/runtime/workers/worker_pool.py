@@ -42,8 +42,8 @@ class Worker(Protocol):
     def activity(self) -> Activity | None:
         """Activity of its process; None if unknown."""
 
-    def end(self) -> None:
-        """End it after its present call."""
+    def end(self, *, finishes_checkpoint: bool = False) -> None:
+        """End it after its present call, or after the checkpoint that it is writing."""
 
     def kill(self) -> None:
         """End it now."""
