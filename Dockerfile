@@ -1,4 +1,4 @@
-# A service on the devices of its container: docs/how-to/kubernetes.md. First: make pages; pip wheel . --no-deps -w dist
+# A service on the devices of its container: docs/how-to/kubernetes.md. First: make wheel
 FROM python:3.12-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir torch==2.13.0 --index-url "$TORCH_INDEX"

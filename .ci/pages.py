@@ -3,7 +3,8 @@
     build    install what the lock file names, then bundle
     check    hold the sources against their types; nothing where nothing is installed
 
-Both write shapes.ts first, the types of what the service answers: openapi-typescript does not go with TypeScript 7.
+`check` writes shapes.ts first, the types of what the service answers: openapi-typescript does not go with TypeScript 7.
+A bundle needs no types: `build` works where neither rlmux nor what it needs is installed.
 
 Where npm's registry cannot be reached it says so in one line and succeeds: everything else works without the pages,
 `rlmux serve` shows a page that says what is missing, and the browser tests skip with the reason. A mistake in the
@@ -62,7 +63,6 @@ def main(command: str) -> int:
         reason = next((line for line in lines if not line.startswith(("code ", "syscall ", "errno "))), "npm ci failed")
         print(f"pages not built: {reason}; all else works without them")
         return 0
-    write_shapes()
     return run([*npm, "run", "--silent", "build"], around).returncode
 
 

@@ -164,6 +164,8 @@ def _how_to_serve(folder: Path) -> str:
 
 
 def _how_to_resume(folder: Path) -> str:
+    if folders.is_hosted(folder):
+        return _how_to_serve(folder.absolute().parent)
     with LogReader(folder) as log:
         is_broker, source = log.header.get("backend") == "permits", (log.header.get("spec") or {}).get("source")
     return f"rlmux broker {source} --out {folder}" if is_broker else f"rlmux resume {folder}"
