@@ -17,6 +17,7 @@ import { Samples } from "./samples";
 import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
 import { Waits } from "./waits";
 import { draft } from "./draft";
+import { promiseTitle, promiseWord } from "./promises";
 import { Causes } from "./causes";
 import { Weights } from "./weights";
 import { count, moment, percent, reward, seconds, stageName, times } from "./words";
@@ -142,7 +143,7 @@ function Figures({ detail }: { detail: Detail }) {
         ["slower than alone", <><a href={address(location.pathname, { tab: "time" })} title="why">{times(detail.step_slowdown)}</a>{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
         ...boundTiles(detail),
         ["tokens", count(detail.tokens)],
-        ["promise", detail.promise ?? "–"],
+        ["weights, shared or alone", <span title={promiseTitle(detail.promise)}>{promiseWord(detail.promise)}</span>],
         ["weights", <span class="mono" title={detail.weights_sha256 ?? ""}>{detail.weights_sha256?.slice(0, 12) ?? "–"}</span>],
       ]}
     />
@@ -318,7 +319,7 @@ function Steps({ path, lane }: { path: string; lane: string }) {
             <th class="number">step</th>
             <th class="number">ended</th>
             <th class="number">took</th>
-            <th class="number">of alone</th>
+            <th class="number">slower than alone</th>
             <th class="number">reward</th>
             {stages.map((stage) => (
               <th class="number">{stageName(stage)}</th>
