@@ -37,7 +37,7 @@ def test_a_path_is_read_as_it_is_written():
 
 @pytest.mark.parametrize("text", ["s0/weights/x", "tinker://s0/x", "tinker://s0/other/x", "tinker://s0/weights/x/y"])
 def test_a_text_that_is_no_path_is_refused(text):
-    with pytest.raises(UserError, match="accepted: tinker://RUN/weights/NAME"):
+    with pytest.raises(UserError, match="accepted: tinker://RUN/KIND/NAME"):
         TinkerPath.parse(text)
 
 
