@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.log_script import TRAIN, AlternatingRun, LogScript, order
+from tests.log_script import ROLLOUT, STAGES, TRAIN, AlternatingRun, LogScript, order
 from tests.service.pages_server import Pages
 
-from rlmux.core.events import StageFinished
-from rlmux.core.model import Stage
+from rlmux.core.actions import Admit
+from rlmux.core.events import PipelineSubmitted, StageFinished, TimeReached
+from rlmux.core.model import AdmissionKind, DeviceId, NodeId, Pipeline, Placement, Stage
 from rlmux.report.reports import read_timeline
 from rlmux.report.samples import KeptSample, SampleWriter
 from rlmux.report.summary import summarize
@@ -128,6 +129,44 @@ def test_a_gap_names_what_came_before_and_after_and_who_held_the_device(pages):
     assert found["before"]["end_s"] <= gap.start_s
     assert found["after"]["start_s"] >= gap.end_s
     assert [one["pipeline"] for one in found["pinned"]] == ["sort", "tools"]
+
+
+def test_a_gap_names_who_else_could_have_run_there(tmp_path, dashboard):
+    """Two rollout nodes: `sort` has the first and rolls out later, `tools` computes on the second, `late` is queued."""
+    script = LogScript(num_rollout=2)
+    for node, name in enumerate(("sort", "tools")):
+        placement = Placement(group=1, rollout_nodes=(NodeId("rollout", node),), train_nodes=(NodeId("train", 0),))
+        admit = Admit(pipeline=name, placement=placement, kind=AdmissionKind.NEW)
+        script.event(PipelineSubmitted(time_s=0.0, pipeline=Pipeline(id=name, num_steps=2, stages=STAGES)), admit)
+    script.event(PipelineSubmitted(time_s=1.0, pipeline=Pipeline(id="late", num_steps=2, stages=STAGES)))
+    beside = order(1, "tools", Stage.GENERATE, DeviceId("rollout", 1, 0))
+    script.event(TimeReached(time_s=1.5), beside)
+    script.event(TimeReached(time_s=5.0), order(2, "sort", Stage.GENERATE, ROLLOUT))
+    script.event(StageFinished(time_s=6.0, order=1, seconds=4.5))
+    script.event(StageFinished(time_s=7.0, order=2, seconds=2.0))
+    shown = dashboard(script.write(tmp_path / "demo"))
+    found = shown.get("/timeline/demo/gap", device="rollout-0.0", t=2.0)
+    assert [one["pipeline"] for one in found["pinned"]] == ["sort"]
+    tools, late = found["others"]
+    assert (tools["pipeline"], tools["nodes"]) == ("tools", ["rollout-1"])
+    assert [doing["devices"] for doing in tools["doing"]] == [["rollout-1.0"]]
+    assert (late["pipeline"], late["nodes"], late["submitted_s"], late["admitted_s"]) == ("late", [], 1.0, None)
+    assert found["num_others"] == 2
+    assert shown.get("/timeline/demo/gap", device="rollout-0.0", t=0.5)["num_others"] == 1, "late is not there yet"
+    assert shown.get("/timeline/demo/gap", device="rollout-1.0", t=2.0)["others"] == [], "the device computes"
+
+
+def test_the_timeline_has_the_life_of_each_pipeline(pages):
+    found = pages.get("/timeline/demo")
+    rows = {row["name"]: row for row in pages.get("/pipelines", lane="demo")["items"]}
+    for name, life in zip(found["pipelines"], found["lives"], strict=True):
+        row = rows[name]
+        assert (life["project"], life["begun_s"], life["ended_s"]) == (
+            row["project"],
+            row["admitted_s"],
+            row["ended_s"],
+        )
+        assert life["has_rewards"]
 
 
 def test_steps_come_in_pages(pages):

@@ -10,6 +10,8 @@ from tests.service.pages_server import Pages
 
 pytestmark = pytest.mark.xdist_group("browser")
 NUM_PIPELINES = 1000
+GUTTER = 138
+"""Pixels of names before the timeline's plot."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,50 @@ def test_the_causes_name_eight_pipelines_and_sum_the_rest(long, enter):
     assert len(long.client.get("/lanes/long").content) < 20_000, "what every page asks for, again and again"
     page = enter(long, "/fleet")
     page.wait_for_selector("text=992 others")
+
+
+def test_the_timeline_has_rows_and_names_of_the_pipelines_in_view(long, enter):
+    begun_s = long.get("/pipelines/long/job-0500")["admitted_s"]
+    page = enter(long, f"/timeline?t0={begun_s + 100}&t1={begun_s + 2000}")
+    page.wait_for_selector("canvas[data-rows='job-0500 job-0501 job-0502']")
+    assert page.inner_text(".key").startswith("job-0500\njob-0501\njob-0502\n")
+    page.keyboard.press("f")
+    page.wait_for_selector("text=and 984 more in view")
+    rows = page.get_attribute("canvas", "data-rows").split()
+    assert (len(rows), page.locator(".key .name").all_inner_texts()) == (16, rows)
+
+
+def test_a_drag_changes_the_rows_when_it_rests(long, enter):
+    begun_s = long.get("/pipelines/long/job-0500")["admitted_s"]
+    page = enter(long, f"/timeline?t0={begun_s + 100}&t1={begun_s + 800}")
+    page.wait_for_selector("canvas[data-rows='job-0500']")
+    box = page.locator("canvas").bounding_box()
+    page.mouse.move(box["x"] + 1000, box["y"] + 95)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 95, steps=8)
+    page.wait_for_selector("canvas[data-rows='job-0500 job-0501']")
+    page.mouse.up()
+
+
+def test_rows_by_project_are_in_the_address(long, enter):
+    page = enter(long, "/timeline")
+    page.select_option("label:has-text('rows') select", "project")
+    page.wait_for_selector("canvas[data-rows='team-0 team-1 team-2 team-3 team-4']")
+    assert "rows=project" in page.url
+    page.reload()
+    page.wait_for_selector("canvas[data-rows^='team-0']")
+
+
+def test_a_click_on_a_gap_says_what_fills_it(long, enter):
+    begun_s = long.get("/pipelines/long/job-0500")["admitted_s"]
+    page = enter(long, f"/timeline?t0={begun_s}&t1={begun_s + 864}")
+    page.wait_for_selector("canvas[data-state=whole]")
+    box = page.locator("canvas").bounding_box()
+    gap_s = 216 + 50  # of four steps of 216 s, the second one's rollout
+    page.mouse.click(box["x"] + GUTTER + gap_s / 864 * (box["width"] - GUTTER), box["y"] + 150)
+    said = page.inner_text(".fill")
+    assert "its next update begins when job-0500's rollout of step 2 ends at" in said
+    assert "waiting for its own rollout 2 on rollout-0.0" in page.inner_text(".measure")
 
 
 @pytest.mark.parametrize(

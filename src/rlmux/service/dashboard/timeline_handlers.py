@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from rlmux.core.model import OrderId, PipelineId
 from rlmux.report.slos import StepTime
-from rlmux.report.timeline.intervals import Cause, label_of
+from rlmux.report.timeline.intervals import Cause, Kind, label_of
 from rlmux.report.timeline.intervals import Interval as Timed
 from rlmux.report.timeline.live_steps import PublishedStep
 from rlmux.report.timeline.step_causes import steady, step_causes, tokens_of
@@ -28,8 +28,10 @@ from rlmux.service.dashboard.router import Address, get
 from rlmux.service.dashboard.schemas.timeline_schemas import (
     Gap,
     Interval,
+    Life,
     Measured,
     Order,
+    Other,
     Pinned,
     Place,
     StepCauses,
@@ -43,6 +45,7 @@ from rlmux.service.index.tiles import LEVELS, without_overlaps
 _ADDRESS = "/timeline/{lane}"
 MAX_INTERVALS = 20_000
 MAX_BUCKETS = 4096
+MAX_OTHERS = 16
 _COLUMNS = (
     ("start", "<f8"), ("seconds", "<f8"), ("device", "<u2"), ("pipeline", "<u2"), ("cause", "u1"), ("stage", "u1"),
     ("lane", "u1"), ("flags", "u1"), ("step", "<u4"), ("order", "<u4"), ("fraction", "<f4"),
@@ -90,6 +93,7 @@ class TimelineReads:
                 created=facts["lane"]["created"],
                 devices=[Place.model_validate_json(text) for (text,) in devices],
                 pipelines=facts["pipelines"],
+                lives=_lives(reader),
                 **_names(),
                 rev=facts["rev"],
                 seq=reader.seq,
@@ -205,30 +209,78 @@ class TimelineReads:
                 raise ProblemError(404, f"nothing is known of {at_s} s", where="?t", accepted=_span(reader))
             one = mine[0]
             start_s, end_s = float(one["start_s"]), float(one["end_s"])
-            held = [
-                (str(pipeline), json.loads(nodes))
-                for pipeline, nodes in reader.rows(
-                    "SELECT pipeline, nodes FROM pin WHERE start_s <= ? AND end_s > ? ORDER BY number", at_s, at_s
-                )
-            ]
+            moment = _Moment(reader, at_s, here)
             node = devices[place].rpartition(".")[0]
-            ahead = _Ahead(reader, at_s)
+            others, num_others = ([], 0) if KINDS[one["kind"]] is Kind.BUSY else moment.others(node)
             return Gap(
                 interval=_shown(one, devices[place], reader),
                 before=_last_order(reader, place, start_s),
-                after=ahead.first(lambda records: records["device"] == place),
-                pinned=[
-                    Pinned(
-                        pipeline=name,
-                        doing=_orders(here[here["pipeline"] == _pipeline(name, reader)], reader),
-                        next=ahead.first(lambda records, name=name: records["pipeline"] == _pipeline(name, reader)),
-                    )
-                    for name, nodes in held
-                    if node in nodes
-                ],
+                after=moment.ahead.first(lambda records: records["device"] == place),
+                pinned=[moment.pinned(name) for name, nodes in moment.held if node in nodes],
+                others=others,
+                num_others=num_others,
                 ends_s=end_s,
                 as_of_seq=reader.seq,
             )
+
+
+class _Moment:
+    """What each pipeline did at one time."""
+
+    def __init__(self, reader: IndexReader, at_s: float, here: Array) -> None:
+        """`here`: the intervals of that time."""
+        self._reader, self._at_s, self._here = reader, at_s, here
+        self.ahead = _Ahead(reader, at_s)
+        query = "SELECT pipeline, nodes FROM pin WHERE start_s <= ? AND end_s > ? ORDER BY number"
+        self.held = [(str(name), json.loads(nodes)) for name, nodes in reader.rows(query, at_s, at_s)]
+
+    def pinned(self, name: str) -> Pinned:
+        place = _pipeline(name, self._reader)
+        return Pinned(
+            pipeline=name,
+            doing=_orders(self._here[self._here["pipeline"] == place], self._reader),
+            next=self.ahead.first(lambda records: records["pipeline"] == place),
+        )
+
+    def others(self, node: str) -> tuple[list[Other], int]:
+        """The first pipelines that could have run on the node and were not pinned there, and how many there are."""
+        beside, queued = self._beside(node), self._queued()
+        pinned = [
+            Other(**dict(self.pinned(name)), nodes=nodes, submitted_s=None, admitted_s=None)
+            for name, nodes in beside[:MAX_OTHERS]
+        ]
+        return [*pinned, *queued][:MAX_OTHERS], len(beside) + len(queued)
+
+    def _beside(self, node: str) -> list[tuple[str, list[str]]]:
+        """The pipelines that are pinned in the node's pool but not on the node, each with its nodes of the pool."""
+        places = [json.loads(text) for (text,) in self._reader.rows("SELECT json FROM device")]
+        pool = next(place["pool"] for place in places if place["node"] == node)
+        in_pool = {place["node"] for place in places if place["pool"] == pool}
+        own = [(name, [each for each in nodes if each in in_pool]) for name, nodes in self.held if node not in nodes]
+        return [(name, nodes) for name, nodes in own if nodes]
+
+    def _queued(self) -> list[Other]:
+        """The pipelines that were submitted and not admitted, by time of submission."""
+        found = self._reader.rows(
+            "SELECT * FROM (SELECT name, json_extract(json, '$.submitted_s') AS submitted_s,"
+            " json_extract(json, '$.admitted_s') AS admitted_s, json_extract(json, '$.ended_s') AS ended_s, place"
+            " FROM pipeline) WHERE submitted_s <= ?1 AND coalesce(admitted_s, ended_s, 9e999) > ?1"
+            " ORDER BY submitted_s, place",
+            self._at_s,
+        )
+        return [
+            Other(pipeline=name, doing=[], next=None, nodes=[], submitted_s=submitted_s, admitted_s=admitted_s)
+            for name, submitted_s, admitted_s, *_ in found
+        ]
+
+
+def _lives(reader: IndexReader) -> list[Life | None]:
+    paths = "'$.project', '$.admitted_s', '$.ended_s', '$.reward_last'"
+    found: dict[int, Life] = {}
+    for place, text in reader.rows(f"SELECT place, json_extract(json, {paths}) FROM pipeline"):
+        project, begun_s, ended_s, reward = json.loads(text)
+        found[place] = Life(project=project, begun_s=begun_s, ended_s=ended_s, has_rewards=reward is not None)
+    return [found.get(place) for place in range(len(reader.facts["pipelines"]))]
 
 
 def _published(row: Mapping[str, Any]) -> PublishedStep:

@@ -3,7 +3,7 @@ import type { ComponentChildren } from "preact";
 import { LEGEND, type Paint } from "./colours";
 import { colourOf, of, useShown } from "./lane";
 import { address } from "./place";
-import { percent, seconds } from "./words";
+import { count, percent, seconds } from "./words";
 
 export function PipelineName({ name }: { name: string }) {
   const { lane, pipelines } = useShown();
@@ -93,15 +93,14 @@ export function Stack({ parts, whole_s }: { parts: readonly Part[]; whole_s: num
   );
 }
 
-/** What the colours mean: pipelines, then causes. */
-export function Legend({ paints }: { paints?: ReadonlySet<Paint> }) {
-  const { pipelines } = useShown();
+/** What the colours mean: the pipelines `names` and how many more, then causes. */
+export function Legend({ names, more, paints }: { names: readonly string[]; more: number; paints?: ReadonlySet<Paint> }) {
   return (
     <div class="key">
-      {pipelines.slice(0, 16).map((name) => (
+      {names.map((name) => (
         <PipelineName key={name} name={name} />
       ))}
-      {pipelines.length > 16 && <span class="muted">and {pipelines.length - 16} more</span>}
+      {more > 0 && <span class="muted">and {count(more)} more in view</span>}
       {LEGEND.filter(([paint]) => !paints || paints.has(paint)).map(([paint, words]) => (
         <span key={paint}>
           <i class={`f-${paint}`} />

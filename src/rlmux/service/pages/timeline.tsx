@@ -1,6 +1,7 @@
 // Timeline, the picture that people leave open: what each device did, every second with a name.
 //
-// The view is in the URL: `t0` and `t1` in seconds of the run, `q` the filter, `follow` to stay at the end of a live run.
+// The view is in the URL: `t0` and `t1` in seconds of the run, `q` the filter, `rows=project` for a row a project, `follow` to
+// stay at the end of a live run.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { get, useData } from "./api";
 import { type Paint, onTheme, paintOf } from "./colours";
@@ -9,16 +10,16 @@ import { useKeys } from "./keys";
 import { of, useShown } from "./lane";
 import { Legend } from "./parts";
 import { amend, usePlace } from "./place";
-import type { Page } from "./kinds";
-import type { Gap, Metrics, Pipeline, Timeline } from "./shapes";
+import type { Gap, Metrics, Timeline } from "./shapes";
 import { GapTable, MeasureTable, Reading } from "./timeline/panels";
 import { Board } from "./timeline/board";
+import type { Curve } from "./timeline/curves";
 import { savePicture, saveTable, saveTrace } from "./timeline/exports";
 import type { Span } from "./timeline/feed";
 import type { Hit } from "./timeline/hit";
 import { listenToPointer, shift, zoom } from "./timeline/input";
+import type { Named } from "./timeline/rows";
 
-const MAX_CURVES = 8;
 const URL_PAUSE_MS = 250;
 
 export function TimelinePage() {
@@ -43,11 +44,13 @@ function Nothing() {
 function View({ timeline }: { timeline: Timeline }) {
   const { query } = usePlace();
   const filter = query.get("q") ?? "";
+  const isByProject = query.get("rows") === "project";
   const follows = query.get("follow") === "1" && !timeline.is_over;
   const canvas = useRef<HTMLCanvasElement>(null);
   const [board, setBoard] = useState<Board | null>(null);
   const [hover, setHover] = useState<{ hit: Hit | null; at_s: number | null }>({ hit: null, at_s: null });
   const [measured, setMeasured] = useState<Span | null>(null);
+  const [named, setNamed] = useState<Named>({ pipelines: [], more: 0 });
   const [gap, setGap] = useState<Gap | null>(null);
   const [trouble, setTrouble] = useState<Error | null>(null);
 
@@ -56,6 +59,7 @@ function View({ timeline }: { timeline: Timeline }) {
     const remember = rememberSpan(() => made.timeline);
     const made = new Board(canvas.current, timeline, spanOf(query, timeline), {
       onSpan: remember,
+      onNamed: setNamed,
       onHover: (hit, at_s) => setHover({ hit, at_s }),
       onTrouble: setTrouble,
     });
@@ -72,6 +76,7 @@ function View({ timeline }: { timeline: Timeline }) {
     };
   }, []);
   useEffect(() => board?.setFilter(filter), [board, filter]);
+  useEffect(() => board?.setGrouping(isByProject), [board, isByProject]);
   useEffect(() => {
     if (!board) return;
     board.update(timeline);
@@ -79,7 +84,7 @@ function View({ timeline }: { timeline: Timeline }) {
     if (!query.has("t0") && !follows) board.setSpan(wholeOf(timeline));
     else if (follows) board.setSpan({ t0: timeline.end_s - wide_s, t1: timeline.end_s });
   }, [board, timeline, follows]);
-  useCurves(board, timeline);
+  useCurves(board, timeline, named);
   const fit = () => board?.setSpan(wholeOf(timeline));
   const turnFollow = () => amend({ follow: follows ? null : "1" });
   useKeys([
@@ -100,6 +105,13 @@ function View({ timeline }: { timeline: Timeline }) {
       </div>
       <div class="toolbar">
         <input data-search type="search" placeholder="pipeline, or device:name   /" aria-label="filter" value={filter} onInput={(event) => amend({ q: event.currentTarget.value || null })} />
+        <label class="muted small">
+          rows:{" "}
+          <select value={isByProject ? "project" : "pipeline"} onChange={(event) => amend({ rows: event.currentTarget.value === "project" ? "project" : null })}>
+            <option value="pipeline">by pipeline</option>
+            <option value="project">by project</option>
+          </select>
+        </label>
         <button onClick={fit}>Whole run</button>
         <button onClick={() => board && zoom(board, 0.6)} aria-label="zoom in">+</button>
         <button onClick={() => board && zoom(board, 1 / 0.6)} aria-label="zoom out">−</button>
@@ -115,12 +127,12 @@ function View({ timeline }: { timeline: Timeline }) {
           Perfetto
         </button>
       </div>
-      <Legend paints={paints} />
       <Trouble error={trouble} />
       <div class="board">
         <canvas ref={canvas} role="img" aria-label={`timeline of ${timeline.devices.length} devices and ${timeline.pipelines.length} pipelines`} />
       </div>
       <Reading hit={hover.hit} at_s={hover.at_s} />
+      <Legend names={named.pipelines.map((place) => timeline.pipelines[place] ?? "")} more={named.more} paints={paints} />
       {measured && measured.t1 > measured.t0 && <MeasureTable lane={timeline.lane} span={measured} />}
       {gap && <GapTable gap={gap} />}
     </>
@@ -163,22 +175,20 @@ async function gapAt(board: Board, x: number, y: number): Promise<Gap | null> {
   return get<Gap>(`/timeline/${of(board.timeline.lane)}/gap?device=${encodeURIComponent(hit.device)}&t=${hit.at_s}`);
 }
 
-/** Rewards of the first pipelines; a step that ends brings them up to date. */
-function useCurves(board: Board | null, timeline: Timeline): void {
-  const names = timeline.pipelines.slice(0, MAX_CURVES).join("\n");
+/** Rewards of the pipelines in view. Those of a pipeline that goes on are read again as the log grows. */
+function useCurves(board: Board | null, timeline: Timeline, { pipelines }: Named): void {
+  const known = useRef(new Map<string, Curve>());
+  const wanted = pipelines.filter((place) => timeline.lives[place]?.has_rewards);
+  const keys = wanted.map((place) => `${place} ${timeline.lives[place]?.ended_s ?? Math.floor(timeline.seq / 50)}`);
   useEffect(() => {
-    if (!board || timeline.pipelines.length > 16) return;
+    if (!board) return;
     let isOn = true;
-    const read = async (name: string, pipeline: number) => {
-      const { series } = await get<Metrics>(`/pipelines/${of(timeline.lane, name)}/metrics?names=reward_mean&x=time_s&points=1000`);
-      return { pipeline, x: series.reward_mean?.x ?? [], y: series.reward_mean?.y ?? [] };
+    const read = async (place: number, key: string) => {
+      const curve = known.current.get(key) ?? (await curveOf(timeline, place));
+      known.current.set(key, curve);
+      return curve;
     };
-    const readAll = async () => {
-      const rows = await get<Page<Pipeline>>(`/pipelines?lane=${of(timeline.lane)}&limit=100`);
-      const begun = new Set(rows.items.filter((row) => row.reward_last !== null).map((row) => row.name));
-      return Promise.all(timeline.pipelines.flatMap((name, pipeline) => (begun.has(name) && pipeline < MAX_CURVES ? [read(name, pipeline)] : [])));
-    };
-    void readAll().then(
+    void Promise.all(wanted.map((place, at) => read(place, keys[at] ?? ""))).then(
       (curves) => {
         if (!isOn) return;
         board.curves = curves;
@@ -187,5 +197,12 @@ function useCurves(board: Board | null, timeline: Timeline): void {
       () => undefined, // the rows are worth more than the curves below them
     );
     return () => void (isOn = false);
-  }, [board, names, Math.floor(timeline.seq / 50)]);
+  }, [board, keys.join()]);
+}
+
+async function curveOf(timeline: Timeline, pipeline: number): Promise<Curve> {
+  const path = `/pipelines/${of(timeline.lane, timeline.pipelines[pipeline] ?? "")}/metrics`;
+  const { series } = await get<Metrics>(`${path}?names=reward_mean&x=time_s&points=1000`);
+  const { x, y } = series.reward_mean ?? { x: [], y: [] };
+  return { pipeline, points: x.flatMap((at_s, index): [number, number][] => (at_s != null && y[index] != null ? [[at_s, y[index]]] : [])) };
 }

@@ -15,6 +15,14 @@ class Place(Shape):
     node: str
 
 
+class Life(Shape):
+    project: str
+    begun_s: float | None
+    """Time of its admission; null: it waits, or never began."""
+    ended_s: float | None
+    has_rewards: bool
+
+
 class Timeline(Shape):
     lane: str
     start_s: float
@@ -24,6 +32,8 @@ class Timeline(Shape):
     created: str | None
     devices: list[Place]
     pipelines: list[str]
+    lives: list[Life | None]
+    """By place in `pipelines`; null: the caller may not see the pipeline."""
     causes: list[str]
     kinds: list[Kind]
     kind_by_cause: list[int]
@@ -74,11 +84,23 @@ class Pinned(Shape):
     next: Order | None
 
 
+class Other(Pinned):
+    """A pipeline without the device's node that could have run there: pinned on another node of the pool, or queued."""
+
+    nodes: list[str]
+    """Its nodes of the pool; empty: it was queued."""
+    submitted_s: float | None
+    admitted_s: float | None
+
+
 class Gap(Shape):
     interval: Interval
     before: Order | None
     after: Order | None
     pinned: list[Pinned]
+    others: list[Other]
+    """At most 16; empty while the device computes."""
+    num_others: int
     ends_s: float
     as_of_seq: int
 

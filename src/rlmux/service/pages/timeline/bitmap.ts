@@ -4,12 +4,12 @@
 import { type Colours, NUM_COLOURS, paintOf } from "../colours";
 import type { Timeline } from "../shapes";
 import { NO_PIPELINE, type Tiles } from "./binary";
+import type { Layout } from "./rows";
 
 export interface Pictures {
   devices: HTMLCanvasElement;
   /** Height of a device in pixels of the picture. */
   high: number;
-  pipelines: HTMLCanvasElement;
   /** All devices together, stacked by pipeline. */
   overview: HTMLCanvasElement;
 }
@@ -27,12 +27,10 @@ export class Painter {
   readonly #switch: Ink;
   readonly #idle: Ink;
   readonly #wait: Ink;
-  readonly #timeline: Timeline;
   readonly #isMatch: boolean[];
   readonly #isAll: boolean;
 
   constructor(timeline: Timeline, colours: Colours, isMatch: boolean[]) {
-    this.#timeline = timeline;
     this.#isMatch = isMatch;
     this.#isAll = isMatch.every(Boolean);
     this.#pipelines = colours.pipelines.map(inkOf);
@@ -45,15 +43,28 @@ export class Painter {
   paint(tiles: Tiles): Pictures {
     const high = tiles.num_devices <= 32 ? 16 : 8;
     const devices = new ImageData(tiles.num_buckets, tiles.num_devices * high);
-    const pipelines = new ImageData(tiles.num_buckets, Math.max(1, this.#timeline.pipelines.length));
-    const [columns, marks] = [pixelsOf(devices), pixelsOf(pipelines)];
+    const columns = pixelsOf(devices);
     for (let device = 0; device < tiles.num_devices; device++) {
-      for (let bucket = 0; bucket < tiles.num_buckets; bucket++) {
-        this.#column(columns, tiles, device, bucket, high);
-        markPipeline(marks, tiles, device * tiles.num_buckets + bucket, bucket, pipelines.height, this.#pipelines);
-      }
+      for (let bucket = 0; bucket < tiles.num_buckets; bucket++) this.#column(columns, tiles, device, bucket, high);
     }
-    return { devices: canvasOf(devices), high, pipelines: canvasOf(pipelines), overview: canvasOf(this.#overview(tiles)) };
+    return { devices: canvasOf(devices), high, overview: canvasOf(this.#overview(tiles)) };
+  }
+
+  /**
+   * The rows of pipelines or projects, as strong as the busiest device that works for one of theirs. Each is two equal pixels
+   * high: between their middles a stretched picture has nothing of its neighbours.
+   */
+  paintMarks(tiles: Tiles, { marked, markOf }: Layout): HTMLCanvasElement {
+    const image = new ImageData(tiles.num_buckets, 2 * Math.max(1, marked.length));
+    const pixels = pixelsOf(image);
+    for (let at = 0; at < tiles.busy.length; at++) {
+      const [top, busy] = [tiles.top[at]!, tiles.busy[at]!];
+      const mark = busy > 0 ? markOf.get(top) : undefined;
+      if (mark === undefined) continue;
+      const to = 2 * mark * tiles.num_buckets + (at % tiles.num_buckets);
+      if (busy > pixels[to]! >>> 24) pixels[to] = pixels[to + tiles.num_buckets] = inked(this.#pipelines[top % NUM_COLOURS] ?? 0, busy);
+    }
+    return canvasOf(image);
   }
 
   #overview(tiles: Tiles): ImageData {
@@ -95,15 +106,6 @@ export class Painter {
       pixels[to] = level < busy ? work : level < switched ? change : level < waited ? wait : idle;
     }
   }
-}
-
-/** A pipeline's row is as strong as the busiest device that works for it. */
-function markPipeline(pixels: Uint32Array, tiles: Tiles, at: number, bucket: number, height: number, colours: Ink[]): void {
-  const top = tiles.top[at]!;
-  const busy = tiles.busy[at]!;
-  if (top >= height || busy === 0) return;
-  const to = top * tiles.num_buckets + bucket;
-  if (busy > pixels[to]! >>> 24) pixels[to] = inked(colours[top % NUM_COLOURS] ?? 0, busy);
 }
 
 function inked(ink: Ink, alpha: number): number {

@@ -3,19 +3,23 @@
 //   input.ts ─▶ setSpan ─┐
 //   feed.ts  ─▶ news ────┼─▶ invalidate ─▶ one frame: overview, layer (rows, painted ahead on both sides), axis, curves, marks
 //   filter, theme ───────┘
+//
+// Rows of pipelines follow the view when it has been still for a moment, and all of it is here.
 import { type Colours, themeColours } from "../colours";
 import type { Timeline } from "../shapes";
-import { moment } from "../words";
+import { count, moment } from "../words";
 import { type Pictures, Painter } from "./bitmap";
-import { type Curve, drawCurves } from "./curves";
+import { type Curve, drawCurveAxis, drawCurves } from "./curves";
 import { type Chunk, Feed, type Span } from "./feed";
 import { type Hit, hitInterval, hitTiles } from "./hit";
 import { drawOverview } from "./overview";
 import { hatchOf, paintIntervals } from "./paint";
-import { AXIS, type Filter, GUTTER, type Layout, OVERVIEW, Scale, filterOf, layoutOf, tickOf } from "./rows";
+import { AXIS, type Filter, GUTTER, type Layout, type Named, OVERVIEW, Scale, type View, filterOf, layoutOf, tickOf } from "./rows";
 
 export interface Listener {
   onSpan(span: Span): void;
+  /** The pipelines in view are others than before. */
+  onNamed(named: Named): void;
   onHover(hit: Hit | null, at_s: number | null): void;
   onTrouble(error: Error | null): void;
 }
@@ -28,6 +32,7 @@ interface Layer {
 }
 
 const MARGIN = 0.5;
+const SETTLE_MS = 150;
 
 export class Board {
   span: Span;
@@ -39,8 +44,12 @@ export class Board {
   readonly #listener: Listener;
   #colours: Colours = themeColours();
   #filter: Filter = filterOf("");
+  #isByProject = false;
+  #view: View | null = null;
+  #settling = 0;
   #layer: Layer | null = null;
   #pictures = new WeakMap<object, Pictures>();
+  #marks = new WeakMap<object, HTMLCanvasElement>();
   #frame = 0;
   #version = 0;
   #pointer: { x: number; y: number } | null = null;
@@ -50,9 +59,12 @@ export class Board {
   constructor(canvas: HTMLCanvasElement, timeline: Timeline, span: Span, listener: Listener) {
     this.#canvas = canvas;
     this.#listener = listener;
-    this.feed = new Feed(timeline, () => this.#refresh());
+    this.feed = new Feed(timeline, () => {
+      this.#refresh();
+      this.#settleSoon();
+    });
     this.span = span;
-    this.layout = layoutOf(timeline, this.#filter, canvas.clientWidth);
+    this.layout = layoutOf(timeline, this.#filter, canvas.clientWidth, false, null);
     this.resize();
   }
 
@@ -71,15 +83,20 @@ export class Board {
   // ---------------------------------------------------------------- what changes
 
   update(timeline: Timeline): void {
-    const { pipelines, causes } = this.timeline;
+    const { causes } = this.timeline;
     this.feed.update(timeline);
-    if (pipelines.length !== timeline.pipelines.length || causes.length !== timeline.causes.length) this.#pictures = new WeakMap();
+    if (causes.length !== timeline.causes.length) this.#pictures = new WeakMap();
     this.#relayout();
   }
 
   setFilter(text: string): void {
     this.#filter = filterOf(text);
     this.#pictures = new WeakMap();
+    this.#relayout();
+  }
+
+  setGrouping(isByProject: boolean): void {
+    this.#isByProject = isByProject;
     this.#relayout();
   }
 
@@ -92,6 +109,7 @@ export class Board {
     const begin_s = Math.min(Math.max(middle_s - wide_s / 2, start_s - whole_s * 0.02), end_s + whole_s * 0.02 - wide_s);
     this.span = { t0: begin_s, t1: begin_s + wide_s };
     this.#listener.onSpan(this.span);
+    this.#settleSoon();
     this.invalidate();
   }
 
@@ -120,6 +138,7 @@ export class Board {
 
   close(): void {
     cancelAnimationFrame(this.#frame);
+    clearTimeout(this.#settling);
     this.feed.close();
   }
 
@@ -144,8 +163,24 @@ export class Board {
     this.invalidate();
   }
 
+  #settleSoon(): void {
+    clearTimeout(this.#settling);
+    this.#settling = setTimeout(() => this.#settle(), this.#view ? SETTLE_MS : 0);
+  }
+
+  /** Name what is in view now. What is not all here yet settles when it comes. */
+  #settle(): void {
+    if (!this.#isWhole()) return;
+    this.#view = { span: this.span, seconds: this.feed.secondsIn(this.span, this.plotWidth) };
+    const now = layoutOf(this.timeline, this.#filter, this.#width, this.#isByProject, this.#view);
+    if (shownBy(now) !== shownBy(this.layout)) this.#relayout();
+  }
+
   #relayout(): void {
-    this.layout = layoutOf(this.timeline, this.#filter, this.#width);
+    this.layout = layoutOf(this.timeline, this.#filter, this.#width, this.#isByProject, this.#view);
+    this.#marks = new WeakMap();
+    this.#listener.onNamed(this.layout.named);
+    this.#canvas.dataset.rows = this.layout.marked.map(({ name }) => name).join(" "); // for those who cannot see it
     const [width, height] = [Math.round(this.#width * this.#ratio), Math.round(this.layout.height * this.#ratio)];
     if (this.#canvas.width !== width || this.#canvas.height !== height) {
       this.#canvas.width = width;
@@ -169,7 +204,7 @@ export class Board {
     context.fillRect(0, 0, this.#width, this.layout.height);
     this.#drawAxis(context);
     this.#drawRows(context);
-    if (this.layout.curves) drawCurves(context, this.curves, this.layout.curves, this.scale, this.#colours);
+    if (this.layout.curves) drawCurves(context, this.curves, this.layout.curves, this.scale, this.#colours, this.timeline.pipelines);
     this.#drawNames(context);
     this.#drawMeasured(context);
     this.#drawPointer(context);
@@ -230,7 +265,7 @@ export class Board {
     context.strokeStyle = this.#colours.line;
     context.fillStyle = this.#colours.track;
     for (const row of this.layout.rows) {
-      if (row.kind === "pipeline") context.fillRect(x, row.y, end - x, row.height);
+      if (row.kind !== "device") context.fillRect(x, row.y, end - x, row.height);
       else if (row.height >= 7) context.strokeRect(x + 0.5, row.y + 0.5, end - x - 1, row.height - 1);
     }
   }
@@ -239,6 +274,7 @@ export class Board {
     const { tiles } = chunk;
     if (!tiles) return;
     const pictures = this.#picturesOf(tiles, painter);
+    const marks = this.#marksOf(tiles, painter);
     const begin_s = tiles.first_bucket * tiles.bucket_s;
     const x = scale.x(begin_s);
     const width = scale.x(begin_s + tiles.num_buckets * tiles.bucket_s) - x;
@@ -250,10 +286,10 @@ export class Board {
     context.clip();
     context.imageSmoothingEnabled = width < tiles.num_buckets;
     for (const row of this.layout.rows) {
-      if (row.kind === "pipeline") {
+      if (row.kind !== "device") {
         context.fillStyle = this.#colours.track;
         context.fillRect(left, row.y, right - left, row.height);
-        context.drawImage(pictures.pipelines, 0, row.index, tiles.num_buckets, 1, x, row.y, width, row.height);
+        context.drawImage(marks, 0, 2 * this.layout.marked.indexOf(row) + 0.5, tiles.num_buckets, 1, x, row.y, width, row.height);
         continue;
       }
       context.fillStyle = this.#colours.paper;
@@ -273,6 +309,12 @@ export class Board {
     const made = painter.paint(tiles);
     this.#pictures.set(tiles, made);
     return made;
+  }
+
+  #marksOf(tiles: Chunk["tiles"] & object, painter: Painter): HTMLCanvasElement {
+    const known = this.#marks.get(tiles) ?? painter.paintMarks(tiles, this.layout);
+    this.#marks.set(tiles, known);
+    return known;
   }
 
   // ---------------------------------------------------------------- what is around the rows
@@ -307,13 +349,14 @@ export class Board {
         context.fillRect(10, row.y + row.height / 2 - 4, 8, 8);
       }
       context.fillStyle = this.#colours.ink;
-      context.font = `${isPipeline ? "600 " : ""}${Math.min(12, row.height + 2)}px system-ui,sans-serif`;
+      context.font = `${row.kind === "device" ? "" : "600 "}${Math.min(12, row.height + 2)}px system-ui,sans-serif`;
       context.fillText(row.name, isPipeline ? 23 : 10, row.y + row.height / 2 + 0.5, GUTTER - (isPipeline ? 28 : 16));
     }
-    if (!this.layout.curves) return;
     context.font = "11px system-ui,sans-serif";
     context.fillStyle = this.#colours.muted;
-    context.fillText("reward", 10, this.layout.curves.y + 8);
+    const { more, rowsEnd, curves } = this.layout;
+    if (more) context.fillText(`and ${count(more)} more`, 10, rowsEnd - 10);
+    if (curves) drawCurveAxis(context, this.curves, curves, this.scale, this.#colours);
   }
 
   #drawMeasured(context: CanvasRenderingContext2D): void {
@@ -351,4 +394,9 @@ export class Board {
     const pictures = this.feed.chunks(whole.span, level).flatMap(({ tiles }) => (tiles ? [{ tiles, picture: this.#picturesOf(tiles, painter).overview }] : []));
     drawOverview(context, pictures, whole, this.span, OVERVIEW, this.#colours);
   }
+}
+
+/** What of a layout changes with the view. */
+function shownBy({ marked, more, named }: Layout): string {
+  return JSON.stringify([marked, more, named]);
 }

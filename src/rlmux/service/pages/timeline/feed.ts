@@ -5,7 +5,7 @@
 import { getBytes } from "../api";
 import { of } from "../lane";
 import type { Timeline } from "../shapes";
-import { type Intervals, type Tiles, intervalsOf, tilesOf } from "./binary";
+import { type Intervals, NO_PIPELINE, type Tiles, intervalsOf, tilesOf } from "./binary";
 
 export interface Span {
   t0: number;
@@ -99,6 +99,26 @@ export class Feed {
     return has !== null && has.t0 <= Math.max(span.t0, this.timeline.start_s) + 1e-6 && has.t1 >= Math.min(span.t1, this.timeline.end_s) - 1e-6;
   }
 
+  /** How long devices worked for each pipeline in a span that is here: in tiles, a bucket is its first pipeline's. */
+  secondsIn(span: Span, pixels: number): Map<number, number> {
+    const seconds = new Map<number, number>();
+    const add = (pipeline: number, spent_s: number) => {
+      if (spent_s > 0 && pipeline !== NO_PIPELINE) seconds.set(pipeline, (seconds.get(pipeline) ?? 0) + spent_s);
+    };
+    if (this.isFew(span)) this.#addIntervals(span, add);
+    else for (const { tiles } of this.chunks(span, this.levelFor(span, pixels))) if (tiles) addTiles(tiles, span, add);
+    return seconds;
+  }
+
+  #addIntervals({ t0, t1 }: Span, add: (pipeline: number, spent_s: number) => void): void {
+    const all = this.intervals;
+    for (let at = 0; at < (all?.count ?? 0); at++) {
+      const begin_s = all!.start[at]!;
+      const kind = this.timeline.kinds[this.timeline.kind_by_cause[all!.cause[at]!]!];
+      if (kind === "busy" || kind === "switch") add(all!.pipeline[at]!, Math.min(t1, begin_s + all!.seconds[at]!) - Math.max(t0, begin_s));
+    }
+  }
+
   close(): void {
     this.#asked?.abort.abort();
   }
@@ -166,5 +186,14 @@ export class Feed {
         this.error = error;
         this.#onNews();
       });
+  }
+}
+
+function addTiles(tiles: Tiles, { t0, t1 }: Span, add: (pipeline: number, spent_s: number) => void): void {
+  const { bucket_s, first_bucket, num_buckets } = tiles;
+  const first = Math.max(0, Math.floor(t0 / bucket_s) - first_bucket);
+  const end = Math.min(num_buckets, Math.ceil(t1 / bucket_s) - first_bucket);
+  for (let row = 0; row < tiles.busy.length; row += num_buckets) {
+    for (let at = row + first; at < row + end; at++) add(tiles.top[at]!, ((tiles.busy[at]! + tiles.switched[at]!) / 255) * bucket_s);
   }
 }

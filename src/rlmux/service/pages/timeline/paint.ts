@@ -56,7 +56,7 @@ class Sheet {
   readonly #deviceRows = new Map<number, Row>();
   readonly #pipelineRows = new Map<number, Row>();
   readonly #numLanes = new Map<number, number>();
-  readonly #steps = new Map<string, { row: Row; step: number; t0: number; t1: number }>();
+  readonly #steps = new Map<string, { row: Row; pipeline: number; step: number; t0: number; t1: number }>();
 
   constructor(
     readonly intervals: Intervals,
@@ -65,7 +65,8 @@ class Sheet {
     readonly scale: Scale,
     readonly ink: Ink,
   ) {
-    for (const row of layout.rows) (row.kind === "device" ? this.#deviceRows : this.#pipelineRows).set(row.index, row);
+    for (const row of layout.rows) if (row.kind === "device") this.#deviceRows.set(row.index, row);
+    for (const [pipeline, at] of layout.markOf) if (layout.marked[at]) this.#pipelineRows.set(pipeline, layout.marked[at]);
     for (let at = 0; at < intervals.count; at++) {
       const [device, lane] = [intervals.device[at] ?? 0, intervals.lane[at] ?? 0];
       if (lane > 0) this.#numLanes.set(device, Math.max(this.#numLanes.get(device) ?? 1, lane + 1));
@@ -128,27 +129,30 @@ class Sheet {
   #addToPipeline(at: number, row: Row, x: number, width: number): void {
     const stage = this.timeline.stages[this.intervals.stage[at] ?? 255];
     const half = row.height / 2 - 1;
-    const colour = this.ink.colours.pipelines[row.index % NUM_COLOURS] ?? this.ink.colours.ink;
+    const pipeline = this.intervals.pipeline[at] ?? 0;
+    const colour = this.ink.colours.pipelines[pipeline % NUM_COLOURS] ?? this.ink.colours.ink;
     this.#work.add(colour, shadeOf(stage), [x, row.y + (stage === "generate" ? 0 : half + 2), width, half]);
     const step = this.intervals.step[at] ?? 0;
     const [t0, t1] = [this.intervals.start[at] ?? 0, (this.intervals.start[at] ?? 0) + (this.intervals.seconds[at] ?? 0)];
-    const known = this.#steps.get(`${row.index}/${step}`);
+    const known = this.#steps.get(`${pipeline}/${step}`);
     if (known) Object.assign(known, { t0: Math.min(known.t0, t0), t1: Math.max(known.t1, t1) });
-    else this.#steps.set(`${row.index}/${step}`, { row, step, t0, t1 });
+    else this.#steps.set(`${pipeline}/${step}`, { row, pipeline, step, t0, t1 });
   }
 
   #drawSteps(context: CanvasRenderingContext2D): void {
     const { colours } = this.ink;
     context.font = "10.5px system-ui,sans-serif";
     context.textBaseline = "middle";
-    for (const { row, step, t0, t1 } of this.#steps.values()) {
+    for (const { row, pipeline, step, t0, t1 } of this.#steps.values()) {
       const [x, end] = [this.scale.x(t0), this.scale.x(t1)];
       if (end - x < 5) continue;
       context.fillStyle = colours.ink;
       context.globalAlpha = 0.55;
       context.fillRect(x, row.y - 1, 1, row.height + 2);
       context.globalAlpha = 1;
-      if (end - x > (step ? 8 * String(step).length + 6 : 60)) write(context, step ? String(step) : "warm-up", x + 4, row.y + row.height / 2, colours);
+      const name = row.kind === "project" ? `${this.timeline.pipelines[pipeline]} ` : "";
+      const text = [`${name}${step || "warm-up"}`, step ? String(step) : ""].find((each) => context.measureText(each).width + 8 < end - x);
+      if (text) write(context, text, x + 4, row.y + row.height / 2, colours);
     }
   }
 

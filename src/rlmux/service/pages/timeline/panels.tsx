@@ -4,8 +4,8 @@ import { paintOf } from "../colours";
 import { Trouble } from "../frame";
 import { colourOf, of, useShown } from "../lane";
 import { PipelineName } from "../parts";
-import type { Gap, Measured, Order } from "../shapes";
-import { moment, percent, seconds, stageName } from "../words";
+import type { Gap, Measured, Order, Other, Pinned } from "../shapes";
+import { count, moment, percent, seconds, stageName } from "../words";
 import type { Span } from "./feed";
 import type { Hit } from "./hit";
 
@@ -60,9 +60,10 @@ function named({ kind, pipeline, label }: Measured["items"][number]): string {
   return kind === "busy" ? `${pipeline} ${label}` : `${label} of ${pipeline}`;
 }
 
-/** What held a device at a moment, and what each pipeline that has the device did then. */
+/** What held a device at a moment, what fills a gap, what each pipeline that has the device did then, and who else could have run. */
 export function GapTable({ gap }: { gap: Gap }) {
-  const { interval } = gap;
+  const { interval, others, num_others } = gap;
+  const filling = fillOf(gap);
   return (
     <section class="measure">
       <b>{interval.device}: {interval.label}</b>{" "}
@@ -70,23 +71,92 @@ export function GapTable({ gap }: { gap: Gap }) {
         {seconds(interval.end_s - interval.start_s)} from {moment(interval.start_s, 1)}
         {interval.is_open && ", not over"}
       </span>
+      {filling && <p class="fill">{filling}.</p>}
       <table>
         <tbody>
           <OrderRow title="before" order={gap.before} />
           <OrderRow title="after" order={gap.after} />
           {gap.pinned.map((each) => (
-            <tr>
-              <td>
-                <PipelineName name={each.pipeline} />
-              </td>
-              <td>{each.doing.length ? `then: ${each.doing.map(said).join(", ")}` : "did nothing then"}</td>
-              <td class="muted">{each.next ? `next: ${said(each.next)} at ${moment(each.next.start_s, 1)}` : "nothing after it"}</td>
-            </tr>
+            <CandidateRow key={each.pipeline} each={each} why={interval.kind === "busy" ? doingOf(each) : whyNot(each, interval.device)} />
+          ))}
+          {others.map((each) => (
+            <CandidateRow key={each.pipeline} each={each} why={whyOther(each, interval.device)} />
           ))}
         </tbody>
       </table>
+      {num_others > others.length && <p class="muted small">and {count(num_others - others.length)} more that were queued or pinned on other nodes of the pool</p>}
     </section>
   );
+}
+
+function CandidateRow({ each, why }: { each: Pinned; why: string }) {
+  return (
+    <tr>
+      <td>
+        <PipelineName name={each.pipeline} />
+      </td>
+      <td>{why}</td>
+      <td class="muted">{each.next && `next: ${said(each.next)} at ${clock(each.next.start_s)}`}</td>
+    </tr>
+  );
+}
+
+/** What each cause of a gap waits for; the pipelines' orders are told of the others. */
+const DEMANDS: Record<string, (name: string) => string> = {
+  "tool wait": (name) => `the environment of ${name} has to answer`,
+  switch: (name) => `the state of ${name} has to be on the device`,
+  starting: (name) => `the worker of ${name} has to be ready`,
+  "held back": (name) => `the policy has to let ${name} begin`,
+  "lost work": (name) => `${name} has to do the lost work again`,
+  "worker stood still": (name) => `the worker of ${name} has to go on`,
+  control: () => "the controller has to give the next order",
+  client: (name) => `the client of ${name} has to request work`,
+  down: () => "the process of the run has to be there again",
+};
+
+/** What has to happen for a device to work again; null: it works. */
+function fillOf(gap: Gap): string | null {
+  const { cause, kind, label, pipeline, is_open } = gap.interval;
+  if (kind === "busy") return null;
+  if (cause === "nothing admitted") return `${label}: ${admissionOf(gap)}`;
+  const demand = DEMANDS[cause]?.(pipeline ?? "the pipeline") ?? orderOf(gap);
+  return `${label}: ${demand}${DEMANDS[cause] && !is_open ? `; the gap ends at ${clock(gap.ends_s)}` : ""}`;
+}
+
+function admissionOf({ others }: Gap): string {
+  const queued = others.filter((each) => !each.nodes.length).map((each) => each.pipeline);
+  return queued.length ? "one of the queued pipelines has to be admitted" : "a pipeline has to be submitted";
+}
+
+/** When the next order of this device begins, by the order of the awaited pipeline that ends before it. */
+function orderOf({ interval, after, pinned }: Gap): string {
+  if (!after) return interval.is_open ? "the next order of this device is not known yet" : "no order of this device follows";
+  const doing = pinned.find((each) => each.pipeline === interval.pipeline)?.doing ?? [];
+  const last = doing.reduce<Order | null>((a, b) => (a && (a.end_s ?? Infinity) > (b.end_s ?? Infinity) ? a : b), null);
+  const next = `${after.pipeline === interval.pipeline ? "its" : `${after.pipeline}'s`} next ${workOf(after)} begins`;
+  if (!last) return `${next} at ${clock(after.start_s)}`;
+  const it = `${last.pipeline}'s ${workOf(last)}${last.step ? ` of step ${last.step}` : ""}`;
+  if (last.end_s === null) return `${next} when ${it} ends`;
+  const isAtOnce = after.start_s - last.end_s < Math.max(0.05, 0.02 * (last.end_s - last.start_s));
+  return isAtOnce ? `${next} when ${it} ends at ${clock(last.end_s)}` : `${next} at ${clock(after.start_s)}, after ${it}, which ends at ${clock(last.end_s)}`;
+}
+
+function whyOther(each: Other, device: string): string {
+  if (each.nodes.length) return `pinned on ${each.nodes.join(", ")}: ${whyNot(each, device)}`;
+  return `queued since ${clock(each.submitted_s ?? 0)}, ${each.admitted_s === null ? "not admitted" : `admitted at ${clock(each.admitted_s)}`}`;
+}
+
+/** Why a pipeline with a node of the device's pool does not run on the device: it computes in the pool, or in another first. */
+function whyNot(each: Pinned, device: string): string {
+  const pool = (id: string) => id.replace(/-\d+\.\d+$/, "");
+  const here = each.doing.filter((order) => order.devices.some((id) => pool(id) === pool(device)));
+  if (here.length) return here.some((order) => order.devices.includes(device)) ? `has the device: ${here.map(said).join(", ")}` : `computing elsewhere: ${here.map(said).join(", ")}`;
+  if (each.doing.length) return `waiting for its own ${each.doing.map(said).join(", ")}`;
+  return each.next ? "no device works for it then" : "nothing follows";
+}
+
+function doingOf(each: Pinned): string {
+  return each.doing.length ? `then: ${each.doing.map(said).join(", ")}` : "did nothing then";
 }
 
 function OrderRow({ title, order }: { title: string; order: Order | null }) {
@@ -100,5 +170,15 @@ function OrderRow({ title, order }: { title: string; order: Order | null }) {
 
 function said(order: Order): string {
   const where = order.devices.length ? ` on ${order.devices.join(", ")}` : "";
-  return `${stageName(order.stage)}${order.step ? ` ${order.step}` : ""}${where}`;
+  return `${workOf(order)}${order.step ? ` ${order.step}` : ""}${where}`;
+}
+
+/** An order's stage as a noun: to generate is to roll out. */
+function workOf(order: Order): string {
+  return order.stage === "generate" ? "rollout" : stageName(order.stage);
+}
+
+/** A time of the run to the second; to the tenth in its first ten minutes. */
+function clock(at_s: number): string {
+  return moment(at_s, 60);
 }
