@@ -129,6 +129,9 @@ def test_a_gap_names_what_came_before_and_after_and_who_held_the_device(pages):
     assert found["before"]["end_s"] <= gap.start_s
     assert found["after"]["start_s"] >= gap.end_s
     assert [one["pipeline"] for one in found["pinned"]] == ["sort", "tools"]
+    (doing,) = [order for one in found["pinned"] for order in one["doing"]]
+    pieces = [piece for each in timeline.devices.values() for piece in each.intervals if piece.order == doing["order"]]
+    assert (len(pieces) > 1, doing["end_s"]) == (True, max(piece.end_s for piece in pieces))
 
 
 def test_a_gap_names_who_else_could_have_run_there(tmp_path, dashboard):

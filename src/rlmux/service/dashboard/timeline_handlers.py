@@ -238,7 +238,7 @@ class _Moment:
         place = _pipeline(name, self._reader)
         return Pinned(
             pipeline=name,
-            doing=_orders(self._here[self._here["pipeline"] == place], self._reader),
+            doing=self.ahead.whole(self._here["order"][self._here["pipeline"] == place]),
             next=self.ahead.first(lambda records: records["pipeline"] == place),
         )
 
@@ -312,7 +312,7 @@ def _placed(records: Array, name: str, reader: IndexReader) -> list[tuple[int, T
 
 
 class _Ahead:
-    """Looks for orders that begin after a time, as far ahead as it takes."""
+    """Looks at the orders from a time on, as far ahead as it takes."""
 
     def __init__(self, reader: IndexReader, at_s: float) -> None:
         self._reader = reader
@@ -320,16 +320,28 @@ class _Ahead:
         self._seen: dict[float, Array] = {}
 
     def first(self, is_wanted: Any) -> Order | None:
+        """The first order to begin after the time."""
         for ahead_s in _LOOK_AHEAD_S:
-            if ahead_s not in self._seen:
-                records = self._reader.intervals(self._at_s, self._at_s + ahead_s)
-                self._seen[ahead_s] = records[(records["start_s"] > self._at_s) & (records["order"] > 0)]
-            records = self._seen[ahead_s]
-            found = records[is_wanted(records)]
+            records = self._records(ahead_s)
+            found = records[(records["start_s"] > self._at_s) & is_wanted(records)]
             if len(found):
-                order = found[np.argmin(found["start_s"])]["order"]
-                return _orders(records[records["order"] == order], self._reader)[0]
+                return self.whole(found["order"][[np.argmin(found["start_s"])]])[0]
         return None
+
+    def whole(self, orders: Array) -> list[Order]:
+        """These orders, to their ends; 0 is none."""
+        for ahead_s in _LOOK_AHEAD_S:
+            records = self._records(ahead_s)
+            found = records[np.isin(records["order"], orders)]
+            if not orders.any() or (len(found) and found["end_s"].max() < self._at_s + ahead_s):
+                break
+        return _orders(found, self._reader)
+
+    def _records(self, ahead_s: float) -> Array:
+        if ahead_s not in self._seen:
+            records = self._reader.intervals(self._at_s, self._at_s + ahead_s)
+            self._seen[ahead_s] = records[records["order"] > 0]
+        return self._seen[ahead_s]
 
 
 def _last_order(reader: IndexReader, device: int, before_s: float) -> Order | None:

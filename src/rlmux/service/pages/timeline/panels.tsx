@@ -119,7 +119,7 @@ function fillOf(gap: Gap): string | null {
   const { cause, kind, label, pipeline, is_open } = gap.interval;
   if (kind === "busy") return null;
   if (cause === "nothing admitted") return `${label}: ${admissionOf(gap)}`;
-  const demand = DEMANDS[cause]?.(pipeline ?? "the pipeline") ?? orderOf(gap);
+  const demand = DEMANDS[cause]?.(pipeline ?? gap.after?.pipeline ?? "a pipeline") ?? orderOf(gap);
   return `${label}: ${demand}${DEMANDS[cause] && !is_open ? `; the gap ends at ${clock(gap.ends_s)}` : ""}`;
 }
 
@@ -128,11 +128,12 @@ function admissionOf({ others }: Gap): string {
   return queued.length ? "one of the queued pipelines has to be admitted" : "a pipeline has to be submitted";
 }
 
-/** When the next order of this device begins, by the order of the awaited pipeline that ends before it. */
+/** When the next order of this device begins, by the order of the awaited pipeline that has to end before it. */
 function orderOf({ interval, after, pinned }: Gap): string {
   if (!after) return interval.is_open ? "the next order of this device is not known yet" : "no order of this device follows";
-  const doing = pinned.find((each) => each.pipeline === interval.pipeline)?.doing ?? [];
-  const last = doing.reduce<Order | null>((a, b) => (a && (a.end_s ?? Infinity) > (b.end_s ?? Infinity) ? a : b), null);
+  const awaited = pinned.find((each) => each.pipeline === interval.pipeline);
+  const first = awaited?.next?.order === after.order ? null : (awaited?.next ?? null);
+  const last = awaited?.doing.reduce<Order | null>((a, b) => (a && (a.end_s ?? Infinity) > (b.end_s ?? Infinity) ? a : b), null) ?? first;
   const next = `${after.pipeline === interval.pipeline ? "its" : `${after.pipeline}'s`} next ${workOf(after)} begins`;
   if (!last) return `${next} at ${clock(after.start_s)}`;
   const it = `${last.pipeline}'s ${workOf(last)}${last.step ? ` of step ${last.step}` : ""}`;
@@ -152,7 +153,9 @@ function whyNot(each: Pinned, device: string): string {
   const here = each.doing.filter((order) => order.devices.some((id) => pool(id) === pool(device)));
   if (here.length) return here.some((order) => order.devices.includes(device)) ? `has the device: ${here.map(said).join(", ")}` : `computing elsewhere: ${here.map(said).join(", ")}`;
   if (each.doing.length) return `waiting for its own ${each.doing.map(said).join(", ")}`;
-  return each.next ? "no device works for it then" : "nothing follows";
+  if (!each.next) return "nothing of it follows";
+  if (each.next.devices.some((id) => pool(id) === pool(device))) return "nothing of it ran then";
+  return `waiting for its own ${workOf(each.next)}, which begins at ${clock(each.next.start_s)}`;
 }
 
 function doingOf(each: Pinned): string {

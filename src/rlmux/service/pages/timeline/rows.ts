@@ -13,6 +13,7 @@ const MAX_ROWS = 16;
 const CURVES_HEIGHT = 132;
 const MORE_HEIGHT = 16;
 const HIDDEN_PROJECT = "another project";
+const NO_PROJECT = "no project";
 
 export interface Row {
   kind: "device" | "pipeline" | "project";
@@ -36,7 +37,7 @@ export interface Layout {
   more: number;
   /** The pipelines in view that are named. */
   named: Named;
-  /** Where the rewards are drawn; null: no pipeline is named. */
+  /** Where the rewards are drawn; null: no named pipeline has any. */
   curves: { y: number; height: number } | null;
   /** Whether a pipeline is shown in full; the others are faint. */
   isMatch: boolean[];
@@ -94,14 +95,14 @@ export function layoutOf(timeline: Timeline, filter: Filter, width: number, isBy
   y += 26 * marked.length + (more ? MORE_HEIGHT : 0);
   const markOf = new Map(shown.flatMap(({ own }, at) => own.map((place) => [place, at] as const)));
   const named = { pipelines: pipelines.kept, more: pipelines.more };
-  const curves = named.pipelines.length > 0 ? { y: y + 8, height: CURVES_HEIGHT } : null;
+  const curves = named.pipelines.some((place) => timeline.lives[place]?.has_rewards) ? { y: y + 8, height: CURVES_HEIGHT } : null;
   return { width, rows: [...rows, ...marked], rowsEnd: y, marked, markOf, more, named, curves, height: (curves ? curves.y + curves.height : y) + 8, isMatch };
 }
 
 function projectsOf(timeline: Timeline, places: number[]): [string, number[]][] {
   const found = new Map<string, number[]>();
   for (const place of places) {
-    const name = timeline.lives[place]?.project ?? HIDDEN_PROJECT;
+    const name = timeline.lives[place] ? timeline.lives[place].project || NO_PROJECT : HIDDEN_PROJECT;
     const own = found.get(name);
     if (own) own.push(place);
     else found.set(name, [place]);
