@@ -151,7 +151,7 @@ class Sheet {
       context.fillRect(x, row.y - 1, 1, row.height + 2);
       context.globalAlpha = 1;
       const name = row.kind === "project" ? `${this.timeline.pipelines[pipeline]} ` : "";
-      const text = [`${name}${step || "warm-up"}`, step ? String(step) : ""].find((each) => context.measureText(each).width + 8 < end - x);
+      const text = [`${name}${step || "warm-up"}`, step ? String(step) : ""].find((each) => 7 * each.length + 8 < end - x); // measuring each is slow
       if (text) write(context, text, x + 4, row.y + row.height / 2, colours);
     }
   }
