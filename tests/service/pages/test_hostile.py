@@ -115,6 +115,9 @@ def test_no_script_in_any_text_runs(hostile, enter):
     page = enter(hostile, "/fleet")
     page.wait_for_selector("text=Needs you")
     lane = hostile.get("/lanes")["items"][0]["name"]
+    given = {"labels": [one for one in PAYLOADS if len(one) <= 64 and "," not in one and one.isprintable()][:20]}
+    labelled = f"/pipelines/{quote(lane, safe='')}/plain/labels"
+    assert hostile.client.post(labelled, json={**given, "note": "\n".join(PAYLOADS)[:10_000]}).status_code == 200
     for path in (
         "/timeline",
         "/pipelines",
@@ -125,6 +128,10 @@ def test_no_script_in_any_text_runs(hostile, enter):
         page.goto(f"{hostile.url}{path}")
         page.wait_for_selector("main h1, main .empty")
     page.goto(f"{hostile.url}/pipelines")
+    page.locator(".label").nth(19).wait_for()
+    assert page.locator(".label").all_inner_texts() == given["labels"]
+    page.click("[aria-label='labels and note of plain']")
+    assert "constructor" in page.input_value("textarea[name=note]")
     name = next(one for one in PAYLOADS if one.startswith("<img"))
     page.locator("tbody .name", has_text=name).first.click()
     page.wait_for_selector(".tabs")

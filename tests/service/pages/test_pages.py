@@ -242,6 +242,17 @@ def test_all_tabs_of_a_browser_share_one_stream_and_another_takes_over(shown, en
     assert len(streams) == 1
 
 
+def test_labels_and_a_note_are_set_from_the_row(shown, enter):
+    page = enter(shown, "/pipelines")
+    page.click("[aria-label='labels and note of sort']")
+    page.fill("input[name=labels]", "baseline, for the  paper")
+    page.fill("textarea[name=note]", "KL was off")
+    page.click("button:text-is('Save')")
+    page.wait_for_selector(".label:text-is('for the paper')")
+    assert page.locator(".label").all_inner_texts() == ["baseline", "for the paper"]
+    shown.client.post("/pipelines/demo/sort/labels", json={"labels": [], "note": ""})
+
+
 def test_two_pipelines_are_compared_on_one_axis(shown, enter):
     page = enter(shown, "/pipelines/demo/sort")
     page.click("a:text-is('compare')")

@@ -31,6 +31,18 @@ _LIMIT_S = 20.0
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
 
 
+def check_own(caller: CallerContext, user_of: Callable[[str], str]) -> None:
+    """Raises ProblemError for another user's pipeline, except for operators and administrators.
+
+    `user_of`: the user of a pipeline's name.
+    """
+    principal, name = caller.principal, caller.path.get("name", "")
+    if principal is None or principal.may("admin") or principal.role == "operator":
+        return
+    if user_of(name) != principal.user:
+        raise ProblemError(403, f"pipeline {name!r} is of another user", accepted="one of your own, or admin")
+
+
 class Control:
     """The handlers."""
 
@@ -136,7 +148,7 @@ class Control:
 
     def _command(self, caller: CallerContext, verb: str, **fields: Any) -> Outcome:
         self._check_seen(caller)
-        self._check_own(caller)
+        check_own(caller, lambda name: str(self._request(caller, "account", name=name)["user"]))
         return Outcome.model_validate(self._request_covered(caller, verb, name=caller.path["name"], **fields))
 
     def _check_seen(self, caller: CallerContext) -> None:
@@ -147,15 +159,6 @@ class Control:
                 self._request(caller, "account", name=name)
             ):
                 raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=SHOWN_ONLY)
-
-    def _check_own(self, caller: CallerContext) -> None:
-        """Only operators and administrators may change other users' pipelines."""
-        if caller.principal is not None and not caller.principal.may("admin") and caller.principal.role != "operator":
-            user = self._request(caller, "account", name=caller.path["name"])["user"]
-            if user != caller.principal.user:
-                raise ProblemError(
-                    403, f"pipeline {caller.path['name']!r} is of another user", accepted="one of your own, or admin"
-                )
 
     def _request_covered(self, caller: CallerContext, request: str, **fields: Any) -> dict[str, Any]:
         """The controller's response, filtered for the caller."""

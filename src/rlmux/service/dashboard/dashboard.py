@@ -27,6 +27,7 @@ from rlmux.service.dashboard.auth.host_middleware import Gate, Hosts
 from rlmux.service.dashboard.auth.sessions import LONGEST_SESSION_S
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.cost import CostReads
+from rlmux.service.dashboard.finding.finding_handlers import Finding
 from rlmux.service.dashboard.handlers import Reads, Trouble
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.openapi import Document
@@ -94,7 +95,8 @@ class Dashboard:
         self._control = Control(reads)
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
         kept = AuditReads(token_folder)
-        others = (kept, TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
+        reading = (kept, TimelineReads(reads), CostReads(reads), SampleReads(reads), Finding(reads))
+        others = (*reading, Questions(reads), self._control)
         every = (*read, *(address for other in others for address in other.addresses()), *more)
         document = Document()
         self.addresses = (*every, document.address)
@@ -201,7 +203,6 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get(f"{_LANE}/events", reads.events, "Failures, losses, restarts, newest first"),
         get("/pipelines", reads.pipelines, "Pipelines of all lanes, or of one"),
         get(_PIPELINE, reads.pipeline, "One pipeline"),
-        get("/compare", reads.compare, "Two pipelines, and whether they are the same run"),
         get(f"{_PIPELINE}/steps", reads.steps, "The table of its steps"),
         get(f"{_PIPELINE}/checkpoints", reads.checkpoints, "Kept checkpoints, and where they lie"),
         get(f"{_PIPELINE}/metrics", reads.metrics, "Curves of its metrics"),

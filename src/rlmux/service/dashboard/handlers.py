@@ -11,10 +11,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import unquote
 
 from fastapi import Query
 
@@ -22,12 +20,11 @@ from rlmux.core.errors import LogError, UserError
 from rlmux.log.run_log import LOG_NAME
 from rlmux.report.acknowledgements import acknowledge, with_acknowledged
 from rlmux.report.alerts import Alert
-from rlmux.report.comparison import identity
 from rlmux.report.samples import SAMPLES_NAME
-from rlmux.report.weight_sums import SUMS
 from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
+from rlmux.service.dashboard.finding.labels import NONE, labels_of
 from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Limit, Line, Words, words_of
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.schemas import run_schemas
@@ -46,8 +43,6 @@ SHOWN_ONLY = "one that you are shown"
 """Accepted values in the error for a hidden pipeline, the same as for an unknown one."""
 _ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
 _BANNER = "the indexer has ended; pages are as of row {seq}"
-
-_TWO = Query(min_length=2, max_length=2, description="of=L/NAME, each quoted as in addresses, twice")
 
 Trouble = Callable[[Path], str | None]
 """Problem of a lane's index, in one sentence; None without a problem."""
@@ -258,7 +253,10 @@ class Reads:
                 if lane is not None:
                     raise
                 continue
-            rows += [{"lane": one, **json.loads(text)} for (text,) in found]
+            labels = labels_of(self.folders(one)[0])
+            for (text,) in found:
+                row = json.loads(text)
+                rows.append({"lane": one, **row, "labels": labels.get(row["name"], NONE)["labels"]})
         statuses = words_of(status)
         rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
         rows = _sorted(rows, sort)
@@ -282,6 +280,7 @@ class Reads:
                     "lane": lane,
                     **row,
                     **detail,
+                    **labels_of(self.folders(lane)[0]).get(name, NONE),
                     "seconds": stages,
                     "has_log": (self.folders(lane)[0] / name / LOG_FILE).is_file(),
                     "has_samples": (self.folders(lane)[0] / name / SAMPLES_NAME).is_file(),
@@ -296,22 +295,6 @@ class Reads:
             accepted = ", ".join(reader.facts["pipelines"][:20]) if reader.is_whole else SHOWN_ONLY
             raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=accepted)
         return json.loads(found[0][0]), json.loads(found[0][1])
-
-    def compare(self, caller: Caller, of: Annotated[list[str], _TWO]) -> run_schemas.Compared:
-        rows, plans, sums = zip(*(self._compared(caller, *_place_of(one)) for one in of), strict=True)
-        found = identity(plans, sums)
-        return run_schemas.Compared.model_validate({"items": rows, "identity": {**asdict(found), "says": str(found)}})
-
-    def _compared(
-        self, caller: CallerContext, lane: str, name: str
-    ) -> tuple[dict[str, Any], str | None, dict[int, dict[str, str]]]:
-        """(row, plan, sums of the weights by step and key) of one pipeline."""
-        with self.open(lane, caller.principal) as reader:
-            row, detail = self.check_pipeline(reader, name)
-            found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
-        rows = {int(step): json.loads(text) for step, text in found}
-        sums = {step: {key: its[key] for key in SUMS if its[key]} for step, its in rows.items()}
-        return {"lane": lane, **row}, detail["plan_sha256"], sums
 
     def steps(
         self,
@@ -427,14 +410,6 @@ def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
     known = [row for row in rows if row.get(key) is not None]
     known.sort(key=lambda row: row[key], reverse=is_turned)
     return known + [row for row in rows if row.get(key) is None]
-
-
-def _place_of(text: str) -> tuple[str, str]:
-    """Lane and pipeline of `L/NAME`, each URL-quoted. Raises ProblemError."""
-    lane, _, name = text.partition("/")
-    if not lane or not name or "/" in name:
-        raise ProblemError(400, f"of is {text[:80]!r}", where="?of", accepted="L/NAME, each quoted as in addresses")
-    return unquote(lane), unquote(name)
 
 
 def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> run_schemas.Curve:

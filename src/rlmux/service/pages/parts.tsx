@@ -23,6 +23,15 @@ export function PipelineName({ name }: { name: string }) {
   );
 }
 
+export function Labels({ labels }: { labels: readonly string[] | undefined }) {
+  return labels?.map((label) => (
+    <>
+      {" "}
+      <span class="label">{label}</span>
+    </>
+  ));
+}
+
 /** Whether this is what the service calls pipelines that the reader is not shown: no pipeline has a name with a blank. */
 export function isAnother(name: string): boolean {
   return /^another pipeline( \d+)?$/.test(name);

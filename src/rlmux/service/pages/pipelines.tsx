@@ -1,13 +1,14 @@
 // Pipelines: list and queue in one. Sorting and filtering are the server's, in pages of 100; the state is in the URL.
 import { useState } from "preact/hooks";
-import { useData, useFurther } from "./api";
+import { post, useData, useFurther } from "./api";
 import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
-import { PipelineName, Spark } from "./parts";
+import { announce } from "./live";
+import { Labels, PipelineName, Spark } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
-import type { Pipeline } from "./shapes";
+import type { Detail, LabelsSet, Pipeline } from "./shapes";
 import { count, reward, seconds, times } from "./words";
 
 const STATUSES = ["running", "waiting", "finished", "failed", "cancelled", "refused", "stopped"];
@@ -95,10 +96,14 @@ function Sorter({ column, title, sort }: { column: string; title: string; sort: 
 }
 
 function ListRow({ row, isChosen, colour }: { row: Pipeline; isChosen: boolean; colour: number }) {
+  const [isEdited, setEdited] = useState(false);
+  if (isEdited) return <LabelsForm row={row} close={() => setEdited(false)} />;
   return (
     <tr class={isChosen ? "chosen" : ""}>
       <td>
         <PipelineName name={row.name} />
+        <button class="link edit" title="labels and note" aria-label={`labels and note of ${row.name}`} onClick={() => setEdited(true)} />
+        <Labels labels={row.labels} />
       </td>
       <td class={`state ${row.status}`} title={row.reason}>
         {row.status}
@@ -122,6 +127,45 @@ function ListRow({ row, isChosen, colour }: { row: Pipeline; isChosen: boolean; 
       <td class="number">{count(row.tokens)}</td>
       <td>{row.promise}</td>
       <td class="number">{row.status === "running" || row.status === "waiting" ? seconds(row.eta_s) : ""}</td>
+    </tr>
+  );
+}
+
+/** In place of a pipeline's row: its labels, with commas between them, and its note. */
+function LabelsForm({ row, close }: { row: Pipeline; close: () => void }) {
+  const path = `/pipelines/${of(row.lane, row.name)}`;
+  const detail = useData<Detail>(path);
+  const [error, setError] = useState<Error | null>(null);
+  const save = async (event: SubmitEvent) => {
+    event.preventDefault();
+    const form = new FormData(event.currentTarget as HTMLFormElement);
+    const labels = String(form.get("labels")).split(",").map((label) => label.trim().replace(/\s+/g, " "));
+    try {
+      await post<LabelsSet>(`${path}/labels`, { labels: labels.filter((label) => label !== ""), note: form.get("note") });
+      announce(`pipeline:${row.lane}`);
+      close();
+    } catch (caught) {
+      setError(caught as Error);
+    }
+  };
+  return (
+    <tr>
+      <td colSpan={COLUMNS.length}>
+        <Trouble error={detail.error ?? error} />
+        {detail.value && (
+          <form class="labelling" onSubmit={(event) => void save(event)}>
+            <b>{row.name}</b>
+            <input name="labels" aria-label="labels" placeholder="labels, with commas between them" defaultValue={detail.value.labels?.join(", ")} ref={(input) => input?.focus()} />
+            <textarea name="note" aria-label="note" placeholder="note" rows={3} maxLength={10_000} defaultValue={detail.value.note} />
+            <span>
+              <button type="submit">Save</button>{" "}
+              <button type="button" onClick={close}>
+                Close
+              </button>
+            </span>
+          </form>
+        )}
+      </td>
     </tr>
   );
 }

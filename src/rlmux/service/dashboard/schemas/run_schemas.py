@@ -6,9 +6,9 @@ missing. Keys are added, never renamed: clients ignore unknown ones.
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Kind = Literal["busy", "switch", "bubble", "idle"]
 Item = TypeVar("Item")
@@ -363,6 +363,8 @@ class Pipeline(Shape):
     tokens: int
     step_s_mean: float | None
     eta_s: float | None
+    labels: list[str] = []
+    """Missing in the stream."""
 
 
 class Pipelines(Page[Pipeline]):
@@ -400,8 +402,23 @@ class Detail(Pipeline):
     """Seconds by stage, of all steps."""
     has_log: bool
     has_samples: bool
+    note: str
     spec: str | None
     as_of_seq: int
+
+
+Label = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s,]+( [^\s,]+)*$")]
+"""Words without commas, with one blank between two."""
+
+
+class Labels(Taken):
+    labels: Annotated[list[Label], Field(max_length=20)]
+    note: Annotated[str, Field(max_length=10_000)]
+
+
+class LabelsSet(Shape):
+    labels: list[str]
+    note: str
 
 
 class Checkpoint(Shape):

@@ -1,0 +1,67 @@
+"""Runs are found again by what was written about them, and compared by what differs."""
+
+from __future__ import annotations
+
+import pytest
+from tests.log_script import AlternatingRun
+
+ADDRESS = "/pipelines/demo/sort/labels"
+
+
+@pytest.fixture
+def pages(tmp_path, dashboard):
+    return dashboard(AlternatingRun(num_steps=2).script.write(tmp_path / "demo"))
+
+
+def row_of(pages, name: str) -> dict:
+    return next(row for row in pages.get("/pipelines")["items"] if row["name"] == name)
+
+
+def test_labels_and_a_note_are_kept_beside_the_log(pages, tmp_path, dashboard):
+    given = {"labels": ["baseline", "for the paper", "baseline"], "note": "KL was off.\n<script>alert(1)</script>"}
+    answer = pages.client.post(ADDRESS, json=given)
+    assert answer.json() == {**given, "labels": ["baseline", "for the paper"]}
+    again = dashboard(tmp_path / "demo")
+    assert row_of(again, "sort")["labels"] == ["baseline", "for the paper"]
+    assert row_of(again, "tools")["labels"] == []
+    assert again.get("/pipelines/demo/sort")["note"] == given["note"]
+
+
+def test_empty_labels_and_an_empty_note_leave_nothing(pages, tmp_path):
+    pages.client.post(ADDRESS, json={"labels": ["old"], "note": "text"})
+    assert pages.client.post(ADDRESS, json={"labels": [], "note": ""}).status_code == 200
+    assert (tmp_path / "demo" / "labels.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"labels": ["x" * 10_000]}, "labels.0"),
+        ({"labels": ["fine", "two\nlines"]}, "labels.1"),
+        ({"labels": ["a, b"]}, "labels.0"),
+        ({"labels": [""]}, "labels.0"),
+        ({"labels": [f"{number}" for number in range(21)]}, "labels"),
+        ({"note": "x" * 10_001}, "note"),
+        ({"label": "one"}, "body"),
+    ],
+)
+def test_what_is_too_long_is_refused_in_one_line(pages, body, where):
+    answer = pages.client.post(ADDRESS, json={"labels": [], "note": "", **body})
+    problem = answer.json()
+    assert (answer.status_code, problem["where"]) == (400, where)
+    assert len(problem["detail"]) < 120
+    assert "\n" not in problem["detail"] + problem["accepted"]
+
+
+def test_labels_alone_do_not_erase_the_note(pages):
+    assert "note is missing" in pages.client.post(ADDRESS, json={"labels": ["new"]}).json()["detail"]
+
+
+def test_a_damaged_file_hides_no_pipeline_and_is_not_overwritten(pages, tmp_path):
+    path = tmp_path / "demo" / "labels.json"
+    path.touch(0o600)
+    path.write_text("{no JSON")
+    assert row_of(pages, "sort")["labels"] == []
+    answer = pages.client.post(ADDRESS, json={"labels": ["new"], "note": ""})
+    assert (answer.status_code, "is damaged" in answer.json()["detail"]) == (409, True)
+    assert path.read_text() == "{no JSON"
