@@ -10,8 +10,9 @@ Paths in the file are relative to the file's folder; in a Spec they are absolute
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -263,6 +264,25 @@ def file_of_pipeline(resolved: str, name: str) -> str | None:
         return None
     code = {"code_folder": plain["code_folder"]} if "code_folder" in plain else {}
     return yaml.safe_dump({**code, "pipelines": found}, sort_keys=False, allow_unicode=True)
+
+
+def values_of_pipelines(resolved: str) -> dict[str, dict[str, Any]]:
+    """Values of each pipeline's part of a resolved file, by flat key (`task.name`), without its name.
+
+    A list is its JSON.
+    """
+    plain = yaml.load(resolved, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    return {str(one["name"]): dict(_flat(one)) for one in plain.get("pipelines") or ()}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        elif name != "name":
+            is_plain = value is None or isinstance(value, bool | int | float | str)
+            yield name, value if is_plain else json.dumps(value, default=str)
 
 
 def _drop(mapping: dict[str, Any], *keys: str) -> None:

@@ -142,7 +142,11 @@ def test_the_document_hangs_together(service):
     } == scope_by_path
 
 
-QUERIES = {"/compare": "of=demo/sort&of=demo/tools", "/timeline/{lane}/gap": "device=rollout-0.0&t=3"}
+QUERIES = {
+    "/compare": "of=demo/sort&of=demo/tools",
+    "/search": "q=s",
+    "/timeline/{lane}/gap": "device=rollout-0.0&t=3",
+}
 
 
 def test_answers_of_every_address_are_as_the_document_says(service, pages):

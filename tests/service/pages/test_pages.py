@@ -253,6 +253,16 @@ def test_labels_and_a_note_are_set_from_the_row(shown, enter):
     shown.client.post("/pipelines/demo/sort/labels", json={"labels": [], "note": ""})
 
 
+def test_a_search_over_all_runs_opens_what_it_finds(shown, enter):
+    page = enter(shown, "/fleet")
+    page.keyboard.press("s")
+    page.keyboard.type("tool")
+    page.wait_for_selector(".found a:has-text('tools')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('tools')")
+    assert page.locator(".found").count() == 0
+
+
 def test_two_pipelines_are_compared_on_one_axis(shown, enter):
     page = enter(shown, "/pipelines/demo/sort")
     page.click("a:text-is('compare')")

@@ -101,19 +101,25 @@ class Reads:
         """
         if caller.principal is None or caller.principal.sees_all:
             return value
-        if (lane := caller.path.get("lane")) is not None:
-            return self._masked(caller.principal, lane, value)
-        if isinstance(value, dict) and isinstance(value.get("items"), list):
-            return {**value, "items": [self.mask(caller, one) for one in value["items"]]}
-        if isinstance(value, dict) and isinstance(value.get("lane"), str):
-            return self._masked(caller.principal, value["lane"], value)
-        return value
+        principal = caller.principal
+        sights: dict[str, Sight | None] = {}
 
-    def _masked(self, principal: Principal, lane: str, value: Any) -> Any:
-        try:
-            return self.sight(lane, principal).mask(value)
-        except ProblemError:
-            return value
+        def masked(lane: str, value: Any) -> Any:
+            if lane not in sights:
+                sights[lane] = None
+                with contextlib.suppress(ProblemError):
+                    sights[lane] = self.sight(lane, principal)
+            sight = sights[lane]
+            return value if sight is None else sight.mask(value)
+
+        def masked_by_its_lane(value: Any) -> Any:
+            if isinstance(value, dict) and isinstance(value.get("items"), list):
+                return {**value, "items": [masked_by_its_lane(one) for one in value["items"]]}
+            is_of_lane = isinstance(value, dict) and isinstance(value.get("lane"), str)
+            return masked(value["lane"], value) if is_of_lane else value
+
+        lane = caller.path.get("lane")
+        return masked_by_its_lane(value) if lane is None else masked(lane, value)
 
     def check_visible(self, caller: CallerContext, scope: str | None) -> None:
         """Raises ProblemError if the caller may not see the path's pipeline, or not with this scope."""

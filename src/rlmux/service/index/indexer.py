@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from rlmux.config.load import values_of_pipelines
 from rlmux.core.errors import LogError
 from rlmux.core.model import PipelineId
 from rlmux.log.folder_lock import living_owner
@@ -68,6 +69,7 @@ class LaneIndexer:
         self._sums = StepSums()
         self._plans: dict[str, str] = {}
         """Hash of each pipeline's plan."""
+        self._configs = values_of_pipelines((self._log.header.get("spec") or {}).get("resolved") or "")
         self._accounts: dict[str, Any] | None = None
         """Fields of the last note `accounts`."""
         self._known: dict[str, dict[str, str]] = {"device": {}, "pipeline": {}}
@@ -118,6 +120,8 @@ class LaneIndexer:
     def _note(self, type: str, fields: dict[str, Any]) -> None:
         if type == "plan":
             self._plans[str(fields["pipeline"])] = str(fields["plan_sha256"])
+        elif type == "submitted":
+            self._configs |= values_of_pipelines(str(fields["resolved"]))
         elif type == "accounts":
             self._accounts = fields
         found = self._sums.add(type, fields)
@@ -169,7 +173,7 @@ class LaneIndexer:
 
     def _write_rows(self, look: Look) -> None:
         follower, index, seq = self._follower, self._index, self._seq
-        pipelines = interval_rows.pipeline_rows(follower, self._plans, is_going_on=self._is_going_on)
+        pipelines = interval_rows.pipeline_rows(follower, self._plans, self._configs, is_going_on=self._is_going_on)
         devices = interval_rows.device_rows(follower, look)
         row_by_name = {name: row for name, (row, _) in pipelines.items()}
         index.set_facts(lane=interval_rows.lane_row(follower, look, row_by_name))

@@ -136,9 +136,12 @@ def device_rows(follower: Follower, look: Look) -> dict[DeviceId, dict[str, Any]
 
 
 def pipeline_rows(
-    follower: Follower, plans: Mapping[str, str], *, is_going_on: bool
+    follower: Follower, plans: Mapping[str, str], configs: Mapping[str, Mapping[str, Any]], *, is_going_on: bool
 ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """(row, what the page of one pipeline adds) by name. `plans`: hash of each pipeline's plan."""
+    """(row, what the page of one pipeline adds) by name.
+
+    `plans`: hash of each pipeline's plan. `configs`: values of each pipeline's part of the file.
+    """
     history, steps = follower.history, follower.steps.times
     shown = status(history, is_going_on=is_going_on, steps=steps)["pipelines"]
     waits: dict[str, list[tuple[Name, float]]] = {}
@@ -149,7 +152,11 @@ def pipeline_rows(
     return {
         str(name): (
             _row(shown[name], record, steps.get(name, ()), follower.steps.tokens(name)),
-            {"plan_sha256": plans.get(str(name)), **_detail(shown[name], record, waits.get(name, []))},
+            {
+                "plan_sha256": plans.get(str(name)),
+                "config": configs.get(str(name), {}),
+                **_detail(shown[name], record, waits.get(name, [])),
+            },
         )
         for name, record in history.pipelines.items()
     }

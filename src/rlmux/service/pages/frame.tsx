@@ -6,6 +6,7 @@ import { allKeys, useKeys } from "./keys";
 import { ShownLane, chosenLane, of } from "./lane";
 import { announce, follow, usePulse } from "./live";
 import { address, go, laneOf, usePlace } from "./place";
+import { Search } from "./search";
 import type { Page } from "./kinds";
 import type { Lane, NewLane, Timeline, WhoAmI } from "./shapes";
 import { ago, count } from "./words";
@@ -44,7 +45,7 @@ export function Frame({ children }: { children: ComponentChildren }) {
   }, [chosen?.name, chosen?.state]);
   useKeys([
     ...places.map(([to, name, key]) => ({ keys: `g ${key}`, does: name, run: () => go(address(to)) })),
-    { keys: "/", does: "search", run: () => document.querySelector<HTMLInputElement>("[data-search]")?.focus() },
+    { keys: "/", does: "search this page", run: () => document.querySelector<HTMLInputElement>("[data-search]")?.focus() },
     { keys: "?", does: "this help", run: () => help.current?.showModal() },
     { keys: "T", does: "light or dark", run: turnTheme },
   ]);
@@ -63,6 +64,7 @@ export function Frame({ children }: { children: ComponentChildren }) {
       </nav>
       <header class="top">
         {chosen && <LanePicker lane={chosen} lanes={lanes.value?.items ?? []} />}
+        <Search />
         <span class="space" />
         {lane && <Freshness lane={lane} />}
         <button onClick={turnTheme} title="light or dark (T)" aria-label="light or dark">

@@ -93,8 +93,8 @@ def test_every_address_that_is_read_answers_the_right_caller(pages):
     for method, path, _ in paths(pages):
         if method == "GET":
             answer = ask(pages, method, path, {"Authorization": f"Bearer {pages.token}"})
-            rest = ("/samples", "/compare")
-            on_their_own = ("/gap", "/logs", "/spec", "/file", "/why", "/queue", "/usage")
+            rest = ("/samples", "/compare", "/search")
+            on_their_own = ("/gap", "/logs", "/spec", "/why", "/queue", "/usage", "/file")
             needs_more = path.endswith(on_their_own) or any(each in path for each in rest)
             assert answer.status_code == 200 or needs_more, path
 

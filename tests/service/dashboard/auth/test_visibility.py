@@ -85,6 +85,7 @@ def pages(tmp_path: Path) -> Iterator[Pages]:
 
 QUERIES = {
     "/timeline/{lane}/gap": ["device=rollout.0.0&t=1", "device=train.0.0&t=1"],
+    "/search": ["q=sort", "q=too", "q=steps", "q=aud"],
     "/compare": ["of=demo/sort&of=demo/sort", "of=demo/sort&of=demo/tools"],
     "/timeline/{lane}/tiles": ["level=0", "level=9"],
 }

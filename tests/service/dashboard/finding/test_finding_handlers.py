@@ -65,3 +65,55 @@ def test_a_damaged_file_hides_no_pipeline_and_is_not_overwritten(pages, tmp_path
     answer = pages.client.post(ADDRESS, json={"labels": ["new"], "note": ""})
     assert (answer.status_code, "is damaged" in answer.json()["detail"]) == (409, True)
     assert path.read_text() == "{no JSON"
+
+
+FILE = """
+pipelines:
+- {name: sort, seed: 1, task: {name: sort}, model: {path: Qwen/Qwen3-0.6B}, algorithm: {learning_rate: 0.002}}
+- {name: tools, seed: 2, task: {name: tools}, model: {path: Qwen/Qwen3-4B}, algorithm: {learning_rate: 0.001}}
+"""
+
+
+@pytest.fixture
+def two_lanes(tmp_path, dashboard):
+    for name in ("one", "two"):
+        run = AlternatingRun(num_steps=2)
+        run.script.file = FILE
+        run.script.write(tmp_path / name)
+    return dashboard(tmp_path)
+
+
+def found(pages, query: str) -> list[tuple[str, str]]:
+    return [(row["lane"], row["name"]) for row in pages.get("/search", q=query)["items"]]
+
+
+@pytest.mark.parametrize(
+    "query", ["sort", "SOR", "learning_rate 0.002", "rate qwen3-0.6", "qwen/qwen3 task.name sor", "seed 1"]
+)
+def test_every_word_of_a_search_begins_a_word_of_some_field(two_lanes, query):
+    assert sorted(found(two_lanes, query)) == [("one", "sort"), ("two", "sort")]
+
+
+@pytest.mark.parametrize("query", ["ort", "sort 4B", "qwen3-0.7", "nothing"])
+def test_a_search_finds_nothing_where_a_word_is_missing(two_lanes, query):
+    assert found(two_lanes, query) == []
+
+
+def test_a_search_finds_labels_and_notes_and_says_where(two_lanes):
+    text = "first line\nKL drifted after step 40"
+    two_lanes.client.post("/pipelines/two/tools/labels", json={"labels": ["ablation"], "note": text})
+    (row,) = two_lanes.get("/search", q="abl drift")["items"]
+    assert (row["lane"], row["name"], row["labels"]) == ("two", "tools", ["ablation"])
+    assert row["matches"] == [
+        {"field": "label", "text": "ablation"},
+        {"field": "note", "text": "KL drifted after step 40"},
+    ]
+
+
+def test_a_search_counts_all_and_answers_some(two_lanes):
+    answer = two_lanes.get("/search", q="t", limit=3)
+    assert (len(answer["items"]), answer["total"]) == (3, 4)
+
+
+def test_a_search_without_a_letter_is_refused(two_lanes):
+    assert two_lanes.client.get("/search?q=%3C%3E").json()["accepted"] == "a word with a letter or a digit"

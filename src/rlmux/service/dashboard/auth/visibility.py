@@ -12,6 +12,7 @@ controller's responses. `mask` is the router's last check of every response.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -171,8 +172,14 @@ class Sight:
             "lane": self.cover(facts["lane"]),
             "alerts": self.cover(alerts),
             "pipelines": [self.alias(name) for name in facts["pipelines"]],
-            "spec": None if spec is None else without_pipelines(spec, self.shows),
+            "spec": None if spec is None else _only(spec, frozenset(self._rows.keys() - self._aliases.keys())),
         }
+
+
+@functools.lru_cache(maxsize=32)
+def _only(resolved: str, shown: frozenset[str]) -> str:
+    """A resolved file with visible pipelines only; cached, since a long file takes seconds to read and write."""
+    return without_pipelines(resolved, shown.__contains__)
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:

@@ -1,13 +1,17 @@
 """Handlers that find and compare runs of all lanes.
 
+GET  search?q&limit                                            pipelines of all lanes that match every word
 GET  compare?of=L/NAME&of=L/NAME                               both rows, and whether they are the same run
 POST pipelines/L/NAME/labels {labels, note}                    kept beside the log, for the search and the lists
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -17,13 +21,21 @@ from rlmux.core.errors import UserError
 from rlmux.report.comparison import identity
 from rlmux.report.weight_sums import SUMS
 from rlmux.service.dashboard.control import check_own
-from rlmux.service.dashboard.finding.labels import set_labels
+from rlmux.service.dashboard.finding.labels import NONE, labels_of, set_labels
+from rlmux.service.dashboard.finding.search import Document, document_of, is_match, matches, words_of
 from rlmux.service.dashboard.handlers import Reads
-from rlmux.service.dashboard.parameters import Caller, CallerContext
+from rlmux.service.dashboard.parameters import Caller, CallerContext, Limit
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, get, post
-from rlmux.service.dashboard.schemas.run_schemas import Compared, Labels, LabelsSet
+from rlmux.service.dashboard.schemas.run_schemas import Compared, Labels, LabelsSet, Search
 
+_SEARCHED = """
+SELECT name, json_extract(json, '$.status'), json_extract(json, '$.submitted_s'),
+       json_object('name', name, 'user', json_extract(json, '$.user'), 'project', json_extract(json, '$.project')),
+       json_extract(detail, '$.config')
+FROM pipeline ORDER BY place DESC
+"""
+SearchWords = Annotated[str, Query(min_length=1, max_length=512, description="words, each the beginning of one")]
 _TWO = Query(min_length=2, max_length=2, description="of=L/NAME, each quoted as in addresses, twice")
 
 
@@ -35,9 +47,40 @@ class Finding:
 
     def addresses(self) -> tuple[Address, ...]:
         return (
+            get("/search", self.search, "Pipelines of all lanes that match every word, newest first"),
             get("/compare", self.compare, "Two pipelines, and whether they are the same run"),
             post("/pipelines/{lane}/{name}/labels", self.set_labels, "Set labels and a note", scope="control"),
         )
+
+    def search(self, caller: Caller, q: SearchWords, limit: Limit = 20) -> Search:
+        words = words_of(q)
+        if not words:
+            raise ProblemError(400, f"q is {q[:80]!r}", where="?q", accepted="a word with a letter or a digit")
+        found = []
+        for lane in self._reads.names():
+            with contextlib.suppress(ProblemError):  # its index is being made
+                found += self._found(caller, lane, words)
+        found.sort(key=lambda one: one[0], reverse=True)
+        items = [{**row, "matches": matches(document, words)} for _, row, document in found[:limit]]
+        return Search.model_validate({"items": items, "total": len(found), "as_of_seq": None})
+
+    def _found(
+        self, caller: CallerContext, lane: str, words: Sequence[str]
+    ) -> list[tuple[float, dict[str, Any], Document]]:
+        """(Unix time of its submission, row, document) of each pipeline of a lane that matches."""
+        with self._reads.open(lane, caller.principal) as reader:
+            rows = reader.rows(_SEARCHED)
+            created = reader.facts["lane"]["created"]
+        its_labels = self._reads.mask(caller, {"lane": lane, "of": labels_of(self._reads.folders(lane)[0])})["of"]
+        begun_s = datetime.fromisoformat(created).timestamp() if created else 0.0
+        found = []
+        for name, status, submitted_s, row, config in rows:
+            its = its_labels.get(name, NONE)
+            document = document_of(row, config, tuple(its["labels"]), its["note"])
+            if is_match(document, words):
+                shown = {"lane": lane, "name": name, "status": status, "submitted_s": submitted_s}
+                found.append((begun_s + (submitted_s or 0.0), {**shown, "labels": its["labels"]}, document))
+        return found
 
     def set_labels(self, caller: Caller, lane: str, name: str, body: Labels) -> LabelsSet:
         """Replace the labels and the note of one of the caller's own pipelines."""

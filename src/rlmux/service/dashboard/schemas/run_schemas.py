@@ -407,6 +407,25 @@ class Detail(Pipeline):
     as_of_seq: int
 
 
+class Match(Shape):
+    field: str
+    """`name`, `user`, `project`, `label`, `note`, or a key of the pipeline's part of the file: `task.name`."""
+    text: str
+
+
+class FoundRun(Shape):
+    lane: str
+    name: str
+    status: str
+    submitted_s: float | None
+    labels: list[str]
+    matches: list[Match]
+
+
+class Search(Listed[FoundRun]):
+    total: int
+
+
 Label = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s,]+( [^\s,]+)*$")]
 """Words without commas, with one blank between two."""
 
