@@ -113,7 +113,7 @@ def test_the_list_has_the_apis_rows_sorted_and_filtered_by_the_server(shown, ent
     page.click("th >> text=name")
     page.wait_for_function("() => document.querySelector('tbody .name')?.innerText === 'tools'")
     assert "sort=-name" in page.url
-    page.fill("input[type=search]", "sor")
+    page.fill("[data-search]", "sor")
     page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
 
 
@@ -170,7 +170,7 @@ def test_a_measured_window_has_the_apis_shares(shown, enter):
 
 def test_a_view_is_in_the_address_and_comes_back_from_it(shown, enter):
     page = enter(shown, "/timeline?t0=1&t1=3&q=sort")
-    assert page.input_value("input[type=search]") == "sort"
+    assert page.input_value("[data-search]") == "sort"
     page.click("button[aria-label='zoom in']")
     page.wait_for_url(re.compile(r"t0=1\.4000.*t1=2\.6000"))
     address = page.url
@@ -266,11 +266,22 @@ def test_a_search_over_all_runs_opens_what_it_finds(shown, enter):
 def test_two_pipelines_are_compared_on_one_axis(shown, enter):
     page = enter(shown, "/pipelines/demo/sort")
     page.click("a:text-is('compare')")
-    page.select_option("select[aria-label='second pipeline']", "demo/tools")
+    page.select_option("select[aria-label='add a pipeline']", "demo/tools")
     page.wait_for_selector("[role=status]:has-text('no step whose weights')")
     page.wait_for_selector(".chart canvas")
-    assert page.url.endswith("a=demo%2Fsort&b=demo%2Ftools")
+    assert page.url.endswith("of=demo%2Fsort%2Cdemo%2Ftools")
     assert page.locator(".compared thead th").all_inner_texts()[1:3] == ["demo / sort", "demo / tools"]
+
+
+def test_marked_pipelines_are_compared_in_the_colours_of_the_list(shown, enter):
+    page = enter(shown, "/pipelines")
+    colours = [page.locator(f"tr:has-text('{name}') .dot").get_attribute("class") for name in ("sort", "tools")]
+    page.check("[aria-label='compare sort']")
+    page.check("[aria-label='compare tools']")
+    page.click("a:text-is('compare 2')")
+    page.wait_for_selector(".compared .dot")
+    dots = page.locator(".compared .dot").all()
+    assert [dot.get_attribute("class") for dot in dots] == colours
 
 
 @pytest.mark.slow

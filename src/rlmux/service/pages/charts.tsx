@@ -133,28 +133,59 @@ export function Constants({ values }: { values: readonly (readonly [string, numb
   );
 }
 
-/** Two curves on one axis; the second is dashed, so that colour is not all that tells them apart. */
-export function Overlay({ title, curves, colours, names }: { title: string; curves: readonly [Curve, Curve]; colours: readonly [number, number]; names: readonly [string, string] }) {
-  const box = usePlot((host) => lay(host, curves, colours), curves);
-  const last = (curve: Curve) => figure(curve.y.findLast((value) => value !== null));
+/** A curve among others on one axis; with `min` and `max`, a band around it. */
+export interface Run {
+  name: string;
+  colour: number;
+  dash: number[];
+  curve: Curve;
+}
+
+/** Curves on one axis, told apart by their dashes as much as by their colours. */
+export function Overlay({ title, runs }: { title: string; runs: readonly Run[] }) {
+  const box = usePlot((host) => lay(host, runs), [JSON.stringify(runs)]);
+  const last = ({ curve }: Run) => figure(curve.y.findLast((value) => value !== null));
   return (
-    <section class="chart" aria-label={`${title}: ${names[0]} and ${names[1]}`}>
+    <section class="chart" aria-label={`${title}: ${runs.map((run) => run.name).join(", ")}`}>
       <h3>
-        {title}{" "}
-        <span>
-          {last(curves[0])} · {last(curves[1])}
-        </span>
+        {title} <span>{runs.length <= 4 ? runs.map(last).join(" · ") : ""}</span>
       </h3>
       <div ref={box} />
     </section>
   );
 }
 
-function lay(host: HTMLElement, curves: readonly [Curve, Curve], colours: readonly [number, number]): uPlot {
+/** What the lines of `Overlay` are. */
+export function RunKey({ runs }: { runs: readonly Omit<Run, "curve">[] }) {
+  return (
+    <div class="key">
+      {runs.map((run) => (
+        <span key={run.name}>
+          <svg width="26" height="8" aria-hidden="true">
+            <line x1="0" y1="4" x2="26" y2="4" stroke={`var(--p${run.colour})`} stroke-width="2" stroke-dasharray={run.dash.join(" ")} />
+          </svg>{" "}
+          {run.name}
+        </span>
+      ))}
+    </div>
+  );
+}
+
+function lay(host: HTMLElement, runs: readonly Run[]): uPlot {
   const theme = themeColours();
-  const stroke = (at: 0 | 1) => theme.pipelines[colours[at]] ?? theme.ink;
   const axis = { stroke: theme.muted, grid: { stroke: theme.line, width: 1 }, ticks: { show: false }, font: "11px system-ui,sans-serif" };
-  const data = uPlot.join(curves.map((curve) => [curve.x, curve.y] as uPlot.AlignedData));
+  const tables: uPlot.AlignedData[] = [];
+  const series: uPlot.Series[] = [{}];
+  const bands: uPlot.Band[] = [];
+  for (const { colour, dash, curve } of runs) {
+    const stroke = theme.pipelines[colour] ?? theme.ink;
+    series.push({ stroke, width: 1.6, dash, spanGaps: true, points: { show: curve.y.length < 2 } });
+    if (curve.min && curve.max) {
+      bands.push({ series: [series.length, series.length + 1], fill: `color-mix(in srgb, ${stroke} 18%, transparent)` });
+      series.push(...[0, 1].map(() => ({ stroke: "transparent", spanGaps: true, points: { show: false } })));
+    }
+    tables.push([curve.x, curve.y, ...(curve.min && curve.max ? [curve.max, curve.min] : [])] as uPlot.AlignedData);
+  }
   return new uPlot(
     {
       width: host.clientWidth,
@@ -162,10 +193,11 @@ function lay(host: HTMLElement, curves: readonly [Curve, Curve], colours: readon
       legend: { show: false },
       cursor: { sync: { key: "compare" }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: rangeOf } },
-      series: [{}, { stroke: stroke(0), width: 1.6, spanGaps: true }, { stroke: stroke(1), width: 1.6, dash: [5, 3], spanGaps: true }],
+      series,
+      bands,
       axes: [{ ...axis, size: 24, incrs: WHOLE, values: (_, ticks) => ticks.map(String) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
     },
-    data,
+    uPlot.join(tables),
     host,
   );
 }

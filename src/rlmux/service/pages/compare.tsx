@@ -1,61 +1,77 @@
-// Two pipelines side by side, of one lane or of two: whether they are the same run, their figures, their curves on one axis.
-import { useData } from "./api";
-import { type Curve, Constants, Overlay, constantOf } from "./charts";
+// Two to twenty pipelines side by side, of one lane or of several: what differs in their files, their figures, their curves
+// on one axis. Runs that differ in their seed alone are one curve: their mean, in a band from the lowest to the highest.
+//
+//   /compare?of=demo/sort,demo/tools     `a` and `b` name the first two in links to one pipeline's comparison
+import { get, useData } from "./api";
+import { type Curve, type Run, Constants, Overlay, RunKey, constantOf } from "./charts";
+import { NUM_COLOURS } from "./colours";
 import { Trouble } from "./frame";
 import { useShown, of } from "./lane";
 import { address, amend, usePlace } from "./place";
 import type { Page } from "./kinds";
-import type { Compared, Metrics, Pipeline } from "./shapes";
-import { count, percent, reward, seconds, times } from "./words";
+import type { Compared, ComparedPipeline, Metrics, Pipeline } from "./shapes";
+import { NONE, count, percent, reward, seconds, times } from "./words";
 
-/** Colours of the first and the second, whatever they are called. */
-const COLOURS = [0, 1] as const;
+export const MAX_COMPARED = 20;
+const DASHES: readonly number[][] = [[], [5, 3], [2, 2], [9, 3, 2, 3], [12, 4]];
+
+type Look = Omit<Run, "curve">;
 
 export function Compare() {
   const { query } = usePlace();
   const { lanes } = useShown();
-  const rows = useData<Page<Pipeline>>("/pipelines?limit=500", lanes.map((lane) => `pipeline:${lane.name}`));
-  const names = (rows.value?.items ?? []).map((row) => of(row.lane, row.name));
-  const [a, b] = [query.get("a") ?? "", query.get("b") ?? ""];
-  const isReady = a !== "" && b !== "";
-  const compared = useData<Compared>(isReady ? `/compare?of=${encodeURIComponent(a)}&of=${encodeURIComponent(b)}` : null, lanes.map((lane) => `pipeline:${lane.name}`));
-  const both = compared.value?.items;
+  const changes = lanes.map((lane) => `pipeline:${lane.name}`);
+  const rows = useData<Page<Pipeline>>("/pipelines?limit=500&sort=active", changes);
+  const names = [query.get("a"), query.get("b"), ...(query.get("of") ?? "").split(",")].filter((name): name is string => !!name).slice(0, MAX_COMPARED);
+  const choose = (chosen: string[]) => amend({ a: null, b: null, of: chosen.join(",") || null });
+  const others = (rows.value?.items ?? []).map((row) => of(row.lane, row.name)).filter((name) => !names.includes(name));
+  const compared = useData<Compared>(names.length > 1 ? `/compare?${names.map((name) => `of=${encodeURIComponent(name)}`).join("&")}` : null, changes);
   return (
     <>
       <div class="heading">
         <h1>Compare</h1>
       </div>
       <div class="toolbar">
-        {(["a", "b"] as const).map((key, at) => (
-          <label>
-            <i class={`dot c${COLOURS[at]}`} />
-            <select aria-label={at === 0 ? "first pipeline" : "second pipeline"} value={query.get(key) ?? ""} onChange={(event) => amend({ [key]: event.currentTarget.value || null })}>
-              <option value="">choose one</option>
-              {names.map((name) => (
-                <option value={name}>{shown(name)}</option>
-              ))}
-            </select>
-          </label>
+        {names.map((name) => (
+          <button title="take it out" aria-label={`take ${shown(name)} out`} onClick={() => choose(names.filter((each) => each !== name))}>
+            {shown(name)} ×
+          </button>
         ))}
+        {names.length < MAX_COMPARED && (
+          <select aria-label="add a pipeline" value="" onChange={(event) => choose([...names, event.currentTarget.value])}>
+            <option value="">add a pipeline</option>
+            {others.map((name) => (
+              <option value={name}>{shown(name)}</option>
+            ))}
+          </select>
+        )}
       </div>
       <Trouble error={rows.error ?? compared.error} />
-      {!isReady && <p class="empty">Choose two pipelines.</p>}
-      {both && compared.value && (
-        <>
-          <p class={`banner ${compared.value.identity.is_same_plan && compared.value.identity.first_other !== null ? "" : "soft"}`} role="status">
-            {compared.value.identity.says}
-            {compared.value.identity.first_other !== null &&
-              [a, b].map((one) => (
-                <>
-                  {" · "}
-                  <a href={address(`/pipelines/${one}`, { tab: "samples", step: String(compared.value?.identity.first_other) })}>samples of {shown(one)}</a>
-                </>
-              ))}
-          </p>
-          <Figures rows={both} names={[shown(a), shown(b)]} />
-          <Curves a={a} b={b} names={[shown(a), shown(b)]} />
-        </>
+      {names.length < 2 && <p class="empty">Choose 2 to {MAX_COMPARED} pipelines, here or in the list of pipelines.</p>}
+      {compared.value && <Sides compared={compared.value} names={names} />}
+    </>
+  );
+}
+
+function Sides({ compared, names }: { compared: Compared; names: string[] }) {
+  const { identity, items } = compared;
+  const looks = looksOf(items, names);
+  return (
+    <>
+      {identity && (
+        <p class={`banner ${identity.is_same_plan && identity.first_other !== null ? "" : "soft"}`} role="status">
+          {identity.says}
+          {identity.first_other !== null &&
+            names.map((name) => (
+              <>
+                {" · "}
+                <a href={address(`/pipelines/${name}`, { tab: "samples", step: String(identity.first_other) })}>samples of {shown(name)}</a>
+              </>
+            ))}
+        </p>
       )}
+      <Figures compared={compared} looks={looks} />
+      <Curves compared={compared} looks={looks} names={names} />
     </>
   );
 }
@@ -64,7 +80,18 @@ function shown(name: string): string {
   return name.split("/").map(decodeURIComponent).join(" / ");
 }
 
-function Figures({ rows, names }: { rows: [Pipeline, Pipeline]; names: [string, string] }) {
+/** Each pipeline's colour is that of all pages; dashes tell apart what has one colour. */
+function looksOf(items: readonly ComparedPipeline[], names: readonly string[]): Look[] {
+  const taken = new Set<string>();
+  return items.map((row, at) => {
+    const colour = row.place % NUM_COLOURS;
+    const free = DASHES.map((_, next) => (at + next) % DASHES.length).find((dash) => !taken.has(`${colour} ${dash}`)) ?? at % DASHES.length;
+    taken.add(`${colour} ${free}`);
+    return { name: shown(names[at] ?? row.name), colour, dash: DASHES[free] ?? [] };
+  });
+}
+
+function Figures({ compared: { items, differs }, looks }: { compared: Compared; looks: Look[] }) {
   const lines: [string, (row: Pipeline) => string][] = [
     ["state", (row) => row.status],
     ["steps", (row) => count(row.step)],
@@ -73,63 +100,104 @@ function Figures({ rows, names }: { rows: [Pipeline, Pipeline]; names: [string, 
     ["a step takes", (row) => seconds(row.step_s_mean)],
     ["of alone", (row) => times(row.step_slowdown)],
     ["tokens", (row) => count(row.tokens)],
-    ["promise", (row) => row.promise ?? "–"],
+    ["promise", (row) => row.promise ?? NONE],
   ];
-  const change = ([first, second]: [number | null, number | null]) => (first && second !== null ? percent(second / first - 1) : "");
+  const [first, second] = items;
+  const change = (before: number | null | undefined, after: number | null | undefined) => (before && after != null ? percent(after / before - 1) : "");
+  const changes: Record<string, string> = { "a step takes": change(first?.step_s_mean, second?.step_s_mean), tokens: change(first?.tokens, second?.tokens) };
+  const isOfTwo = items.length === 2;
   return (
-    <table class="compared">
-      <thead>
-        <tr>
-          <th />
-          {names.map((name, at) => (
-            <th class="number">
-              <i class={`dot c${COLOURS[at]}`} />
-              {name}
-            </th>
-          ))}
-          <th class="number">second against first</th>
-        </tr>
-      </thead>
-      <tbody>
-        {lines.map(([title, read]) => (
+    <div class="scroll">
+      <table class="compared">
+        <thead>
           <tr>
-            <td>{title}</td>
-            {rows.map((row) => (
-              <td class="number">{read(row)}</td>
+            <th />
+            {looks.map((look) => (
+              <th class="number">
+                <i class={`dot c${look.colour}`} />
+                {look.name}
+              </th>
             ))}
-            <td class="number muted">
-              {title === "a step takes" ? change([rows[0].step_s_mean, rows[1].step_s_mean]) : title === "tokens" ? change([rows[0].tokens, rows[1].tokens]) : ""}
-            </td>
+            {isOfTwo && <th class="number">second against first</th>}
           </tr>
-        ))}
-      </tbody>
-    </table>
+        </thead>
+        <tbody>
+          {lines.map(([title, read]) => (
+            <tr>
+              <td>{title}</td>
+              {items.map((row) => (
+                <td class="number">{read(row)}</td>
+              ))}
+              {isOfTwo && <td class="number muted">{changes[title]}</td>}
+            </tr>
+          ))}
+        </tbody>
+        <tbody class="differs" aria-label="what differs in their files">
+          {Object.entries(differs).map(([key, values]) => (
+            <tr>
+              <td class="mono">{key}</td>
+              {values.map((value) => (
+                <td class="number">{value === null ? NONE : String(value)}</td>
+              ))}
+              {isOfTwo && <td />}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      {Object.keys(differs).length === 0 && <p class="muted small">Nothing differs in what their files say of them.</p>}
+    </div>
   );
 }
 
-function Curves({ a, b, names }: { a: string; b: string; names: [string, string] }) {
-  const first = useData<Metrics>(`/pipelines/${a}/metrics?points=800`);
-  const second = useData<Metrics>(`/pipelines/${b}/metrics?points=800`);
-  if (!first.value || !second.value) return <Trouble error={first.error ?? second.error} />;
-  const [one, two] = [first.value.series, second.value.series];
-  const shared = first.value.names.filter((name) => name in two);
-  if (shared.length === 0) return <p class="empty">They have no metric in common.</p>;
-  const constants = shared.map((metric) => [metric, constantOfBoth(one[metric], two[metric])] as const);
+function Curves({ compared, looks, names }: { compared: Compared; looks: Look[]; names: string[] }) {
+  const { query } = usePlace();
+  const every = useData<Metrics[]>(names.map((name) => `/pipelines/${name}/metrics?points=800`).join(" "), [], (paths) => Promise.all(paths.split(" ").map((path) => get<Metrics>(path))));
+  if (!every.value || every.value.length !== compared.items.length) return <Trouble error={every.error} />;
+  const isEach = query.get("each") === "1";
+  const hasSeeds = compared.groups.some((group) => group.length > 1);
+  const groups = isEach ? compared.items.map((_, at) => [at]) : compared.groups;
+  const looksOfGroups = groups.map(([at, ...more]) => ({ ...looks[at ?? 0]!, name: `${looks[at ?? 0]!.name}${more.length ? ` and ${more.length} more, mean` : ""}` }));
+  const metrics = [...new Set(every.value.flatMap((each) => each.names))];
+  const charts = metrics.map((metric) => {
+    const runs = groups.flatMap((group, at) => {
+      const curves = group.flatMap((place) => every.value?.[place]?.series[metric] ?? []);
+      return curves.length > 0 ? [{ ...looksOfGroups[at]!, curve: merged(curves) }] : [];
+    });
+    return { metric, runs, constant: constantOfAll(runs) };
+  });
+  if (charts.every(({ runs }) => runs.length < 2)) return <p class="empty">They have no metric in common.</p>;
   return (
     <>
+      {hasSeeds && (
+        <label class="small">
+          <input type="checkbox" checked={isEach} onChange={() => amend({ each: isEach ? null : "1" })} /> each seed on its own
+        </label>
+      )}
+      <RunKey runs={looksOfGroups} />
       <div class="charts">
-        {constants.map(([metric, value]) => {
-          const curves = [one[metric], two[metric]] as const;
-          return value === null && curves[0] && curves[1] && <Overlay key={metric} title={metric} curves={[curves[0], curves[1]]} colours={COLOURS} names={names} />;
-        })}
+        {charts.map(({ metric, runs, constant }) => constant === null && <Overlay key={metric} title={metric} runs={runs} />)}
       </div>
-      <Constants values={constants} />
+      <Constants values={charts.map(({ metric, constant }) => [metric, constant])} />
     </>
   );
 }
 
-/** What both are at every step; null where one changes or they differ. */
-function constantOfBoth(one: Curve | undefined, two: Curve | undefined): number | null {
-  const [first, second] = [one, two].map((curve) => (curve ? constantOf(curve) : null));
-  return first !== undefined && first === second ? first : null;
+/** One curve as it is; of several, the mean at each step, with the lowest and the highest. */
+function merged(curves: readonly Curve[]): Curve {
+  if (curves.length === 1 && curves[0]) return { x: curves[0].x, y: curves[0].y };
+  const values = new Map<number, number[]>();
+  for (const { x, y } of curves) x.forEach((at, index) => at !== null && y[index] != null && values.set(at, [...(values.get(at) ?? []), y[index]!]));
+  const steps = [...values].sort(([a], [b]) => a - b);
+  return {
+    x: steps.map(([at]) => at),
+    y: steps.map(([, its]) => its.reduce((sum, each) => sum + each, 0) / its.length),
+    min: steps.map(([, its]) => Math.min(...its)),
+    max: steps.map(([, its]) => Math.max(...its)),
+  };
+}
+
+/** What all are at every step; null where one changes or they differ. */
+function constantOfAll(runs: readonly Run[]): number | null {
+  const [first, ...others] = runs.map(({ curve }) => constantOf(curve));
+  return first !== undefined && others.every((each) => each === first) ? first : null;
 }

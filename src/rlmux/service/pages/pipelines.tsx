@@ -3,6 +3,7 @@ import { useState } from "preact/hooks";
 import { post, useData, useFurther } from "./api";
 import { Trouble } from "./frame";
 import { useKeys } from "./keys";
+import { MAX_COMPARED } from "./compare";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
 import { Labels, PipelineName, Spark } from "./parts";
@@ -32,6 +33,8 @@ export function Pipelines() {
   const first = useData<Page<Pipeline>>(`/pipelines?${filters}`, [`pipeline:${lane.name}`]);
   const { rows, more } = useFurther<Pipeline>("/pipelines", first.value, filters.toString());
   const [chosen, setChosen] = useState(-1);
+  const [marked, setMarked] = useState<readonly string[]>([]);
+  const mark = (name: string) => setMarked(marked.includes(name) ? marked.filter((each) => each !== name) : [...marked, name]);
   const open = (row: Pipeline | undefined) => row && go(address(`/pipelines/${of(row.lane, row.name)}`));
   useKeys([
     { keys: "j", does: "next row", run: () => setChosen((at) => Math.min(rows.length - 1, at + 1)) },
@@ -54,6 +57,7 @@ export function Pipelines() {
             <option value={each}>{each}</option>
           ))}
         </select>
+        {marked.length > 1 && <a href={address("/compare", { of: marked.join(",") })}>compare {marked.length}</a>}
       </div>
       <Trouble error={first.error} />
       <div class="scroll">
@@ -69,7 +73,7 @@ export function Pipelines() {
           </thead>
           <tbody>
             {rows.map((row, index) => (
-              <ListRow key={row.name} row={row} isChosen={index === chosen} colour={colourOf(pipelines, row.name)} />
+              <ListRow key={row.name} row={row} isChosen={index === chosen} colour={colourOf(pipelines, row.name)} isMarked={marked.includes(of(row.lane, row.name))} mark={marked.length < MAX_COMPARED || marked.includes(of(row.lane, row.name)) ? mark : null} />
             ))}
           </tbody>
         </table>
@@ -95,14 +99,27 @@ function Sorter({ column, title, sort }: { column: string; title: string; sort: 
   );
 }
 
-function ListRow({ row, isChosen, colour }: { row: Pipeline; isChosen: boolean; colour: number }) {
+interface RowProps {
+  row: Pipeline;
+  isChosen: boolean;
+  colour: number;
+  /** Whether it is among those to compare. */
+  isMarked: boolean;
+  /** Null where no more can be compared. */
+  mark: ((name: string) => void) | null;
+}
+
+function ListRow({ row, isChosen, colour, isMarked, mark }: RowProps) {
   const [isEdited, setEdited] = useState(false);
   if (isEdited) return <LabelsForm row={row} close={() => setEdited(false)} />;
   return (
     <tr class={isChosen ? "chosen" : ""}>
       <td>
-        <PipelineName name={row.name} />
-        <button class="link edit" title="labels and note" aria-label={`labels and note of ${row.name}`} onClick={() => setEdited(true)} />
+        <div class="line">
+          <input type="checkbox" title="compare" aria-label={`compare ${row.name}`} checked={isMarked} disabled={mark === null} onChange={() => mark?.(of(row.lane, row.name))} />
+          <PipelineName name={row.name} />
+          <button class="link edit" title="labels and note" aria-label={`labels and note of ${row.name}`} onClick={() => setEdited(true)} />
+        </div>
         <Labels labels={row.labels} />
       </td>
       <td class={`state ${row.status}`} title={row.reason}>

@@ -117,3 +117,22 @@ def test_a_search_counts_all_and_answers_some(two_lanes):
 
 def test_a_search_without_a_letter_is_refused(two_lanes):
     assert two_lanes.client.get("/search?q=%3C%3E").json()["accepted"] == "a word with a letter or a digit"
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path, dashboard):
+    for lane, seed, rate in (("one", 1, 0.001), ("two", 2, 0.001), ("three", 1, 0.002)):
+        run = AlternatingRun(num_steps=2)
+        run.script.file = f"pipelines:\n- {{name: sort, seed: {seed}, algorithm: {{learning_rate: {rate}}}}}"
+        run.script.write(tmp_path / lane)
+    pages = dashboard(tmp_path)
+    answer = pages.get("/compare", of=["one/sort", "two/sort", "three/sort"])
+    assert answer["differs"] == {"algorithm.learning_rate": [0.001, 0.001, 0.002], "seed": [1, 2, 1]}
+    assert answer["groups"] == [[0, 1], [2]]
+    assert answer["identity"] is None
+    assert [row["place"] for row in pages.get("/compare", of=["one/sort", "one/tools"])["items"]] == [0, 1]
+
+
+@pytest.mark.parametrize("many", [1, 21])
+def test_as_many_as_twenty_are_compared(pages, many):
+    assert pages.client.get("/compare", params={"of": ["demo/sort"] * many}).status_code == 400
+    assert pages.client.get("/compare", params={"of": ["demo/sort"] * 20}).status_code == 200

@@ -1,7 +1,7 @@
 """Handlers that find and compare runs of all lanes.
 
 GET  search?q&limit                                            pipelines of all lanes that match every word
-GET  compare?of=L/NAME&of=L/NAME                               both rows, and whether they are the same run
+GET  compare?of=L/NAME&of=L/NAME                               2 to 20 rows, what differs; of two: are they one run
 POST pipelines/L/NAME/labels {labels, note}                    kept beside the log, for the search and the lists
 """
 
@@ -36,7 +36,7 @@ SELECT name, json_extract(json, '$.status'), json_extract(json, '$.submitted_s')
 FROM pipeline ORDER BY place DESC
 """
 SearchWords = Annotated[str, Query(min_length=1, max_length=512, description="words, each the beginning of one")]
-_TWO = Query(min_length=2, max_length=2, description="of=L/NAME, each quoted as in addresses, twice")
+_SOME = Query(min_length=2, max_length=20, description="of=L/NAME, each quoted as in addresses, twice to 20 times")
 
 
 class Finding:
@@ -48,7 +48,7 @@ class Finding:
     def addresses(self) -> tuple[Address, ...]:
         return (
             get("/search", self.search, "Pipelines of all lanes that match every word, newest first"),
-            get("/compare", self.compare, "Two pipelines, and whether they are the same run"),
+            get("/compare", self.compare, "Two to twenty pipelines: what differs; of two, whether they are one run"),
             post("/pipelines/{lane}/{name}/labels", self.set_labels, "Set labels and a note", scope="control"),
         )
 
@@ -93,21 +93,43 @@ class Finding:
         except UserError as error:
             raise ProblemError(409, str(error)) from None
 
-    def compare(self, caller: Caller, of: Annotated[list[str], _TWO]) -> Compared:
-        rows, plans, sums = zip(*(self._compared(caller, *_place_of(one)) for one in of), strict=True)
-        found = identity(plans, sums)
-        return Compared.model_validate({"items": rows, "identity": {**asdict(found), "says": str(found)}})
+    def compare(self, caller: Caller, of: Annotated[list[str], _SOME]) -> Compared:
+        rows, details, sums = zip(*(self._compared(caller, *_place_of(one)) for one in of), strict=True)
+        configs = [detail["config"] for detail in details]
+        answer = {"items": rows, "differs": _differing(configs), "groups": _groups(configs)}
+        if len(of) == 2:
+            found = identity((details[0]["plan_sha256"], details[1]["plan_sha256"]), (sums[0], sums[1]))
+            answer["identity"] = {**asdict(found), "says": str(found)}
+        return Compared.model_validate({"identity": None, **answer})
 
     def _compared(
         self, caller: CallerContext, lane: str, name: str
-    ) -> tuple[dict[str, Any], str | None, dict[int, dict[str, str]]]:
-        """(row, plan, sums of the weights by step and key) of one pipeline."""
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[int, dict[str, str]]]:
+        """(row, detail, sums of the weights by step and key) of one pipeline."""
         with self._reads.open(lane, caller.principal) as reader:
             row, detail = self._reads.check_pipeline(reader, name)
+            ((place,),) = reader.rows("SELECT place FROM pipeline WHERE name = ?", name)
             found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
         rows = {int(step): json.loads(text) for step, text in found}
         sums = {step: {key: its[key] for key in SUMS if its[key]} for step, its in rows.items()}
-        return {"lane": lane, **row}, detail["plan_sha256"], sums
+        labels = labels_of(self._reads.folders(lane)[0]).get(name, NONE)["labels"]
+        return {"lane": lane, **row, "place": place, "labels": labels}, detail, sums
+
+
+def _differing(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Values by key of which at least two differ, in the order of the pipelines; None where a key is missing."""
+    keys = sorted({key for config in configs for key in config})
+    values = {key: [config.get(key) for config in configs] for key in keys}
+    return {key: its for key, its in values.items() if any(one != its[0] for one in its)}
+
+
+def _groups(configs: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Places of pipelines that differ in `seed` alone; one without a file is a group by itself."""
+    groups: dict[Any, list[int]] = {}
+    for place, config in enumerate(configs):
+        rest = json.dumps({**config, "seed": None}, sort_keys=True)
+        groups.setdefault(rest if config else place, []).append(place)
+    return list(groups.values())
 
 
 def _place_of(text: str) -> tuple[str, str]:

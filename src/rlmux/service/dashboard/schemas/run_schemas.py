@@ -460,9 +460,19 @@ class Identity(Shape):
     says: str
 
 
+class ComparedPipeline(Pipeline):
+    place: int
+    """Place among the pipelines of its lane, in the order of the log."""
+
+
 class Compared(Shape):
-    items: tuple[Pipeline, Pipeline]
-    identity: Identity
+    items: list[ComparedPipeline]
+    differs: dict[str, list[Any]]
+    """Values by key of the pipelines' parts of their files, where two differ, in the order of `items`."""
+    groups: list[list[int]]
+    """Places in `items` of pipelines that differ in `seed` alone."""
+    identity: Identity | None
+    """Of two pipelines; null for more."""
 
 
 class Delivery(Shape):
