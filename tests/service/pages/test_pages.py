@@ -201,8 +201,11 @@ def test_curves_have_every_metric_and_logs_their_control_characters_as_signs(sho
     page = enter(shown, "/pipelines/demo/sort")
     names = shown.get("/pipelines/demo/sort")["metrics"]
     page.wait_for_selector(".chart canvas")
-    drawn = {text.split("\n")[0].split(" ")[0] for text in page.locator(".chart h3").all_inner_texts()}
-    constant = {text.split(" ")[0] for text in page.inner_text(".constants").split(" · ")}
+    drawn, constant = (
+        {one.get_attribute("title") for one in page.locator(place).all()}
+        for place in (".chart h3 b", ".constants span")
+    )
+    assert "Reward, mean" in page.inner_text(".charts")
     assert (drawn | constant, drawn & constant) == (set(names), set())
     series = shown.get("/pipelines/demo/sort/metrics")["series"]
     assert constant == {name for name in names if len(set(series[name]["y"])) == 1}

@@ -1,9 +1,10 @@
 // Curves with uPlot: one chart a metric, all with one cursor. Raw values always show; smoothing lies over them.
+import type { ComponentChildren } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { onTheme, themeColours } from "./colours";
-import { figure } from "./words";
+import { figure, metricName } from "./words";
 
 type Values = (number | null)[];
 
@@ -59,7 +60,7 @@ export function Chart(props: Props) {
   return (
     <section class="chart">
       <h3>
-        {props.title} <span ref={reading}>{figure(props.curve.y.findLast((value) => value !== null))}</span>
+        <b title={props.title}>{metricName(props.title)}</b> <span ref={reading}>{figure(props.curve.y.findLast((value) => value !== null))}</span>
       </h3>
       <div ref={box} />
     </section>
@@ -114,6 +115,17 @@ export function constantOf({ y, min, max }: Curve): number | null {
   return first !== undefined && y.length > 1 && values.every((value) => value === first) ? first : null;
 }
 
+/** The fold below the first curves. */
+export function More({ count, children }: { count: number; children: ComponentChildren }) {
+  if (count === 0) return null;
+  return (
+    <details class="more">
+      <summary>{count} more curves</summary>
+      {children}
+    </details>
+  );
+}
+
 /** Metrics without a curve: they are the same at every step. */
 export function Constants({ values }: { values: readonly (readonly [string, number | null])[] }) {
   const constant = values.filter((one): one is [string, number] => one[1] !== null);
@@ -125,7 +137,7 @@ export function Constants({ values }: { values: readonly (readonly [string, numb
         {constant.map(([name, value], index) => (
           <>
             {index > 0 && " · "}
-            {name} <b>{figure(value)}</b>
+            <span title={name}>{metricName(name)}</span> <b>{figure(value)}</b>
           </>
         ))}
       </div>
@@ -148,7 +160,7 @@ export function Overlay({ title, runs }: { title: string; runs: readonly Run[] }
   return (
     <section class="chart" aria-label={`${title}: ${runs.map((run) => run.name).join(", ")}`}>
       <h3>
-        {title} <span>{runs.length <= 4 ? runs.map(last).join(" · ") : ""}</span>
+        <b title={title}>{metricName(title)}</b> <span>{runs.length <= 4 ? runs.map(last).join(" · ") : ""}</span>
       </h3>
       <div ref={box} />
     </section>

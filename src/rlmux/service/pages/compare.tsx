@@ -3,14 +3,14 @@
 //
 //   /compare?of=demo/sort,demo/tools     `a` and `b` name the first two in links to one pipeline's comparison
 import { get, useData } from "./api";
-import { type Curve, type Run, Constants, Overlay, RunKey, constantOf } from "./charts";
+import { type Curve, type Run, Constants, More, Overlay, RunKey, constantOf } from "./charts";
 import { NUM_COLOURS } from "./colours";
 import { Trouble } from "./frame";
 import { useShown, of } from "./lane";
 import { address, amend, usePlace } from "./place";
 import type { Page } from "./kinds";
 import type { Compared, ComparedPipeline, Metrics, Pipeline } from "./shapes";
-import { NONE, count, percent, reward, seconds, times } from "./words";
+import { NONE, count, firstMetrics, percent, reward, seconds, times } from "./words";
 
 export const MAX_COMPARED = 20;
 const DASHES: readonly number[][] = [[], [5, 3], [2, 2], [9, 3, 2, 3], [12, 4]];
@@ -166,6 +166,8 @@ function Curves({ compared, looks, names }: { compared: Compared; looks: Look[];
     return { metric, runs, constant: constantOfAll(runs) };
   });
   if (charts.every(({ runs }) => runs.length < 2)) return <p class="empty">They have no metric in common.</p>;
+  const [first, others] = firstMetrics(charts.filter(({ constant }) => constant === null).map(({ metric }) => metric));
+  const overlay = (metric: string) => <Overlay key={metric} title={metric} runs={charts.find((chart) => chart.metric === metric)?.runs ?? []} />;
   return (
     <>
       {hasSeeds && (
@@ -174,9 +176,10 @@ function Curves({ compared, looks, names }: { compared: Compared; looks: Look[];
         </label>
       )}
       <RunKey runs={looksOfGroups} />
-      <div class="charts">
-        {charts.map(({ metric, runs, constant }) => constant === null && <Overlay key={metric} title={metric} runs={runs} />)}
-      </div>
+      <div class="charts">{first.map(overlay)}</div>
+      <More count={others.length}>
+        <div class="charts">{others.map(overlay)}</div>
+      </More>
       <Constants values={charts.map(({ metric, constant }) => [metric, constant])} />
     </>
   );

@@ -3,7 +3,7 @@ import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { get, useData } from "./api";
 import { CancelButton, useActs } from "./acts";
-import { Chart, Constants, constantOf } from "./charts";
+import { Chart, Constants, More, constantOf } from "./charts";
 import { paintOf, shadeOf } from "./colours";
 import { Trouble } from "./frame";
 import { useKeys } from "./keys";
@@ -20,7 +20,7 @@ import { draft } from "./draft";
 import { promiseTitle, promiseWord } from "./promises";
 import { Causes } from "./causes";
 import { Weights } from "./weights";
-import { count, moment, percent, reward, seconds, stageName, times } from "./words";
+import { count, firstMetrics, moment, percent, reward, seconds, stageName, times } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
@@ -188,6 +188,11 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
   if (!metrics.value) return <Trouble error={metrics.error} />;
   const { names, series } = metrics.value;
   if (names.length === 0) return <p class="empty">No step has ended yet.</p>;
+  const [first, others] = firstMetrics(names.filter((metric) => series[metric] && constantOf(series[metric]) === null));
+  const chart = (metric: string) => {
+    const curve = series[metric];
+    return curve && <Chart key={metric} title={metric} curve={curve} colour={colour} unit={x === "step" ? "step" : "s"} smoothing={smoothing} cursor={path} />;
+  };
   return (
     <>
       <div class="toolbar">
@@ -208,17 +213,15 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
         </label>
         {metrics.value.steps > 800 && <span class="muted small">each point is several of {count(metrics.value.steps)} steps: mean, with lowest and highest</span>}
       </div>
-      {sectioned(names.filter((metric) => series[metric] && constantOf(series[metric]) === null)).map(([title, members]) => (
-        <section key={title}>
-          <h2>{title}</h2>
-          <div class="charts">
-            {members.map((metric) => {
-              const curve = series[metric];
-              return curve && <Chart key={metric} title={metric} curve={curve} colour={colour} unit={x === "step" ? "step" : "s"} smoothing={smoothing} cursor={path} />;
-            })}
-          </div>
-        </section>
-      ))}
+      <div class="charts">{first.map(chart)}</div>
+      <More count={others.length}>
+        {sectioned(others).map(([title, members]) => (
+          <section key={title}>
+            <h2>{title}</h2>
+            <div class="charts">{members.map(chart)}</div>
+          </section>
+        ))}
+      </More>
       <Constants values={names.map((metric) => [metric, series[metric] ? constantOf(series[metric]) : null])} />
     </>
   );

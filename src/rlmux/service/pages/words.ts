@@ -77,3 +77,26 @@ export function size(bytes: number): string {
   const [unit, per] = bytes >= 1e9 ? ["GB", 1e9] : bytes >= 1e6 ? ["MB", 1e6] : ["kB", 1e3];
   return `${(bytes / per).toFixed(1)} ${unit}`;
 }
+
+/** The metrics that a reader looks at first, in that order, each in words and with its unit. */
+export const FIRST_METRICS: Readonly<Record<string, readonly [string, string]>> = {
+  reward_mean: ["Reward, mean", ""],
+  loss: ["Loss", ""],
+  kl: ["KL to the reference", "nats"],
+  entropy: ["Entropy", "nats per token"],
+  grad_norm: ["Gradient norm", ""],
+  tokens: ["Tokens of a step", ""],
+  response_len_mean: ["Response length, mean", "tokens"],
+  logprob_gap: ["Largest log-prob gap, rollout to trainer", "nats"],
+};
+
+/** [those that a reader looks at first, the others], of these metrics. */
+export function firstMetrics(names: readonly string[]): [string[], string[]] {
+  return [Object.keys(FIRST_METRICS).filter((name) => names.includes(name)), names.filter((name) => !(name in FIRST_METRICS))];
+}
+
+/** A metric in words with its unit; its own name where it has no other. */
+export function metricName(name: string): string {
+  const [words, unit] = FIRST_METRICS[name] ?? [name, ""];
+  return unit ? `${words} (${unit})` : words;
+}
