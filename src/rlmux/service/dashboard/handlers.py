@@ -259,10 +259,7 @@ class Reads:
                 if lane is not None:
                     raise
                 continue
-            labels = labels_of(self.folders(one)[0])
-            for (text,) in found:
-                row = json.loads(text)
-                rows.append({"lane": one, **row, "labels": labels.get(row["name"], NONE)["labels"]})
+            rows += self.labelled(one, [text for (text,) in found])
         statuses = words_of(status)
         rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
         rows = _sorted(rows, sort)
@@ -273,6 +270,12 @@ class Reads:
             total=len(rows),
             as_of_seq=as_of.get(names[0]) if len(names) == 1 else None,
         )
+
+    def labelled(self, lane: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Rows of the index as the lists and the stream have them: with their lane and labels."""
+        labels = labels_of(self.folders(lane)[0])
+        rows = map(json.loads, texts)
+        return [{"lane": lane, **row, "labels": labels.get(row["name"], NONE)["labels"]} for row in rows]
 
     def pipeline(self, caller: Caller, lane: str, name: str) -> run_schemas.Detail:
         with self.open(lane, caller.principal) as reader:

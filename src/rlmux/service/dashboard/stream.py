@@ -246,9 +246,8 @@ class Streams:
             return [*events, ("reset", {"lane": lane, "reason": "the index was made anew"})]
         with contextlib.suppress(ProblemError), self._reads.open(lane, principal) as reader:
             rows = reader.rows("SELECT name, json FROM pipeline WHERE seq > ? ORDER BY place", since)
-            for name, text in rows:
-                if lane in topics.pipelines or (lane, name) in topics.details:
-                    events.append(("pipeline", {"lane": lane, **json.loads(text)}))
+            asked = [text for name, text in rows if lane in topics.pipelines or (lane, name) in topics.details]
+            events += [("pipeline", row) for row in self._reads.labelled(lane, asked)]
             for name in sorted(name for its_lane, name in topics.details if its_lane == lane):
                 steps = reader.rows(
                     "SELECT json FROM step WHERE pipeline = ? AND seq > ? ORDER BY step LIMIT ?",

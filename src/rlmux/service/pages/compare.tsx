@@ -8,6 +8,7 @@ import { NUM_COLOURS } from "./colours";
 import { Trouble } from "./frame";
 import { useShown, of } from "./lane";
 import { address, amend, usePlace } from "./place";
+import { promiseWord } from "./promises";
 import type { Page } from "./kinds";
 import type { Compared, ComparedPipeline, Metrics, Pipeline } from "./shapes";
 import { NONE, count, firstMetrics, percent, reward, seconds, times } from "./words";
@@ -98,9 +99,9 @@ function Figures({ compared: { items, differs }, looks }: { compared: Compared; 
     ["reward, first", (row) => reward(row.reward_first)],
     ["reward, last", (row) => reward(row.reward_last)],
     ["a step takes", (row) => seconds(row.step_s_mean)],
-    ["of alone", (row) => times(row.step_slowdown)],
+    ["slower than alone", (row) => times(row.step_slowdown)],
     ["tokens", (row) => count(row.tokens)],
-    ["promise", (row) => row.promise ?? NONE],
+    ["weights, shared or alone", (row) => promiseWord(row.promise)],
   ];
   const [first, second] = items;
   const change = (before: number | null | undefined, after: number | null | undefined) => (before && after != null ? percent(after / before - 1) : "");

@@ -8,6 +8,7 @@ import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
 import { Labels, PipelineName, Spark } from "./parts";
 import { address, amend, go, usePlace } from "./place";
+import { promiseTitle, promiseWord } from "./promises";
 import type { Page } from "./kinds";
 import type { Detail, LabelsSet, Pipeline } from "./shapes";
 import { count, reward, seconds, times } from "./words";
@@ -18,10 +19,10 @@ const COLUMNS: readonly (readonly [string, string, string])[] = [
   ["status", "state", ""],
   ["step", "step", "number"],
   ["reward_last", "reward", ""],
-  ["step_slowdown", "of alone", "number"],
+  ["step_slowdown", "slower than alone", "number"],
   ["", "step takes", "number"],
   ["", "tokens", "number"],
-  ["", "promise", ""],
+  ["", "weights, shared or alone", ""],
   ["", "left", "number"],
 ];
 
@@ -142,7 +143,7 @@ function ListRow({ row, isChosen, colour, isMarked, mark }: RowProps) {
       </td>
       <td class="number">{seconds(row.step_s_mean)}</td>
       <td class="number">{count(row.tokens)}</td>
-      <td>{row.promise}</td>
+      <td title={promiseTitle(row.promise)}>{promiseWord(row.promise)}</td>
       <td class="number">{row.status === "running" || row.status === "waiting" ? seconds(row.eta_s) : ""}</td>
     </tr>
   );
