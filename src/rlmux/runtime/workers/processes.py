@@ -42,6 +42,7 @@ from rlmux.runtime.workers.heartbeat import Activity, activity_of, beat_with
 _FORKSERVER = get_context("forkserver")
 _IMPORTS = "rlmux.runtime.workers.fork_server_imports"
 _END_GRACE_S = 2.0
+_LOOK_EVERY_S = 0.2
 _CHECKPOINT_GRACE_S = 600.0
 """Longest wait for a trainer's checkpoint at the end of a run."""
 _EXIT_REPORT_S = 5.0
@@ -217,11 +218,19 @@ class WorkerProcess:
 
     def end(self, *, finishes_checkpoint: bool = False) -> None:
         """End the process by closing its pipe; kill it if it stays. It leaves once its checkpoint is on disk."""
-        activity = self.activity()
-        is_stopped = activity is not None and activity.is_stopped  # by a signal: it finishes nothing
         self.connection.close()
-        self._exit_code(_CHECKPOINT_GRACE_S if finishes_checkpoint and not is_stopped else _END_GRACE_S)
+        if finishes_checkpoint:
+            self._wait_for_checkpoint()
+        self._exit_code(_END_GRACE_S)
         self.kill()
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until the process has left, or was stopped by a signal and finishes nothing."""
+        until_s = time.monotonic() + _CHECKPOINT_GRACE_S
+        while self._exit_code(_LOOK_EVERY_S) is None and time.monotonic() < until_s:
+            activity = self.activity()
+            if activity is not None and activity.is_stopped:
+                return
 
     def kill(self) -> None:
         """End the process, and everything in its session."""
