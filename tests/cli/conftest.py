@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -37,8 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def rlmux(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """`rlmux("run", "small.yaml")` in this process."""
+def rlmux(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+    """`rlmux("run", "small.yaml")` in this process, whose search path is then as it was."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
     def run(*words: str) -> Said:
         code = run_command_line(words)
