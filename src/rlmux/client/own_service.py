@@ -11,9 +11,7 @@ from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import living_owner
-from rlmux.runtime.records.folders import ADDRESS
-
-TOKEN = "admin.token"
+from rlmux.runtime.records.folders import ADDRESS, TOKEN
 
 
 def own_root() -> Path:
@@ -42,7 +40,9 @@ def own_url() -> str:
 
 
 def own_token(url: str) -> str | None:
-    """The token of this user's service; None where the URL is another server's."""
+    """The token of this user's service; None where the URL is another server's, or where the service does not run: then
+    another user's program may listen there."""
     root = own_root()
-    token = root / TOKEN
-    return token.read_text(encoding="utf-8").strip() if url == f"http://{last_address(root)}" else None
+    if url != f"http://{last_address(root)}" or living_owner(root) is None:
+        return None
+    return (root / TOKEN).read_text(encoding="utf-8").strip()

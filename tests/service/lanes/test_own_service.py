@@ -14,7 +14,7 @@ from tests.small_files import SORT, small_file
 from tests.waiting import until
 
 from rlmux.cli.main import run_command_line
-from rlmux.client.own_service import own_file, own_root
+from rlmux.client.own_service import own_file, own_root, own_token
 from rlmux.config.service_file import file_of_machine, load_service_file
 from rlmux.policies import POLICIES
 from rlmux.runtime.control.run_status import StatusReader
@@ -72,6 +72,9 @@ def test_a_service_without_a_file_takes_pipelines_at_once_and_is_there_once(serv
     assert code == 2
     assert line.startswith("rlmux: your service runs already, at http://127.0.0.1:")
     assert f"to end it: rlmux stop {own_root()}" in line
+    url = dashboard.removeprefix("dashboard: ").partition("/login")[0]
+    assert own_token(url) == (own_root() / "admin.token").read_text().strip()
+    assert own_token("http://127.0.0.1:1") is None
     until(lambda: _statuses() == ["finished"], "the end of the pipeline", seen=_statuses, poll_s=0.2)
 
 
@@ -88,7 +91,9 @@ def _statuses() -> list[str]:
 def test_a_users_own_lanes_are_kept_and_their_server_has_its_address_again(serve, state, capsys):
     (first, _) = serve("--listen", "127.0.0.1:0")
     text = own_file().read_text()
+    url = first.removeprefix("dashboard: ").partition("/login")[0]
     code, line = said(capsys, "stop", str(own_root()))
+    assert own_token(url) is None, "another user's program may listen there now"
     assert (code, line.rpartition("; ")[2]) == (0, "resume with: rlmux serve\n")
     own_file().write_text(f"# mine\n{text}")
     (second, _) = serve()

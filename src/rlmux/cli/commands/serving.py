@@ -139,6 +139,7 @@ def _serve_own(way: _Way, allow_host: list[str], ready: Callable[[Dashboard], No
     from rlmux.client import own_service
     from rlmux.config.service_file import file_of_machine
     from rlmux.log.folder_lock import living_owner
+    from rlmux.runtime.records.folders import TOKEN
 
     _check_installed(*_SERVING_NEEDS)
     from rlmux.service.lanes import data_dir
@@ -148,7 +149,7 @@ def _serve_own(way: _Way, allow_host: list[str], ready: Callable[[Dashboard], No
     if living_owner(root) is not None:
         raise UserError(
             f"your service runs already, at http://{own_service.last_address(root)}; its token is in "
-            f"{root / own_service.TOKEN}; to end it: rlmux stop {root}"
+            f"{root / TOKEN}; to end it: rlmux stop {root}"
         )
     lock = data_dir.open_root(root)
     if not file.exists():

@@ -19,10 +19,11 @@ from starlette.responses import PlainTextResponse
 
 from rlmux.core.errors import UserError
 from rlmux.log.run_log import SCHEMA_VERSION
+from rlmux.runtime.records.folders import TOKEN
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.audit_handlers import AuditReads
-from rlmux.service.dashboard.auth.access import TOKEN_NAME, Access, Limits, Principal, token_of
+from rlmux.service.dashboard.auth.access import Access, Limits, Principal, token_of
 from rlmux.service.dashboard.auth.host_middleware import Gate, Hosts
 from rlmux.service.dashboard.auth.sessions import LONGEST_SESSION_S
 from rlmux.service.dashboard.control import Control
@@ -72,7 +73,7 @@ class Dashboard:
         self._spare = tempfile.TemporaryDirectory(prefix="rlmux-serve-")
         spare = Path(self._spare.name)
         token_folder = folder if os.access(folder, os.W_OK) else spare
-        self.token_path = token_folder / TOKEN_NAME
+        self.token_path = token_folder / TOKEN
         try:
             self.token = token_of(token_folder)
         except BaseException:  # an interrupt removes the folder too, and propagates

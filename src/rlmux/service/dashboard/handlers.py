@@ -273,6 +273,8 @@ class Reads:
 
     def labelled(self, lane: str, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Rows of the index as the lists and the stream have them: with their lane and labels."""
+        if not texts:  # most looks of a stream: no file is read for them
+            return []
         labels = labels_of(self.folders(lane)[0])
         rows = map(json.loads, texts)
         return [{"lane": lane, **row, "labels": labels.get(row["name"], NONE)["labels"]} for row in rows]
@@ -414,7 +416,7 @@ def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
     if not sort:
         return rows
     if sort == "active":
-        return sorted(rows, key=lambda row: (row["status"] != "running", -row["submitted_s"]))
+        return sorted(rows, key=lambda row: (row["status"] != "running", -(row["submitted_s"] or 0.0)))
     key, is_turned = sort.removeprefix("-"), sort.startswith("-")
     known = [row for row in rows if row.get(key) is not None]
     known.sort(key=lambda row: row[key], reverse=is_turned)

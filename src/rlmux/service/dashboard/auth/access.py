@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.runtime.records.folders import TOKEN
 from rlmux.service.dashboard.auth import atomic_json, tokens, users
 from rlmux.service.dashboard.auth.sessions import Sessions
 from rlmux.service.dashboard.auth.users import People
 
-TOKEN_NAME = "admin.token"
 TICKET_S = 60.0
 LOGINS_PER_MINUTE = 5
 _PROXY = "proxy "
@@ -254,7 +254,7 @@ class Access:
 
 def token_of(folder: Path) -> str:
     """The token in a folder's `admin.token`, created by the first call. Raises UserError if others can read it."""
-    path = folder / TOKEN_NAME
+    path = folder / TOKEN
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError:

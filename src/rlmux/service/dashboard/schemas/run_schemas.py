@@ -363,8 +363,7 @@ class Pipeline(Shape):
     tokens: int
     step_s_mean: float | None
     eta_s: float | None
-    labels: list[str] = []
-    """Missing in the stream."""
+    labels: list[str]
 
 
 class Pipelines(Page[Pipeline]):
