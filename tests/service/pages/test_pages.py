@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.log_script import AlternatingRun
 from tests.service.pages_server import Pages
+from tests.waiting import until
 
 pytestmark = pytest.mark.xdist_group("browser")
 GUTTER = 138
@@ -83,7 +84,7 @@ def test_a_run_whose_log_was_never_read_says_so_and_appears_by_itself(finished_r
         page = context().new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.goto(f"{served.url}/login#t={served.ticket()}")
-        page.wait_for_selector("text=This page does so by itself")
+        page.wait_for_selector("text=The page opens once the log has been read")
         served.dashboard.start()
         page.wait_for_selector("text=Where the time of all devices went")
         assert wrong == []
@@ -245,6 +246,18 @@ def test_all_tabs_of_a_browser_share_one_stream_and_another_takes_over(shown, en
     assert len(streams) == 1
 
 
+def test_a_hidden_tab_reads_nothing_until_it_is_shown(shown, enter):
+    page = enter(shown, "/shares")
+    page.evaluate("Object.defineProperty(document, 'hidden', {get: () => window.isHidden})")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    change = "new BroadcastChannel('rlmux-live').postMessage({report: {message: {key: 'reset', data: {}}, pulse: {}}})"
+    page.evaluate(f"window.isHidden = true; {change}")
+    page.evaluate("window.isHidden = false; document.dispatchEvent(new Event('visibilitychange'))")
+    until(lambda: page.title() and asked, "the shown tab to read again")
+    assert len(asked) == len(set(asked)), "what changed while it was hidden is read once"
+
+
 def test_labels_and_a_note_are_set_from_the_row(shown, enter):
     page = enter(shown, "/pipelines")
     page.click("[aria-label='labels and note of sort']")
@@ -252,6 +265,7 @@ def test_labels_and_a_note_are_set_from_the_row(shown, enter):
     page.fill("textarea[name=note]", "KL was off")
     page.click("button:text-is('Save')")
     page.wait_for_selector(".label:text-is('for the paper')")
+    assert "KL was off" in enter(shown, "/pipelines/demo/sort", inside=page.context).inner_text(".note")
     assert page.locator(".label").all_inner_texts() == ["baseline", "for the paper"]
     shown.client.post("/pipelines/demo/sort/labels", json={"labels": [], "note": ""})
 

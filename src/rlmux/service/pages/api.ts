@@ -1,6 +1,7 @@
 // Requests to the service. Every page reads the same documented addresses as the command line does.
 //
-//   useData("/lanes/demo", ["lane:demo"])   reads at once, and again when the stream says that one of these changed
+//   useData("/lanes/demo", ["lane:demo"])   reads at once, and again when the stream says that one of these changed;
+//                                           a hidden tab reads when it is shown
 import type { Page } from "./kinds";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { listen } from "./live";
@@ -56,7 +57,7 @@ export interface Data<T> {
 }
 
 /** At most one request of a component per this many milliseconds, however fast things change. */
-const PAUSE_MS = 1000;
+const PAUSE_MS = 2000;
 
 /** What an address answers; null is "ask for nothing". The last answer stays while the next is on its way. */
 export function useData<T>(path: string | null, keys: readonly string[] = [], read: (path: string) => Promise<T> = get): Data<T> {
@@ -68,8 +69,11 @@ export function useData<T>(path: string | null, keys: readonly string[] = [], re
     let isOn = true;
     let timer = 0;
     let asked_ms = -PAUSE_MS;
+    let isDue = false;
     const ask = async () => {
+      clearTimeout(timer);
       timer = 0;
+      isDue = false;
       asked_ms = performance.now();
       try {
         const value = await reader.current(path);
@@ -79,13 +83,19 @@ export function useData<T>(path: string | null, keys: readonly string[] = [], re
       }
     };
     const again = () => {
-      if (timer === 0) timer = setTimeout(ask, Math.max(0, asked_ms + PAUSE_MS - performance.now()));
+      if (document.hidden) isDue = true;
+      else if (timer === 0) timer = setTimeout(ask, Math.max(0, asked_ms + PAUSE_MS - performance.now()));
+    };
+    const show = () => {
+      if (isDue && !document.hidden) void ask();
     };
     void ask();
-    const stop = wanted ? listen((message) => isAbout(message.key, wanted.split(" ")) && again()) : undefined;
+    document.addEventListener("visibilitychange", show);
+    const stop = wanted ? listen(({ key, isOwn }) => isAbout(key, wanted.split(" ")) && (isOwn ? void ask() : again())) : undefined;
     return () => {
       isOn = false;
       clearTimeout(timer);
+      document.removeEventListener("visibilitychange", show);
       stop?.();
     };
   }, [path, wanted]);

@@ -48,7 +48,7 @@ export function Compare() {
         )}
       </div>
       <Trouble error={rows.error ?? compared.error} />
-      {names.length < 2 && <p class="empty">Choose 2 to {MAX_COMPARED} pipelines, here or in the list of pipelines.</p>}
+      {names.length < 2 && <p class="empty">Choose 2 to {MAX_COMPARED} pipelines, here or in the <a href={address("/pipelines")}>list of pipelines</a>: their figures, the keys of their files that differ, and their curves on one axis.</p>}
       {compared.value && <Sides compared={compared.value} names={names} />}
     </>
   );

@@ -78,7 +78,7 @@ export function Frame({ children }: { children: ComponentChildren }) {
       <main>
         <Trouble error={lanes.error ?? timeline.error} />
         {lane?.banner && <p class="banner">{lane.banner}</p>}
-        {chosen && !lane && <p class="banner soft">{chosen.banner}. This page does so by itself.</p>}
+        {chosen && !lane && <p class="banner soft">{chosen.banner}. The page opens once the log has been read.</p>}
         {lane && lane.is_indexing && lane.seq - lane.index_seq > MANY_ROWS && <p class="banner soft">The log is being read: {count(lane.index_seq)} of {count(lane.seq)} rows are shown.</p>}
         {lanes.value && !chosen && <NoRun />}
         {lane && pipelines && <ShownLane.Provider value={{ lane, lanes: (lanes.value?.items ?? []).filter((each) => each.state !== "unknown"), pipelines }}>{children}</ShownLane.Provider>}

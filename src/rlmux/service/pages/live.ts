@@ -11,6 +11,8 @@ import { useEffect, useState } from "preact/hooks";
 export interface Message {
   key: string;
   data: Record<string, unknown>;
+  /** This tab changed it, and reads it again at once. */
+  isOwn?: boolean;
 }
 
 export interface Pulse {
@@ -41,7 +43,7 @@ export function listen(listener: (message: Message) => void): () => void {
 
 /** Have this tab read again what it has just changed, before the stream says so. */
 export function announce(key: string): void {
-  for (const listener of listeners) listener({ key, data: {} });
+  for (const listener of listeners) listener({ key, data: {}, isOwn: true });
 }
 
 export function usePulse(): Pulse {

@@ -9,7 +9,7 @@ import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
 import { Log } from "./log";
-import { Dot, Tiles } from "./parts";
+import { Dot, Labels, Tiles } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
 import type { Detail, File, Metrics, Step } from "./shapes";
@@ -60,6 +60,7 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         </h1>
         <span class={`state ${detail.value.status}`}>{detail.value.doing || detail.value.status}</span>
         <span class="muted small">lane {lane}</span>
+        <Labels labels={detail.value.labels} />
         <a class="small" href={address("/timeline", { q: name })}>
           on the timeline
         </a>
@@ -73,6 +74,7 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
       </div>
       {detail.value.reason && !doesWait && <p class="banner">{detail.value.reason}</p>}
       <Trouble error={detail.error ?? acts.error} />
+      {detail.value.note && <p class="note">{detail.value.note}</p>}
       {acts.said && <p class="banner soft">{acts.said}</p>}
       {doesWait && <Waits lane={lane} name={name} />}
       <Figures detail={detail.value} />
@@ -88,8 +90,8 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
       {tab === "time" && <Causes path={path} lane={lane} name={name} />}
       {tab === "time" && <Times detail={detail.value} colour={colourOf(pipelines, name)} />}
       {tab === "steps" && <Steps path={path} lane={lane} />}
-      {tab === "samples" && (detail.value.has_samples ? <Samples path={path} lane={lane} /> : <p class="empty">No trajectories were kept.</p>)}
-      {tab === "log" && (detail.value.has_log ? <Log path={path} isOver={detail.value.status !== "running"} /> : <p class="empty">Its workers have written nothing.</p>)}
+      {tab === "samples" && (detail.value.has_samples ? <Samples path={path} lane={lane} /> : <p class="empty">No trajectories yet. The first scored step brings them, unless the file says <code class="mono">samples: false</code>.</p>)}
+      {tab === "log" && (detail.value.has_log ? <Log path={path} isOver={detail.value.status !== "running"} /> : <p class="empty">Nothing yet: what its workers print, and tracebacks of its own code, appear here.</p>)}
       {tab === "weights" && <Weights path={path} lane={lane} name={name} />}
       {tab === "file" && <FileOf path={path} lane={lane} />}
     </>

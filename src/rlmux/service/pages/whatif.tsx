@@ -24,8 +24,8 @@ const FIGURES: readonly (readonly [string, FigureKey, (value: number | null | un
   ["slowdown, largest", "max_step_slowdown", times],
   ["queued, mean", "mean_queue_s", seconds],
   ["SLOs kept", "slo_attainment", percent],
-  ["$", "cost_usd", figure],
-  ["$ per hour", "cost_usd_per_hour", figure],
+  ["dollars", "cost_usd", figure],
+  ["dollars an hour", "cost_usd_per_hour", figure],
 ];
 
 export function WhatIf() {
@@ -75,6 +75,11 @@ export function WhatIf() {
         </details>
       </form>
       <Trouble error={error ?? score.error} />
+      {!answer && !isAsking && (
+        <p class="empty">
+          Add pipelines, take one out, change the policy or the cluster: the answer stands here in seconds, with and without the change. A finished run has nothing left to simulate.
+        </p>
+      )}
       {answer && <Answered answer={answer} pipelines={pipelines} />}
       {score.value && <p class="muted small">{scored(score.value)}</p>}
     </>
