@@ -12,7 +12,7 @@ from rlmux.config import Purpose
 from rlmux.sim.workloads.spec_file import workload_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TO_PLAN = {"07_cluster_what_if.yaml"}
+TO_PLAN = {"07_cluster_what_if.yaml", "14_eight_gpus.yaml"}
 WIDE = {"13_both_grains.yaml"}
 """Those whose devices share the cores of two: they show what only several rollout devices have."""
 TO_SHARE = {"09_permits.yaml"}
@@ -22,7 +22,7 @@ FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 def test_the_numbers_of_the_examples_have_no_gap():
     assert [name.partition("_")[0] for name in FILES] == [f"{number:02}" for number in range(1, len(FILES) + 1)]
-    assert len(FILES) == 13
+    assert len(FILES) == 14
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in TO_PLAN | TO_SHARE])

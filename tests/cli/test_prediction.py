@@ -52,15 +52,16 @@ def test_a_plan_that_refuses_a_pipeline_ends_with_code_1(rlmux, files):
 
 
 @pytest.mark.parametrize("what", ["device", "host"])
-def test_a_worker_that_no_device_holds_is_refused_by_a_plan_as_by_a_run(rlmux, folder, what):
+def test_a_worker_that_no_device_holds_is_refused_by_a_plan_and_a_simulation_as_by_a_run(rlmux, folder, what):
     pools = f"rollout: {{devices: 1}}, train: {{devices: 1, {what}_memory_gb: 0.0001}}"
     pipeline = "name: a, task: sort, steps: 1, estimate: {rollout_s: 1, train_s: 1}"
     (folder / "big.yaml").write_text(f"cluster: {{pools: {{{pools}}}}}\npipelines: [{{{pipeline}}}]\n")
     planned, run = rlmux("plan", "big.yaml"), rlmux("run", "big.yaml", "--out", "big")
+    simulated = rlmux("simulate", "big.yaml")
     assert planned.err.startswith("rlmux: pipeline a: its train worker needs 0.")
     assert f"of {what} memory" in planned.err
     assert "and there are 0.0001 GB" in planned.err
-    assert (planned.code, planned.err) == (run.code, run.err)
+    assert (planned.code, planned.err) == (run.code, run.err) == (simulated.code, simulated.err)
     assert not (folder / "big").exists()
 
 

@@ -51,7 +51,8 @@ def load_file(
     profile: str | Path | None = None,
     on_warning: OnWarning = warn,
 ) -> Spec:
-    """The file, with all checked that the purpose needs. Raises SpecError, and UserError for an unknown policy.
+    """The file, with all checked that the purpose needs. Raises SpecError, UserError for an unknown policy, and to plan
+    RefusedError for a worker that needs more memory than a device of its pool has.
 
     Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
     file's. `may_be_empty`: it may be without pipelines. `profile`: gives pipelines without an estimate the measured
@@ -84,7 +85,18 @@ def load_file(
         on_warning(f"--profile {profile}: estimates of {', '.join(taken)} taken, as measured on {measured.device!r}")
     spec = spec if policy is None else replace(spec, policy=policy)
     look_for_plugin(spec.policy, spec.code_folder)
+    if purpose is Purpose.PLAN:
+        _check_fits(spec)
     return spec
+
+
+def _check_fits(spec: Spec) -> None:
+    """The memory check of `run`, of pipelines with a task: nothing is known of others."""
+    from rlmux.runtime.backend import Submission
+    from rlmux.runtime.memory.memory_budget import check_each_fits, with_footprint
+
+    known = [Submission(pipeline=one.pipeline, config=one.training) for one in spec.pipelines if one.training]
+    check_each_fits(spec.cluster, [with_footprint(one, spec.cluster) for one in known])
 
 
 def _read_estimates(path: Path, purpose: Purpose) -> StepEstimates:

@@ -38,16 +38,6 @@ def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
     return found
 
 
-def check_fits(spec: Spec) -> None:
-    """What `run` checks before it starts. Raises RefusedError, with the parts, for the first pipeline that does not fit
-    a device of its pools; of one without a task nothing is known."""
-    from rlmux.runtime.backend import Submission
-    from rlmux.runtime.memory.memory_budget import check_each_fits, with_footprint
-
-    known = [Submission(pipeline=one.pipeline, config=one.training) for one in spec.pipelines if one.training]
-    check_each_fits(spec.cluster, [with_footprint(one, spec.cluster) for one in known])
-
-
 def rows_of(memory: dict[str, MemoryOfPipeline]) -> Sequence[dict[str, Any]]:
     """One row for each worker, and one for each of its parts."""
     rows: list[dict[str, Any]] = []

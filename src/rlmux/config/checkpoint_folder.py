@@ -57,11 +57,11 @@ class _Tensor(NamedTuple):
     num_bytes: int
 
 
-def check_checkpoint(folder: Path, *, is_served: bool = False) -> CheckpointFolder:
-    """Read a checkpoint's config.json and the headers of its weights.
+def check_checkpoint(folder: Path, *, is_served: bool = False, needs_weights: bool = True) -> CheckpointFolder:
+    """Read a checkpoint's config.json and the headers of its weights. Without `needs_weights` config.json is enough.
 
-    `is_served`: another engine's server samples, so any model is accepted that transformers might train;
-    rl/user_code/engine_check.py finds whether the server has it. Raises UserError, with the file and what is accepted,
+    `is_served`: another engine samples, so any model is accepted that transformers might train;
+    rl/user_code/engine_check.py finds whether a server has it. Raises UserError, with the file and what is accepted,
     for a checkpoint that cannot be trained.
     """
     accepted = "accepted: a Hugging Face checkpoint folder with config.json and *.safetensors"
@@ -69,18 +69,20 @@ def check_checkpoint(folder: Path, *, is_served: bool = False) -> CheckpointFold
         raise UserError(f"no such folder ({folder}); {accepted}")
     if not (folder / "config.json").is_file():
         raise UserError(f"the folder has no config.json ({folder}); {accepted}")
-    if not any(folder.glob("*.safetensors")):
+    has_weights = any(folder.glob("*.safetensors"))
+    if needs_weights and not has_weights:
         raise UserError(f"the folder has no *.safetensors ({folder}); {accepted}")
     config_file = folder / "config.json"
     config = _read_json(config_file)
     _check_config(config, config_file, is_served=is_served)
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder) if has_weights else {}
     _check_tied_head(config, tensors, folder)
     if is_served:
         max_positions, key = config.get("max_position_embeddings"), "max_position_embeddings"
     else:
         _check_computed(config, config_file)
-        _check_tensors(config, {name: one.shape for name, one in tensors.items()}, folder)
+        if has_weights:
+            _check_tensors(config, {name: one.shape for name, one in tensors.items()}, folder)
         max_positions, key = _max_positions(config)
     return CheckpointFolder(max_positions=max_positions, positions_key=key, model_type=config["model_type"])
 

@@ -224,7 +224,11 @@ class Checks:
         others = sorted(self._keys(path) - {"path"})
         self._refuse_keys(path, others, "does not go with 'path': the checkpoint's own config.json decides")
         with self._placed((*path, "path")):
-            checkpoint = check_checkpoint(Path(model.path), is_served=pipeline.rollout.engine.is_server)
+            checkpoint = check_checkpoint(
+                Path(model.path),
+                is_served=pipeline.rollout.engine.name != "rlmux",
+                needs_weights=self.purpose is Purpose.RUN,
+            )
             return checkpoint.model_type, checkpoint.max_positions, f"{checkpoint.positions_key} of {model.path}"
 
     def _check_context(self, path: KeyPath, rollout: RolloutConfig, max_positions: int | None, source: str) -> None:

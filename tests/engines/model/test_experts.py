@@ -13,6 +13,8 @@ from rlmux.engines.determinism_probe import probe_rollout
 from rlmux.engines.model import experts
 from rlmux.engines.model.experts import ExpertWeights
 from rlmux.engines.model.model_io import build_model
+from rlmux.engines.model.weight_layout import with_hub_names
+from rlmux.engines.model.weights import MODEL_FILE, read_tensors
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig, TrainConfig
 
@@ -107,3 +109,12 @@ def test_a_bfloat16_trainer_publishes_what_it_computes_with(tmp_path: Path) -> N
     loop = Loop(replace(config(), train=TrainConfig(dtype="bfloat16")), tmp_path)
     loop.run(2)
     assert 1e-6 < loop.metrics["logprob_gap"] < 0.2
+
+
+def test_the_hubs_names_are_those_that_transformers_saves(tmp_path):
+    built = build_model(MOE, vocab_size=16, seed=0)
+    built.save_pretrained(tmp_path)
+    saved, _ = read_tensors(tmp_path / MODEL_FILE)
+    named = with_hub_names({name: each.detach() for name, each in built.named_parameters()})
+    assert named.keys() == saved.keys()
+    assert all(torch.equal(named[name], each) for name, each in saved.items())

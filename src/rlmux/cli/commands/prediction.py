@@ -109,7 +109,6 @@ def plan(
 
     spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN, profile=profile)
     recorded = inputs.recorded_for_split(from_run, split)
-    memory_rows.check_fits(spec)
 
     from rlmux.sim import api
     from rlmux.sim.workloads.spec_file import workload_of

@@ -90,6 +90,22 @@ def file_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
+def with_hub_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as the hub has them: an expert's matrices each for itself, which transformers 5 and files of versions
+    stack. [experts, 2 * intermediate, hidden] is the gate's rows, then the up projection's."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        before, is_expert, part = name.partition(".mlp.experts.")
+        if not is_expert or tensor.dim() < 3:
+            named[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for expert, matrix in enumerate(tensor.unbind()):
+            for own, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                named[f"{before}.mlp.experts.{expert}.{own}.weight"] = rows.contiguous()
+    return named
+
+
 def checked_weights(tensors: Mapping[str, Tensor], shape: DecoderShape) -> dict[str, Tensor]:
     checked = {}
     for name, size in file_sizes(shape).items():

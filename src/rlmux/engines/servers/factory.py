@@ -29,6 +29,9 @@ from rlmux.rl.memory.footprint import server_bytes
 from rlmux.rl.memory.model_shape import shape_of
 from rlmux.rl.user_code.engine_check import check_version
 
+_ONE_FILE = "1000TB"
+"""Largest file of a model: later versions replace the one file that a server reads, so it has no shards."""
+
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
 
 
@@ -52,9 +55,10 @@ def make_server_engine(
         num_threads=config.train.num_threads,
         dtype=config.rollout.dtype,
         memory_bytes=server_bytes(config),
+        device_bytes=0.0 if device == "cpu" else float(torch.cuda.mem_get_info()[1]),
         args=given.args,
     )
-    make_model().save_pretrained(settings.folder)
+    make_model().save_pretrained(settings.folder, max_shard_size=_ONE_FILE)
     engine = ServerRolloutEngine(
         DIALECTS[given.name],
         settings,

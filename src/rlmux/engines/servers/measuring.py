@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlmux.core.errors import RlmuxError, UserError
+from rlmux.engines.model.weight_layout import with_hub_names
 from rlmux.engines.model.weights import MODEL_FILE, own_copies, write_copies
 from rlmux.engines.servers.capabilities import Capabilities
 from rlmux.engines.servers.generation_requests import Ended
@@ -173,7 +174,7 @@ def _reload_gap(
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     tensors = own_copies(dict(model.named_parameters()))
-    write_copies(folder / MODEL_FILE, tensors, {})
+    write_copies(folder / MODEL_FILE, with_hub_names(tensors), {})
     engine.dialect.load_weights(engine.server, folder, 17)
     names_versions = engine.dialect.weight_version(engine.server) == "17"
     checksums = engine.dialect.checksums(engine.server)
@@ -199,7 +200,7 @@ def _restore(
 ) -> None:
     """The weights that the server was started with, as version 0."""
     model = make_model()
-    write_copies(folder / MODEL_FILE, own_copies(dict(model.named_parameters())), {})
+    write_copies(folder / MODEL_FILE, with_hub_names(own_copies(dict(model.named_parameters()))), {})
     if does_reload:
         engine.dialect.load_weights(engine.server, folder, 0)
     elif engine.can_restart:

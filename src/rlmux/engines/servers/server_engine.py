@@ -23,7 +23,8 @@ from pathlib import Path
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import decode_sub_stage, dense_threshold_of
-from rlmux.engines.model.weights import MODEL_FILE, read_weights
+from rlmux.engines.model.weight_layout import with_hub_names
+from rlmux.engines.model.weights import MODEL_FILE, read_weights, write_copies
 from rlmux.engines.rollout.chunk_tally import ChunkTally
 from rlmux.engines.rollout.request_limits import RequestLimits
 from rlmux.engines.rollout.request_queue import WaitingQueue
@@ -375,9 +376,13 @@ class ServerRolloutEngine(OneServer):
 
     def _load_weights(self, path: Path, version: int) -> None:
         tensors = read_weights(path, version)
-        aside = self._settings.folder / f"{MODEL_FILE}.aside"
-        shutil.copyfile(path, aside)
-        aside.replace(self._settings.folder / MODEL_FILE)
+        named = with_hub_names(tensors)
+        if named.keys() == tensors.keys():
+            aside = self._settings.folder / f"{MODEL_FILE}.aside"
+            shutil.copyfile(path, aside)
+            aside.replace(self._settings.folder / MODEL_FILE)
+        else:
+            write_copies(self._settings.folder / MODEL_FILE, named, {})
         self._release()
         if self.capabilities.reloads:
             self.dialect.load_weights(self.server, self._settings.folder, version)

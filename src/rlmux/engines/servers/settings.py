@@ -27,8 +27,15 @@ class ServerSettings:
     """Dtype of sampling: `float32` or `bfloat16`."""
     memory_bytes: float
     """Device memory that the server may take: weights, KV cache and its own."""
+    device_bytes: float
+    """Memory of its whole GPU; 0 on a CPU."""
     args: Sequence[str]
-    """Further arguments of the command, from the user's file."""
+    """Further arguments of the command, from the user's file: one that is given there holds."""
+
+    @property
+    def memory_fraction(self) -> str:
+        """Part of the GPU's memory, with three digits, as servers take it on their command line."""
+        return f"{min(0.98, self.memory_bytes / self.device_bytes):.3f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

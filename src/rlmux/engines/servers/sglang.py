@@ -37,7 +37,10 @@ class Sglang:
             *("--max-running-requests", str(settings.num_slots), "--context-length", str(settings.max_len)),
             *("--device", settings.device),
             *(
-                ["--enable-deterministic-inference", "--enable-memory-saver", "--enable-weights-cpu-backup"]
+                [
+                    *("--enable-deterministic-inference", "--enable-memory-saver", "--enable-weights-cpu-backup"),
+                    *("--mem-fraction-static", settings.memory_fraction),
+                ]
                 if settings.device == "cuda"
                 else []
             ),

@@ -37,9 +37,12 @@ class Vllm:
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--model", str(settings.folder), "--skip-tokenizer-init", "--dtype", settings.dtype),
             *("--max-num-seqs", str(settings.num_slots), "--max-model-len", str(settings.max_len)),
-            *("--logprobs-mode", "processed_logprobs", "--enforce-eager"),
-            "--enable-scale-out",
-            *(["--enable-sleep-mode"] if settings.device == "cuda" else []),
+            *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+            *(
+                ["--enable-sleep-mode", "--gpu-memory-utilization", settings.memory_fraction]
+                if settings.device == "cuda"
+                else ["--enforce-eager"]  # compiling costs a CPU minutes
+            ),
             *settings.args,
         ]
 

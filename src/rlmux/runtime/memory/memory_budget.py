@@ -30,6 +30,7 @@ from rlmux.policies.search.shared_placement import MAX_MEMBERS
 from rlmux.rl.memory.adapter_base import bases_of
 from rlmux.rl.memory.footprint import device_parts, footprint_of
 from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES, Parts, total
+from rlmux.rl.memory.smallest_change import smallest_change
 from rlmux.runtime.backend import Submission
 
 _USABLE = 0.9
@@ -181,25 +182,44 @@ def check_each_fits(
             if pool is None:
                 continue
             name, worker = submission.config.name, f"its {phase} worker needs"
-            parts = device_parts(submission.config, phase, is_gpu=is_gpu, has_base=has_base)
-            known = parts if total(parts) == device_bytes else {}  # the file may give another figure
-            _check(name, worker, "device memory", device_bytes or 0.0, pool.device_memory_bytes, known)
+            counted = {"is_gpu": is_gpu, "has_base": has_base}
+            need = device_bytes or 0.0
+            if _is_over(need, pool.device_memory_bytes):
+                parts = device_parts(submission.config, phase, **counted)
+                known = parts if total(parts) == need else {}  # the file may give another figure
+                remedy = _remedy(submission, phase, pool, counted) if known else _SMALLER
+                raise _refusal(name, worker, "device memory", need, pool.device_memory_bytes, remedy, known)
             if pool.serves_both_phases:
                 worker = "its rollout and train workers need"
                 host_bytes = footprint.rollout_host_bytes + footprint.train_host_bytes
-            kind = "host memory, with its state on disk" if pool.spills_to_disk else "host memory"
-            _check(name, worker, kind, host_bytes, pool.host_memory_bytes)
+            if _is_over(host_bytes, pool.host_memory_bytes):
+                kind = "host memory, with its state on disk" if pool.spills_to_disk else "host memory"
+                raise _refusal(name, worker, kind, host_bytes, pool.host_memory_bytes, _SMALLER)
 
 
-def _check(name: str, worker: str, kind: str, need: float, capacity: float, parts: Parts | None = None) -> None:
-    if need > capacity and not math.isinf(capacity):
-        largest_first = sorted((parts or {}).items(), key=lambda part: -part[1])
-        shown = ", ".join(f"{part} {_gigabytes(size)}" for part, size in largest_first if size >= need / 100)
-        raise RefusedError(
-            f"pipeline {name}: {worker} {_gigabytes(need)} of {kind}{f' ({shown})' if shown else ''}, and there are "
-            f"{_gigabytes(capacity)}; make the model, rollout.slots, rollout.max_new_tokens or "
-            "algorithm.micro_batch_size smaller"
-        )
+_SMALLER = "make the model, rollout.slots, rollout.max_new_tokens or algorithm.micro_batch_size smaller"
+
+
+def _is_over(need: float, capacity: float) -> bool:
+    return need > capacity and not math.isinf(capacity)
+
+
+def _remedy(submission: Submission, phase: Phase, pool: Pool, counted: Mapping[str, bool]) -> str:
+    """The smallest change of the file with which a worker fits, by the estimate of its parts."""
+    num_devices = None if pool.num_nodes is None else pool.num_nodes * pool.devices_per_node
+    change = smallest_change(submission.config, phase, pool.device_memory_bytes, num_devices, **counted)
+    return f"it fits with {change}" if change else "no other dtype, slots, micro-batch, shards or adapter make it fit"
+
+
+def _refusal(
+    name: str, worker: str, kind: str, need: float, capacity: float, remedy: str, parts: Parts | None = None
+) -> RefusedError:
+    largest_first = sorted((parts or {}).items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{part} {_gigabytes(size)}" for part, size in largest_first if size >= need / 100)
+    return RefusedError(
+        f"pipeline {name}: {worker} {_gigabytes(need)} of {kind}{f' ({shown})' if shown else ''}, and there are "
+        f"{_gigabytes(capacity)}; {remedy}"
+    )
 
 
 def _gigabytes(num_bytes: float) -> str:

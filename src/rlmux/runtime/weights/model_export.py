@@ -77,12 +77,16 @@ def _copy(store: CheckpointStore, name: str, step: int | None, aside: Path) -> i
 
 
 def _copy_files(checkpoint: Path, aside: Path, version: int) -> None:
-    from rlmux.engines.model.weights import read_weights
+    from rlmux.engines.model.weight_layout import with_hub_names
+    from rlmux.engines.model.weights import read_weights, write_copies
 
     for file in model_files(checkpoint):
         shutil.copyfile(checkpoint / file, aside / file)
     for weights in aside.glob("*.safetensors"):
-        read_weights(weights, version)
+        tensors = read_weights(weights, version)
+        named = with_hub_names(tensors)
+        if named.keys() != tensors.keys():
+            write_copies(weights, named, {"version": str(version)})
 
 
 def _complete(run: Path, name: str, aside: Path, out: Path, *, is_merged: bool) -> None:

@@ -1,0 +1,98 @@
+"""The smallest change of a pipeline's file with which a worker fits its device.
+
+    rollout   fewer slots, bfloat16, a limit on cached tokens
+    train     smaller micro-batches, activation checkpointing, one gradient sum, 8-bit moments, bfloat16, shards, LoRA
+
+One change is tried at a time, in that order, then all of them from the first on until the worker fits. What it fits
+without is left out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from rlmux.core.model import Phase
+from rlmux.rl.config import AdapterConfig, MisfitError, TrainingConfig
+from rlmux.rl.memory.footprint import device_parts
+from rlmux.rl.memory.memory_parts import total
+
+_ADAPTER = AdapterConfig(rank=16, alpha=32.0)
+_MAX_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    text: str
+    """As in the file: `rollout.slots: 16`."""
+    section: str
+    fields: tuple[tuple[str, Any], ...]
+
+    def apply_to(self, config: TrainingConfig) -> TrainingConfig:
+        """Raises MisfitError for a value that the config does not accept."""
+        if not self.section:
+            return replace(config, **dict(self.fields))
+        return replace(config, **{self.section: replace(getattr(config, self.section), **dict(self.fields))})
+
+
+def smallest_change(
+    config: TrainingConfig, phase: Phase, capacity_bytes: float, num_devices: int | None, **counted: bool
+) -> str:
+    """Keys and values, such as `rollout.slots: 16 and rollout.dtype: bfloat16`; empty if no change is enough.
+
+    `num_devices`: devices of the pool, None for any number. `counted`: `is_gpu` and `has_base` of `device_parts`.
+    """
+
+    def fits(changes: Sequence[_Change]) -> bool:
+        try:
+            changed = reduce(lambda before, change: change.apply_to(before), changes, config)
+        except MisfitError:
+            return False
+        return total(device_parts(changed, phase, **counted)) <= capacity_bytes
+
+    known = list(_changes(config, phase, num_devices or _MAX_RANKS))
+    for change in known:
+        if fits([change]):
+            return change.text
+    chosen: list[_Change] = []
+    for change in known:
+        chosen = [*(one for one in chosen if one.fields[0][0] != change.fields[0][0]), change]
+        if fits(chosen):
+            break
+    else:
+        return ""
+    for change in list(chosen):
+        if fits(rest := [one for one in chosen if one is not change]):
+            chosen = rest
+    return " and ".join(change.text for change in chosen)
+
+
+def _changes(config: TrainingConfig, phase: Phase, num_devices: int) -> Iterator[_Change]:
+    """Changes of other values than the config has, the smallest first."""
+    rollout, train = config.rollout, config.train
+    if phase is Phase.ROLLOUT:
+        slots = list(_halves(rollout.num_slots))
+        yield from (_Change(f"rollout.slots: {num}", "rollout", (("num_slots", num),)) for num in slots[:2])
+        yield _Change("rollout.dtype: bfloat16", "rollout", (("dtype", "bfloat16"),))
+        yield from (_Change(f"rollout.slots: {num}", "rollout", (("num_slots", num),)) for num in slots[2:])
+        return
+    for size in _halves(config.algorithm.micro_batch_size):
+        yield _Change(f"algorithm.micro_batch_size: {size}", "algorithm", (("micro_batch_size", size),))
+    yield _Change("train.activation_checkpointing: true", "train", (("activation_checkpointing", True),))
+    yield _Change("train.optimizer_state: 8bit", "train", (("optimizer_state", "8bit"),))
+    yield _Change("train.dtype: bfloat16", "train", (("dtype", "bfloat16"),))
+    num_ranks = 2 * train.num_parts
+    while num_ranks <= num_devices:
+        shards = (("sharding", "shard"), ("num_workers", num_ranks))
+        yield _Change(f"train.sharding: shard with train.workers: {num_ranks}", "train", shards)
+        num_ranks *= 2
+    if config.adapter is None:
+        yield _Change("adapter: {rank: 16, alpha: 32}", "", (("adapter", _ADAPTER),))
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number > 1:
+        number //= 2
+        yield number

@@ -1,0 +1,45 @@
+"""A refusal for want of memory names the smallest change of the file with which the worker fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.core.model import Phase
+from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig, TrainingConfig
+from rlmux.rl.memory.footprint import device_parts
+from rlmux.rl.memory.memory_parts import total
+from rlmux.rl.memory.smallest_change import smallest_change
+
+BIG = TrainingConfig(
+    name="big",
+    model=ModelConfig(hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1024),
+    algorithm=AlgorithmConfig(name="grpo", prompts_per_step=8, group_size=8, micro_batch_size=8),
+    rollout=RolloutConfig(num_slots=64, max_new_tokens=512),
+    train=TrainConfig(),
+)
+
+
+def needs(phase: Phase, config: TrainingConfig = BIG) -> float:
+    return total(device_parts(config, phase))
+
+
+def test_a_change_that_is_enough_alone_is_named_alone():
+    assert smallest_change(BIG, Phase.ROLLOUT, 0.7 * needs(Phase.ROLLOUT), 1) == "rollout.slots: 32"
+    assert smallest_change(BIG, Phase.TRAIN, 0.7 * needs(Phase.TRAIN), 1) == "algorithm.micro_batch_size: 4"
+
+
+@pytest.mark.parametrize("phase", [Phase.TRAIN])
+def test_several_changes_are_named_where_no_single_one_is_enough(phase):
+    said = smallest_change(BIG, phase, 0.12 * needs(phase), 8).split(" and ")
+    assert len(said) > 1
+    assert len(set(said)) == len(said)
+
+
+def test_what_fits_nowhere_has_no_change():
+    assert smallest_change(BIG, Phase.ROLLOUT, 1e3, 8) == ""
+    assert smallest_change(BIG, Phase.TRAIN, 1e3, None) == ""
+
+
+def test_shards_are_as_many_as_the_pool_has_devices():
+    least = needs(Phase.TRAIN) * 0.16
+    assert "workers: 16" not in smallest_change(BIG, Phase.TRAIN, least, 8)
