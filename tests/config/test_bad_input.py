@@ -249,10 +249,6 @@ CASES = {
         ],
         "two.yaml:6: pipelines.sort.adapter does not go with a 'qwen3_moe' model; accepted: qwen3, llama, qwen2, mis",
     ),
-    "bfloat16 of our own rollout engine": (
-        [("slots: 32", "dtype: bfloat16")],
-        "two.yaml:11: pipelines.sort.rollout.dtype is 'bfloat16'; accepted: float32; bfloat16 goes with an engine of",
-    ),
     "a checkpoint with sizes": (
         [("steps: 60", "model: {path: x, layers: 2}")],
         "two.yaml:6: pipelines.sort.model.layers is 2: does not go with 'path': the checkpoint's own",

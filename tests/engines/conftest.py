@@ -45,7 +45,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, lively_model: PreTraine
 
 
 @pytest.fixture
-def new_engine(checkpoint: Path) -> Callable[..., SlotRolloutEngine]:
+def dtype() -> str:
+    """What engines sample in; a test that is parametrized by it overrides this."""
+    return "float32"
+
+
+@pytest.fixture
+def new_engine(checkpoint: Path, dtype: str) -> Callable[..., SlotRolloutEngine]:
     def build(
         *,
         num_slots: int = 16,
@@ -62,6 +68,7 @@ def new_engine(checkpoint: Path) -> Callable[..., SlotRolloutEngine]:
             max_new_tokens=max_new_tokens,
             max_prompt_tokens=24,
             order=order,
+            dtype=dtype,
         )
         return SlotRolloutEngine(
             ModelConfig(path=str(checkpoint)),

@@ -38,6 +38,7 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlmux.engines.rollout.batch_probe.is_exact_by_shape", {})
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_slots", [1, 3, 16])
 @pytest.mark.parametrize("is_single_turn", [True, False])
 def test_the_engine_is_exact_on_this_machine(new_engine: NewEngine, num_slots: int, is_single_turn: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
@@ -81,6 +82,7 @@ class TwoEngines:
         engine.continue_from([partial for i, partial in enumerate(partials) if i % number])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(
     max_examples=examples(40),
     deadline=None,

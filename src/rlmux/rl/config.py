@@ -392,7 +392,7 @@ class RolloutConfig(FromFile):
     expected to be longest (`longest`), by the answers that its prompt had in this step and when it was last asked.
     Devices get prompts by that, too. Never changes the results."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What an engine of others samples in; our own engine in float32 only."""
+    """What sampling computes in: weights, keys and values; logits and log-probabilities stay float32."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
     tail_batching: TailBatchingConfig | None = None
@@ -407,8 +407,6 @@ class RolloutConfig(FromFile):
             raise MisfitError(modes[0], "does not go with an engine of others; accepted: our own engine")
         if len(modes) > 1:
             raise MisfitError("interruptible", "does not go with tail_batching; accepted: one of them")
-        if self.dtype != "float32" and self.engine.name == "rlmux":
-            raise MisfitError("dtype", "accepted: float32; bfloat16 goes with an engine of others")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,8 +66,10 @@ def files(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[Pa
     return [lively_adapter(folder, checkpoint, adapter, seed) for seed, adapter in enumerate(MIXED)]
 
 
-def engine_for(checkpoint: Path, adapter: AdapterConfig | None, num_slots: int = 16) -> SlotRolloutEngine:
-    rollout = RolloutConfig(num_slots=num_slots, max_new_tokens=40, max_prompt_tokens=24)
+def engine_for(
+    checkpoint: Path, adapter: AdapterConfig | None, num_slots: int = 16, dtype: Any = "float32"
+) -> SlotRolloutEngine:
+    rollout = RolloutConfig(num_slots=num_slots, max_new_tokens=40, max_prompt_tokens=24, dtype=dtype)
     return SlotRolloutEngine(ModelConfig(path=str(checkpoint)), rollout, vocab_size=VOCAB_SIZE, seed=0, adapter=adapter)
 
 
@@ -258,6 +261,7 @@ def test_files_of_another_adapter_and_names_that_are_not_served_are_refused(chec
         engine.load_weights(files[2], 1, adapter="base")
 
 
-def test_the_probe_finds_an_engine_with_an_adapter_exact_on_this_machine(checkpoint):
-    report = probe_rollout(engine_for(checkpoint, MIXED[1], num_slots=8))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_probe_finds_an_engine_with_an_adapter_exact_on_this_machine(checkpoint, dtype):
+    report = probe_rollout(engine_for(checkpoint, MIXED[1], num_slots=8, dtype=dtype))
     assert all(check.is_equal for check in report.checks if check.name != "recomputation")

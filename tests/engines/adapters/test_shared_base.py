@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,14 +54,16 @@ def test_a_switch_of_tenants_moves_the_adapter_and_leaves_the_base_where_it_is(t
         assert engine.resident_bytes() == 0
         engine.load()
     assert shared.weights_sha256() == own.weights_sha256()
-    rollouts = rollout_engine(5, tmp_path), rollout_engine(5, None)
-    assert rollouts[1].resident_bytes() > 2 * rollouts[0].resident_bytes()
+    for dtype in ("float32", "bfloat16"):
+        rollouts = rollout_engine(5, tmp_path, dtype), rollout_engine(5, None, dtype)
+        assert rollouts[1].resident_bytes() > 2 * rollouts[0].resident_bytes()
+        assert torch.equal(rollouts[0]._weights.flat, rollouts[1]._weights.flat)
 
 
 def config(seed: int, base_seed: int) -> TrainingConfig:
     return TrainingConfig(name="p", seed=seed, model=ModelConfig(seed=base_seed), adapter=ADAPTER)
 
 
-def rollout_engine(seed: int, bases: Path | None) -> SlotRolloutEngine:
-    rollout = RolloutConfig(num_slots=4, max_new_tokens=8, max_prompt_tokens=8)
+def rollout_engine(seed: int, bases: Path | None, dtype: Any = "float32") -> SlotRolloutEngine:
+    rollout = RolloutConfig(num_slots=4, max_new_tokens=8, max_prompt_tokens=8, dtype=dtype)
     return SlotRolloutEngine(ModelConfig(), rollout, vocab_size=VOCAB_SIZE, seed=seed, adapter=ADAPTER, bases=bases)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,13 +83,14 @@ def test_a_size_of_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert layer()._exact_sizes()[-1] == experts._SIZES[-1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2", "mistral"])
-def test_the_engine_is_exact_with_every_block_that_it_computes(architecture: str, tmp_path: Path) -> None:
+def test_the_engine_is_exact_with_every_block_that_it_computes(architecture: str, dtype: Any, tmp_path: Path) -> None:
     model = MOE if architecture == "qwen3_moe" else ModelConfig(architecture=architecture)  # type: ignore[arg-type]
     make_lively(build_model(model, VOCAB_SIZE, 0)).save_pretrained(tmp_path)
     engine = SlotRolloutEngine(
         ModelConfig(path=str(tmp_path)),
-        RolloutConfig(num_slots=16, max_new_tokens=16, max_prompt_tokens=16),
+        RolloutConfig(num_slots=16, max_new_tokens=16, max_prompt_tokens=16, dtype=dtype),
         vocab_size=VOCAB_SIZE,
         seed=0,
     )
@@ -95,20 +98,24 @@ def test_the_engine_is_exact_with_every_block_that_it_computes(architecture: str
 
 
 def test_engine_and_trainer_of_a_mixture_agree_and_its_gap_is_shown(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     loop = Loop(replace(config(), model=MOE), tmp_path)
     loop.run(2)
     assert 0.0 < loop.metrics["logprob_gap"] < 1e-3
     assert loop.trainer._least_bound == 1.0  # near ties are picked otherwise
 
 
-def test_a_bfloat16_trainer_publishes_what_it_computes_with(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    loop = Loop(replace(config(), train=TrainConfig(dtype="bfloat16")), tmp_path)
+@pytest.mark.parametrize(
+    ("of_training", "of_rollout"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
+)
+def test_engine_and_trainer_agree_within_the_rounding_of_bfloat16(
+    of_training: Any, of_rollout: Any, tmp_path: Path
+) -> None:
+    given = config()
+    rounded = replace(given, train=TrainConfig(dtype=of_training), rollout=replace(given.rollout, dtype=of_rollout))
+    loop = Loop(rounded, tmp_path)
     loop.run(2)
     assert 1e-6 < loop.metrics["logprob_gap"] < 0.2
+    assert loop.trainer._least_bound == 1.0
 
 
 def test_the_hubs_names_are_those_that_transformers_saves(tmp_path):

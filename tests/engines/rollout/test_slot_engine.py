@@ -28,6 +28,10 @@ NewEngine = Callable[..., SlotRolloutEngine]
 NewRequests = Callable[..., list[TrajectoryRequest]]
 Drain = Callable[..., list[FinishedTurn]]
 
+LOGPROB_ERROR = {"float32": 1e-4, "bfloat16": 0.2}
+"""Nats by which log-probs may differ from a float32 forward."""
+IN_EITHER_DTYPE = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
 
 @pytest.fixture
 def requests(new_requests: NewRequests) -> list[TrajectoryRequest]:
@@ -60,8 +64,10 @@ def test_answers_vary_in_length_and_reason(expected: list[FinishedTurn]) -> None
     assert all(len(turn.tokens) == len(turn.logprobs) == len(turn.versions) for turn in expected)
 
 
+@IN_EITHER_DTYPE
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_equal_a_full_forward(
+    dtype: str,
     temperature: float,
     lively_model: PreTrainedModel,
     new_engine: NewEngine,
@@ -72,9 +78,10 @@ def test_logprobs_equal_a_full_forward(
     engine.submit(requests)
     for request, turn in zip(requests, drain(engine), strict=True):
         reference = full_forward_logprobs(lively_model, request.prompt_tokens, turn.tokens, temperature)
-        assert (reference - torch.tensor(turn.logprobs, dtype=torch.float64)).abs().max() < 1e-4
+        assert (reference - torch.tensor(turn.logprobs, dtype=torch.float64)).abs().max() < LOGPROB_ERROR[dtype]
 
 
+@IN_EITHER_DTYPE
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_order_of_submission_changes_nothing(
     seed: int,
@@ -88,6 +95,7 @@ def test_the_order_of_submission_changes_nothing(
     assert drain(engine) == expected
 
 
+@IN_EITHER_DTYPE
 @pytest.mark.parametrize("chunk_steps", [1, 3, 7])
 def test_chunk_boundaries_change_nothing(
     chunk_steps: int,
@@ -101,6 +109,7 @@ def test_chunk_boundaries_change_nothing(
     assert drain(engine, chunk_steps=chunk_steps) == expected
 
 
+@IN_EITHER_DTYPE
 def test_companions_change_nothing(
     new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
 ) -> None:
@@ -110,6 +119,7 @@ def test_companions_change_nothing(
         assert drain(engine) == [turn]
 
 
+@IN_EITHER_DTYPE
 def test_requests_that_come_later_change_nothing(
     new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
 ) -> None:
@@ -121,7 +131,9 @@ def test_requests_that_come_later_change_nothing(
     assert sorted(finished + drain(engine), key=lambda turn: turn.id) == expected
 
 
+@IN_EITHER_DTYPE
 def test_offloading_in_the_middle_changes_nothing_and_frees_everything(
+    dtype: str,
     lively_model: PreTrainedModel,
     new_engine: NewEngine,
     requests: list[TrajectoryRequest],
@@ -130,8 +142,8 @@ def test_offloading_in_the_middle_changes_nothing_and_frees_everything(
 ) -> None:
     engine = new_engine()
     held = engine.resident_bytes()
-    weights = DecoderWeights(DecoderShape.of(lively_model), torch.device("cpu"))
-    cache = KvCache(weights.shape, num_slots=16, max_len=80, device=torch.device("cpu"))
+    weights = DecoderWeights(DecoderShape.of(lively_model), torch.device("cpu"), getattr(torch, dtype))
+    cache = KvCache(weights.shape, num_slots=16, max_len=80, device=torch.device("cpu"), dtype=weights.flat.dtype)
     assert held > cache.keys.nbytes + cache.values.nbytes + weights.flat.nbytes
     engine.submit(requests)
     finished = list(engine.run_chunk(max_decode_steps=6, max_seconds=60.0).finished)
@@ -146,6 +158,7 @@ def test_offloading_in_the_middle_changes_nothing_and_frees_everything(
     assert sorted(finished + drain(engine), key=lambda turn: turn.id) == expected
 
 
+@IN_EITHER_DTYPE
 def test_migration_with_kv_changes_nothing(
     new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
 ) -> None:
@@ -178,6 +191,7 @@ def test_migration_without_kv_moves_logprobs_by_rounding_only(
     assert worst < 5e-5
 
 
+@IN_EITHER_DTYPE
 def test_where_no_smaller_batch_is_exact_the_full_one_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     new_engine: NewEngine,
@@ -335,8 +349,10 @@ def weight_file(model: PreTrainedModel, path: Path, scale: float) -> Path:
     return path
 
 
+@IN_EITHER_DTYPE
 @pytest.mark.parametrize(("is_offloaded", "is_spilled"), [(False, False), (True, False), (True, True)])
 def test_new_weights_are_used_and_named_in_the_versions(
+    dtype: str,
     is_offloaded: bool,
     is_spilled: bool,
     tmp_path: Path,
@@ -360,7 +376,7 @@ def test_new_weights_are_used_and_named_in_the_versions(
     halved = build_model(ModelConfig(), 41, 0)
     halved.load_state_dict({k: v * 0.5 for k, v in lively_model.state_dict().items()})
     reference = full_forward_logprobs(halved, requests[0].prompt_tokens, finished[0].tokens)
-    assert (reference - torch.tensor(finished[0].logprobs, dtype=torch.float64)).abs().max() < 1e-4
+    assert (reference - torch.tensor(finished[0].logprobs, dtype=torch.float64)).abs().max() < LOGPROB_ERROR[dtype]
 
 
 def test_a_sync_pipeline_refuses_weights_in_the_middle_of_a_trajectory(
@@ -505,6 +521,7 @@ def test_a_parked_trajectory_yields_its_slot_to_those_that_wait_for_one(
     assert engine.run_chunk(max_decode_steps=1, max_seconds=60.0).num_waiting_for_env == len(parked) - 2
 
 
+@IN_EITHER_DTYPE
 @pytest.mark.parametrize("num_slots", [1, 3, 4])
 def test_turns_are_the_same_where_parked_trajectories_yield_their_slots(
     num_slots: int, new_engine: NewEngine, new_requests: NewRequests
@@ -520,6 +537,7 @@ def test_turns_are_the_same_where_parked_trajectories_yield_their_slots(
     assert play(crowded, num_replies=3) == expected
 
 
+@IN_EITHER_DTYPE
 def test_parked_trajectories_survive_offload_and_migration(new_engine: NewEngine, new_requests: NewRequests) -> None:
     requests = new_requests(8, stop_tokens=(5, 6, 7))
     calm, first, second = (new_engine(is_single_turn=False) for _ in range(3))
@@ -651,7 +669,8 @@ def test_a_stop_text_ends_a_turn_with_the_token_that_completes_it(checkpoint, ne
         engine.submit([replace(plain[0], stop_texts=("",))])
 
 
-def test_a_prompts_scores_are_the_log_probs_that_sampling_it_would_report(new_engine, new_requests, drain):
+@IN_EITHER_DTYPE
+def test_a_prompts_scores_are_the_log_probs_that_sampling_it_would_report(dtype, new_engine, new_requests, drain):
     engine = new_engine()
     request = replace(new_requests(1)[0], max_new_tokens=20, stop_tokens=())
     engine.submit([request])
@@ -659,5 +678,5 @@ def test_a_prompts_scores_are_the_log_probs_that_sampling_it_would_report(new_en
     prompt = (*request.prompt_tokens, *turn.tokens)[:24]
     num_sampled = len(prompt) - len(request.prompt_tokens)
     scores = engine.score(prompt, num_sampled)
-    assert scores == pytest.approx(list(turn.logprobs[:num_sampled]), abs=2e-6)
+    assert scores == pytest.approx(list(turn.logprobs[:num_sampled]), abs=2e-6 if dtype == "float32" else 0.2)
     assert len(engine.score(prompt, len(prompt) - 1)) == len(prompt) - 1

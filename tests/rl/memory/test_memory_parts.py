@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,8 +135,9 @@ def test_partial_gradient_sums_are_as_many_as_the_tree_holds_at_most(num_leaves:
     assert train_parts(given)["gradient sums"] == most * weights_bytes(given)
 
 
-def test_a_rollout_engines_tensors_are_counted_exactly() -> None:
-    given = config()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rollout_engines_tensors_are_counted_exactly(dtype: Any) -> None:
+    given = config(rollout=RolloutConfig(max_prompt_tokens=16, max_new_tokens=40, num_slots=8, dtype=dtype))
     engine = SlotRolloutEngine(given.model, given.rollout, vocab_size=VOCAB_SIZE, seed=0)
     parts = rollout_parts(given)
     resident = sum(parts[name] for name in ("weights", "KV cache", "slots", "tables"))
@@ -214,3 +216,6 @@ def test_pipelines_of_one_base_have_it_once():
     found = bases_of([whole, *tenants, other])
     assert [names for _, names in found.values()] == [["a", "b"], ["other"]]
     assert {num_bytes for num_bytes, _ in found.values()} == {base_bytes(whole.model)}
+    rounded = replace(tenants[1], rollout=RolloutConfig(dtype="bfloat16"))
+    ((both, _),) = bases_of([tenants[0], rounded]).values()
+    assert both == base_bytes(whole.model, ("float32", "bfloat16")) < 1.5 * base_bytes(whole.model)

@@ -41,7 +41,7 @@ class AdapterWeights:
 
     def __init__(self, shape: DecoderShape, adapter: AdapterConfig, device: torch.device, gains: Tensor) -> None:
         """All zero until `refresh`. `gains` [2 * layers + 1, hidden]: of the two norms of each block and of the last
-        one, in host memory."""
+        one, in host memory; their dtype is the adapter's, too."""
         self.shape = shape
         self.adapter = adapter
         self._gains = gains
@@ -50,7 +50,8 @@ class AdapterWeights:
             for name, targets in TARGETS_BY_PROJECTION.items()
         }
         sizes = [size for index in range(shape.num_layers + 1) for size in self._sizes(index).values()]
-        self.flat = torch.zeros(sum((num_in + num_out) * inner for num_in, inner, num_out in sizes), device=device)
+        size = sum((num_in + num_out) * inner for num_in, inner, num_out in sizes)
+        self.flat = torch.zeros(size, dtype=gains.dtype, device=device)
         self.layers = list(self._views())
 
     def on_host(self) -> AdapterWeights:

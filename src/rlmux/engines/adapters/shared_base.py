@@ -1,7 +1,7 @@
 """The frozen base of adapters, once in a machine's memory: a file in shared memory that every tenant's worker maps.
 
     first worker     build_model ─▶ NAME.safetensors        as training reads it     ─┐
-                     fuse        ─▶ NAME-fused.safetensors  as rollouts read it      ─┤ written once, under a lock
+                     fuse        ─▶ NAME-DTYPE.safetensors  as rollouts read it      ─┤ written once, under a lock
     every worker     a model without memory (`meta`) ─▶ its parameters are views of the mapped file
 
 NAME is a hash of what decides the base: the keys of `model` with its seed, or the folder's files with sizes and times.
@@ -80,17 +80,20 @@ class SharedBase:
         model.tie_weights()
         return model
 
-    def fused(self) -> tuple[PreTrainedModel, DecoderWeights]:
+    def fused(self, dtype: torch.dtype) -> tuple[PreTrainedModel, DecoderWeights]:
         """A model without weights, and the fused weights as views of the mapped file."""
-        model = self.skeleton()
-        shape = DecoderShape.of(model)
-        flat = self._map(f"{self.name}-fused.safetensors", self._fused)["flat"]
-        return model, DecoderWeights(shape, torch.device("cpu"), flat)
+        model, cpu = self.skeleton(), torch.device("cpu")
 
-    def fused_alone(self, device: torch.device) -> tuple[PreTrainedModel, DecoderWeights]:
+        def fuse() -> Mapping[str, Tensor]:
+            return {"flat": self.fused_alone(cpu, dtype)[1].flat}
+
+        flat = self._map(f"{self.name}-{str(dtype).removeprefix('torch.')}.safetensors", fuse)["flat"]
+        return model, DecoderWeights(DecoderShape.of(model), cpu, flat=flat)
+
+    def fused_alone(self, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, DecoderWeights]:
         """The model, and fused weights of this worker's own on its device."""
         model = build_model(self.model, self.vocab_size, self.seed)
-        weights = DecoderWeights(DecoderShape.of(model), device)
+        weights = DecoderWeights(DecoderShape.of(model), device, dtype)
         weights.refresh(model.state_dict())
         return model, weights
 
@@ -111,9 +114,6 @@ class SharedBase:
 
     def _parameters(self) -> Mapping[str, Tensor]:
         return dict(build_model(self.model, self.vocab_size, self.seed).named_parameters())
-
-    def _fused(self) -> Mapping[str, Tensor]:
-        return {"flat": self.fused_alone(torch.device("cpu"))[1].flat}
 
     def _map(self, file: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of a file, created by the first caller."""

@@ -11,6 +11,9 @@ The rotation and the gain of the per-head norms are the only per-token factors l
 
 Invariant: a row's numbers depend on that row alone. Every op here works on rows, and which widths and windows
 keep even the rounding is measured by `batch_probe`.
+
+Weights, cache and hidden states have one dtype. In bfloat16 the norms and the rotation are computed in float32 and
+rounded; logits are float32 in either.
 """
 
 from __future__ import annotations
@@ -60,11 +63,18 @@ class DecoderWeights:
     what reading the file takes.
     """
 
-    def __init__(self, shape: DecoderShape, device: torch.device, flat: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        flat: Tensor | None = None,
+    ) -> None:
         """`flat`: the buffer, where it is there already; else one of zeros is made."""
         self.shape = shape
         size = sum(math.prod(size) for size in weight_sizes(shape))
-        self.flat = torch.zeros(size, device=device) if flat is None else flat
+        self.flat = torch.zeros(size, dtype=dtype, device=device) if flat is None else flat
         views = views_of(self.flat, shape)
         self.embedding = next(views)
         self.head = next(views)
@@ -82,7 +92,7 @@ class DecoderWeights:
 
     def on_host(self) -> DecoderWeights:
         """Weights of the same shape in host memory, all zero."""
-        return DecoderWeights(self.shape, torch.device("cpu"))
+        return DecoderWeights(self.shape, torch.device("cpu"), self.flat.dtype)
 
     def refresh(self, tensors: Mapping[str, Tensor]) -> None:
         """Take weights under their Hugging Face names; all are checked before any changes."""
@@ -131,12 +141,19 @@ class KvCache:
     A slot's entries at and beyond its position are stale or zero, never read, and always finite.
     """
 
-    def __init__(self, shape: DecoderShape, num_slots: int, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        num_slots: int,
+        max_len: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         heads, dim = shape.num_kv_heads, shape.head_dim
         self.num_slots = num_slots
         self.max_len = max_len
-        self.keys = torch.zeros(shape.num_layers, num_slots, heads, dim, max_len, device=device)
-        self.values = torch.zeros(shape.num_layers, num_slots, heads, max_len, dim, device=device)
+        self.keys = torch.zeros(shape.num_layers, num_slots, heads, dim, max_len, dtype=dtype, device=device)
+        self.values = torch.zeros(shape.num_layers, num_slots, heads, max_len, dim, dtype=dtype, device=device)
 
     def read(self, slot: int, num_tokens: int) -> Tensor:
         """A copy of a slot's context: [layers, 2, kv_heads, num_tokens, head_dim]."""
@@ -158,13 +175,17 @@ class KvCache:
 class PositionTables:
     """What depends on a token's position alone: its rotation and which keys it may see."""
 
-    def __init__(self, model: PreTrainedModel, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_len: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`dtype`: of the scores that a mask is added to."""
         rotary = model.model.rotary_emb
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None, :]
         scale = torch.full_like(angles, float(rotary.attention_scaling))
         self.rotations = torch.polar(scale, angles).to(device)
         """[max_len, head_dim / 2], complex."""
-        steps = torch.zeros(2 * max_len, device=device)
+        self._dtype = dtype
+        steps = torch.zeros(2 * max_len, dtype=dtype, device=device)
         steps[max_len:] = -math.inf
         self.masks = steps.unfold(0, max_len, 1)[:-1].flip(0).contiguous() if max_len <= _MAX_MASK_TABLE else None
         """[max_len, max_len]: row p is 0 up to column p and -inf beyond; computed per step where big."""
@@ -175,7 +196,7 @@ class PositionTables:
         if self.masks is not None:
             return self.masks[:, :window].index_select(0, positions).unsqueeze(1)
         hidden = self.columns[:window] > positions[:, None, None]
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
     def tensors(self) -> list[Tensor]:
         """All tables, for an offload."""
@@ -192,7 +213,7 @@ class DecodePlan:
     def __init__(
         self, weights: DecoderWeights, cache: KvCache, tables: PositionTables, width: int, window: int
     ) -> None:
-        shape, device = weights.shape, cache.keys.device
+        shape, device, dtype = weights.shape, cache.keys.device, cache.keys.dtype
         rows, dim = width * shape.num_kv_heads, shape.head_dim
         self.width = width
         self.window = window
@@ -217,15 +238,15 @@ class DecodePlan:
             )
             for index, layer in enumerate(weights.layers)
         ]
-        self._hidden = torch.empty(width, shape.hidden_size, device=device)
-        self._projected = torch.empty(width, shape.qkv_size, device=device)
+        self._hidden = torch.empty(width, shape.hidden_size, dtype=dtype, device=device)
+        self._projected = torch.empty(width, shape.qkv_size, dtype=dtype, device=device)
         heads = self._projected.view(rows, shape.heads_per_group, dim)
         self._queries, self._new_keys, self._new_values = heads[:, :-2], heads[:, -2], heads[:, -1]
         self._rotating = _Rotating(heads[:, :-1], shape.has_head_norms)
-        self._scores = torch.empty(rows, shape.group_size, window, device=device)
-        self._mixed = torch.empty(rows, shape.group_size, dim, device=device)
+        self._scores = torch.empty(rows, shape.group_size, window, dtype=dtype, device=device)
+        self._mixed = torch.empty(rows, shape.group_size, dim, dtype=dtype, device=device)
         self._mixed_by_slot = self._mixed.view(width, -1)
-        self._gate_up = torch.empty(width, 2 * shape.intermediate_size, device=device)
+        self._gate_up = torch.empty(width, 2 * shape.intermediate_size, dtype=dtype, device=device)
         self._gate, self._up = self._gate_up.chunk(2, dim=1)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -353,19 +374,20 @@ def _run_layers(
 
 
 def _logits(normed: Tensor, weights: DecoderWeights, adapters: RowAdapters) -> Tensor:
-    """[rows, vocab] of the last norm's output [rows, hidden]."""
-    logits = row_product(normed, weights.head)
+    """[rows, vocab] of the last norm's output [rows, hidden], float32."""
+    logits = row_product(normed, weights.head).float()
     adapters.add_to_logits(normed, logits)
     return logits
 
 
 def _normed(hidden: Tensor, epsilon: Tensor) -> Tensor:
     """RMS norm over the last axis, without a gain."""
-    return hidden * _inverse_rms(hidden, epsilon)
+    return (hidden * _inverse_rms(hidden, epsilon)).to(hidden.dtype)
 
 
 def _inverse_rms(hidden: Tensor, epsilon: Tensor) -> Tensor:
-    length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    """float32."""
+    length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
     return torch.addcmul(epsilon, length, length, value=1.0 / hidden.shape[-1]).rsqrt_()
 
 
@@ -374,13 +396,18 @@ class _Rotating:
 
     def __init__(self, heads: Tensor, is_normed: bool) -> None:
         self._heads = heads
-        self._pairs = torch.view_as_complex(torch.unflatten(heads, -1, (-1, 2)))
+        self._computed = heads.float()  # the same tensor, or scratch: complex numbers have no bfloat16
+        self._pairs = torch.view_as_complex(torch.unflatten(self._computed, -1, (-1, 2)))
         self._is_normed = is_normed
 
     def apply(self, gain: Tensor, rotations: Tensor, epsilon: Tensor) -> None:
+        if self._computed is not self._heads:
+            self._computed.copy_(self._heads)
         if self._is_normed:
-            self._heads.mul_(_inverse_rms(self._heads, epsilon)).mul_(gain)
+            self._computed.mul_(_inverse_rms(self._computed, epsilon)).mul_(gain)
         self._pairs.mul_(rotations)
+        if self._computed is not self._heads:
+            self._heads.copy_(self._computed)
 
 
 def _layer_weights(views: Iterator[Tensor], shape: DecoderShape) -> LayerWeights:

@@ -105,6 +105,7 @@ class BatchProbe:
             self._num_slots,
             self._max_len,
             str(self._weights.flat.device),
+            self._weights.flat.dtype,
             torch.get_num_threads(),
             tuple((one.rank, one.targets) for one in self._adapters),
             *shape,
@@ -143,7 +144,7 @@ class BatchProbe:
         """The cache of random sequences. They are windows of one random series, one number apart: each is another, and
         no more than the cache itself takes memory."""
         shape = self._weights.shape
-        cache = KvCache(shape, len(sequences), self._max_len, self._weights.flat.device)
+        cache = KvCache(shape, len(sequences), self._max_len, self._weights.flat.device, self._weights.flat.dtype)
         size = 2 * shape.num_kv_heads * self._max_len * shape.head_dim
         series = torch.randn(shape.num_layers * size + self._num_slots, generator=torch.Generator().manual_seed(0))
         for layer in range(shape.num_layers):
@@ -185,7 +186,7 @@ def pad_rows(tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def _is_bit_equal(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.int32), right.contiguous().view(torch.int32))
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def _row_hashes(rows: Tensor) -> list[bytes]:

@@ -20,7 +20,7 @@ active sequences move to the lowest slots and a smaller batch is decoded, if `ba
 Invariant: a trajectory's tokens and log-probs are a function of its request and the weights. Not of its slot,
 its companions (those of other adapters among them), the order of admission, where chunks end, pauses, offloads,
 or a migration that carries its KV. A migration without KV recomputes it in one prefill, which rounds differently
-(a few 1e-6 in a log-prob).
+(a few 1e-6 in a log-prob, some 1e-2 in bfloat16).
 Log-probs are those of the distribution sampled from, at the configured temperature.
 """
 
@@ -107,9 +107,10 @@ class SlotRolloutEngine:
         self._steps_at_once = steps_at_once or _STEPS_AT_ONCE.get(self._device.type, 1)
         self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
         base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
-        model, self._weights = base.fused() if self._is_base_shared else base.fused_alone(self._device)
+        dtype: torch.dtype = getattr(torch, rollout.dtype)
+        model, self._weights = base.fused(dtype) if self._is_base_shared else base.fused_alone(self._device, dtype)
         check_window(model, longest)
-        self._tables = PositionTables(model, max_len, self._device)
+        self._tables = PositionTables(model, max_len, self._device, dtype)
         del model
         release_storage(self._device)  # the slots need its memory
         self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts

@@ -40,7 +40,7 @@ class SlotTable:
     ) -> None:
         """`rollout`: with the temperature of requests that name none. `vocabulary`: decodes where stop texts are."""
         num_slots = rollout.num_slots
-        self.cache = KvCache(shape, num_slots, max_len, device)
+        self.cache = KvCache(shape, num_slots, max_len, device, getattr(torch, rollout.dtype))
         self._buffers = SlotBuffers(num_slots, max_len, device)
         self._device = device
         self._temperature = rollout.temperature

@@ -9,9 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlmux.rl.config import ModelConfig, TrainingConfig
-from rlmux.rl.memory.model_shape import shape_of
-
-_FLOAT_BYTES = 4
+from rlmux.rl.memory.model_shape import BYTES, shape_of
 
 
 def base_name(model: ModelConfig, seed: int) -> str:
@@ -23,18 +21,20 @@ def base_name(model: ModelConfig, seed: int) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def base_bytes(model: ModelConfig) -> float:
-    """Bytes of a base in shared memory: once as training reads it, once as rollouts read it."""
+def base_bytes(model: ModelConfig, rollout_dtypes: Iterable[str] = ("float32",)) -> float:
+    """Bytes of a base in shared memory: once as training reads it, once in each dtype as rollouts read it."""
     shape = shape_of(model)
     fused = shape.num_layers * shape.layer_matrices + 2 * shape.embedding
-    return float(shape.num_parameters + fused) * _FLOAT_BYTES
+    return float(shape.num_parameters * BYTES["float32"] + fused * sum(BYTES[dtype] for dtype in rollout_dtypes))
 
 
 def bases_of(configs: Iterable[TrainingConfig]) -> dict[str, tuple[float, list[str]]]:
     """(bytes, names of its pipelines) of each base that adapters stand on, by its name; each is counted once."""
-    found: dict[str, tuple[float, list[str]]] = {}
+    tenants: dict[str, list[TrainingConfig]] = {}
     for config in configs:
         if config.adapter is not None:
-            name = base_name(config.model, config.model_seed)
-            found.setdefault(name, (base_bytes(config.model), []))[1].append(config.name)
-    return found
+            tenants.setdefault(base_name(config.model, config.model_seed), []).append(config)
+    return {
+        name: (base_bytes(own[0].model, {one.rollout.dtype for one in own}), [one.name for one in own])
+        for name, own in tenants.items()
+    }

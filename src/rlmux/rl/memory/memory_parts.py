@@ -14,7 +14,8 @@
                          a probe                                       KV of two layers
 
 float32, and with `train.dtype: bfloat16` all that training computes with: working weights, gradients, reference and
-activations, beside float32 weights and moments. Activations are those that autograd keeps in transformers' Qwen, Llama
+activations, beside float32 weights and moments; with `rollout.dtype: bfloat16` all of a rollout worker but its logits.
+Activations are those that autograd keeps in transformers' Qwen, Llama
 and Mistral; of a layer that is checkpointed, its input. They are counted for the longest sequences that the config
 allows.
 """
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.memory.model_shape import ModelShape, adapter_parameters, shape_of
+from rlmux.rl.memory.model_shape import BYTES, ModelShape, adapter_parameters, shape_of
 
 Parts = dict[str, float]
 """Bytes by the name of a part."""
@@ -140,7 +141,7 @@ def _master_bytes(config: TrainingConfig) -> float:
 
 def _compute_bytes(config: TrainingConfig) -> int:
     """Bytes of a number that training computes with."""
-    return FLOAT_BYTES if config.train.dtype == "float32" else 2
+    return BYTES[config.train.dtype]
 
 
 def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool) -> list[Parts]:
@@ -245,15 +246,17 @@ def rollout_parts(config: TrainingConfig, *, has_base: bool = True) -> Parts:
     """A rollout worker's device bytes at its peak. `has_base`: as in `train_parts`."""
     shape = shape_of(config.model)
     rollout = config.rollout
+    size_of = BYTES[rollout.dtype]
     max_len = _up_to(rollout.max_prompt_tokens + rollout.max_new_tokens + 1, PREFILL_BUCKET)
-    fused = (shape.num_layers * shape.layer_matrices + 2 * shape.embedding) * FLOAT_BYTES
-    tables = 8 * max_len * (shape.head_dim // 2 + 1) + (max_len**2 * FLOAT_BYTES if max_len <= MAX_MASK_TABLE else 0)
+    fused = float(shape.num_layers * shape.layer_matrices + 2 * shape.embedding) * size_of
+    tables = 8 * max_len * (shape.head_dim // 2 + 1) + (max_len**2 * size_of if max_len <= MAX_MASK_TABLE else 0)
     weights: Parts = {"weights": fused}
     if config.adapter is not None:
-        weights = {"weights": weights_bytes(config), **({"base": fused} if has_base else {})}
+        own = adapter_parameters(shape, config.adapter) * size_of
+        weights = {"weights": own, **({"base": fused} if has_base else {})}
     resident = {
         **weights,
-        "KV cache": rollout.num_slots * max_len * _kv_of_token(shape),
+        "KV cache": rollout.num_slots * max_len * _kv_of_token(shape, size_of),
         "slots": rollout.num_slots * max_len * 20.0,
         "tables": tables,
     }
@@ -263,18 +266,19 @@ def rollout_parts(config: TrainingConfig, *, has_base: bool = True) -> Parts:
 
 def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) -> list[Parts]:
     rollout = config.rollout
-    num_slots = rollout.num_slots
+    num_slots, size_of = rollout.num_slots, BYTES[rollout.dtype]
+    kv_of_token = _kv_of_token(shape, size_of)
     # Logits, log-probs and probabilities in float32, the cumulative sum in float64.
     logits = num_slots * shape.vocab_size * (3 * FLOAT_BYTES + 8)
     hidden = shape.hidden_size + shape.query_size + 2 * shape.kv_size + 3 * _mlp_width(shape)
-    scratch = num_slots * (hidden + shape.num_heads * max_len) * FLOAT_BYTES
+    scratch = num_slots * (hidden + shape.num_heads * max_len) * size_of
     num_probed = min(NUM_PROBED_LAYERS, shape.num_layers)
-    probed = num_slots * max_len * _kv_of_token(shape) * num_probed / shape.num_layers
+    probed = num_slots * max_len * kv_of_token * num_probed / shape.num_layers
     prompt = _up_to(rollout.max_prompt_tokens, PREFILL_BUCKET)
     num_prompts = min(num_slots, config.algorithm.prompts_per_step)
     num_rows = min(num_prompts, max(1, MAX_PREFILL_TOKENS // prompt))
-    prefilled = num_prompts * prompt * _kv_of_token(shape)
-    stacked = num_rows * prompt * (_kv_of_token(shape) + hidden * FLOAT_BYTES)
+    prefilled = num_prompts * prompt * kv_of_token
+    stacked = num_rows * prompt * (kv_of_token + hidden * size_of)
     return [
         {"weights being loaded": _loading_bytes(config, shape), "decode scratch": scratch, "logits": logits},
         {"prefilled KV": prefilled, "prefill scratch": stacked},
@@ -290,9 +294,9 @@ def _loading_bytes(config: TrainingConfig, shape: ModelShape) -> float:
     return (shape.num_parameters + largest) * FLOAT_BYTES + rounded
 
 
-def _kv_of_token(shape: ModelShape) -> float:
-    """Bytes of keys and values of one token in all layers."""
-    return 2 * shape.num_layers * shape.kv_size * FLOAT_BYTES
+def _kv_of_token(shape: ModelShape, size_of: int) -> float:
+    """Bytes of keys and values of one token in all layers; `size_of`: bytes of a number."""
+    return 2 * shape.num_layers * shape.kv_size * size_of
 
 
 def _up_to(number: int, multiple: int) -> int:

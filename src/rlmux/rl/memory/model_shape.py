@@ -12,6 +12,8 @@ from rlmux.core.errors import UserError
 from rlmux.rl.config import AdapterConfig, ModelConfig
 from rlmux.rl.vocabulary import CharVocabulary
 
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by the file's name of its dtype."""
 _WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 
