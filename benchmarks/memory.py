@@ -1,6 +1,6 @@
 """What a pipeline's workers really hold at most, beside what is added up before it is placed.
 
-    python benchmarks/memory.py [--shapes weights,logits,...] [--json] [--device cuda]
+    python benchmarks/memory.py [--shapes weights,logits,...] [--workers rollout] [--json] [--device cuda]
 
 weights       wide layers, short answers            parameters, moments, the tree of gradient sums, the checkpoint
 activations   many layers, long answers             what autograd keeps
@@ -8,6 +8,9 @@ logits        a checkpoint with a large vocabulary  logits and the embedding's g
 attention     long answers without flash attention  probabilities of all pairs of tokens
 kv            many slots of long answers            the rollout's cache
 bfloat16      activations, with train.dtype         half of what training computes with, beside float32 weights
+rounded       weights, with rollout.dtype           fused weights and loading in half the bytes
+rounded_kv    kv, with rollout.dtype                half the cache
+folder        logits, with both dtypes              a checkpoint that is fused tensor by tensor
 checkpointing activations, recomputed               each layer's input, and one layer
 chunks        logits, in chunks of 16 MB            one chunk of logits
 experts       a mixture of experts                  all experts' weights, the picked ones' activations
@@ -30,7 +33,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -50,7 +53,11 @@ from rlmux.rl.memory.footprint import has_flash, host_parts
 from rlmux.rl.memory.memory_parts import Parts, rollout_parts, total, train_parts
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId, TrajectoryRequest
 
-SHAPES = ("weights", "activations", "logits", "attention", "kv", "bfloat16", "checkpointing", "chunks", "experts")
+SHAPES = (
+    *("weights", "activations", "logits", "attention", "kv", "bfloat16", "checkpointing", "chunks", "experts"),
+    *("rounded", "rounded_kv", "folder"),
+)
+WORKERS = ("train", "rollout")
 TOLERANCE = 0.15
 LARGE_VOCABULARY = 32_000
 _PEAK_HOST_PARTS = ("checkpoint being written",)
@@ -64,7 +71,7 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
     algorithm = AlgorithmConfig(prompts_per_step=2, group_size=8, micro_batch_size=4, kl_coef=0.01)
     rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, num_slots=16)
     warmup = SftWarmupConfig(num_updates=1, batch_size=4)
-    if name == "weights":
+    if name in ("weights", "rounded"):
         model = ModelConfig(hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, intermediate_size=2304)
     elif name in ("activations", "bfloat16", "checkpointing"):
         model = replace(model, num_layers=8)
@@ -74,18 +81,22 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
         moe: dict[str, Any] = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 256}
         model = replace(model, architecture="qwen3_moe", **moe)
         rollout = replace(rollout, max_new_tokens=224)
-    elif name in ("logits", "chunks"):
+    elif name in ("logits", "chunks", "folder"):
         model = ModelConfig(path=str(_checkpoint(folder, replace(model, num_layers=2))))
-        rollout = replace(rollout, max_new_tokens=224)
+        rollout = replace(rollout, max_new_tokens=24 if name == "folder" else 224)
     elif name == "attention":
         model = replace(model, num_layers=3, num_heads=8, num_kv_heads=2)
         rollout = replace(rollout, max_new_tokens=736)
         algorithm = replace(algorithm, prompts_per_step=1, group_size=4, micro_batch_size=2)
-    elif name == "kv":
+    elif name in ("kv", "rounded_kv"):
         model = replace(model, num_layers=6, num_kv_heads=4)
         rollout = RolloutConfig(max_prompt_tokens=256, max_new_tokens=224, num_slots=64)
+        if name == "rounded_kv":  # cores without bfloat16 decode slowly
+            rollout = replace(rollout, max_prompt_tokens=448, max_new_tokens=32, num_slots=16)
     train = TrainConfig()
-    if name == "bfloat16":
+    if name in ("rounded", "rounded_kv", "folder"):
+        rollout = replace(rollout, dtype="bfloat16")
+    if name in ("bfloat16", "folder"):
         train = TrainConfig(dtype="bfloat16")
     elif name == "checkpointing":
         train = TrainConfig(activation_checkpointing=True)
@@ -112,13 +123,13 @@ def _checkpoint(folder: Path, model: ModelConfig) -> Path:
     return path
 
 
-def measure(name: str, *, device: str = "cpu") -> list[dict[str, Any]]:
+def measure(name: str, *, workers: Sequence[str] = WORKERS, device: str = "cpu") -> list[dict[str, Any]]:
     """The shape's workers: estimated and measured bytes of each."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(name, Path(folder))
         flash = name != "attention" and has_flash(config, is_gpu=device == "cuda")
-        for worker in ("train", "rollout"):
+        for worker in workers:
             parts = estimated_parts(config, worker, flash=flash, device=device)
             measured = _in_process(worker, config, flash, device, Path(folder))
             rows.append(
@@ -138,7 +149,7 @@ def measure(name: str, *, device: str = "cpu") -> list[dict[str, Any]]:
 def estimated_parts(config: TrainingConfig, worker: str, *, flash: bool, device: str) -> Parts:
     """What is counted of what the measured process holds."""
     if worker == "rollout":
-        return rollout_parts(config)
+        return rollout_parts(config, is_gpu=device == "cuda")
     parts = dict(train_parts(config, has_flash=flash))
     if device == "cpu":
         parts |= {part: size for part, size in host_parts(config).items() if part in _PEAK_HOST_PARTS}
@@ -264,6 +275,8 @@ def _longest_batch(config: TrainingConfig, step: int) -> TrainingBatch:
 
 
 def _roll_out(config: TrainingConfig, device: str, folder: Path) -> None:
+    import torch
+
     from rlmux.engines.model.model_io import build_model
     from rlmux.engines.model.weights import write_tensors
     from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
@@ -271,7 +284,9 @@ def _roll_out(config: TrainingConfig, device: str, folder: Path) -> None:
     vocab_size = _vocab_size(config)
     published = folder / f"{config.rollout.num_slots}.safetensors"
     if os.fork() == 0:  # another process writes the weights, as a trainer does
-        write_tensors(published, dict(build_model(config.model, vocab_size, 0).named_parameters()), {"version": "1"})
+        tensors = dict(build_model(config.model, vocab_size, 0).named_parameters())
+        dtype = getattr(torch, config.train.dtype)
+        write_tensors(published, {name: tensor.to(dtype) for name, tensor in tensors.items()}, {"version": "1"})
         os._exit(0)
     os.wait()
     engine = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device)
@@ -317,6 +332,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="names, separated by commas")
+    parser.add_argument("--workers", default=",".join(WORKERS), help="train, rollout, or both")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
@@ -326,9 +342,10 @@ def main() -> None:
         sys.exit(f"--shapes {unknown[0]}: accepted: {', '.join(SHAPES)}")
     rows = []
     for name in names:
-        rows += measure(name, device=options.device)
+        found = measure(name, workers=options.workers.split(","), device=options.device)
         if not options.json:
-            print(table(rows[-2:]), flush=True)
+            print(table(found), flush=True)
+        rows += found
     if options.json:
         print(json.dumps(rows, indent=2))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from rlmux.core.model import SubStage
 from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables
+from rlmux.engines.model.weights import read_weights
 from rlmux.engines.rollout.batch_probe import BatchProbe
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
@@ -377,6 +379,27 @@ def test_new_weights_are_used_and_named_in_the_versions(
     halved.load_state_dict({k: v * 0.5 for k, v in lively_model.state_dict().items()})
     reference = full_forward_logprobs(halved, requests[0].prompt_tokens, finished[0].tokens)
     assert (reference - torch.tensor(finished[0].logprobs, dtype=torch.float64)).abs().max() < LOGPROB_ERROR[dtype]
+
+
+def test_a_folder_is_read_tensor_by_tensor_to_the_bits_of_the_model_that_is_built(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, new_engine: NewEngine
+) -> None:
+    mapped = new_engine()._weights.flat
+    monkeypatch.setattr("rlmux.engines.adapters.shared_base.weight_paths", lambda folder: [])
+    assert torch.equal(new_engine()._weights.flat, mapped)
+
+
+def test_a_weight_file_keeps_no_tensor_and_outlives_its_name(tmp_path: Path, lively_model: PreTrainedModel) -> None:
+    path = weight_file(lively_model, tmp_path / "w.safetensors", 1.0)
+    tensors = read_weights(path, 1)
+    path.unlink()
+    before = live_tensor_bytes()
+    for name in tensors:
+        assert torch.equal(tensors[name], lively_model.state_dict()[name])
+    assert live_tensor_bytes() == before
+    path.write_bytes(b"no weights")
+    with pytest.raises(SafetensorError):
+        read_weights(path, 1)
 
 
 def test_a_sync_pipeline_refuses_weights_in_the_middle_of_a_trajectory(

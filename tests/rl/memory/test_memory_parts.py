@@ -35,11 +35,14 @@ from rlmux.rl.memory.adapter_base import base_bytes, bases_of
 from rlmux.rl.memory.footprint import footprint_of, host_parts
 from rlmux.rl.memory.memory_parts import (
     CUDA_CONTEXT_BYTES,
+    building_bytes,
+    loading_bytes,
     rollout_parts,
     total,
     train_parts,
     train_state_bytes,
     weights_bytes,
+    whole_model_bytes,
 )
 from rlmux.rl.memory.model_shape import shape_of
 from rlmux.rl.vocabulary import CharVocabulary
@@ -63,6 +66,7 @@ def test_what_the_engines_do_is_counted_as_they_do_it() -> None:
     assert memory_parts.NUM_PROBED_LAYERS == batch_probe._PROBED_LAYERS
     assert memory_parts.MAX_PREFILL_TOKENS == prefill_ahead._MAX_TOKENS
     assert memory_parts.MAX_MASK_TABLE == transformer._MAX_MASK_TABLE
+    assert memory_parts.FUSED_AT_ONCE == transformer.FUSED_AT_ONCE
 
 
 @pytest.mark.parametrize("model", [QWEN3, LLAMA])
@@ -139,10 +143,17 @@ def test_partial_gradient_sums_are_as_many_as_the_tree_holds_at_most(num_leaves:
 def test_a_rollout_engines_tensors_are_counted_exactly(dtype: Any) -> None:
     given = config(rollout=RolloutConfig(max_prompt_tokens=16, max_new_tokens=40, num_slots=8, dtype=dtype))
     engine = SlotRolloutEngine(given.model, given.rollout, vocab_size=VOCAB_SIZE, seed=0)
-    parts = rollout_parts(given)
+    parts = rollout_parts(given, is_gpu=True)  # without what is on a CPU while weights are built
     resident = sum(parts[name] for name in ("weights", "KV cache", "slots", "tables"))
     assert resident == pytest.approx(engine.resident_bytes(), rel=0.02)
     assert parts["KV cache"] == engine._slots.cache.keys.nbytes + engine._slots.cache.values.nbytes
+
+
+def test_weights_of_a_gpu_are_built_and_loaded_in_host_memory() -> None:
+    wide = config(ModelConfig(hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, intermediate_size=2304))
+    assert rollout_parts(wide)["weights being built"] == building_bytes(wide) > whole_model_bytes(wide)
+    assert total(rollout_parts(wide, is_gpu=True)) < total(rollout_parts(wide))
+    assert footprint_of(wide, is_gpu=True).rollout_host_bytes > building_bytes(wide) > 4 * loading_bytes(wide)
 
 
 def test_a_warmup_with_larger_batches_counts() -> None:
@@ -153,7 +164,7 @@ def test_a_warmup_with_larger_batches_counts() -> None:
 
 def test_a_gpu_worker_has_a_context_and_grouped_heads_no_flash_attention() -> None:
     on_core, on_gpu = footprint_of(config()), footprint_of(config(), is_gpu=True)
-    assert on_gpu.rollout_device_bytes == pytest.approx(on_core.rollout_device_bytes + CUDA_CONTEXT_BYTES)
+    assert on_gpu.rollout_device_bytes == total(rollout_parts(config(), is_gpu=True)) + CUDA_CONTEXT_BYTES
     assert on_gpu.train_device_bytes > on_core.train_device_bytes + CUDA_CONTEXT_BYTES
     ungrouped = config(replace(QWEN3, num_kv_heads=6))
     assert footprint_of(ungrouped, is_gpu=True).train_device_bytes == pytest.approx(

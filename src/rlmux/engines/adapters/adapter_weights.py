@@ -39,9 +39,17 @@ _GAIN_BEFORE = {"qkv": 0, "gate_up": 1, HEAD: 0}
 class AdapterWeights:
     """One pipeline's adapter as views of one flat buffer, in the base's fused form."""
 
-    def __init__(self, shape: DecoderShape, adapter: AdapterConfig, device: torch.device, gains: Tensor) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        adapter: AdapterConfig,
+        device: torch.device,
+        gains: Tensor,
+        *,
+        flat: Tensor | None = None,
+    ) -> None:
         """All zero until `refresh`. `gains` [2 * layers + 1, hidden]: of the two norms of each block and of the last
-        one, in host memory; their dtype is the adapter's, too."""
+        one, in host memory; their dtype is the adapter's, too. `flat`: the buffer, where it is there already."""
         self.shape = shape
         self.adapter = adapter
         self._gains = gains
@@ -51,12 +59,12 @@ class AdapterWeights:
         }
         sizes = [size for index in range(shape.num_layers + 1) for size in self._sizes(index).values()]
         size = sum((num_in + num_out) * inner for num_in, inner, num_out in sizes)
-        self.flat = torch.zeros(size, dtype=gains.dtype, device=device)
+        self.flat = torch.zeros(size, dtype=gains.dtype, device=device) if flat is None else flat
         self.layers = list(self._views())
 
-    def on_host(self) -> AdapterWeights:
-        """The same adapter in host memory, all zero."""
-        return AdapterWeights(self.shape, self.adapter, torch.device("cpu"), self._gains)
+    def over(self, flat: Tensor) -> AdapterWeights:
+        """The same adapter as views of another buffer of this length."""
+        return AdapterWeights(self.shape, self.adapter, flat.device, self._gains, flat=flat)
 
     def _sizes(self, index: int) -> dict[str, tuple[int, int, int]]:
         """(in, R, out) beside each fused projection of a block that has a target; behind the blocks, of the head."""

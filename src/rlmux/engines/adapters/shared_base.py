@@ -14,6 +14,7 @@ Invariant: a base read from a file has the bits of `build_model`.
 from __future__ import annotations
 
 import fcntl
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlmux.engines.adapters.lora import inject_adapter
 from rlmux.engines.model.decoder_shape import DecoderShape
-from rlmux.engines.model.model_io import build_model, new_model_config
+from rlmux.engines.model.model_io import build_model, folder_config, new_model_config, weight_paths
 from rlmux.engines.model.transformer import DecoderWeights
-from rlmux.engines.model.weights import read_tensors, write_tensors
+from rlmux.engines.model.weight_layout import file_sizes
+from rlmux.engines.model.weights import WeightFile, read_tensors, write_tensors
 from rlmux.engines.residency import release_storage
 from rlmux.rl.config import ModelConfig, TrainingConfig
 from rlmux.rl.memory.adapter_base import base_name
@@ -91,11 +93,21 @@ class SharedBase:
         return model, DecoderWeights(DecoderShape.of(model), cpu, flat=flat)
 
     def fused_alone(self, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, DecoderWeights]:
-        """The model, and fused weights of this worker's own on its device."""
-        model = build_model(self.model, self.vocab_size, self.seed)
+        """A model without weights, and fused weights of this worker's own on its device."""
+        model = self.skeleton()
         weights = DecoderWeights(DecoderShape.of(model), device, dtype)
-        weights.refresh(model.state_dict())
+        weights.refresh(self._first_weights(weights.shape))
         return model, weights
+
+    def _first_weights(self, shape: DecoderShape) -> Mapping[str, Tensor]:
+        """The folder's tensors, mapped one at a time where they have the names of `shape`; else those of a built
+        model."""
+        if self.model.path is not None:
+            files = [WeightFile(path) for path in weight_paths(Path(self.model.path))]
+            tensors = ChainMap[str, Tensor](*files)  # type: ignore[arg-type]  # nothing is written
+            if file_sizes(shape).keys() <= tensors.keys() and all(file.is_float for file in files):
+                return tensors
+        return build_model(self.model, self.vocab_size, self.seed).state_dict()
 
     def skeleton(self) -> PreTrainedModel:
         """The model with parameters that take no memory and have no values; its rotary positions are real."""
@@ -104,11 +116,13 @@ class SharedBase:
             with torch.device("meta"):
                 model = model_class(config)
         else:
-            config = AutoConfig.from_pretrained(self.model.path, local_files_only=True)
+            config = folder_config(Path(self.model.path), self.vocab_size)
             with torch.device("meta"):
                 made: Any = AutoModelForCausalLM
                 model = made.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        for name, module in [*model.named_modules()]:
+            if name.rpartition(".")[2] == "rotary_emb":
+                model.set_submodule(name, type(module)(config=config))
         nn.Module.eval(model)
         return model
 

@@ -10,6 +10,7 @@ process-wide random state is left as it was found.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlmux.core.errors import UserError
 from rlmux.rl.config import MAX_POSITIONS, ModelConfig
@@ -102,10 +104,11 @@ def new_model_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[P
     return model_class, config_class(**sizes)
 
 
-def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
+def folder_config(folder: Path, vocab_size: int) -> PretrainedConfig:
+    """Config of a checkpoint folder. Raises UserError for a folder that cannot be used."""
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(
             f"model.path: {folder} holds a {config.model_type!r} model; accepted: a causal language model that "
@@ -114,6 +117,21 @@ def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
     num_embedded = config.get_text_config().vocab_size
     if num_embedded < vocab_size:
         raise UserError(f"model.path: {folder} embeds {num_embedded} tokens, fewer than the tokenizer's {vocab_size}")
+    return config
+
+
+def weight_paths(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads of a checkpoint folder; none where it has others."""
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        return [folder / SAFE_WEIGHTS_NAME]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
+    config = folder_config(folder, vocab_size)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, local_files_only=True
     )

@@ -31,10 +31,12 @@ from transformers import PreTrainedModel
 from rlmux.engines.adapters.adapter_rows import RowAdapters, rotation_pairs
 from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.engines.model.experts import ExpertWeights
-from rlmux.engines.model.weight_layout import attention_sizes, checked_weights, views_of, weight_sizes
+from rlmux.engines.model.weight_layout import attention_sizes, check_sizes, views_of, weight_sizes
 from rlmux.engines.rollout.decode_graphs import DecodeGraphs
 from rlmux.engines.rollout.row_product import row_product
 
+FUSED_AT_ONCE = 2**22
+"""Numbers whose products with a norm's gain are in memory at once."""
 _MAX_MASK_TABLE = 1024
 """Positions up to which the masks are kept as a table of their square."""
 
@@ -59,8 +61,7 @@ class LayerWeights:
 class DecoderWeights:
     """All fused weights as views of one flat buffer, so that moving them is one copy.
 
-    `refresh` fills the buffer in place from Hugging Face names; nothing is allocated per weight update but
-    what reading the file takes.
+    `refresh` fills the buffer in place from Hugging Face names, a few tensors at a time.
     """
 
     def __init__(
@@ -90,17 +91,17 @@ class DecoderWeights:
         fewer.shape = replace(self.shape, num_layers=len(fewer.layers))
         return fewer
 
-    def on_host(self) -> DecoderWeights:
-        """Weights of the same shape in host memory, all zero."""
-        return DecoderWeights(self.shape, torch.device("cpu"), self.flat.dtype)
+    def over(self, flat: Tensor) -> DecoderWeights:
+        """Weights of the same shape as views of another buffer of this length."""
+        return DecoderWeights(self.shape, flat.device, flat=flat)
 
     def refresh(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take weights under their Hugging Face names; all are checked before any changes."""
-        checked = checked_weights(tensors, self.shape)
-        get = checked.__getitem__
+        """Take weights under their Hugging Face names, each rounded once; all are checked before any changes."""
+        check_sizes(tensors, self.shape)
+        get = tensors.__getitem__
         self.embedding.copy_(get("model.embed_tokens.weight"))
-        head = get("model.embed_tokens.weight" if self.shape.has_tied_embeddings else "lm_head.weight")
-        self.head.copy_((head * get("model.norm.weight")).T)
+        head = "model.embed_tokens.weight" if self.shape.has_tied_embeddings else "lm_head.weight"
+        _copy_product(self.head, get(head), get("model.norm.weight"))
         self.gains[-1] = get("model.norm.weight")
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
@@ -108,12 +109,13 @@ class DecoderWeights:
             gain = get(prefix + "post_attention_layernorm.weight")
             self.gains[2 * index : 2 * index + 2] = torch.stack([get(prefix + "input_layernorm.weight"), gain])
             if layer.experts is not None:
-                layer.experts.router.copy_((get(prefix + "mlp.gate.weight") * gain).T)
-                layer.gate_up.copy_((get(prefix + "mlp.experts.gate_up_proj") * gain).transpose(1, 2))
+                _copy_product(layer.experts.router, get(prefix + "mlp.gate.weight"), gain)
+                for target, matrix in zip(layer.gate_up, get(prefix + "mlp.experts.gate_up_proj"), strict=True):
+                    _copy_product(target, matrix, gain)
                 layer.down.copy_(get(prefix + "mlp.experts.down_proj").transpose(1, 2))
                 continue
-            gate, up = get(prefix + "mlp.gate_proj.weight"), get(prefix + "mlp.up_proj.weight")
-            layer.gate_up.copy_(torch.cat([gate, up]).mul_(gain).T)
+            for target, name in zip(layer.gate_up.chunk(2, dim=1), ("gate", "up"), strict=True):
+                _copy_product(target, get(f"{prefix}mlp.{name}_proj.weight"), gain)
             layer.down.copy_(get(prefix + "mlp.down_proj.weight").T)
 
     def _refresh_attention(self, layer: LayerWeights, own: Mapping[str, Tensor]) -> None:
@@ -124,7 +126,7 @@ class DecoderWeights:
         key = own["self_attn.k_proj.weight"].view(groups, 1, shape.head_dim, hidden)
         value = own["self_attn.v_proj.weight"].view(groups, 1, shape.head_dim, hidden)
         fused = torch.cat([query[:, :, order], key[:, :, order], value], dim=1)
-        layer.qkv.copy_((fused * own["input_layernorm.weight"]).reshape(shape.qkv_size, hidden).T)
+        _copy_product(layer.qkv, fused.view(shape.qkv_size, hidden), own["input_layernorm.weight"])
         layer.output.copy_(own["self_attn.o_proj.weight"].T)
         if layer.qkv_bias is not None:
             biases = [own[f"self_attn.{name}_proj.bias"].view(groups, -1, shape.head_dim) for name in "qkv"]
@@ -133,6 +135,13 @@ class DecoderWeights:
         if shape.has_head_norms:
             layer.head_gain[:-1] = own["self_attn.q_norm.weight"][order]
             layer.head_gain[-1] = own["self_attn.k_norm.weight"][order]
+
+
+def _copy_product(target: Tensor, matrix: Tensor, gain: Tensor) -> None:
+    """Copy `matrix` [out, in] times `gain` [in] to `target` [in, out], computed in float32, a few rows at a time."""
+    num_rows = max(1, FUSED_AT_ONCE // matrix.shape[1])
+    for part, columns in zip(matrix.split(num_rows), target.split(num_rows, dim=1), strict=True):
+        columns.copy_((part.float() * gain.float()).T)
 
 
 class KvCache:

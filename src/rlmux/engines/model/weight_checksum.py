@@ -36,19 +36,26 @@ def weights_checksum(tensors: Mapping[str, Tensor]) -> str:
     """Checksum of names, types, shapes and bytes in name order."""
     digest = hashlib.blake2b(digest_size=16)
     small: list[Tensor] = []
-    large: list[Tensor] = []
+    sums_by_device: dict[torch.device, _Sums] = {}
+
+    def sums_of(words: Tensor) -> bytes:
+        if words.device not in sums_by_device:
+            sums_by_device[words.device] = _Sums(words.device)
+        return sums_by_device[words.device].of(words).cpu().numpy().tobytes()
+
+    sums = []
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         words = _words(tensor)
-        (small if len(words) < _SMALL_WORDS else large).append(words)
+        if len(words) < _SMALL_WORDS:
+            small.append(words)
+        else:
+            sums.append(sums_of(words))
     if small:
-        large.append(torch.cat([words.to(small[0].device) for words in small]))
-    sums_by_device: dict[torch.device, _Sums] = {}
-    for words in large:
-        if words.device not in sums_by_device:
-            sums_by_device[words.device] = _Sums(words.device)
-        digest.update(sums_by_device[words.device].of(words).cpu().numpy().tobytes())
+        sums.append(sums_of(torch.cat([words.to(small[0].device) for words in small])))
+    for each in sums:
+        digest.update(each)
     return digest.hexdigest()
 
 

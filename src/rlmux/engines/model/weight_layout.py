@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from rlmux.core.errors import UserError
@@ -106,12 +105,10 @@ def with_hub_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def checked_weights(tensors: Mapping[str, Tensor], shape: DecoderShape) -> dict[str, Tensor]:
-    checked = {}
+def check_sizes(tensors: Mapping[str, Tensor], shape: DecoderShape) -> None:
+    """Raises UserError for a tensor that is missing or of another size."""
     for name, size in file_sizes(shape).items():
         if name not in tensors:
             raise UserError(f"weights: {name} is missing; a Hugging Face safetensors layout is accepted")
         if tuple(tensors[name].shape) != size:
             raise UserError(f"weights: {name} is {tuple(tensors[name].shape)}; the model needs {size}")
-        checked[name] = tensors[name].to(dtype=torch.float32)
-    return checked

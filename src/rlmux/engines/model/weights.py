@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import struct
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -42,6 +45,7 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SUMS = {CHECKSUM: weights_checksum, SHA256: weights_sha256}
 """Checksum functions, by key in a file's metadata."""
 
@@ -101,19 +105,55 @@ def check_weights(path: Path, version: int, origin: Origin, published: str | Non
     return written.get(CHECKSUM)
 
 
-def read_weights(path: Path, version: int) -> dict[str, Tensor]:
-    """The tensors of a file of weights, verified by every checksum in the file.
+def read_weights(path: Path, version: int) -> Mapping[str, Tensor]:
+    """The tensors of a file of weights, verified by every checksum in the file; each is mapped when it is read.
 
     Raises PipelineError, with both sums, for a mismatch. A file without checksums is accepted.
     """
-    tensors, written = read_tensors(path)
+    tensors = WeightFile(path)
     for key, compute in _SUMS.items():
-        if key in written and (found := compute(tensors)) != written[key]:
+        written = tensors.metadata.get(key)
+        if written is not None and (found := compute(tensors)) != written:
             raise PipelineError(
                 f"weights of version {version} in {path} are damaged: their {key.removeprefix('weights_')} is {found}, "
-                f"and {written[key]} was written"
+                f"and {written} was written"
             )
     return tensors
+
+
+class WeightFile(Mapping[str, Tensor]):
+    """A safetensors file whose tensors take memory one at a time: each lookup maps one, until its last reference ends.
+
+    The file stays open, so whatever happens to its name meanwhile does not matter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises SafetensorError for a file that is not whole."""
+        read_metadata(path)
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
+        self._entries: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
+        self.metadata: dict[str, str] = self._entries.pop("__metadata__", {})
+        self._begin = 8 + length
+
+    @property
+    def is_float(self) -> bool:
+        """Whether all tensors are of dtypes that `refresh` reads."""
+        return all(entry["dtype"] in _DTYPES for entry in self._entries.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        begin, end = (self._begin + offset for offset in entry["data_offsets"])
+        skew = begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._descriptor, skew + end - begin, access=mmap.ACCESS_COPY, offset=begin - skew)
+        return torch.frombuffer(mapped, dtype=torch.uint8)[skew:].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -382,18 +382,18 @@ class SlotRolloutEngine:
             raise IllegalTransitionError(
                 f"version {version} came while {begun[0].request.id} of a sync pipeline is unfinished"
             )
+        host = torch.device("cpu")
+        release_storage(host)  # the file's tensors need what sampling has freed
         tensors = read_weights(path, version)
         for live in begun:
             if live.slot is not None:
                 self._slots.record(live, self._adapters.version_of(live))
         chosen: DecoderWeights | AdapterWeights = self._adapters.weights_to_load(adapter) or self._weights
-        if self._offloaded is None:
-            chosen.refresh(tensors)
-        else:
-            fresh = chosen.on_host()
-            fresh.refresh(tensors)
+        if self._offloaded is not None:
             self._recall()
-            self._offloaded.copy_of(chosen.flat, self._kept_tensors()).copy_(fresh.flat)
+            chosen = chosen.over(self._offloaded.copy_of(chosen.flat, self._kept_tensors()))
+        chosen.refresh(tensors)
+        release_storage(host)
         self._adapters.set_version(adapter, version)
         for live in theirs:
             live.drop_prefilled_kv()

@@ -2,7 +2,8 @@
 
     device    the worker's fullest moment (rl/memory/memory_parts.py); on a GPU also CUDA's context
     host      the process, the state while it is off its device, and what only host memory holds:
-              a checkpoint being written, weights being published, versions in shared memory
+              a GPU's weights being loaded, a checkpoint being written, weights being published, versions in shared
+              memory
 
 `benchmarks/memory.py` compares the parts with measured peaks.
 """
@@ -14,7 +15,9 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.memory_parts import (
     CUDA_CONTEXT_BYTES,
     Parts,
+    building_bytes,
     host_moments_bytes,
+    loading_bytes,
     rollout_parts,
     total,
     train_parts,
@@ -46,8 +49,10 @@ def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool
     context = CUDA_CONTEXT_BYTES if is_gpu else 0.0
     rollout = total(device_parts(config, Phase.ROLLOUT, is_gpu=is_gpu, has_base=has_base))
     train = total(device_parts(config, Phase.TRAIN, is_gpu=is_gpu, has_base=has_base))
+    loads_on_host = is_gpu and config.rollout.engine.name == "rlmux"
+    loaded, built = (loading_bytes(config), building_bytes(config)) if loads_on_host else (0.0, 0.0)
     return Footprint(
-        rollout_host_bytes=_PROCESS_BYTES + rollout - context,
+        rollout_host_bytes=_PROCESS_BYTES + max(rollout - context + loaded, built),
         train_host_bytes=_PROCESS_BYTES + train - context + total(host_parts(config)),
         rollout_device_bytes=rollout,
         train_device_bytes=train,
@@ -63,7 +68,7 @@ def device_parts(config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, 
         return {f"{config.rollout.engine.name} server": server_bytes(config)} | context
     if config.rollout.engine.memory_gb is not None:  # an engine of the user's own
         return {config.rollout.engine.name: config.rollout.engine.memory_gb * 1e9} | context
-    return rollout_parts(config, has_base=has_base) | context
+    return rollout_parts(config, is_gpu=is_gpu, has_base=has_base) | context
 
 
 def has_flash(config: TrainingConfig, *, is_gpu: bool) -> bool:

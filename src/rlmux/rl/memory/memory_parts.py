@@ -8,7 +8,8 @@
                      the first three with partial gradient sums, the new leaf among them: allocators keep the blocks of
                      activations while the leaf is made
     rollout worker   fused weights, KV cache, slots, tables      +  the fullest of
-                         weights being loaded                          the file's tensors, one matrix transposed
+                         weights being built                           a whole float32 model, or as loaded
+                         weights being loaded                          one tensor of the file, products with gains
                          prompts being prefilled                       their KV twice, one layer's activations
                          a decode step                                 logits, probabilities, their cumulative sum
                          a probe                                       KV of two layers
@@ -43,6 +44,7 @@ CPU by `benchmarks/memory.py`: 0.2 to 0.35."""
 PREFILL_BUCKET = 16
 MAX_PREFILL_TOKENS = 4096
 MAX_MASK_TABLE = 1024
+FUSED_AT_ONCE = 2**22
 NUM_PROBED_LAYERS = 2
 PART_SIZE = 2**20
 BLOCK_SIZE = 256
@@ -242,8 +244,11 @@ def _activations_of_token(shape: ModelShape, length: int, size_of: int, *, has_f
     return shape.num_layers * of_a_layer, of_a_layer
 
 
-def rollout_parts(config: TrainingConfig, *, has_base: bool = True) -> Parts:
-    """A rollout worker's device bytes at its peak. `has_base`: as in `train_parts`."""
+def rollout_parts(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool = True) -> Parts:
+    """A rollout worker's device bytes at its peak. `has_base`: as in `train_parts`.
+
+    Weights that are built or loaded lie in host memory until they are fused, so a GPU has none of them.
+    """
     shape = shape_of(config.model)
     rollout = config.rollout
     size_of = BYTES[rollout.dtype]
@@ -260,8 +265,11 @@ def rollout_parts(config: TrainingConfig, *, has_base: bool = True) -> Parts:
         "slots": rollout.num_slots * max_len * 20.0,
         "tables": tables,
     }
-    being_built = {**weights, "weights being loaded": _loading_bytes(config, shape)}
-    return max([resident | moment for moment in _rollout_moments(config, shape, max_len)] + [being_built], key=total)
+    moments = [resident | moment for moment in _rollout_moments(config, shape, max_len)]
+    if not is_gpu:
+        moments.append({**weights, "weights being built": building_bytes(config)})
+        moments.append(resident | {"weights being loaded": loading_bytes(config)})
+    return max(moments, key=total)
 
 
 def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) -> list[Parts]:
@@ -280,18 +288,36 @@ def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) ->
     prefilled = num_prompts * prompt * kv_of_token
     stacked = num_rows * prompt * (kv_of_token + hidden * size_of)
     return [
-        {"weights being loaded": _loading_bytes(config, shape), "decode scratch": scratch, "logits": logits},
         {"prefilled KV": prefilled, "prefill scratch": stacked},
         {"decode scratch": scratch, "logits": logits},
         {"decode scratch": scratch, "logits": logits, "probe": probed},
     ]
 
 
-def _loading_bytes(config: TrainingConfig, shape: ModelShape) -> float:
-    """The tensors of a file, in float32, and a copy of the largest of them: hashed, then times a norm's gains."""
-    largest = max(shape.embedding, shape.mlp_matrices * 2 // 3)
-    rounded = weights_bytes(config) if config.train.dtype != "float32" else 0.0
-    return (shape.num_parameters + largest) * FLOAT_BYTES + rounded
+def building_bytes(config: TrainingConfig) -> float:
+    """Bytes of the first weights while they are fused: one tensor of a folder at a time, or a whole float32 model."""
+    shape = shape_of(config.model)
+    if config.model.path is not None and not shape.num_experts:
+        return _fusing_bytes(shape, FLOAT_BYTES)
+    return float(shape.num_parameters + min(_largest_tensor(shape), FUSED_AT_ONCE)) * FLOAT_BYTES
+
+
+def loading_bytes(config: TrainingConfig) -> float:
+    """Bytes of a published file while it is fused."""
+    if config.adapter is not None:
+        return weights_bytes(config)
+    return _fusing_bytes(shape_of(config.model), BYTES[config.train.dtype])
+
+
+def _fusing_bytes(shape: ModelShape, size_of: int) -> float:
+    """Bytes of a file's largest tensor, mapped, and of the products of a part with a norm's gains."""
+    largest = _largest_tensor(shape)
+    return float(largest * size_of + min(largest, FUSED_AT_ONCE) * FLOAT_BYTES)
+
+
+def _largest_tensor(shape: ModelShape) -> int:
+    """Numbers of a file's largest tensor."""
+    return max(shape.embedding, shape.mlp_matrices * 2 // 3 if shape.num_experts else shape.mlp_matrices // 3)
 
 
 def _kv_of_token(shape: ModelShape, size_of: int) -> float:
