@@ -69,7 +69,7 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
     """The pipeline of a shape. `folder` takes the checkpoint of those that have one."""
     model = ModelConfig(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=512)
     algorithm = AlgorithmConfig(prompts_per_step=2, group_size=8, micro_batch_size=4, kl_coef=0.01)
-    rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, num_slots=16)
+    rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, num_slots=32)
     warmup = SftWarmupConfig(num_updates=1, batch_size=4)
     if name in ("weights", "rounded"):
         model = ModelConfig(hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, intermediate_size=2304)
@@ -92,7 +92,7 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
         model = replace(model, num_layers=6, num_kv_heads=4)
         rollout = RolloutConfig(max_prompt_tokens=256, max_new_tokens=224, num_slots=64)
         if name == "rounded_kv":  # cores without bfloat16 decode slowly
-            rollout = replace(rollout, max_prompt_tokens=448, max_new_tokens=32, num_slots=16)
+            rollout = replace(rollout, max_prompt_tokens=448, max_new_tokens=32, num_slots=32)
     train = TrainConfig()
     if name in ("rounded", "rounded_kv", "folder"):
         rollout = replace(rollout, dtype="bfloat16")

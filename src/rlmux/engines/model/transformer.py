@@ -140,7 +140,8 @@ class DecoderWeights:
 def _copy_product(target: Tensor, matrix: Tensor, gain: Tensor) -> None:
     """Copy `matrix` [out, in] times `gain` [in] to `target` [in, out], computed in float32, a few rows at a time."""
     num_rows = max(1, FUSED_AT_ONCE // matrix.shape[1])
-    for part, columns in zip(matrix.split(num_rows), target.split(num_rows, dim=1), strict=True):
+    parts = zip(torch.split(matrix, num_rows), torch.split(target, num_rows, dim=1), strict=True)
+    for part, columns in parts:
         columns.copy_((part.float() * gain.float()).T)
 
 
