@@ -182,6 +182,14 @@ CASES = {
         [("    rollout:\n", "    train: {sharding: shard}\n    rollout:\n")],
         "two.yaml:10: pipelines.sort.train.sharding is 'shard' with one worker; accepted: replicate, or train.workers",
     ),
+    "a model in parts that is equal across ranks": (
+        [
+            ("    train: {devices: 1}", "    train: {devices: 2}"),
+            ("    rollout:\n", "    train: {sharding: shard, workers: 2, equal_across_ranks: true}\n    rollout:\n"),
+        ],
+        "two.yaml:10: pipelines.sort.train.equal_across_ranks is true, which does not go with sharding: shard; "
+        "accepted: false, or sharding: replicate",
+    ),
     "8-bit moments of a model in parts": (
         [
             ("    train: {devices: 1}", "    train: {devices: 2}"),

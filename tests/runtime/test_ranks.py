@@ -60,6 +60,21 @@ def test_ranks_give_the_weights_and_figures_of_one_wherever_stages_are_cut(
     assert sum(role.startswith("train") for role in roles) == count
 
 
+def test_ranks_with_running_sums_give_their_own_bits_wherever_stages_are_cut_and_nearly_those_of_a_tree(
+    real, alone, tmp_path
+) -> None:
+    given = of_ranks(real, 2)
+    train = replace(given.config.train, equal_across_ranks=False)
+    given = replace(given, config=replace(given.config, train=train))
+    whole = real.run(tmp_path / "whole", [given], on=real.cluster(train=2))
+    options = WorkerOptions(chunk_s=0.0)
+    cut = real.run(tmp_path / "cut", [given], on=real.cluster(train=2), options=options)
+    assert figures(cut) == figures(whole)
+    found, expected = figures(whole)[0]["metrics"], figures(alone)[0]["metrics"]
+    for name in ("reward_mean", "tokens", "entropy", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-2), name
+
+
 @pytest.mark.slow
 def test_ranks_in_bfloat16_give_the_weights_and_figures_of_one(real, tmp_path) -> None:
     def rounded(count: int):

@@ -201,6 +201,9 @@ class Checks:
             return
         if pipeline.train.num_workers == 1:
             raise self._error(path, "is 'shard' with one worker; accepted: replicate, or train.workers 2 or more")
+        if pipeline.train.equal_across_ranks:
+            text = "is true, which does not go with sharding: shard; accepted: false, or sharding: replicate"
+            raise self._error((*path[:-1], "equal_across_ranks"), text)
         if pipeline.promise is not None:
             text = (
                 "is 'shard', which does not go with a promise: one worker is probed; accepted: replicate, or no promise"

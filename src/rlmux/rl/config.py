@@ -409,13 +409,18 @@ class RolloutConfig(FromFile):
             raise MisfitError("interruptible", "does not go with tail_batching; accepted: one of them")
 
 
+_MAX_TREE_PARAMETERS = 200_000_000
+"""Most trained parameters for which `train.equal_across_ranks` is true where the file is silent."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(FromFile):
     """What the training side computes on."""
 
     num_workers: Count = 1
     """Devices of the training pool that train together (whole nodes, where the pool is given in nodes). A run accepts
-    powers of two, up to the number of micro-batches of an update. Never changes the results on cores."""
+    powers of two, up to the number of micro-batches of an update. Results on cores change with it, in the last bits,
+    with `equal_across_ranks: false` or `sharding: shard` only."""
     num_threads: Annotated[int, Ge(1), Le(1024)] = 1
     """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -424,6 +429,10 @@ class TrainConfig(FromFile):
     """Whether each rank has the whole model, or a part of it (`shard`: torch's FSDP2), for one that does not fit a
     device: weights, gradients and moments are cut by `workers`, 2 or more, and gathered layer by layer. Results then
     change with `workers` in the last bits."""
+    equal_across_ranks: bool | None = None
+    """Whether results are equal, bit for bit, for any number of `workers`. True keeps a float32 copy of the gradient
+    for each doubling of a rank's micro-batches; false keeps one, and the last bits change with `workers`. Without: true
+    up to 200 million trained parameters, false above. False with `sharding: shard`."""
     optimizer_state: Literal["device", "cpu", "8bit"] = "device"
     """Where AdamW's moments lie, 8 bytes of each weight: on the device, in host memory (`cpu`, from where they come to
     the device for their update, with the same results), or on the device in 2 bytes (`8bit`, by torchao)."""
@@ -448,6 +457,10 @@ class TrainConfig(FromFile):
     def num_parts(self) -> int:
         """Workers among which weights and moments are divided."""
         return self.num_workers if self.is_sharded else 1
+
+    def is_equal_across_ranks(self, num_trained: int) -> bool:
+        """Whether gradients are summed as a tree. `num_trained`: parameters that training changes."""
+        return num_trained <= _MAX_TREE_PARAMETERS if self.equal_across_ranks is None else self.equal_across_ranks
 
     def rows_of_chunk(self, vocab_size: int) -> int:
         """Tokens whose logits are held at once; at least one."""
@@ -482,7 +495,8 @@ class PipelineKeys(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig(PipelineKeys):
-    """All that decides a pipeline's weights, in one value. (The two `num_workers` decide only its speed.)"""
+    """All that decides a pipeline's weights, in one value. (`rollout.num_workers` decides only its speed,
+    and so does `train.num_workers` where results are equal across ranks.)"""
 
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="sort"))
     """Where prompts come from and how answers are scored."""

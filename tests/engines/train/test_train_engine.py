@@ -15,7 +15,7 @@ from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.weights import read_tensors
 from rlmux.engines.train.state import checkpoint
 from rlmux.engines.train.train_engine import RL_STAGES, TorchTrainEngine
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainConfig, TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary
 
@@ -92,8 +92,9 @@ def token_logprobs(model: Any, each: Trajectory) -> torch.Tensor:
     return torch.log_softmax(logits, -1)[torch.arange(len(each.tokens)), torch.tensor(each.tokens)]
 
 
-def test_weights_do_not_depend_on_how_stages_are_cut() -> None:
-    training_config = config(sft_warmup=3, kl_coef=0.1)
+@pytest.mark.parametrize("is_tree", [True, False])
+def test_weights_do_not_depend_on_how_stages_are_cut(is_tree: bool) -> None:
+    training_config = replace(config(sft_warmup=3, kl_coef=0.1), train=TrainConfig(equal_across_ranks=is_tree))
     whole = run(training_config, 2)
     assert run(training_config, 2, max_seconds=0) == whole
     assert run(replace(training_config, seed=1), 2) != whole
@@ -576,9 +577,9 @@ def test_exported_weights_carry_their_version_and_no_tied_copy(tmp_path: Path) -
     assert "lm_head.weight" not in tensors
 
 
-@pytest.mark.parametrize("is_spilled", [False, True])
-def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path: Path) -> None:
-    training_config = config(sft_warmup=2, kl_coef=0.1)
+@pytest.mark.parametrize(("is_spilled", "is_tree"), [(False, True), (True, True), (True, False)])
+def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, is_tree: bool, tmp_path: Path) -> None:
+    training_config = replace(config(sft_warmup=2, kl_coef=0.1), train=TrainConfig(equal_across_ranks=is_tree))
     engine = TorchTrainEngine(training_config)
     resident = engine.resident_bytes()
 

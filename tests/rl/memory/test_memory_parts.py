@@ -139,6 +139,13 @@ def test_partial_gradient_sums_are_as_many_as_the_tree_holds_at_most(num_leaves:
     assert train_parts(given)["gradient sums"] == most * weights_bytes(given)
 
 
+def test_one_sum_is_counted_where_results_may_change_with_the_ranks() -> None:
+    given = config(train=TrainConfig(equal_across_ranks=False))
+    assert train_parts(given)["gradient sums"] == weights_bytes(given)
+    assert TrainConfig().is_equal_across_ranks(200_000_000)
+    assert not TrainConfig().is_equal_across_ranks(200_000_001)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rollout_engines_tensors_are_counted_exactly(dtype: Any) -> None:
     given = config(rollout=RolloutConfig(max_prompt_tokens=16, max_new_tokens=40, num_slots=8, dtype=dtype))

@@ -154,7 +154,9 @@ def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool
     moments: list[Parts] = [{"gradient sum": weights, "optimizer scratch": scratch}]
     for num, size in _micro_batches_of_updates(config):
         num_leaves = -(-num // size)
-        num_held = (-(-num_leaves // config.train.num_workers)).bit_length()  # of a rank's own, the new one among them
+        num_held = 1
+        if config.train.is_equal_across_ranks(int(weights / FLOAT_BYTES)):  # of a rank's own, the new one among them
+            num_held = (-(-num_leaves // config.train.num_workers)).bit_length()
         for moment in _backward_moments(config, shape, size, has_flash=has_flash):
             moments.append({"gradient sums": num_held * weights, **moment})
     return moments

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmux.engines.train.state.tree_sum import TreeSum, leaf_order, subtree
+from rlmux.engines.train.state.tree_sum import RunningSum, TreeSum, leaf_order, subtree
 
 
 def leaves(num: int) -> list[Tensor]:
@@ -13,7 +13,7 @@ def leaves(num: int) -> list[Tensor]:
 def tree_sum(tensors: list[Tensor]) -> Tensor:
     tree = TreeSum(len(tensors))
     for tensor in tensors:
-        tree.add(tensor.clone())
+        tree.add(tensor)
     total = tree.total()
     assert total is not None
     return total
@@ -59,6 +59,20 @@ def test_the_order_of_addition_is_a_tree_and_not_a_line() -> None:
     for leaf in leaves(11)[1:]:
         in_line += leaf
     assert not torch.equal(in_line, tree_sum(leaves(11)))
+
+
+def test_a_running_sum_holds_one_float32_tensor_and_changes_no_leaf() -> None:
+    total, given = RunningSum(), [leaf.bfloat16() for leaf in leaves(11)]
+    assert total.total() is None
+    for leaf in given:
+        total.add(leaf)
+        assert len(total.tensors) == 1
+    found = total.total()
+    assert found is not None
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.stack([leaf.float() for leaf in given]).sum(0), rtol=1e-4, atol=1e-2)
+    assert torch.equal(given[0], leaves(11)[0].bfloat16())
+    assert total.tensors == []
 
 
 def test_few_partial_sums_are_held() -> None:

@@ -44,6 +44,11 @@ class FlatParameters:
             parameter.grad = self._view(self.gradients, name)
 
     @property
+    def num_parameters(self) -> int:
+        """Trained parameters, without the gaps."""
+        return sum(each.numel() for each in self._parameters.values())
+
+    @property
     def is_rounded(self) -> bool:
         """Whether the model computes with a copy of the weights in fewer bits."""
         return self.working is not self.weights

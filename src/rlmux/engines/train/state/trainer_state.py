@@ -2,7 +2,7 @@
 
     weights, gradients      FlatParameters        survive an offload: weights, moments, reference, partial sums
     moments                 AdamW                 scratch: the gradients of the micro-batch under way
-    partial gradient sums   TreeSum
+    partial gradient sums   TreeSum, or one RunningSum
     reference               a copy of the weights, with a KL penalty only
 
 Invariant: ranks have equal weights, bit for bit.
@@ -26,7 +26,7 @@ from rlmux.engines.train.adamw import AdamW, AdamWNumbers
 from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.state.flat_parameters import FlatParameters
 from rlmux.engines.train.state.ranks import Ranks
-from rlmux.engines.train.state.tree_sum import TreeSum
+from rlmux.engines.train.state.tree_sum import RunningSum, TreeSum
 from rlmux.engines.train.train_tensors import (
     OPTIMIZER_FILE,
     REFERENCE_FILE,
@@ -56,7 +56,8 @@ class TrainState(TrainTensors):
         self._optimizer = AdamW(self._flat.weights, config.train.optimizer_state)
         self.ranks = Ranks()
         self._num_leaves = 0
-        self._gradient_sum = TreeSum(0)
+        self._is_equal_across_ranks = config.train.is_equal_across_ranks(self._flat.num_parameters)
+        self._gradient_sum = self._new_sum(0)
         self._kept_gradients: Tensor | None = None
         """Summed gradients of requested losses for the next update; None without any."""
         self._reference: Tensor | None = None
@@ -92,7 +93,10 @@ class TrainState(TrainTensors):
     def begin_update(self, num_leaves: int) -> None:
         """Begin an update of so many micro-batches, over all ranks."""
         self._num_leaves = num_leaves
-        self._gradient_sum = TreeSum(len(self.ranks.own(num_leaves)))
+        self._gradient_sum = self._new_sum(len(self.ranks.own(num_leaves)))
+
+    def _new_sum(self, num_leaves: int) -> TreeSum | RunningSum:
+        return TreeSum(num_leaves) if self._is_equal_across_ranks else RunningSum()
 
     def add_gradient(self, loss: Tensor, place: str) -> float:
         """Backward of one micro-batch; its gradient becomes the next of this rank's leaves. Returns the loss.
@@ -105,7 +109,7 @@ class TrainState(TrainTensors):
         self._flat.gradients.zero_()
         with deterministic_backward():
             loss.backward()  # type: ignore[no-untyped-call]
-        self._gradient_sum.add(self._flat.gradients.to(torch.float32, copy=True))
+        self._gradient_sum.add(self._flat.gradients)
         return value
 
     def update_weights(
@@ -134,7 +138,7 @@ class TrainState(TrainTensors):
         """Add the gradient of the leaves so far to those kept for the next update; further losses may follow."""
         total = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)
         self._kept_gradients = total if self._kept_gradients is None else self._kept_gradients.add_(total)
-        self._gradient_sum = TreeSum(0)
+        self._gradient_sum = self._new_sum(0)
 
     @property
     def has_kept_gradients(self) -> bool:
@@ -143,7 +147,7 @@ class TrainState(TrainTensors):
 
     def drop_gradients(self) -> None:
         """Drop the partial sums of an abandoned step."""
-        self._gradient_sum = TreeSum(0)
+        self._gradient_sum = self._new_sum(0)
         self._kept_gradients = None
 
     def reset_optimizer(self) -> None:

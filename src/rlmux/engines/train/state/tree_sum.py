@@ -1,4 +1,4 @@
-r"""Sums equally shaped tensors with a fixed binary tree over their order of arrival.
+r"""Sums equally shaped tensors in a fixed order: as a binary tree over their order of arrival, or one after another.
 
     leaves     0   1   2   3   4   5   6        half of the leaves, rounded up, go left at every fork
                 \ /     \ /     \ /    |
@@ -14,12 +14,15 @@ leaves. At most log2(leaves) + 1 tensors are held.
 
 `leaf_order` deals things out of a sorted list so that subtrees of one height are alike: at every fork the largest goes
 left, the next two right, the next two left, and so on.
+
+`RunningSum` holds one tensor. The order of its additions depends on the number of leaves and of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -38,8 +41,8 @@ class TreeSum:
         return self._partials
 
     def add(self, leaf: Tensor) -> None:
-        """Add the next leaf, a tensor of its own, since it may be changed."""
-        total = leaf
+        """Add the next leaf, of any float type. Keeps a float32 copy."""
+        total = leaf.to(torch.float32, copy=True)
         for _ in range(self._additions[self._num_added]):
             total = self._partials.pop().add_(total)
         self._partials.append(total)
@@ -49,6 +52,25 @@ class TreeSum:
         """The sum of all leaves, None where there are none; the tree is empty afterwards."""
         assert self._num_added == len(self._additions), "all leaves are there"
         return self._partials.pop() if self._partials else None
+
+
+class RunningSum:
+    """`TreeSum` without the tree: each leaf is added to one float32 tensor."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        """The sum so far; empty before the first leaf."""
+
+    def add(self, leaf: Tensor) -> None:
+        """Add the next leaf, of any float type, in place."""
+        if self.tensors:
+            self.tensors[0].add_(leaf)
+        else:
+            self.tensors.append(leaf.to(torch.float32, copy=True))
+
+    def total(self) -> Tensor | None:
+        """The sum of all leaves, None without any; empty afterwards."""
+        return self.tensors.pop() if self.tensors else None
 
 
 def subtree(num_leaves: int, number: int, count: int) -> range:
