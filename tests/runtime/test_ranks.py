@@ -60,9 +60,7 @@ def test_ranks_give_the_weights_and_figures_of_one_wherever_stages_are_cut(
     assert sum(role.startswith("train") for role in roles) == count
 
 
-def test_ranks_with_running_sums_give_their_own_bits_wherever_stages_are_cut_and_nearly_those_of_a_tree(
-    real, alone, tmp_path
-) -> None:
+def test_ranks_with_running_sums_give_their_own_bits_wherever_stages_are_cut(real, alone, tmp_path) -> None:
     given = of_ranks(real, 2)
     train = replace(given.config.train, equal_across_ranks=False)
     given = replace(given, config=replace(given.config, train=train))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.errors import CheckpointError
-from rlmux.engines.train.state.checkpoint import write_checkpoint
+from rlmux.engines.train.state.checkpoint import begin_checkpoint, end_checkpoint
 from rlmux.rl.config import InterruptibleConfig, RolloutConfig, TrainingConfig
 from rlmux.rl.prompts.backlog import Backlog, SampledTokens, num_trajectories_of
 from rlmux.rl.prompts.epoch_clock import ClockState
@@ -49,7 +49,8 @@ def test_cut_to_a_tick_it_goes_on():
 def test_a_checkpoint_that_should_have_one_and_has_none_is_refused(tmp_path, version, is_refused):
     rollout = RolloutConfig(interruptible=InterruptibleConfig())
     folder = tmp_path / "step"
-    write_checkpoint(folder, lambda _: None, {"version": version})
+    begin_checkpoint(folder)
+    end_checkpoint(folder, {"version": version})
     assert backlog_of(folder, TrainingConfig(name="p")) == Backlog(), "without interruptible rollouts it needs none"
     if not is_refused:
         assert backlog_of(folder, TrainingConfig(name="p", rollout=rollout)) == Backlog()

@@ -18,15 +18,14 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlmux.engines.adapters.lora import inject_adapter
 from rlmux.engines.model.decoder_shape import DecoderShape
-from rlmux.engines.model.model_io import build_model, folder_config, new_model_config, weight_paths
+from rlmux.engines.model.model_io import build_model, build_skeleton, weight_paths
 from rlmux.engines.model.transformer import DecoderWeights
 from rlmux.engines.model.weight_layout import file_sizes
 from rlmux.engines.model.weights import WeightFile, read_tensors, write_tensors
@@ -40,10 +39,10 @@ def build_trained_model(
 ) -> tuple[PreTrainedModel, bool]:
     """The float32 model in host memory that a pipeline trains, its adapter in place; and whether its base is shared.
 
-    A base is shared if each rank has all of it, computes in float32 on a core, and has a folder for it.
+    A base is shared if training computes in float32 on a core and has a folder for it.
     """
-    is_whole = config.train.dtype == "float32" and not config.train.is_sharded
-    is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_whole
+    is_float32 = config.train.dtype == "float32"
+    is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_float32
     if is_shared and bases is not None:
         base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
         model = base.build()
@@ -75,7 +74,7 @@ class SharedBase:
     def build(self) -> PreTrainedModel:
         """The model, whose parameters are views of the mapped file."""
         tensors = self._map(f"{self.name}.safetensors", self._parameters)
-        model = self.skeleton()
+        model = build_skeleton(self.model, self.vocab_size)
         for name, parameter in model.named_parameters():
             owner = model.get_submodule(name.rpartition(".")[0])
             setattr(owner, name.rpartition(".")[2], nn.Parameter(tensors[name], requires_grad=parameter.requires_grad))
@@ -84,7 +83,7 @@ class SharedBase:
 
     def fused(self, dtype: torch.dtype) -> tuple[PreTrainedModel, DecoderWeights]:
         """A model without weights, and the fused weights as views of the mapped file."""
-        model, cpu = self.skeleton(), torch.device("cpu")
+        model, cpu = build_skeleton(self.model, self.vocab_size), torch.device("cpu")
 
         def fuse() -> Mapping[str, Tensor]:
             return {"flat": self.fused_alone(cpu, dtype)[1].flat}
@@ -94,7 +93,7 @@ class SharedBase:
 
     def fused_alone(self, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, DecoderWeights]:
         """A model without weights, and fused weights of this worker's own on its device."""
-        model = self.skeleton()
+        model = build_skeleton(self.model, self.vocab_size)
         weights = DecoderWeights(DecoderShape.of(model), device, dtype)
         weights.refresh(self._first_weights(weights.shape))
         return model, weights
@@ -108,23 +107,6 @@ class SharedBase:
             if file_sizes(shape).keys() <= tensors.keys() and all(file.is_float for file in files):
                 return tensors
         return build_model(self.model, self.vocab_size, self.seed).state_dict()
-
-    def skeleton(self) -> PreTrainedModel:
-        """The model with parameters that take no memory and have no values; its rotary positions are real."""
-        if self.model.path is None:
-            model_class, config = new_model_config(self.model, self.vocab_size)
-            with torch.device("meta"):
-                model = model_class(config)
-        else:
-            config = folder_config(Path(self.model.path), self.vocab_size)
-            with torch.device("meta"):
-                made: Any = AutoModelForCausalLM
-                model = made.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        for name, module in [*model.named_modules()]:
-            if name.rpartition(".")[2] == "rotary_emb":
-                model.set_submodule(name, type(module)(config=config))
-        nn.Module.eval(model)
-        return model
 
     def _parameters(self) -> Mapping[str, Tensor]:
         return dict(build_model(self.model, self.vocab_size, self.seed).named_parameters())

@@ -11,6 +11,8 @@ process-wide random state is left as it was found.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,40 @@ def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTra
     return model
 
 
+def build_skeleton(model_config: ModelConfig, vocab_size: int) -> PreTrainedModel:
+    """`build_model` with parameters on the meta device: they take no memory and have no values. Buffers are real.
+
+    Raises UserError as `build_model` does.
+    """
+    with _parameters_on_meta():
+        if model_config.path is None:
+            model_class, config = new_model_config(model_config, vocab_size)
+            model: PreTrainedModel = model_class(config)
+        else:
+            config = folder_config(Path(model_config.path), vocab_size)
+            made: Any = AutoModelForCausalLM
+            model = made.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    nn.Module.eval(model)
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 def new_model_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """Class and config of a new model. Raises UserError for sizes that do not fit together."""
     if model_config.hidden_size % model_config.num_heads:
@@ -104,6 +140,15 @@ def new_model_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[P
     return model_class, config_class(**sizes)
 
 
+def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
+    config = folder_config(folder, vocab_size)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, local_files_only=True
+    )
+    nn.Module.eval(model)
+    return model
+
+
 def folder_config(folder: Path, vocab_size: int) -> PretrainedConfig:
     """Config of a checkpoint folder. Raises UserError for a folder that cannot be used."""
     if not (folder / "config.json").is_file():
@@ -128,12 +173,3 @@ def weight_paths(folder: Path) -> list[Path]:
     if not index.is_file():
         return []
     return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-
-
-def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
-    config = folder_config(folder, vocab_size)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, local_files_only=True
-    )
-    nn.Module.eval(model)
-    return model

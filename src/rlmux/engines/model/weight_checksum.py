@@ -34,29 +34,45 @@ _ROWS_AT_ONCE = {"cpu": 16, "cuda": 4096}
 
 def weights_checksum(tensors: Mapping[str, Tensor]) -> str:
     """Checksum of names, types, shapes and bytes in name order."""
-    digest = hashlib.blake2b(digest_size=16)
-    small: list[Tensor] = []
-    sums_by_device: dict[torch.device, _Sums] = {}
-
-    def sums_of(words: Tensor) -> bytes:
-        if words.device not in sums_by_device:
-            sums_by_device[words.device] = _Sums(words.device)
-        return sums_by_device[words.device].of(words).cpu().numpy().tobytes()
-
-    sums = []
+    checksum = WeightsChecksum()
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        checksum.add(name, tensors[name])
+    return checksum.hexdigest()
+
+
+class WeightsChecksum:
+    """`weights_checksum` of tensors that are there one at a time."""
+
+    def __init__(self) -> None:
+        self._names = hashlib.blake2b(digest_size=16)
+        self._sums: list[bytes] = []
+        """Of each tensor that is not small."""
+        self._small: list[Tensor] = []
+        self._sums_by_device: dict[torch.device, _Sums] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add the next tensor in name order. One of at most 512 kB is kept until the end."""
+        tensor = tensor.detach()
+        self._names.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         words = _words(tensor)
         if len(words) < _SMALL_WORDS:
-            small.append(words)
+            self._small.append(words)
         else:
-            sums.append(sums_of(words))
-    if small:
-        sums.append(sums_of(torch.cat([words.to(small[0].device) for words in small])))
-    for each in sums:
-        digest.update(each)
-    return digest.hexdigest()
+            self._sums.append(self._sums_of(words))
+
+    def hexdigest(self) -> str:
+        """The checksum of the tensors so far."""
+        digest = self._names.copy()
+        for sums in self._sums:
+            digest.update(sums)
+        if self._small:
+            digest.update(self._sums_of(torch.cat([words.to(self._small[0].device) for words in self._small])))
+        return digest.hexdigest()
+
+    def _sums_of(self, words: Tensor) -> bytes:
+        if words.device not in self._sums_by_device:
+            self._sums_by_device[words.device] = _Sums(words.device)
+        return self._sums_by_device[words.device].of(words).cpu().numpy().tobytes()
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,36 @@ SHA256 = "weights_sha256"
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hash of names, shapes and bytes in name order."""
-    digest = hashlib.sha256()
+    digest = WeightsSha256()
     for name in sorted(tensors):
-        # A copy: lending the storage itself to numpy would make it impossible to offload ever after.
-        tensor = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        digest.add(name, tensors[name])
     return digest.hexdigest()
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+class WeightsSha256:
+    """`weights_sha256` of tensors that are there one at a time."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add the next tensor in name order."""
+        self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        self._digest.update(_bytes_of(tensor))
+
+    def hexdigest(self) -> str:
+        """The hash of the tensors so far."""
+        return self._digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    # A copy: lending the storage itself to numpy would make it impossible to offload ever after.
+    copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    found: memoryview = copy.flatten().view(torch.uint8).numpy().data
+    return found
+
+
 _SUMS = {CHECKSUM: weights_checksum, SHA256: weights_sha256}
 """Checksum functions, by key in a file's metadata."""
 
@@ -66,6 +86,39 @@ def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str
     save_file(dict(copies), aside, metadata={"format": "pt", **metadata})
     _sort_metadata(aside)
     aside.replace(path)
+
+
+def stream_tensors(
+    path: Path, forms: Mapping[str, Tensor], pieces: Iterable[Tensor], metadata: Callable[[], Mapping[str, str]]
+) -> None:
+    """`write_tensors` without whole copies: piece by piece, with the bytes of `write_copies` for tensors of one type.
+
+    forms     the file's tensors in name order: shapes and types alone count
+    pieces    their content in that order, cut anywhere
+    metadata  called before the first piece and after the last: values of the same lengths
+    """
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with aside.open("wb") as file:
+        file.write(_header(forms, metadata()))
+        for piece in pieces:
+            file.write(_bytes_of(piece))
+        file.seek(0)
+        file.write(_header(forms, metadata()))
+    aside.replace(path)
+
+
+_TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+
+
+def _header(forms: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
+    end = 0
+    for name, form in forms.items():
+        begin, end = end, end + form.numel() * form.element_size()
+        header[name] = {"dtype": _TYPE_NAMES[form.dtype], "shape": list(form.shape), "data_offsets": [begin, end]}
+    written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-len(written) // 8) * 8
+    return struct.pack("<Q", length) + written.ljust(length)
 
 
 def _sort_metadata(path: Path) -> None:

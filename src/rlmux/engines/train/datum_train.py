@@ -157,7 +157,14 @@ class DatumTrainEngine:
             "optimizer_updates": self._state.num_updates,
             CHECKSUM: self._state.weights_checksum(),
         }
-        return TrainSnapshot(state=state, files=self._files, marks={}, tensors=self._state.copies()).write(folder)
+        snapshot = TrainSnapshot(
+            state=state,
+            files=self._files,
+            marks={},
+            tensors=self._state.copies(folder, {}),
+            weights_file=self._state.weights_file,
+        )
+        return snapshot.write(folder)
 
     def restore(self, folder: Path) -> None:
         """Load a checkpoint with its moments. Raises CheckpointError for a damaged one or another model."""

@@ -36,6 +36,7 @@ from rlmux.engines.train.router_loss import has_experts
 from rlmux.engines.train.sft_warmup import SftWarmup
 from rlmux.engines.train.stage_work import StageWork
 from rlmux.engines.train.state.checkpoint import PROMPTS, read_checkpoint, read_state
+from rlmux.engines.train.state.model_parts import build_uncut_model
 from rlmux.engines.train.state.ranks import Ranks
 from rlmux.engines.train.state.sharded_state import ShardedState
 from rlmux.engines.train.state.snapshot import TrainSnapshot, model_files
@@ -90,7 +91,11 @@ class TorchTrainEngine:
         self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
         vocab_size = self._vocabulary.vocab_size
-        model, is_shared = build_trained_model(config, vocab_size, device=device, bases=bases)
+        model, is_shared = (
+            (build_uncut_model(config, vocab_size), False)
+            if config.train.is_sharded
+            else build_trained_model(config, vocab_size, device=device, bases=bases)
+        )
         prepare_forward(model, config.train)
         self._model = model
         self._model_config: Any = model.config
@@ -161,7 +166,7 @@ class TorchTrainEngine:
         Where the model is sharded, each rank keeps its part of it alone.
         """
         if self.waits_for_ranks:
-            self._take(ShardedState(self._model, self._config, ranks, self._device))
+            self._take(ShardedState(self._model, self._config, self.vocab_size, ranks, self._device))
         else:
             self._state.ranks = ranks
             self._sft_warmup.restore(self._sft_warmup.num_updates_done)
@@ -259,11 +264,15 @@ class TorchTrainEngine:
 
     def save(self, folder: Path) -> None:
         """Checkpoint the present version: a Hugging Face model, and what training needs."""
-        self.snapshot().write(folder)
+        self.snapshot(folder).write(folder)
 
-    def snapshot(self) -> TrainSnapshot:
-        """A checkpoint's content, in host memory of its own."""
+    def snapshot(self, folder: Path | None = None) -> TrainSnapshot:
+        """A checkpoint's content, in host memory of its own.
+
+        A model in parts writes its tensors at once, aside of `folder`; None: another rank writes.
+        """
         self._require_version()
+        metadata = {"version": str(self._version), **self._marks}
         return TrainSnapshot(
             state={
                 "pipeline": self._config.name,
@@ -275,7 +284,8 @@ class TorchTrainEngine:
             },
             files={**self._small_files(), **({} if self._backlog is None else {BACKLOG_FILE: self._backlog})},
             marks=self._marks,
-            tensors=self._state.copies(),
+            tensors=self._state.copies(folder, metadata),
+            weights_file=self._state.weights_file,
         )
 
     def restore(self, folder: Path, *, is_verified: bool = False) -> None:

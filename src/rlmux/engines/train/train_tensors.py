@@ -21,11 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
+from rlmux.engines.adapters.lora import ADAPTER_FILE
+from rlmux.engines.model.weights import MODEL_FILE
 from rlmux.engines.residency import Offloaded, release_storage
 from rlmux.engines.train.adamw import AdamWNumbers
 from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.state.ranks import Ranks
 from rlmux.engines.train.training_forward import TokenScores
+from rlmux.rl.config import TrainingConfig
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
@@ -58,10 +61,12 @@ class TrainTensors(ABC):
 
     ranks: Ranks
 
-    def __init__(self, pipeline: str, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, config: TrainingConfig, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self.device = device
-        self._pipeline = pipeline
+        self.weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
+        """Name of the file with the weights, in a checkpoint."""
+        self._pipeline = config.name
         self._offloaded: Offloaded | None = None
         self._storage_bytes: list[int] = []
         """Bytes of the storage of each of `_resized_tensors` before an offload; padding and neighbours included."""
@@ -154,8 +159,12 @@ class TrainTensors(ABC):
         """Hash of all parameters in name order, float32, recomputed."""
 
     @abstractmethod
-    def copies(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors for a checkpoint, by file name and tensor name, as copies in host memory."""
+    def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
+        """Tensors for a checkpoint, by file name and tensor name, as copies in host memory.
+
+        Empty for a model in parts, which begins the checkpoint of this folder and writes its files of tensors at once,
+        with this metadata. None: another rank writes, and this one gives its part.
+        """
 
     @abstractmethod
     def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:

@@ -17,6 +17,7 @@ from rlmux.rl.memory.memory_parts import (
     Parts,
     building_bytes,
     host_moments_bytes,
+    largest_parameter_bytes,
     loading_bytes,
     rollout_parts,
     total,
@@ -87,13 +88,19 @@ def host_parts(config: TrainingConfig) -> Parts:
     """Bytes that a pipeline's trainer keeps in host memory beside its state, on whatever device it trains.
 
     In shared memory lie the versions that staleness needs, the one before them until the next is published, and the
-    one being written.
+    one being written. Of several ranks, those of the first, which has most: it writes, and builds a model in parts
+    that is not read from a checkpoint.
     """
     weights = weights_bytes(config)
-    to_be_cut = {"whole model, before it is cut": whole_model_bytes(config)} if config.train.is_sharded else {}
     moments = {"moments": host_moments_bytes(config)} if config.train.optimizer_state == "cpu" else {}
-    return {**to_be_cut, **moments} | {
+    versions = {"versions in shared memory": (config.algorithm.staleness + 3) * weights}
+    if config.train.is_sharded:
+        written = {"parameter being written": largest_parameter_bytes(config)}
+        return max(
+            {"whole model, before it is cut": whole_model_bytes(config)}, moments | written | versions, key=total
+        )
+    return moments | {
         "checkpoint being written": train_state_bytes(config),
         "weights being published": weights,
-        "versions in shared memory": (config.algorithm.staleness + 3) * weights,
+        **versions,
     }

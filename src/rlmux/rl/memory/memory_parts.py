@@ -24,6 +24,7 @@ allows.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.model_shape import BYTES, ModelShape, adapter_parameters, shape_of
@@ -125,8 +126,20 @@ def _moments_bytes(config: TrainingConfig) -> float:
 
 
 def whole_model_bytes(config: TrainingConfig) -> float:
-    """Bytes of the float32 model that a rank makes or reads before it keeps its part alone."""
-    return shape_of(config.model).num_parameters * FLOAT_BYTES
+    """Bytes of the float32 model that the first rank builds for all, where ranks cannot read their rows of its files.
+
+    transformers converts the tensors of experts, and of files that are not safetensors.
+    """
+    shape, path = shape_of(config.model), config.model.path
+    is_read_by_rows = path is not None and any(Path(path).glob("*.safetensors")) and not shape.num_experts
+    return 0.0 if is_read_by_rows else shape.num_parameters * FLOAT_BYTES
+
+
+def largest_parameter_bytes(config: TrainingConfig) -> float:
+    """Bytes of the largest trained parameter, gathered and as it is written."""
+    shape = shape_of(config.model)
+    largest = max(shape.embedding, shape.mlp_matrices * (2 if shape.num_experts else 1) // 3)
+    return 2 * min(largest * FLOAT_BYTES, _master_bytes(config))
 
 
 def weights_bytes(config: TrainingConfig) -> float:

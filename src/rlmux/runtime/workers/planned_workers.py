@@ -345,7 +345,9 @@ class TrainWorker:
         with _storing(hand_out.weights):
             self._engine.export_weights(hand_out.weights if is_writer else None)
         if hand_out.checkpoint is not None and is_first:
-            self._checkpoints.begin(hand_out.checkpoint, partial(self._snapshot, hand_out.num_kept))
+            self._checkpoints.begin(
+                hand_out.checkpoint, partial(self._snapshot, hand_out.checkpoint, hand_out.num_kept)
+            )
         elif hand_out.checkpoint is not None and self._engine.is_sharded:
             self._engine.snapshot()
         if not is_first:
@@ -358,8 +360,9 @@ class TrainWorker:
             self._checkpoints.wait()
         return self._checkpoints.written()
 
-    def _snapshot(self, keep: int) -> Callable[[Path], str]:
-        snapshot = self._engine.snapshot()
+    def _snapshot(self, folder: Path, keep: int) -> Callable[[Path], str]:
+        with _storing(folder):
+            snapshot = self._engine.snapshot(folder)
 
         def write(folder: Path) -> str:
             with _storing(folder):

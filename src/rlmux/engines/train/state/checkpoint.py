@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,23 @@ FORMAT = 2
 """Format of state.json. A reader refuses a newer one and reads older ones."""
 
 
-def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: dict[str, Any]) -> None:
-    """Let `write_files` fill a temporary folder, add `state` with the checksums, and rename it to `folder`."""
+def folder_aside(folder: Path) -> Path:
+    """Where the files of a checkpoint are written before the folder has its name."""
+    return folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+
+
+def begin_checkpoint(folder: Path) -> Path:
+    """Make the empty `folder_aside` of a checkpoint."""
     folder.parent.mkdir(exist_ok=True)  # never the run's own folder: one that was removed stays removed
-    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    aside = folder_aside(folder)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    write_files(aside)
+    return aside
+
+
+def end_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Add `state` with the checksums of all files to the folder aside, and rename it to `folder`."""
+    aside = folder_aside(folder)
     names = sorted(path.name for path in aside.iterdir())
     files = {name: _file_sha256(aside / name) for name in names}
     sizes = {name: (aside / name).stat().st_size for name in names}

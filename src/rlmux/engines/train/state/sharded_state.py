@@ -10,7 +10,8 @@ Weights that are updated are float32; with `train.dtype: bfloat16` they are roun
 together: each makes as many forward and backward passes as the one with most micro-batches (`accompany`).
 
 Files hold whole tensors, as those of `TrainState` do, so any number of ranks reads them, and so does an unsharded
-trainer. All ranks take part in writing one; the first has its content.
+trainer. They are written one parameter at a time, while training waits: all ranks gather it, and the first writes. No
+rank ever holds the whole model (model_parts.py).
 
 Invariant: weights are a function of the config, the batches and the number of ranks. Sums over ranks have an order of
 their own for each number of ranks.
@@ -19,6 +20,7 @@ their own for each number of ranks.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,13 +37,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlmux.core.errors import CheckpointError, PipelineError
-from rlmux.engines.adapters.lora import ADAPTER_FILE, trained_parameters
-from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
-from rlmux.engines.model.weights import MODEL_FILE, weights_sha256, write_copies
+from rlmux.engines.adapters.lora import trained_parameters
+from rlmux.engines.model.weight_checksum import CHECKSUM, WeightsChecksum
+from rlmux.engines.model.weights import SHA256, WeightsSha256, stream_tensors
 from rlmux.engines.residency import return_freed_memory
 from rlmux.engines.train.adamw import AdamW, AdamWNumbers
 from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.state.checkpoint import begin_checkpoint, folder_aside
 from rlmux.engines.train.state.flat_parameters import offsets_of
+from rlmux.engines.train.state.model_parts import fill_rows, own_rows, rows_of, rows_per_rank
 from rlmux.engines.train.state.ranks import Ranks, touching_others
 from rlmux.engines.train.train_tensors import (
     OPTIMIZER_FILE,
@@ -53,17 +57,22 @@ from rlmux.engines.train.train_tensors import (
 from rlmux.engines.train.training_forward import TokenScores, score_tokens
 from rlmux.rl.config import TrainConfig, TrainingConfig
 
+_FLOAT_MOMENTS = ("first_moment", "second_moment")
+
 
 class ShardedState(TrainTensors):
-    """Owns the parameters of a float32 model on the CPU; each rank keeps its part on its device."""
+    """Owns this rank's part of the parameters of a model, on its device."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainingConfig, ranks: Ranks, device: torch.device) -> None:
-        super().__init__(config.name, model, device)
+    def __init__(
+        self, model: PreTrainedModel, config: TrainingConfig, vocab_size: int, ranks: Ranks, device: torch.device
+    ) -> None:
+        """`model`: of `build_uncut_model`. `vocab_size`: of its vocabulary."""
+        super().__init__(config, model, device)
         self.ranks = ranks
         if device.type == "cpu":
             return_freed_memory()
         self._scorer = _shard(model, config.train, ranks, device)
-        self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
+        fill_rows(self._scorer, config, vocab_size, ranks, device)
         self._parameters: dict[str, Any] = dict(trained_parameters(model))
         """Each trained parameter as torch's DTensor: its shape is the whole one, its content this rank's rows."""
         self._frozen: list[Any] = [each for each in model.parameters() if not each.requires_grad]
@@ -72,7 +81,7 @@ class ShardedState(TrainTensors):
         self._grad_clip = config.algorithm.grad_clip
         self._numbers = AdamWNumbers(betas=config.algorithm.adam_betas, weight_decay=config.algorithm.weight_decay)
         self._optimizers = {
-            name: AdamW(_rows_of(each), config.train.optimizer_state) for name, each in self._parameters.items()
+            name: AdamW(rows_of(each), config.train.optimizer_state) for name, each in self._parameters.items()
         }
         self._reference: dict[str, Tensor] | None = None
         """This rank's rows of the weights that the KL penalty compares with; None without one."""
@@ -108,7 +117,7 @@ class ShardedState(TrainTensors):
         kept = [(each, each.grad) for each in self._parameters.values()]
         self.drop_gradients()
         self._backward((self.score(batch, temperature).logprobs * batch.weights).sum())
-        found = [_rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]
+        found = [rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]
         for parameter, gradient in kept:
             parameter.grad = gradient
         return found
@@ -144,7 +153,7 @@ class ShardedState(TrainTensors):
         for name, gradient in gradients.items():
             if norm > most:
                 gradient.mul_(most / norm)
-            weights = _rows_of(self._parameters[name])
+            weights = rows_of(self._parameters[name])
             self._optimizers[name].update(weights, gradient, learning_rate, numbers or self._numbers)
         self.drop_gradients()
         self._checksum = None
@@ -153,7 +162,7 @@ class ShardedState(TrainTensors):
     @staticmethod
     def _gradient(parameter: Any) -> Tensor:
         """This rank's rows of a parameter's gradient; zeros where no token reached it."""
-        return torch.zeros_like(_rows_of(parameter)) if parameter.grad is None else _rows_of(parameter.grad)
+        return torch.zeros_like(rows_of(parameter)) if parameter.grad is None else rows_of(parameter.grad)
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters.values():
@@ -164,7 +173,7 @@ class ShardedState(TrainTensors):
             optimizer.reset()
 
     def keep_reference(self) -> None:
-        self._reference = {name: _rows_of(each).clone() for name, each in self._parameters.items()}
+        self._reference = {name: rows_of(each).clone() for name, each in self._parameters.items()}
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -178,7 +187,7 @@ class ShardedState(TrainTensors):
         """What torch gathers from stays where it is: contents change places."""
         assert self._reference is not None
         for name, reference in self._reference.items():
-            weights = _rows_of(self._parameters[name])
+            weights = rows_of(self._parameters[name])
             aside = weights.clone()
             weights.copy_(reference)
             reference.copy_(aside)
@@ -187,68 +196,120 @@ class ShardedState(TrainTensors):
 
     def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
         self.require_loaded()
-        masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0 or path is not None)
-        self._set_checksum(masters)
-        if path is None:
-            return
-        computed_with = {name: each.to(self._dtype) for name, each in masters.items()}
-        checksum = self.weights_checksum() if self._dtype == torch.float32 else weights_checksum(computed_with)
-        write_copies(path, computed_with, {CHECKSUM: checksum, **metadata})
+        masters, rounded = WeightsChecksum(), WeightsChecksum()
+
+        def pieces() -> Iterator[Tensor]:
+            for name, whole in self._whole(self._parameters.get):
+                if self._checksum is None and self.ranks.rank == 0:
+                    masters.add(name, whole)
+                computed_with = whole.to(self._dtype)
+                if path is not None:
+                    rounded.add(name, computed_with)
+                yield computed_with
+
+        try:
+            self._write(path, self._forms(self._dtype), pieces(), lambda: {CHECKSUM: rounded.hexdigest(), **metadata})
+        finally:
+            self._set_checksum(masters)
 
     def weights_checksum(self) -> str:
         self.require_loaded()
         if self._checksum is None:
-            self._set_checksum(self._whole(self._parameters.get, is_kept=self.ranks.rank == 0))
+            checksum = WeightsChecksum()
+            for name, whole in self._whole(self._parameters.get):
+                if self.ranks.rank == 0:
+                    checksum.add(name, whole)
+            self._set_checksum(checksum)
         assert self._checksum is not None
         return self._checksum
 
-    def _set_checksum(self, masters: Mapping[str, Tensor]) -> None:
-        """Compute the checksum on the first rank, which alone has whole tensors."""
+    def _set_checksum(self, of_first: WeightsChecksum) -> None:
+        """Take over the checksum of the first rank."""
         if self._checksum is None:
-            self._checksum = self.ranks.of_first(weights_checksum(masters) if self.ranks.rank == 0 else "")
+            self._checksum = self.ranks.of_first(of_first.hexdigest())
 
     def weights_sha256(self) -> str:
         self.require_loaded()
-        masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0)
-        return self.ranks.of_first(weights_sha256(masters) if self.ranks.rank == 0 else "")
+        digest = WeightsSha256()
+        for name, whole in self._whole(self._parameters.get):
+            if self.ranks.rank == 0:
+                digest.add(name, whole)
+        return self.ranks.of_first(digest.hexdigest())
 
-    def copies(self) -> dict[str, dict[str, Tensor]]:
-        """As `TrainState.copies`, on the first rank; empty on others, which must call it too."""
+    def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
+        """Nothing: the files of tensors are written, parameter by parameter."""
         self.require_loaded()
-        is_kept = self.ranks.rank == 0
-        tensors = {self._weights_file: self._whole(self._parameters.get, is_kept=is_kept)}
-        tensors[OPTIMIZER_FILE] = {
-            key: self._whole_flat(lambda name, key=key: self._moments(name)[key])  # type: ignore[misc]
-            for key in ("first_moment", "second_moment")
+        checksum, digest = self.weights_checksum(), WeightsSha256()
+
+        def weights() -> Iterator[Tensor]:
+            for name, whole in self._whole(self._parameters.get):
+                if folder is not None:
+                    digest.add(name, whole)
+                yield whole
+
+        files: dict[str, tuple[Mapping[str, Tensor], Iterator[Tensor]]] = {
+            self.weights_file: (self._forms(), weights()),
+            OPTIMIZER_FILE: (self._moment_forms(), self._flat_moments()),
         }
         if self._reference is not None:
-            tensors[REFERENCE_FILE] = self._whole(self._reference.__getitem__, is_kept=is_kept)
-        return tensors if is_kept else {}
+            reference = (whole for _, whole in self._whole(self._reference.__getitem__))
+            files[REFERENCE_FILE] = (self._forms(), reference)
+        errors: list[OSError] = []
+        if folder is not None:
+            with _kept(errors):
+                begin_checkpoint(folder)
+        for name, (forms, pieces) in files.items():
+            sums = (lambda: {CHECKSUM: checksum, SHA256: digest.hexdigest()}) if name == self.weights_file else dict
+            path = None if folder is None else folder_aside(folder) / name
+            with _kept(errors):
+                self._write(path, forms, pieces, lambda sums=sums: {**metadata, **sums()})  # type: ignore[misc]
+        if errors:
+            raise errors[0]
+        return {}
 
-    def _whole(self, rows_of: Callable[[str], Any], *, is_kept: bool) -> dict[str, Tensor]:
-        """Whole tensors in host memory by name; empty on ranks that only contribute."""
-        found = {}
-        for name, parameter in self._parameters.items():
-            whole = self._gather(rows_of(name), parameter)
-            if is_kept:
-                found[name] = whole.cpu()
-        return found
+    @staticmethod
+    def _write(
+        path: Path | None,
+        forms: Mapping[str, Tensor],
+        pieces: Iterator[Tensor],
+        metadata: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """Write a file; None: another rank does. A rank that cannot write gives its part to the end all the same."""
+        try:
+            if path is not None:
+                stream_tensors(path, forms, pieces, metadata)
+        finally:
+            deque(pieces, maxlen=0)
 
-    def _whole_flat(self, rows_of: Callable[[str], Tensor]) -> Tensor:
-        """The same in one tensor, as `FlatParameters` lays it out."""
+    def _forms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Whole tensors without memory, in name order."""
+        shapes = ((name, self._parameters[name].shape) for name in sorted(self._parameters))
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes}
+
+    def _whole(self, part_of: Callable[[str], Any]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors with their names, in name order, one at a time on every rank's device."""
+        for name in sorted(self._parameters):
+            yield name, self._gather(part_of(name), self._parameters[name])
+
+    def _moment_forms(self) -> dict[str, Tensor]:
+        _, size = offsets_of(self._parameters, self._dtype)
+        return {key: torch.empty(size, device="meta") for key in _FLOAT_MOMENTS}
+
+    def _flat_moments(self) -> Iterator[Tensor]:
+        """Both moments as `FlatParameters` lays them out, parameter by parameter."""
         offset_by_name, size = offsets_of(self._parameters, self._dtype)
-        flat = torch.zeros(size if self.ranks.rank == 0 else 0)
-        for name, parameter in self._parameters.items():
-            whole = self._gather(rows_of(name), parameter)
-            if self.ranks.rank == 0:
-                start = offset_by_name[name]
-                flat[start : start + whole.numel()].copy_(whole.flatten())
-        return flat
+        for key in _FLOAT_MOMENTS:
+            end = 0
+            for name, parameter in self._parameters.items():
+                yield torch.zeros(offset_by_name[name] - end)
+                end = offset_by_name[name] + parameter.numel()
+                yield self._gather(self._moments(name)[key], parameter)
+            yield torch.zeros(size - end)
 
     def _gather(self, rows: Any, parameter: Any) -> Tensor:
         """A whole tensor of a parameter's shape, from each rank's rows."""
-        local = _rows_of(rows).to(self.device)  # moments may lie in host memory
-        per_rank = _rows_per_rank(parameter.shape[0], self.ranks.count)
+        local = rows_of(rows).to(self.device)  # moments may lie in host memory
+        per_rank = rows_per_rank(parameter.shape[0], self.ranks.count)
         padded = local.new_zeros((per_rank, *parameter.shape[1:]))
         padded[: len(local)] = local
         whole = local.new_empty((per_rank * self.ranks.count, *parameter.shape[1:]))
@@ -258,12 +319,12 @@ class ShardedState(TrainTensors):
 
     def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
         self.require_loaded()
-        if not (folder / self._weights_file).is_file():
-            raise CheckpointError(f"{folder} has no {self._weights_file}, which pipeline {self._pipeline} trains")
+        if not (folder / self.weights_file).is_file():
+            raise CheckpointError(f"{folder} has no {self.weights_file}, which pipeline {self._pipeline} trains")
         reference = folder / REFERENCE_FILE
         if needs_reference and not reference.is_file():
             raise CheckpointError(f"{reference} is absent, but algorithm.kl_coef needs the reference weights")
-        self._read(folder / self._weights_file, {name: _rows_of(each) for name, each in self._parameters.items()})
+        self._read(folder / self.weights_file, {name: rows_of(each) for name, each in self._parameters.items()})
         self._reference = None
         if needs_reference:
             self.keep_reference()
@@ -281,31 +342,26 @@ class ShardedState(TrainTensors):
             mine = {name: each.shape for name, each in self._parameters.items()}
             require_same_model(found, mine, f"{path.parent} holds another model than pipeline {self._pipeline} trains")
             for name, rows in into.items():
-                begin, end = self._own_rows(self._parameters[name])
+                begin, end = own_rows(self._parameters[name], self.ranks)
                 rows.copy_(file.get_slice(name)[begin:end])
 
     def _read_moments(self, path: Path) -> None:
         offset_by_name, _ = offsets_of(self._parameters, self._dtype)
         with safe_open(path, framework="pt") as file:
             for name, parameter in self._parameters.items():
-                begin, end = self._own_rows(parameter)
+                begin, end = own_rows(parameter, self.ranks)
                 width = math.prod(parameter.shape[1:])
                 start, stop = (offset_by_name[name] + row * width for row in (begin, end))
                 for key, moment in self._moments(name).items():
                     moment.copy_(file.get_slice(key)[start:stop].view(moment.shape))
 
-    def _own_rows(self, parameter: Any) -> tuple[int, int]:
-        num_rows = parameter.shape[0]
-        per_rank = _rows_per_rank(num_rows, self.ranks.count)
-        return min(self.ranks.rank * per_rank, num_rows), min((self.ranks.rank + 1) * per_rank, num_rows)
-
     # --- residency ------------------------------------------------------------------------------------------
 
     def _kept_tensors(self) -> list[Tensor]:
-        tensors = [_rows_of(each) for each in (*self._frozen, *self._parameters.values())]
+        tensors = [rows_of(each) for each in (*self._frozen, *self._parameters.values())]
         tensors += [] if self._is_on_host else self._all_moments()
         tensors += self._reference.values() if self._reference is not None else ()
-        return tensors + [_rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]
+        return tensors + [rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]
 
     @property
     def _is_on_host(self) -> bool:
@@ -357,12 +413,10 @@ def _shard(model: PreTrainedModel, train: TrainConfig, ranks: Ranks, device: tor
     return scorer
 
 
-def _rows_of(tensor: Any) -> Tensor:
-    """This rank's rows of a parameter or gradient; any other tensor as it is."""
-    rows: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return rows.detach()
-
-
-def _rows_per_rank(num_rows: int, count: int) -> int:
-    """Rows of the rank with most, as torch cuts them; the last ranks have fewer."""
-    return -(-num_rows // count)
+@contextmanager
+def _kept(errors: list[OSError]) -> Iterator[None]:
+    """Keep an error until all ranks have done their part."""
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)

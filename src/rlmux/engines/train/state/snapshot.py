@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rlmux.engines.adapters.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config_file
+from rlmux.engines.adapters.lora import ADAPTER_CONFIG_FILE, adapter_config_file
 from rlmux.engines.model.weight_checksum import CHECKSUM
-from rlmux.engines.model.weights import MODEL_FILE, SHA256, weights_sha256, write_copies
-from rlmux.engines.train.state.checkpoint import write_checkpoint
+from rlmux.engines.model.weights import SHA256, read_metadata, weights_sha256, write_copies
+from rlmux.engines.train.state.checkpoint import begin_checkpoint, end_checkpoint, folder_aside
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.vocabulary import Vocabulary
 
@@ -34,22 +34,27 @@ class TrainSnapshot:
     marks: Mapping[str, str]
     """Fields of the origin, for state.json and for the metadata of every file of tensors."""
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """Tensors by file name and tensor name, in host memory."""
+    """Tensors by file name and tensor name, in host memory. Empty for a model in parts: the folder aside has them."""
+    weights_file: str
+    """Name of the file with the weights."""
 
     def write(self, folder: Path) -> str:
         """Write a durable checkpoint folder; returns the SHA-256 of its weights."""
-        (weights,) = self.tensors.keys() & {MODEL_FILE, ADAPTER_FILE}
-        sums: dict[str, str] = {CHECKSUM: self.state[CHECKSUM], SHA256: weights_sha256(self.tensors[weights])}
+        if self.tensors:
+            self._write_tensors(begin_checkpoint(folder))
+        aside = folder_aside(folder)
+        for name, content in self.files.items():
+            (aside / name).write_bytes(content)
+        sha256 = read_metadata(aside / self.weights_file)[SHA256]
+        end_checkpoint(folder, {**self.state, SHA256: sha256, **self.marks})
+        return sha256
 
-        def write_files(aside: Path) -> None:
-            for name, content in self.files.items():
-                (aside / name).write_bytes(content)
-            for name, copies in self.tensors.items():
-                metadata = {"version": str(self.state["version"]), **self.marks}
-                write_copies(aside / name, copies, metadata | (sums if name == weights else {}))
-
-        write_checkpoint(folder, write_files, {**self.state, **sums, **self.marks})
-        return sums[SHA256]
+    def _write_tensors(self, aside: Path) -> None:
+        weights = self.tensors[self.weights_file]
+        sums: dict[str, str] = {CHECKSUM: self.state[CHECKSUM], SHA256: weights_sha256(weights)}
+        for name, copies in self.tensors.items():
+            metadata = {"version": str(self.state["version"]), **self.marks}
+            write_copies(aside / name, copies, metadata | (sums if name == self.weights_file else {}))
 
 
 def model_files(config: Any, model: Any, vocabulary: Vocabulary, training: TrainingConfig) -> dict[str, bytes]:

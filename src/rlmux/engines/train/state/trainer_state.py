@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, PipelineError
-from rlmux.engines.adapters.lora import ADAPTER_FILE
 from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
-from rlmux.engines.model.weights import MODEL_FILE, own_copies, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.model.weights import own_copies, read_tensors, weights_sha256, write_tensors
 from rlmux.engines.train.adamw import AdamW, AdamWNumbers
 from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.state.flat_parameters import FlatParameters
@@ -43,10 +42,9 @@ class TrainState(TrainTensors):
 
     def __init__(self, model: nn.Module, config: TrainingConfig, *, is_base_shared: bool = False) -> None:
         """`is_base_shared`: frozen parameters are views of a file that others map too, and stay there."""
-        super().__init__(config.name, model, next(model.parameters()).device)
+        super().__init__(config, model, next(model.parameters()).device)
         algorithm = config.algorithm
         self._train = config.train
-        self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
         dtype: torch.dtype = getattr(torch, config.train.dtype)
         self._flat = FlatParameters(model, dtype)
         self._frozen: list[Tensor] = [] if is_base_shared else _own_frozen_parameters(model, dtype)
@@ -188,11 +186,10 @@ class TrainState(TrainTensors):
         self.require_loaded()
         return weights_sha256(self._flat.named())
 
-    def copies(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors for a checkpoint, by file name and tensor name, as copies in host memory."""
+    def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
         self.require_loaded()
         tensors: dict[str, Mapping[str, Tensor]] = {
-            self._weights_file: self._flat.named(),
+            self.weights_file: self._flat.named(),
             OPTIMIZER_FILE: self._optimizer.moments.named(),
         }
         if self._reference is not None:
@@ -205,9 +202,9 @@ class TrainState(TrainTensors):
         Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
         """
         self.require_loaded()
-        if not (folder / self._weights_file).is_file():
-            raise CheckpointError(f"{folder} has no {self._weights_file}, which pipeline {self._pipeline} trains")
-        weights, _ = read_tensors(folder / self._weights_file)
+        if not (folder / self.weights_file).is_file():
+            raise CheckpointError(f"{folder} has no {self.weights_file}, which pipeline {self._pipeline} trains")
+        weights, _ = read_tensors(folder / self.weights_file)
         moments, _ = read_tensors(folder / OPTIMIZER_FILE)
         require_same_model(
             {name: tensor.shape for name, tensor in weights.items()},
