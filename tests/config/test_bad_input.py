@@ -190,14 +190,6 @@ CASES = {
         "two.yaml:10: pipelines.sort.train.equal_across_ranks is true, which does not go with sharding: shard; "
         "accepted: false, or sharding: replicate",
     ),
-    "8-bit moments of a model in parts": (
-        [
-            ("    train: {devices: 1}", "    train: {devices: 2}"),
-            ("    rollout:\n", "    train: {sharding: shard, workers: 2, optimizer_state: 8bit}\n    rollout:\n"),
-        ],
-        "two.yaml:10: pipelines.sort.train.optimizer_state is '8bit', which does not go with sharding: shard; "
-        "accepted: device or cpu",
-    ),
     "moments on a disk": (
         [("    rollout:\n", "    train: {optimizer_state: disk}\n    rollout:\n")],
         "two.yaml:10: pipelines.sort.train.optimizer_state is 'disk'; accepted: one of device, cpu, 8bit",

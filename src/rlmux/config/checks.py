@@ -213,8 +213,6 @@ class Checks:
     def _check_optimizer_state(self, path: KeyPath, pipeline: PipelineConfig) -> None:
         if pipeline.train.optimizer_state != "8bit":
             return
-        if pipeline.train.sharding == "shard":
-            raise self._error(path, "is '8bit', which does not go with sharding: shard; accepted: device or cpu")
         if self.purpose is Purpose.RUN and find_spec("torchao") is None:
             text = "is '8bit': torchao is not installed; accepted: pip install 'rlmux[8bit]', or device or cpu"
             raise self._error(path, text)

@@ -435,7 +435,8 @@ class TrainConfig(FromFile):
     up to 200 million trained parameters, false above. False with `sharding: shard`."""
     optimizer_state: Literal["device", "cpu", "8bit"] = "device"
     """Where AdamW's moments lie, 8 bytes of each weight: on the device, in host memory (`cpu`, from where they come to
-    the device for their update, with the same results), or on the device in 2 bytes (`8bit`, by torchao)."""
+    the device for their update, with the same results), or on the device in 2 bytes (`8bit`, by torchao). With
+    `8bit` and `sharding: shard`, only the same number of `workers` resumes a checkpoint."""
     activation_checkpointing: bool = False
     """Each layer keeps its input alone and computes the rest again for the gradient: less memory, a third more time."""
     tokens_per_micro_batch: Count | None = None

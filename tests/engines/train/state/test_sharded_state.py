@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.train.test_train_engine import config
+from tests.engines.train.test_train_engine import batch, config, run_step
 
+from rlmux.core.errors import CheckpointError
 from rlmux.engines.model import model_io
 from rlmux.engines.train.state import model_parts
 from rlmux.engines.train.state.ranks import RankStore, join_ranks
@@ -84,6 +85,37 @@ def test_files_of_a_model_in_parts_have_the_bytes_of_a_whole_one(tmp_path: Path,
     assert found == [whole.weights_sha256()] * 2
     for place in ("", "step_0"):
         assert files_of(tmp_path / "parts" / place) == files_of(tmp_path / place), place
+
+
+def trained_on(engine: TorchTrainEngine, rank: int, folder: Path) -> tuple[str, str]:
+    """Hashes of the weights after two steps, and after the second step again from the first one's checkpoint."""
+    run_step(engine, batch(1))
+    save_to = folder / "step_1"
+    engine.snapshot(save_to).write(save_to) if rank == 0 else engine.snapshot()
+    run_step(engine, batch(2))
+    first = engine.weights_sha256()
+    engine.restore(save_to)
+    run_step(engine, batch(2))
+    return first, engine.weights_sha256()
+
+
+def test_moments_of_8_bits_in_parts_go_on_from_a_checkpoint_of_as_many_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="needs the 8bit extra: pip install 'rlmux[8bit]'")
+    given = replace(config(), train=TrainConfig(optimizer_state="8bit"))
+    (first, again), other = on_ranks(given, trained_on, tmp_path)
+    assert (first, again) == other
+    assert again == first
+    with pytest.raises(CheckpointError, match=r"another train.optimizer_state, sharding or model"):
+        TorchTrainEngine(given).restore(tmp_path / "step_1")
+
+    def refused(engine: TorchTrainEngine, *_: Any) -> str:
+        try:
+            engine.restore(tmp_path / "step_1")
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    assert "is of another train.optimizer_state" in on_ranks(config(), refused, tmp_path)[0]
 
 
 def saved_model(folder: Path) -> TrainingConfig:

@@ -69,8 +69,8 @@ class Moments(ABC):
             name: each.shape for name, each in mine.items()
         }:
             raise CheckpointError(
-                f"a checkpoint with {', '.join(sorted(tensors))} is of another train.optimizer_state or model: "
-                f"{', '.join(sorted(mine))} are needed"
+                f"a checkpoint with {', '.join(sorted(tensors)[:4])} is of another train.optimizer_state, sharding or "
+                f"model: {', '.join(sorted(mine))} are needed"
             )
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])

@@ -10,7 +10,8 @@ Weights that are updated are float32; with `train.dtype: bfloat16` they are roun
 together: each makes as many forward and backward passes as the one with most micro-batches (`accompany`).
 
 Files hold whole tensors, as those of `TrainState` do, so any number of ranks reads them, and so does an unsharded
-trainer. They are written one parameter at a time, while training waits: all ranks gather it, and the first writes. No
+trainer. Moments of 8 bits are an exception: their blocks are within a rank's rows, so the same number of ranks reads
+them. Files are written one parameter at a time, while training waits: all ranks gather it, and the first writes. No
 rank ever holds the whole model (model_parts.py).
 
 Invariant: weights are a function of the config, the batches and the number of ranks. Sums over ranks have an order of
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.state.checkpoint import begin_checkpoint, folder_aside
 from rlmux.engines.train.state.flat_parameters import offsets_of
 from rlmux.engines.train.state.model_parts import fill_rows, own_rows, rows_of, rows_per_rank
+from rlmux.engines.train.state.moments import BLOCK_SIZE
 from rlmux.engines.train.state.ranks import Ranks, touching_others
 from rlmux.engines.train.train_tensors import (
     OPTIMIZER_FILE,
@@ -80,6 +82,8 @@ class ShardedState(TrainTensors):
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
         self._grad_clip = config.algorithm.grad_clip
         self._numbers = AdamWNumbers(betas=config.algorithm.adam_betas, weight_decay=config.algorithm.weight_decay)
+        self._has_blocks = config.train.optimizer_state == "8bit"
+        """The moments have 8 bits, in blocks of this rank's rows."""
         self._optimizers = {
             name: AdamW(rows_of(each), config.train.optimizer_state) for name, each in self._parameters.items()
         }
@@ -249,7 +253,7 @@ class ShardedState(TrainTensors):
 
         files: dict[str, tuple[Mapping[str, Tensor], Iterator[Tensor]]] = {
             self.weights_file: (self._forms(), weights()),
-            OPTIMIZER_FILE: (self._moment_forms(), self._flat_moments()),
+            OPTIMIZER_FILE: (self._moment_forms(), self._moment_pieces()),
         }
         if self._reference is not None:
             reference = (whole for _, whole in self._whole(self._reference.__getitem__))
@@ -292,11 +296,29 @@ class ShardedState(TrainTensors):
             yield name, self._gather(part_of(name), self._parameters[name])
 
     def _moment_forms(self) -> dict[str, Tensor]:
-        _, size = offsets_of(self._parameters, self._dtype)
-        return {key: torch.empty(size, device="meta") for key in _FLOAT_MOMENTS}
+        """The tensors of the moments' file: as `FlatParameters` lays them out, or the blocks of 8 bits of each rank."""
+        if not self._has_blocks:
+            _, size = offsets_of(self._parameters, self._dtype)
+            return {key: torch.empty(size, device="meta") for key in _FLOAT_MOMENTS}
+        return {
+            f"{name}.{key}": torch.empty((self.ranks.count, length), dtype=each.dtype, device="meta")
+            for name, key, each, length in self._blocks()
+        }
 
-    def _flat_moments(self) -> Iterator[Tensor]:
-        """Both moments as `FlatParameters` lays them out, parameter by parameter."""
+    def _blocks(self) -> Iterator[tuple[str, str, Tensor, int]]:
+        """Names of each tensor of blocks, this rank's part of it, and the length of the longest part."""
+        for name in sorted(self._parameters):
+            shape = self._parameters[name].shape
+            num_blocks = -(-rows_per_rank(shape[0], self.ranks.count) * math.prod(shape[1:]) // BLOCK_SIZE)
+            for key, each in self._moments(name).items():
+                yield name, key, each, num_blocks * (BLOCK_SIZE if each.dtype == torch.uint8 else 1)
+
+    def _moment_pieces(self) -> Iterator[Tensor]:
+        """The content of `_moment_forms`, parameter by parameter."""
+        if self._has_blocks:
+            for _, _, each, length in self._blocks():
+                yield self._all(each, [length])
+            return
         offset_by_name, size = offsets_of(self._parameters, self._dtype)
         for key in _FLOAT_MOMENTS:
             end = 0
@@ -308,14 +330,18 @@ class ShardedState(TrainTensors):
 
     def _gather(self, rows: Any, parameter: Any) -> Tensor:
         """A whole tensor of a parameter's shape, from each rank's rows."""
-        local = rows_of(rows).to(self.device)  # moments may lie in host memory
         per_rank = rows_per_rank(parameter.shape[0], self.ranks.count)
-        padded = local.new_zeros((per_rank, *parameter.shape[1:]))
+        return self._all(rows_of(rows), [per_rank, *parameter.shape[1:]])[: parameter.shape[0]]
+
+    def _all(self, local: Tensor, shape: Sequence[int]) -> Tensor:
+        """Every rank's part, filled up to one shape, one after another."""
+        local = local.to(self.device)  # moments may lie in host memory
+        padded = local.new_zeros(shape)
         padded[: len(local)] = local
-        whole = local.new_empty((per_rank * self.ranks.count, *parameter.shape[1:]))
+        whole = local.new_empty((shape[0] * self.ranks.count, *shape[1:]))
         with touching_others():
             dist.all_gather_into_tensor(whole, padded)
-        return whole[: parameter.shape[0]]
+        return whole
 
     def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
         self.require_loaded()
@@ -324,6 +350,7 @@ class ShardedState(TrainTensors):
         reference = folder / REFERENCE_FILE
         if needs_reference and not reference.is_file():
             raise CheckpointError(f"{reference} is absent, but algorithm.kl_coef needs the reference weights")
+        self._require_moments(folder / OPTIMIZER_FILE)
         self._read(folder / self.weights_file, {name: rows_of(each) for name, each in self._parameters.items()})
         self._reference = None
         if needs_reference:
@@ -345,7 +372,21 @@ class ShardedState(TrainTensors):
                 begin, end = own_rows(self._parameters[name], self.ranks)
                 rows.copy_(file.get_slice(name)[begin:end])
 
+    def _require_moments(self, path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if found != {name: tuple(form.shape) for name, form in self._moment_forms().items()}:
+            raise CheckpointError(
+                f"{path} is of another train.optimizer_state or model, or, with 8bit, of another number of parts; "
+                "accepted: with 8bit, the train.sharding and train.workers that wrote it"
+            )
+
     def _read_moments(self, path: Path) -> None:
+        if self._has_blocks:
+            with safe_open(path, framework="pt") as file:
+                for name, key, each, _ in self._blocks():
+                    each.copy_(file.get_slice(f"{name}.{key}")[self.ranks.rank, : len(each)])
+            return
         offset_by_name, _ = offsets_of(self._parameters, self._dtype)
         with safe_open(path, framework="pt") as file:
             for name, parameter in self._parameters.items():
