@@ -14,6 +14,9 @@ folder        logits, with both dtypes              a checkpoint that is fused t
 checkpointing activations, recomputed               each layer's input, and one layer
 chunks        logits, in chunks of 16 MB            one chunk of logits
 experts       a mixture of experts                  all experts' weights, the picked ones' activations
+sum           weights, with one gradient sum        train.equal_across_ranks: false
+eightbit      weights, with moments of 8 bits       a byte each
+adapter       weights, with a LoRA adapter          the frozen base
 
 Each worker is a process of its own, from the fork server, and does what it does in a run: the train worker an SFT
 warm-up, two steps whose answers all have the largest length, publishing, and a checkpoint that is still being written
@@ -41,6 +44,7 @@ from typing import Any
 
 from rlmux.core.model import Stage
 from rlmux.rl.config import (
+    AdapterConfig,
     AlgorithmConfig,
     ModelConfig,
     RolloutConfig,
@@ -55,8 +59,10 @@ from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId, TrajectoryRe
 
 SHAPES = (
     *("weights", "activations", "logits", "attention", "kv", "bfloat16", "checkpointing", "chunks", "experts"),
-    *("rounded", "rounded_kv", "folder"),
+    *("rounded", "rounded_kv", "folder", "sum", "eightbit", "adapter"),
 )
+TRAINED_ALONE = ("sum", "eightbit", "adapter")
+"""Shapes whose rollout worker is that of another shape."""
 WORKERS = ("train", "rollout")
 TOLERANCE = 0.15
 LARGE_VOCABULARY = 32_000
@@ -71,7 +77,7 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
     algorithm = AlgorithmConfig(prompts_per_step=2, group_size=8, micro_batch_size=4, kl_coef=0.01)
     rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, num_slots=32)
     warmup = SftWarmupConfig(num_updates=1, batch_size=4)
-    if name in ("weights", "rounded"):
+    if name in ("weights", "rounded", "sum", "eightbit", "adapter"):
         model = ModelConfig(hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, intermediate_size=2304)
     elif name in ("activations", "bfloat16", "checkpointing"):
         model = replace(model, num_layers=8)
@@ -102,9 +108,14 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
         train = TrainConfig(activation_checkpointing=True)
     elif name == "chunks":
         train = TrainConfig(logits_chunk_mb=16)
+    elif name == "sum":
+        train = TrainConfig(equal_across_ranks=False)
+    elif name == "eightbit":
+        train = TrainConfig(optimizer_state="8bit")
     return TrainingConfig(
         name=name,
         train=train,
+        adapter=AdapterConfig(rank=16, alpha=32.0) if name == "adapter" else None,
         model=model,
         algorithm=algorithm,
         rollout=rollout,
@@ -130,6 +141,8 @@ def measure(name: str, *, workers: Sequence[str] = WORKERS, device: str = "cpu")
         config = config_of(name, Path(folder))
         flash = name != "attention" and has_flash(config, is_gpu=device == "cuda")
         for worker in workers:
+            if worker == "rollout" and name in TRAINED_ALONE:
+                continue
             parts = estimated_parts(config, worker, flash=flash, device=device)
             measured = _in_process(worker, config, flash, device, Path(folder))
             rows.append(
