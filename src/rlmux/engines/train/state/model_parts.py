@@ -10,7 +10,6 @@ Invariant: rows have the bits of `build_trained_model`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlmux.engines.adapters.lora import inject_adapter
-from rlmux.engines.model.model_io import build_model, build_skeleton
-from rlmux.engines.model.weights import MODEL_FILE
+from rlmux.engines.model.model_io import build_model, build_skeleton, weight_paths
 from rlmux.engines.train.state.ranks import Ranks, touching_others
 from rlmux.engines.train.training_forward import PACKED
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import ModelConfig, TrainingConfig
 
-_INDEX_FILE = "model.safetensors.index.json"
 _TIED_HEAD = "lm_head.weight"
 
 
@@ -68,8 +65,7 @@ def fill_rows(scorer: Any, config: TrainingConfig, vocab_size: int, ranks: Ranks
     scorer._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
     if not without_values:
         return
-    path_by_name = {} if config.model.path is None else _paths(Path(config.model.path))
-    found = _shapes(path_by_name)
+    path_by_name, found = _folder_tensors(config.model)
     if model.config.tie_word_embeddings:
         found.pop(_TIED_HEAD, None)
     if found == {name: tuple(each.shape) for name, each in without_values.items()}:
@@ -84,23 +80,15 @@ def fill_rows(scorer: Any, config: TrainingConfig, vocab_size: int, ranks: Ranks
         _scatter(whole.get(name), parameter, ranks)
 
 
-def _paths(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, as transformers finds it; empty without safetensors files."""
-    if (folder / MODEL_FILE).is_file():
-        with safe_open(folder / MODEL_FILE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), folder / MODEL_FILE)
-    if not (folder / _INDEX_FILE).is_file():
-        return {}
-    index: dict[str, str] = json.loads((folder / _INDEX_FILE).read_bytes())["weight_map"]
-    return {name: folder / file for name, file in index.items()}
-
-
-def _shapes(path_by_name: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for path in sorted(set(path_by_name.values())):
+def _folder_tensors(model: ModelConfig) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+    """File and shape of each tensor of a checkpoint folder; empty without safetensors files."""
+    path_by_name: dict[str, Path] = {}
+    shape_by_name: dict[str, tuple[int, ...]] = {}
+    for path in [] if model.path is None else weight_paths(Path(model.path)):
         with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return found
+            for name in file.keys():  # noqa: SIM118
+                path_by_name[name], shape_by_name[name] = path, tuple(file.get_slice(name).get_shape())
+    return path_by_name, shape_by_name
 
 
 def _scatter(whole: Tensor | None, parameter: Any, ranks: Ranks) -> None:
