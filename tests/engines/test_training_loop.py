@@ -1,5 +1,6 @@
 """Env, rollout engine and train engine in one process: the whole of RL without the runtime."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import torch
 
 from rlmux.core.errors import PipelineError
 from rlmux.core.model import Stage
+from rlmux.engines.model import weight_checksum
 from rlmux.engines.model.weight_checksum import weights_checksum
-from rlmux.engines.model.weights import check_weights, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.model.weights import check_weights, read_tensors, read_weights, weights_sha256, write_tensors
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.train.state import trainer_state
 from rlmux.engines.train.state.checkpoint import read_checkpoint
@@ -146,11 +148,30 @@ def test_weights_that_are_not_those_that_were_published_are_refused(tmp_path: Pa
     assert loop.rollout.version == 0
 
 
+def test_of_a_large_model_a_sample_of_each_version_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_checksum, "_SAMPLED_ABOVE_BYTES", 0)
+    loop = Loop(config(), tmp_path)
+    loop.run(2)
+    assert re.match(r"16\.2-[0-9a-f]{32}$", loop.trainer.weights_checksum())
+    whole = loop.weights.read_bytes()
+    outcomes = set()
+    for place in range(-1, -len(whole) // 2, -997):
+        content = bytearray(whole)
+        content[place] ^= 1
+        loop.weights.write_bytes(content)
+        try:
+            read_weights(loop.weights, 2)
+            outcomes.add("not covered")
+        except PipelineError as error:
+            outcomes.add("damaged" if "are damaged: their checksum is 16.2-" in str(error) else str(error))
+    assert outcomes == {"damaged", "not covered"}
+
+
 def test_publishing_computes_a_checksum_once_and_no_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, computed = Loop(config(), tmp_path), []
     monkeypatch.setattr(trainer_state, "weights_sha256", lambda tensors: pytest.fail("a hash of every byte"))
     compute = trainer_state.weights_checksum
-    monkeypatch.setattr(trainer_state, "weights_checksum", lambda tensors: computed.append(1) or compute(tensors))
+    monkeypatch.setattr(trainer_state, "weights_checksum", lambda *given: computed.append(1) or compute(*given))
     loop.run(3)
     assert loop.trainer.weights_checksum() == read_tensors(loop.weights)[1]["weights_checksum"]
     assert len(computed) == 3

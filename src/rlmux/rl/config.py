@@ -445,6 +445,10 @@ class TrainConfig(FromFile):
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Weight of the loss that keeps a mixture of experts balanced. Without: that of config.json where its
     `output_router_logits` is true, else 0."""
+    whole_checksums: bool = False
+    """Whether the checksum of every published version covers all of its tensors. Without: all of versions up to 64 MB
+    and of the first one, else names and shapes of all tensors and the bytes of one in 16, others in each version. A
+    checkpoint has the SHA-256 of all its bytes."""
     logits_chunk_mb: PositiveFloat = 256.0
     """Megabytes of logits (float32, sampled tokens times vocabulary) that training holds at once: above it they are
     computed in chunks of tokens, a second time for the gradient. Results change with it in the last bits."""

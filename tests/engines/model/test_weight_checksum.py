@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlmux.engines.model import weight_checksum
-from rlmux.engines.model.weight_checksum import weights_checksum
+from rlmux.engines.model.weight_checksum import WHOLE, Sample, weights_checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
 LENGTHS = [0, 1, 3, 4096, 8192, 8193, 70_001, 300_000]
@@ -136,3 +136,34 @@ def test_views_are_summed_as_copies_of_them_are():
     whole = drawn(5_000)
     for view in (whole[1:], whole[3:4_000], whole.view(50, 100).t(), whole[::3], whole.to(torch.bfloat16)[5:9]):
         assert weights_checksum({"w": view}) == weights_checksum({"w": view.clone()})
+
+
+LAYERS = {f"layer.{number:02}": drawn(10, seed=number) for number in range(40)}
+
+
+def test_small_weights_and_the_first_version_are_covered_whole() -> None:
+    large = {name: torch.empty(17_000_000, device="meta") for name in "ab"}
+    assert Sample.of_version(7, LAYERS) == Sample.of_version(1, large) == WHOLE
+    assert Sample.of_version(7, large) == Sample(every=2, first=1)
+
+
+def test_a_large_models_sample_names_itself_and_covers_each_tensor_once_in_16_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_checksum, "_SAMPLED_ABOVE_BYTES", 100)
+    seen = []
+    for version in range(2, 18):
+        sample = Sample.of_version(version, LAYERS)
+        before = weights_checksum(LAYERS, sample)
+        assert before.startswith(f"16.{version % 16}-")
+        assert Sample.of_checksum(before) == sample
+        seen += [name for name in LAYERS if weights_checksum(LAYERS | {name: -LAYERS[name]}, sample) != before]
+    assert sorted(seen) == sorted(LAYERS)
+
+
+def test_a_sample_covers_names_and_shapes_of_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_checksum, "_SAMPLED_ABOVE_BYTES", 100)
+    sample = Sample.of_version(3, LAYERS)
+    other_shape = LAYERS | {"layer.00": LAYERS["layer.00"].view(2, 5)}
+    fewer = {name: tensor for name, tensor in LAYERS.items() if name != "layer.00"}
+    assert len({weights_checksum(each, sample) for each in (LAYERS, other_shape, fewer)}) == 3

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
-from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
+from rlmux.engines.model.weight_checksum import CHECKSUM, Sample, weights_checksum
 from rlmux.engines.residency import host_copy
 from rlmux.rl.origin import Origin
 
@@ -61,18 +61,23 @@ class WeightsSha256:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     # A copy: lending the storage itself to numpy would make it impossible to offload ever after.
-    copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    host = tensor.detach()
+    copy = host.clone(memory_format=torch.contiguous_format) if host.device.type == "cpu" else host.cpu().contiguous()
     found: memoryview = copy.flatten().view(torch.uint8).numpy().data
     return found
 
 
-_SUMS = {CHECKSUM: weights_checksum, SHA256: weights_sha256}
-"""Checksum functions, by key in a file's metadata."""
+_SUMS: Mapping[str, Callable[[Mapping[str, Tensor], str], str]] = {
+    CHECKSUM: lambda tensors, written: weights_checksum(tensors, Sample.of_checksum(written)),
+    SHA256: lambda tensors, _: weights_sha256(tensors),
+}
+"""What computes a sum of tensors to compare it with one that was written, by key in a file's metadata."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file aside, then rename it into place."""
-    write_copies(path, own_copies(tensors), metadata)
+    """Write a safetensors file aside, then rename it into place. One tensor at a time is copied."""
+    ordered = {name: tensors[name].detach() for name in sorted(tensors)}
+    stream_tensors(path, ordered, ordered.values(), lambda: metadata)
 
 
 def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -81,7 +86,7 @@ def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """`write_tensors` for the output of `own_copies`."""
+    """`write_tensors` for the output of `own_copies`, by safetensors itself."""
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     save_file(dict(copies), aside, metadata={"format": "pt", **metadata})
     _sort_metadata(aside)
@@ -107,7 +112,7 @@ def stream_tensors(
     aside.replace(path)
 
 
-_TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+_TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
 def _header(forms: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -166,7 +171,7 @@ def read_weights(path: Path, version: int) -> Mapping[str, Tensor]:
     tensors = WeightFile(path)
     for key, compute in _SUMS.items():
         written = tensors.metadata.get(key)
-        if written is not None and (found := compute(tensors)) != written:
+        if written is not None and (found := compute(tensors, written)) != written:
             raise PipelineError(
                 f"weights of version {version} in {path} are damaged: their {key.removeprefix('weights_')} is {found}, "
                 f"and {written} was written"

@@ -137,14 +137,14 @@ class DatumTrainEngine:
         if not request.with_optimizer:
             self._state.reset_optimizer()
             self._version = 0
-        return self._state.weights_checksum()
+        return self._state.weights_checksum(self._version)
 
     # --- files ----------------------------------------------------------------------------------------------
 
     def save_weights(self, path: Path) -> str:
         """Write the weights for rollout workers; returns their checksum."""
         self._state.write_weights(path, {"version": str(self._version)})
-        return self._state.weights_checksum()
+        return self._state.weights_checksum(self._version)
 
     def save_state(self, folder: Path) -> str:
         """Write a checkpoint; returns the hash of its weights."""
@@ -155,7 +155,7 @@ class DatumTrainEngine:
             "version": self._version,
             "sft_warmup_updates": 0,
             "optimizer_updates": self._state.num_updates,
-            CHECKSUM: self._state.weights_checksum(),
+            CHECKSUM: self._state.weights_checksum(self._version),
         }
         snapshot = TrainSnapshot(
             state=state,

@@ -253,8 +253,8 @@ class TorchTrainEngine:
         return self._version
 
     def weights_checksum(self) -> str:
-        """Checksum of all parameters, computed once for each version."""
-        return self._state.weights_checksum()
+        """Checksum of the parameters over the version's sample, computed once."""
+        return self._state.weights_checksum(self._version)
 
     def weights_sha256(self) -> str:
         """Hash of all parameters in name order, computed anew: a checkpoint has that of its version."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
 from rlmux.engines.adapters.lora import ADAPTER_FILE
+from rlmux.engines.model.weight_checksum import WHOLE, Sample
 from rlmux.engines.model.weights import MODEL_FILE
 from rlmux.engines.residency import Offloaded, release_storage
 from rlmux.engines.train.adamw import AdamWNumbers
@@ -67,6 +68,7 @@ class TrainTensors(ABC):
         self.weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
         """Name of the file with the weights, in a checkpoint."""
         self._pipeline = config.name
+        self._sums_whole = config.train.whole_checksums
         self._offloaded: Offloaded | None = None
         self._storage_bytes: list[int] = []
         """Bytes of the storage of each of `_resized_tensors` before an offload; padding and neighbours included."""
@@ -147,12 +149,18 @@ class TrainTensors(ABC):
     def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
         """Write the weights that the model computes with, and their checksum, as one safetensors file, atomically.
 
+        `metadata`: has the `version`.
+
         None: this rank writes nothing, and gives its part.
         """
 
     @abstractmethod
-    def weights_checksum(self) -> str:
-        """Checksum of all parameters, float32, computed once for each version."""
+    def weights_checksum(self, version: int) -> str:
+        """Checksum of the parameters, float32, over the version's sample; computed once."""
+
+    def sample(self, version: int, tensors: Mapping[str, Tensor]) -> Sample:
+        """Tensors that the version's checksum covers."""
+        return WHOLE if self._sums_whole else Sample.of_version(version, tensors)
 
     @abstractmethod
     def weights_sha256(self) -> str:

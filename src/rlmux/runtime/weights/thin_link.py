@@ -26,12 +26,14 @@ import torch
 import torch.distributed as dist
 
 from rlmux.core.errors import RlmuxError
-from rlmux.engines.model.weight_checksum import weights_checksum
+from rlmux.engines.model.weight_checksum import Sample, weights_checksum
 
 _C: Any = dist
 """`torch.distributed`, untyped: it does not declare its exports."""
 _HEADER = struct.Struct("<qq16s")
 """Layout of the announcement: version, number of bytes, checksum."""
+_SUMMED_BYTES = 1 << 24
+"""Pieces of a payload, of which a large one's checksum covers a sample."""
 _HEADER_TAG = 0
 _MAX_ROUNDS_UNDER_WAY = 2
 _TIMEOUT = timedelta(seconds=60)
@@ -128,7 +130,7 @@ class WeightSender:
         return under_way
 
     def _announce(self, payload: torch.Tensor, version: int) -> None:
-        packed = bytearray(_HEADER.pack(version, payload.numel(), _checksum(payload)))
+        packed = bytearray(_HEADER.pack(version, payload.numel(), _checksum(payload, version)))
         header = torch.frombuffer(packed, dtype=torch.uint8).to(payload.device)
         for receiver in range(self._layout.num_receivers):
             self._world.send([header], self._layout.receiver_rank(receiver), _HEADER_TAG).wait()
@@ -165,7 +167,7 @@ class WeightReceiver:
         else:
             self._take_all(shards, num_bytes)
         payload = shards.view(-1)[:num_bytes]
-        if _checksum(payload) != checksum:
+        if _checksum(payload, version) != checksum:
             raise SyncError(f"weights of version {version}: the {num_bytes} bytes received are not those sent")
         return payload, version
 
@@ -246,8 +248,9 @@ def _gloo(store: Any, rank: int, size: int, address: str) -> dist.ProcessGroup:
     return group
 
 
-def _checksum(payload: torch.Tensor) -> bytes:
-    return bytes.fromhex(weights_checksum({"": payload}))
+def _checksum(payload: torch.Tensor, version: int) -> bytes:
+    pieces = {f"{number:06}": piece for number, piece in enumerate(torch.split(payload, _SUMMED_BYTES))}
+    return bytes.fromhex(weights_checksum(pieces, Sample.of_version(version, pieces)).rpartition("-")[2])
 
 
 def _finish_round(shards: torch.Tensor, work: Any, parts: list[torch.Tensor], begin: int, end: int) -> None:

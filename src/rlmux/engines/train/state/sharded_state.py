@@ -200,7 +200,9 @@ class ShardedState(TrainTensors):
 
     def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
         self.require_loaded()
-        masters, rounded = WeightsChecksum(), WeightsChecksum()
+        version = int(metadata["version"])
+        masters = WeightsChecksum(self.sample(version, self._forms()))
+        rounded = WeightsChecksum(self.sample(version, self._forms(self._dtype)))
 
         def pieces() -> Iterator[Tensor]:
             for name, whole in self._whole(self._parameters.get):
@@ -216,10 +218,10 @@ class ShardedState(TrainTensors):
         finally:
             self._set_checksum(masters)
 
-    def weights_checksum(self) -> str:
+    def weights_checksum(self, version: int) -> str:
         self.require_loaded()
         if self._checksum is None:
-            checksum = WeightsChecksum()
+            checksum = WeightsChecksum(self.sample(version, self._forms()))
             for name, whole in self._whole(self._parameters.get):
                 if self.ranks.rank == 0:
                     checksum.add(name, whole)
@@ -243,7 +245,7 @@ class ShardedState(TrainTensors):
     def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
         """Nothing: the files of tensors are written, parameter by parameter."""
         self.require_loaded()
-        checksum, digest = self.weights_checksum(), WeightsSha256()
+        checksum, digest = self.weights_checksum(int(metadata.get("version", 0))), WeightsSha256()
 
         def weights() -> Iterator[Tensor]:
             for name, whole in self._whole(self._parameters.get):

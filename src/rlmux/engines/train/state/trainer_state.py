@@ -171,14 +171,19 @@ class TrainState(TrainTensors):
         if path is None:
             return
         working = self._flat.named(self._flat.working)
-        checksum = weights_checksum(working) if self._flat.is_rounded else self.weights_checksum()
+        version = int(metadata["version"])
+        if self._flat.is_rounded:
+            checksum = weights_checksum(working, self.sample(version, working))
+        else:
+            checksum = self.weights_checksum(version)
         write_tensors(path, working, {CHECKSUM: checksum, **metadata})
 
-    def weights_checksum(self) -> str:
-        """Checksum of all parameters, float32, computed once for each version."""
+    def weights_checksum(self, version: int) -> str:
+        """Checksum of the parameters, float32, over the version's sample; computed once."""
         self.require_loaded()
         if self._checksum is None:
-            self._checksum = weights_checksum(self._flat.named())
+            masters = self._flat.named()
+            self._checksum = weights_checksum(masters, self.sample(version, masters))
         return self._checksum
 
     def weights_sha256(self) -> str:
