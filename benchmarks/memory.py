@@ -1,6 +1,7 @@
 """What a pipeline's workers really hold at most, beside what is added up before it is placed.
 
     python benchmarks/memory.py [--shapes weights,logits,...] [--workers rollout] [--json] [--device cuda]
+    python benchmarks/memory.py --qwen3      counted, not measured: Qwen3 models on 1, 2, 4 and 8 GPUs
 
 weights       wide layers, short answers            parameters, moments, the tree of gradient sums, the checkpoint
 activations   many layers, long answers             what autograd keeps
@@ -53,7 +54,7 @@ from rlmux.rl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from rlmux.rl.memory.footprint import has_flash, host_parts
+from rlmux.rl.memory.footprint import footprint_of, has_flash, host_parts
 from rlmux.rl.memory.memory_parts import Parts, rollout_parts, total, train_parts
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId, TrajectoryRequest
 
@@ -328,6 +329,67 @@ def _vocab_size(config: TrainingConfig) -> int:
     return CharVocabulary().vocab_size if config.model.path is None else LARGE_VOCABULARY
 
 
+QWEN3 = {
+    "0.6B": (1024, 28, 16, 8, 3072),
+    "1.7B": (2048, 28, 16, 8, 6144),
+    "4B": (2560, 36, 32, 8, 9728),
+    "8B": (4096, 36, 32, 8, 12_288),
+    "14B": (5120, 40, 40, 8, 17_408),
+    "32B": (5120, 64, 64, 8, 25_600),
+    "30B-A3B": (2048, 48, 32, 4, 6144),
+}
+"""Hidden size, layers, heads, key and value heads and feed-forward width of each model (its config.json)."""
+_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
+def counted_qwen3() -> str:
+    """GB of a rollout worker, and of a train rank on its GPU and in host memory, by the number of ranks."""
+    lines = ["| Qwen3 | rollout worker | " + " | ".join(f"train, {num} GPU" for num in (1, 2, 4, 8)) + " |"]
+    lines.append("|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, sizes in QWEN3.items():
+            model = ModelConfig(path=str(_sizes_alone(Path(folder) / name, name, sizes)))
+            ranks = [footprint_of(_on_gpus(model, num), is_gpu=True) for num in (1, 2, 4, 8)]
+            cells = [_gigabytes(ranks[0].rollout_device_bytes)]
+            for each in ranks:
+                cells.append(f"{_gigabytes(each.train_device_bytes)}, host {each.train_host_bytes / 1e9:.0f}")
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _sizes_alone(folder: Path, name: str, sizes: Sequence[int]) -> Path:
+    """A checkpoint folder with a config.json alone."""
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    fields = dict(zip(keys, sizes, strict=True)) | {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936}
+    fields |= {"tie_word_embeddings": name in ("0.6B", "1.7B", "4B")} | (_EXPERTS if "A3B" in name else {})
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def _on_gpus(model: ModelConfig, num_gpus: int) -> TrainingConfig:
+    """As in examples/14_eight_gpus.yaml, trained on so many GPUs."""
+    return TrainingConfig(
+        name="counted",
+        model=model,
+        algorithm=AlgorithmConfig(prompts_per_step=32, group_size=8, micro_batch_size=1),
+        rollout=RolloutConfig(num_slots=32, max_prompt_tokens=1024, max_new_tokens=7168, dtype="bfloat16"),
+        train=TrainConfig(
+            num_workers=num_gpus,
+            dtype="bfloat16",
+            activation_checkpointing=True,
+            optimizer_state="8bit",
+            sharding="shard" if num_gpus > 1 else "replicate",
+        ),
+    )
+
+
+def _gigabytes(num_bytes: float | None) -> str:
+    """Bold above what a GPU of 80 GB has."""
+    text = f"{(num_bytes or 0.0) / 1e9:.1f}"
+    return f"**{text}**" if (num_bytes or 0.0) > 80e9 else text
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text, parts below each."""
     lines = [f"{'shape':12} {'worker':8} {'estimated MB':>13} {'measured MB':>12} {'ratio':>6}"]
@@ -348,7 +410,11 @@ def main() -> None:
     parser.add_argument("--workers", default=",".join(WORKERS), help="train, rollout, or both")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--qwen3", action="store_true", help="count Qwen3 models on GPUs, and measure nothing")
     options = parser.parse_args()
+    if options.qwen3:
+        print(counted_qwen3())
+        return
     names = options.shapes.split(",")
     unknown = [name for name in names if name not in SHAPES]
     if unknown:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmux.engines.servers.factory import DIALECTS
+from rlmux.core.errors import UserError
+from rlmux.engines.servers.factory import DIALECTS, check_memory
 from rlmux.engines.servers.settings import ServerSettings
 
 
@@ -39,3 +40,9 @@ def test_an_argument_of_the_file_comes_last_and_holds():
 def test_vllm_records_cuda_graphs_on_a_gpu_and_compiles_nothing_on_a_cpu():
     assert "--enforce-eager" not in DIALECTS["vllm"].command("python", 1, settings("cuda"))
     assert "--enforce-eager" in DIALECTS["vllm"].command("python", 1, settings("cpu"))
+
+
+def test_a_server_that_took_more_memory_than_it_was_told_is_refused_with_the_key():
+    check_memory("vllm", 42e9, 40e9)
+    with pytest.raises(UserError, match=r"vllm took 60.0 GB of device memory, and was told 40.0 GB; .*memory_gb: 60"):
+        check_memory("vllm", 60e9, 40e9)

@@ -32,6 +32,9 @@ from rlmux.rl.user_code.engine_check import check_version
 _ONE_FILE = "1000TB"
 """Largest file of a model: later versions replace the one file that a server reads, so it has no shards."""
 
+_MOST_OF_TOLD = 1.1
+"""Memory of a server, as a multiple of what it was told, that still counts as kept."""
+
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
 
 
@@ -82,11 +85,22 @@ def make_server_engine(
         elif not engine.can_restart:
             raise UserError(f"{given.url} does not take new weights; accepted: rollout.engine.python")
         engine.capabilities = known
+        if device == "cuda":
+            check_memory(given.name, engine.memory_bytes(), settings.memory_bytes)
     except RlmuxError as error:
         engine.last_words()
         engine.close()
         raise PipelineError(str(error)) if isinstance(error, UserError) else error from None
     return engine
+
+
+def check_memory(name: str, taken_bytes: float, told_bytes: float) -> None:
+    """Raises UserError for a server that took more device memory than it was told to."""
+    if taken_bytes > _MOST_OF_TOLD * told_bytes:
+        raise UserError(
+            f"{name} took {taken_bytes / 1e9:.1f} GB of device memory, and was told {told_bytes / 1e9:.1f} GB; accepted: "
+            f"rollout.engine.memory_gb: {taken_bytes / 1e9:.0f} or more, or fewer rollout.slots"
+        )
 
 
 def _cache_key(config: TrainingConfig, version: str, device: str) -> str:
