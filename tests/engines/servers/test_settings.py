@@ -42,7 +42,7 @@ def test_vllm_records_cuda_graphs_on_a_gpu_and_compiles_nothing_on_a_cpu():
     assert "--enforce-eager" in DIALECTS["vllm"].command("python", 1, settings("cpu"))
 
 
-def test_a_server_that_took_more_memory_than_it_was_told_is_refused_with_the_key():
+def test_a_server_that_took_more_memory_than_its_limit_is_refused_with_the_key():
     check_memory("vllm", 42e9, 40e9)
-    with pytest.raises(UserError, match=r"vllm took 60.0 GB of device memory, and was told 40.0 GB; .*memory_gb: 60"):
+    with pytest.raises(UserError, match=r"vllm took 60.0 GB of device memory; its limit is 40.0 GB; .*memory_gb: 60"):
         check_memory("vllm", 60e9, 40e9)

@@ -32,8 +32,8 @@ from rlmux.rl.user_code.engine_check import check_version
 _ONE_FILE = "1000TB"
 """Largest file of a model: later versions replace the one file that a server reads, so it has no shards."""
 
-_MOST_OF_TOLD = 1.1
-"""Memory of a server, as a multiple of what it was told, that still counts as kept."""
+_MEMORY_TOLERANCE = 1.1
+"""Memory of a server, as a multiple of its limit, that is still accepted."""
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
 
@@ -94,12 +94,12 @@ def make_server_engine(
     return engine
 
 
-def check_memory(name: str, taken_bytes: float, told_bytes: float) -> None:
-    """Raises UserError for a server that took more device memory than it was told to."""
-    if taken_bytes > _MOST_OF_TOLD * told_bytes:
+def check_memory(name: str, taken_bytes: float, limit_bytes: float) -> None:
+    """Raises UserError for a server that took more device memory than its limit."""
+    if taken_bytes > _MEMORY_TOLERANCE * limit_bytes:
         raise UserError(
-            f"{name} took {taken_bytes / 1e9:.1f} GB of device memory, and was told {told_bytes / 1e9:.1f} GB; accepted: "
-            f"rollout.engine.memory_gb: {taken_bytes / 1e9:.0f} or more, or fewer rollout.slots"
+            f"{name} took {taken_bytes / 1e9:.1f} GB of device memory; its limit is {limit_bytes / 1e9:.1f} GB; "
+            f"accepted: rollout.engine.memory_gb: {taken_bytes / 1e9:.0f} or more, or fewer rollout.slots"
         )
 
 
