@@ -24,8 +24,8 @@ def own_file() -> Path:
     return own_root().with_suffix(".yaml")
 
 
-def last_address(root: Path) -> str | None:
-    """HOST:PORT of the newest server of a service's folder; None before its first request."""
+def last_url(root: Path) -> str | None:
+    """Address of the newest server of a service's folder; None before its first start."""
     file = root / ADDRESS
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
@@ -33,16 +33,16 @@ def last_address(root: Path) -> str | None:
 def own_url() -> str:
     """The address of this user's service. Raises UserError unless it runs."""
     root = own_root()
-    address = last_address(root)
-    if address is None or living_owner(root) is None:
+    url = last_url(root)
+    if url is None or living_owner(root) is None:
         raise UserError("no service of yours runs on this machine; accepted: --to DIR|URL, or start one: rlmux serve")
-    return f"http://{address}"
+    return url
 
 
 def own_token(url: str) -> str | None:
     """The token of this user's service; None where the URL is another server's, or where the service does not run: then
     another user's program may listen there."""
     root = own_root()
-    if url != f"http://{last_address(root)}" or living_owner(root) is None:
+    if url != last_url(root) or living_owner(root) is None:
         return None
     return (root / TOKEN).read_text(encoding="utf-8").strip()

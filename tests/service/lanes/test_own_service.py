@@ -14,10 +14,12 @@ from tests.small_files import SORT, small_file
 from tests.waiting import until
 
 from rlmux.cli.main import run_command_line
-from rlmux.client.own_service import own_file, own_root, own_token
+from rlmux.client.own_service import own_file, own_root, own_token, own_url
 from rlmux.config.service_file import file_of_machine, load_service_file
+from rlmux.log.folder_lock import FolderLock
 from rlmux.policies import POLICIES
 from rlmux.runtime.control.run_status import StatusReader
+from rlmux.runtime.records.folders import ADDRESS, TOKEN
 
 
 @pytest.fixture
@@ -55,6 +57,17 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     code = run_command_line(words)
     shown = capsys.readouterr()
     return code, shown.out + shown.err
+
+
+def test_the_address_is_the_servers_own_with_its_scheme(state):
+    own_root().mkdir(parents=True)
+    (own_root() / ADDRESS).write_text("https://127.0.0.1:7460")
+    (own_root() / TOKEN).write_text("secret\n")
+    with FolderLock.take(own_root()) as lock:
+        lock.sign()
+        assert own_url() == "https://127.0.0.1:7460"
+        assert own_token(own_url()) == "secret"
+        assert own_token("http://127.0.0.1:7460") is None
 
 
 def test_a_service_without_a_file_takes_pipelines_at_once_and_is_there_once(serve, state, tmp_path, capsys):

@@ -148,7 +148,7 @@ def _serve_own(way: _Way, allow_host: list[str], ready: Callable[[Dashboard], No
     root, file = own_service.own_root(), own_service.own_file()
     if living_owner(root) is not None:
         raise UserError(
-            f"your service runs already, at http://{own_service.last_address(root)}; its token is in "
+            f"your service runs already, at {own_service.last_url(root)}; its token is in "
             f"{root / TOKEN}; to end it: rlmux stop {root}"
         )
     lock = data_dir.open_root(root)
@@ -188,7 +188,7 @@ def _serve_lanes(
     submit: str | None,
 ) -> None:
     """`submit`: the command that submits a file; None: the one with the lane's address."""
-    from rlmux.client.own_service import last_address
+    from rlmux.client.own_service import last_url
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
     from rlmux.service.lanes import data_dir
@@ -209,7 +209,7 @@ def _serve_lanes(
 
     code = root / data_dir.BUNDLES / data_dir.NO_CODE
     with lock:
-        listening = way.listening(last_address(root) or DEFAULT_LISTEN)
+        listening = way.listening((last_url(root) or DEFAULT_LISTEN).rpartition("://")[2])
         lanes = load_service_file(file, folder=code, policies=list(POLICIES))
         pids = serve_lanes(lanes, root, listening=listening, allowed_hosts=allow_host, on_ready=print_ready)
     for name, pid in pids.items():

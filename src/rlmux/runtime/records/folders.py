@@ -15,7 +15,7 @@ RUN_HEADER = "header.json"
 SERVED = "serve.yaml"
 """File of a lane that serves models or permits: its section `serve`."""
 ADDRESS = "listen"
-"""File of a service's folder: HOST:PORT of its newest server."""
+"""File of a service's folder: the URL of its newest server."""
 TOKEN = "admin.token"
 """File of a served folder: the token of its owner."""
 

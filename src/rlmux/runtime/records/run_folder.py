@@ -14,7 +14,7 @@ from pathlib import Path
 from rlmux.core.actions import Action
 from rlmux.core.errors import StorageError, UserError
 from rlmux.core.events import Event
-from rlmux.log.folder_lock import FolderLock
+from rlmux.log.folder_lock import OWNER_NAME, FolderLock
 from rlmux.log.run_log import LOG_NAME
 from rlmux.runtime.backend import Note
 
@@ -34,7 +34,7 @@ def prepare_folder(folder: Path, *, is_overwriting: bool) -> FolderLock:
         raise UserError(f"--out {folder}: not writable")
     lock = FolderLock.take(folder)
     try:
-        if any(folder.iterdir()):
+        if any(not path.name.startswith(OWNER_NAME) for path in folder.iterdir()):  # a killed start leaves its name
             _check_may_empty(folder, is_overwriting=is_overwriting)
             lock.sign()
             empty_folder(folder)

@@ -167,7 +167,7 @@ class _Opened:
         server.start()
         if self._dashboard is not None:
             self._dashboard.start()
-        (self._root / ADDRESS).write_text(server.url.partition("://")[2], encoding="utf-8")
+        (self._root / ADDRESS).write_text(server.url, encoding="utf-8")
         self._on_ready(
             Ready(
                 url=server.url,
