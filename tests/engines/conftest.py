@@ -51,7 +51,13 @@ def dtype() -> str:
 
 
 @pytest.fixture
-def new_engine(checkpoint: Path, dtype: str) -> Callable[..., SlotRolloutEngine]:
+def kv_tokens() -> int | None:
+    """What engines' caches have room for; a test that is parametrized by it overrides this."""
+    return None
+
+
+@pytest.fixture
+def new_engine(checkpoint: Path, dtype: str, kv_tokens: int | None) -> Callable[..., SlotRolloutEngine]:
     def build(
         *,
         num_slots: int = 16,
@@ -69,6 +75,7 @@ def new_engine(checkpoint: Path, dtype: str) -> Callable[..., SlotRolloutEngine]
             max_prompt_tokens=24,
             order=order,
             dtype=dtype,
+            kv_tokens=kv_tokens,
         )
         return SlotRolloutEngine(
             ModelConfig(path=str(checkpoint)),

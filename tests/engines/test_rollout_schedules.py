@@ -82,7 +82,9 @@ class TwoEngines:
         engine.continue_from([partial for i, partial in enumerate(partials) if i % number])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_tokens"), [("float32", None), ("bfloat16", None), ("float32", 160), ("bfloat16", 160)]
+)
 @settings(
     max_examples=examples(40),
     deadline=None,

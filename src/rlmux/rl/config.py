@@ -393,6 +393,10 @@ class RolloutConfig(FromFile):
     Devices get prompts by that, too. Never changes the results."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What sampling computes in: weights, keys and values; logits and log-probabilities stay float32."""
+    kv_tokens: Count | None = None
+    """Tokens that each worker's KV cache has room for, at least those of one sequence of full length: its slots become
+    fewer as answers become longer; without: all slots have the full length. Results may change with it in the last
+    bits."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
     tail_batching: TailBatchingConfig | None = None
@@ -407,6 +411,27 @@ class RolloutConfig(FromFile):
             raise MisfitError(modes[0], "does not go with an engine of others; accepted: our own engine")
         if len(modes) > 1:
             raise MisfitError("interruptible", "does not go with tail_batching; accepted: one of them")
+        if self.kv_tokens is not None and self.engine.name != "rlmux":
+            raise MisfitError("kv_tokens", "does not go with an engine of others; accepted: our own engine")
+        if self.kv_tokens is not None and self.kv_tokens < self.slot_tokens:
+            text = f"{self.kv_tokens} tokens hold no sequence of full length; accepted: {self.slot_tokens} or more"
+            raise MisfitError("kv_tokens", text)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions of the longest sequence."""
+        return self.max_prompt_tokens + self.max_new_tokens + 1
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens of a slot of full length: the longest sequence, and what fills it up to a multiple of 16."""
+        return -(-self.longest_sequence // 16) * 16
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that a worker's KV cache has room for."""
+        all_slots = self.num_slots * self.slot_tokens
+        return all_slots if self.kv_tokens is None else min(self.kv_tokens, all_slots)
 
 
 _MAX_TREE_PARAMETERS = 200_000_000

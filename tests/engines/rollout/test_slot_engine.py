@@ -21,6 +21,7 @@ from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables
 from rlmux.engines.model.weights import read_weights
+from rlmux.engines.residency import storage_bytes
 from rlmux.engines.rollout.batch_probe import BatchProbe
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
@@ -33,6 +34,13 @@ Drain = Callable[..., list[FinishedTurn]]
 LOGPROB_ERROR = {"float32": 1e-4, "bfloat16": 0.2}
 """Nats by which log-probs may differ from a float32 forward."""
 IN_EITHER_DTYPE = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+IN_ANY_CACHE = pytest.mark.parametrize(
+    ("dtype", "kv_tokens"),
+    [("float32", None), ("bfloat16", None), ("float32", 160), ("bfloat16", 160)],
+    ids=["float32", "bfloat16", "float32-short", "bfloat16-short"],
+)
+"""Slots of full length, or 160 tokens, which are two of them: slots become longer and trajectories leave them."""
+WITH_A_SHORT_CACHE = pytest.mark.parametrize("kv_tokens", [None, 160])
 
 
 @pytest.fixture
@@ -83,7 +91,7 @@ def test_logprobs_equal_a_full_forward(
         assert (reference - torch.tensor(turn.logprobs, dtype=torch.float64)).abs().max() < LOGPROB_ERROR[dtype]
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_order_of_submission_changes_nothing(
     seed: int,
@@ -97,7 +105,7 @@ def test_the_order_of_submission_changes_nothing(
     assert drain(engine) == expected
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 @pytest.mark.parametrize("chunk_steps", [1, 3, 7])
 def test_chunk_boundaries_change_nothing(
     chunk_steps: int,
@@ -111,7 +119,7 @@ def test_chunk_boundaries_change_nothing(
     assert drain(engine, chunk_steps=chunk_steps) == expected
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 def test_companions_change_nothing(
     new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
 ) -> None:
@@ -121,7 +129,7 @@ def test_companions_change_nothing(
         assert drain(engine) == [turn]
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 def test_requests_that_come_later_change_nothing(
     new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
 ) -> None:
@@ -134,8 +142,61 @@ def test_requests_that_come_later_change_nothing(
 
 
 @IN_EITHER_DTYPE
+@pytest.mark.parametrize("kv_tokens", [80, 160, 320])
+def test_slots_that_follow_the_tokens_in_flight_change_no_answer(
+    dtype: str, kv_tokens: int, checkpoint: Path, new_engine: NewEngine, new_requests: NewRequests, drain: Drain
+) -> None:
+    """Against slots of full length: attention, one product for each head, has the same bits beside fewer of them."""
+    requests = new_requests(16)
+    rollout = RolloutConfig(num_slots=16, max_new_tokens=40, max_prompt_tokens=24, dtype=dtype)  # type: ignore[arg-type]
+    whole = SlotRolloutEngine(ModelConfig(path=str(checkpoint)), rollout, vocab_size=41, seed=0)
+    short = new_engine()
+    for engine in (whole, short):
+        engine.submit(requests)
+    assert drain(short) == drain(whole)
+
+
+@pytest.mark.parametrize("kv_tokens", [160])
+def test_more_short_answers_run_at_once_than_slots_of_full_length_would_fit(
+    kv_tokens: int, new_engine: NewEngine, new_requests: NewRequests, drain: Drain
+) -> None:
+    engine = new_engine()
+    long, *short = (replace(one, prompt_tokens=(3,), stop_tokens=()) for one in new_requests(8))
+    engine.submit([replace(one, max_new_tokens=8) for one in short])
+    assert engine.run_chunk(max_decode_steps=1, max_seconds=60.0).num_active == 10  # of 16 tokens; 2 of full length
+    drain(engine)
+    engine.submit([replace(long, max_new_tokens=40), *(replace(one, max_new_tokens=30) for one in short[:9])])
+    num_active = [engine.run_chunk(max_decode_steps=steps, max_seconds=60.0).num_active for steps in (8, 16, 12)]
+    assert num_active == [10, 5, 3]
+    drain(engine)
+    engine.submit([replace(one, max_new_tokens=8) for one in short])
+    assert engine.run_chunk(max_decode_steps=1, max_seconds=60.0).num_active == 10
+
+
+@pytest.mark.parametrize("kv_tokens", [160])
+def test_what_leaves_a_slot_before_its_first_token_is_computed_with_new_weights(
+    kv_tokens: int,
+    tmp_path: Path,
+    lively_model: PreTrainedModel,
+    new_engine: NewEngine,
+    requests: list[TrajectoryRequest],
+    drain: Drain,
+) -> None:
+    engine, fresh = new_engine(), new_engine()
+    engine.submit(requests)
+    engine.run_chunk(max_decode_steps=0, max_seconds=60.0)
+    engine.offload()
+    engine.load()
+    for each in (engine, fresh):
+        each.load_weights(weight_file(lively_model, tmp_path / "w.safetensors", 0.5), 1)
+    fresh.submit(requests)
+    assert drain(engine) == drain(fresh)
+
+
+@IN_ANY_CACHE
 def test_offloading_in_the_middle_changes_nothing_and_frees_everything(
     dtype: str,
+    kv_tokens: int | None,
     lively_model: PreTrainedModel,
     new_engine: NewEngine,
     requests: list[TrajectoryRequest],
@@ -145,8 +206,8 @@ def test_offloading_in_the_middle_changes_nothing_and_frees_everything(
     engine = new_engine()
     held = engine.resident_bytes()
     weights = DecoderWeights(DecoderShape.of(lively_model), torch.device("cpu"), getattr(torch, dtype))
-    cache = KvCache(weights.shape, num_slots=16, max_len=80, device=torch.device("cpu"), dtype=weights.flat.dtype)
-    assert held > cache.keys.nbytes + cache.values.nbytes + weights.flat.nbytes
+    form = DecoderShape.of(lively_model), 16, 80, torch.device("cpu"), weights.flat.dtype
+    assert held > storage_bytes(KvCache(*form, num_tokens=kv_tokens).tensors()) + weights.flat.nbytes
     engine.submit(requests)
     finished = list(engine.run_chunk(max_decode_steps=6, max_seconds=60.0).finished)
     engine.offload()
@@ -160,7 +221,7 @@ def test_offloading_in_the_middle_changes_nothing_and_frees_everything(
     assert sorted(finished + drain(engine), key=lambda turn: turn.id) == expected
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 def test_migration_with_kv_changes_nothing(
     new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
 ) -> None:
@@ -169,13 +230,14 @@ def test_migration_with_kv_changes_nothing(
     finished = list(source.run_chunk(max_decode_steps=9, max_seconds=60.0).finished)
     partials = source.take_partials(None, with_kv=True)
     assert [partial.request.id for partial in partials] == sorted(partial.request.id for partial in partials)
-    assert sum(len(partial.tokens) > 0 for partial in partials) >= 8
+    assert sum(len(partial.tokens) > 0 for partial in partials) >= 4
     assert sum(not partial.tokens for partial in partials) >= 4
     assert drain(source) == []
     target.continue_from(partials[::-1])
     assert sorted(finished + drain(target), key=lambda turn: turn.id) == expected
 
 
+@WITH_A_SHORT_CACHE
 def test_migration_without_kv_moves_logprobs_by_rounding_only(
     new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
 ) -> None:
@@ -201,7 +263,7 @@ def test_where_no_smaller_batch_is_exact_the_full_one_gives_the_same_bits(
     expected: list[FinishedTurn],
     drain: Drain,
 ) -> None:
-    monkeypatch.setattr(BatchProbe, "is_decode_exact", lambda self, width, window: False)
+    monkeypatch.setattr(BatchProbe, "is_decode_exact", lambda self, width, window, capacity: False)
     monkeypatch.setattr(BatchProbe, "is_prefill_exact", lambda self, rows, length: False)
     monkeypatch.setattr("rlmux.engines.rollout.batch_probe.is_exact_by_shape", {})
     engine = new_engine()
@@ -220,10 +282,10 @@ def test_this_machine_allows_smaller_batches_only_where_their_bits_are_equal(
     probe = BatchProbe(weights, tables, num_slots=16, max_len=80)
     assert probe.is_slot_exact
     for num_rows in (1, 5, 9, 16):
-        width, window = probe.decode_shape(num_rows, 20)
+        width, window = probe.decode_shape(num_rows, 20, 80)
         assert width >= num_rows
         assert window >= 20
-        assert (width, window) == (16, 80) or probe.is_decode_exact(width, window)
+        assert (width, window) == (16, 80) or probe.is_decode_exact(width, window, 80)
 
 
 def live_tensor_bytes() -> int:
@@ -240,7 +302,7 @@ def test_a_probe_leaves_no_tensor_behind(monkeypatch: pytest.MonkeyPatch, lively
     probe = BatchProbe(weights, tables, num_slots=16, max_len=80)
     before = live_tensor_bytes()
     assert probe.is_slot_exact
-    probe.decode_shape(5, 20)
+    probe.decode_shape(5, 20, 80)
     assert live_tensor_bytes() == before
 
 
@@ -415,6 +477,7 @@ def test_a_sync_pipeline_refuses_weights_in_the_middle_of_a_trajectory(
     assert engine.version == 1
 
 
+@WITH_A_SHORT_CACHE
 def test_an_async_trajectory_keeps_the_version_of_each_token(
     tmp_path: Path,
     lively_model: PreTrainedModel,
@@ -459,6 +522,7 @@ def play(engine: SlotRolloutEngine, *, num_replies: int, chunk_steps: int = 10_0
             return sorted(over, key=lambda turn: turn.id)
 
 
+@WITH_A_SHORT_CACHE
 def test_a_trajectory_of_several_turns_equals_its_teacher_forced_context(
     lively_model: PreTrainedModel, new_engine: NewEngine, new_requests: NewRequests
 ) -> None:
@@ -480,6 +544,7 @@ def test_a_trajectory_of_several_turns_equals_its_teacher_forced_context(
                 assert turn.is_sampled[index + 1 : index + 4] == (False,) * len(said)
 
 
+@WITH_A_SHORT_CACHE
 @pytest.mark.parametrize("chunk_steps", [1, 2, 5])
 def test_turns_are_the_same_under_any_chunks(
     chunk_steps: int, new_engine: NewEngine, new_requests: NewRequests
@@ -491,6 +556,7 @@ def test_turns_are_the_same_under_any_chunks(
     assert play(hurried, num_replies=3, chunk_steps=chunk_steps) == play(calm, num_replies=3)
 
 
+@WITH_A_SHORT_CACHE
 @pytest.mark.parametrize("steps_at_once", [2, 8, 1_000])
 def test_looking_less_often_at_what_was_sampled_changes_no_answer(
     steps_at_once: int, new_engine: NewEngine, new_requests: NewRequests
@@ -544,7 +610,7 @@ def test_a_parked_trajectory_yields_its_slot_to_those_that_wait_for_one(
     assert engine.run_chunk(max_decode_steps=1, max_seconds=60.0).num_waiting_for_env == len(parked) - 2
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 @pytest.mark.parametrize("num_slots", [1, 3, 4])
 def test_turns_are_the_same_where_parked_trajectories_yield_their_slots(
     num_slots: int, new_engine: NewEngine, new_requests: NewRequests
@@ -560,7 +626,7 @@ def test_turns_are_the_same_where_parked_trajectories_yield_their_slots(
     assert play(crowded, num_replies=3) == expected
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 def test_parked_trajectories_survive_offload_and_migration(new_engine: NewEngine, new_requests: NewRequests) -> None:
     requests = new_requests(8, stop_tokens=(5, 6, 7))
     calm, first, second = (new_engine(is_single_turn=False) for _ in range(3))
@@ -648,6 +714,14 @@ def test_a_rollout_config_out_of_range_is_refused(field: str, value: float) -> N
     rollout = replace(RolloutConfig(), **{field: value})
     with pytest.raises(UserError, match=field):
         SlotRolloutEngine(ModelConfig(), rollout, vocab_size=30, seed=0)
+
+
+def test_a_cache_that_holds_no_longest_sequence_is_refused_with_the_least_size() -> None:
+    sizes = {"num_slots": 8, "max_prompt_tokens": 24, "max_new_tokens": 40}
+    with pytest.raises(UserError, match="kv_tokens: 79 tokens hold no sequence of full length; accepted: 80 or more"):
+        RolloutConfig(**sizes, kv_tokens=79)
+    assert RolloutConfig(**sizes, kv_tokens=80).cached_tokens == 80
+    assert RolloutConfig(**sizes, kv_tokens=10_000).cached_tokens == RolloutConfig(**sizes).cached_tokens == 640
 
 
 def test_each_request_has_its_own_temperature_beside_any_others(new_engine, new_requests, drain):

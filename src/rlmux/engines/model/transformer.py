@@ -148,6 +148,7 @@ def _copy_product(target: Tensor, matrix: Tensor, gain: Tensor) -> None:
 class KvCache:
     """Keys and values of every slot, allocated once. Keys are stored transposed, as the scores read them.
 
+    Each layer has `num_tokens` tokens; slots of `capacity` tokens share them: `num_slots * capacity <= num_tokens`.
     A slot's entries at and beyond its position are stale or zero, never read, and always finite.
     """
 
@@ -158,12 +159,53 @@ class KvCache:
         max_len: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        num_tokens: int | None = None,
     ) -> None:
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        self.num_slots = num_slots
-        self.max_len = max_len
-        self.keys = torch.zeros(shape.num_layers, num_slots, heads, dim, max_len, dtype=dtype, device=device)
-        self.values = torch.zeros(shape.num_layers, num_slots, heads, max_len, dim, dtype=dtype, device=device)
+        """`max_len`: the first capacity. `num_tokens`: None for `num_slots * max_len`."""
+        self._heads, self._dim = shape.num_kv_heads, shape.head_dim
+        self._most_slots = num_slots
+        self._num_tokens = num_slots * max_len if num_tokens is None else num_tokens
+        size = self._num_tokens * self._heads * self._dim
+        self._stored = torch.zeros(2, shape.num_layers, size, dtype=dtype, device=device)
+        self.capacity = max_len
+        """Tokens of a slot."""
+        self.keys, self.values = self._views()
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_slots_of(self.capacity)
+
+    def num_slots_of(self, capacity: int) -> int:
+        """How many slots of this capacity there is room for."""
+        return min(self._most_slots, self._num_tokens // capacity)
+
+    def lay_out(self, capacity: int, num_kept: int) -> None:
+        """Change the capacity. The first `num_kept` slots keep their tokens, as many as fit; a layer is copied at once.
+
+        Views of `keys` and `values` that were taken before are of no use after it.
+        """
+        num_tokens = min(capacity, self.capacity)
+        old_keys, old_values = self.keys, self.values
+        self.capacity = capacity
+        self.keys, self.values = self._views()
+        for layer in range(len(self.keys)):
+            keys = old_keys[layer, :num_kept, :, :, :num_tokens].clone()
+            values = old_values[layer, :num_kept, :, :num_tokens].clone()
+            self.keys[layer, :num_kept, :, :, :num_tokens] = keys
+            self.values[layer, :num_kept, :, :num_tokens] = values
+
+    def _views(self) -> tuple[Tensor, Tensor]:
+        """Keys [layers, slots, kv_heads, head_dim, capacity], values [layers, slots, kv_heads, capacity, head_dim]."""
+        num_slots, heads, dim = self.num_slots, self._heads, self._dim
+        keys, values = self._stored[:, :, : num_slots * heads * dim * self.capacity]
+        return (
+            keys.unflatten(1, (num_slots, heads, dim, self.capacity)),
+            values.unflatten(1, (num_slots, heads, self.capacity, dim)),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All that is stored, for an offload."""
+        return [self._stored]
 
     def read(self, slot: int, num_tokens: int) -> Tensor:
         """A copy of a slot's context: [layers, 2, kv_heads, num_tokens, head_dim]."""
@@ -178,8 +220,8 @@ class KvCache:
 
     def exchange(self, slots: Tensor, sources: Tensor) -> None:
         """Put the contents of `sources` into `slots` at once; the two name the same slots."""
-        self.keys[:, slots] = self.keys[:, sources]
-        self.values[:, slots] = self.values[:, sources]
+        for stored in (*self.keys, *self.values):  # layer by layer: a copy of all of them may not fit
+            stored[slots] = stored[sources]
 
 
 class PositionTables:
@@ -217,7 +259,8 @@ class DecodePlan:
     """One decode step of the first `width` slots over the first `window` cache positions.
 
     Holds the views of the cache and scratch tensors that all layers share, so that a step only computes.
-    Build one per (width, window) and keep it.
+    Build one per (width, window) and keep it until the cache is laid out anew. Rows beyond the cache's slots belong to
+    no sequence: they are computed without attention.
     """
 
     def __init__(
@@ -225,6 +268,7 @@ class DecodePlan:
     ) -> None:
         shape, device, dtype = weights.shape, cache.keys.device, cache.keys.dtype
         rows, dim = width * shape.num_kv_heads, shape.head_dim
+        attended = min(width, cache.num_slots) * shape.num_kv_heads
         self.width = width
         self.window = window
         self.adapters: RowAdapters | None = None
@@ -235,15 +279,15 @@ class DecodePlan:
         self._tables = tables
         self._epsilon = torch.tensor(shape.norm_epsilon, device=device)
         self._score_scale = dim**-0.5
-        self._row_numbers = torch.arange(rows, device=device)
-        self._slot_of_row = self._row_numbers // shape.num_kv_heads
-        self._entry_of_row = self._row_numbers * cache.max_len
+        self._slot_of_row = torch.arange(rows, device=device) // shape.num_kv_heads
+        self._row_numbers = torch.arange(attended, device=device)
+        self._entry_of_row = self._row_numbers * cache.capacity
         self._layers = [
             _LayerViews(
                 weights=layer,
-                keys=cache.keys[index].view(-1, dim, cache.max_len)[:rows],
-                seen_keys=cache.keys[index].view(-1, dim, cache.max_len)[:rows, :, :window],
-                seen_values=cache.values[index].view(-1, cache.max_len, dim)[:rows, :window],
+                keys=cache.keys[index].view(-1, dim, cache.capacity)[:attended],
+                seen_keys=cache.keys[index].view(-1, dim, cache.capacity)[:attended, :, :window],
+                seen_values=cache.values[index].view(-1, cache.capacity, dim)[:attended, :window],
                 value_entries=cache.values[index].view(-1, dim),
             )
             for index, layer in enumerate(weights.layers)
@@ -251,11 +295,12 @@ class DecodePlan:
         self._hidden = torch.empty(width, shape.hidden_size, dtype=dtype, device=device)
         self._projected = torch.empty(width, shape.qkv_size, dtype=dtype, device=device)
         heads = self._projected.view(rows, shape.heads_per_group, dim)
-        self._queries, self._new_keys, self._new_values = heads[:, :-2], heads[:, -2], heads[:, -1]
+        self._queries = heads[:attended, :-2]
+        self._new_keys, self._new_values = heads[:attended, -2], heads[:attended, -1]
         self._rotating = _Rotating(heads[:, :-1], shape.has_head_norms)
-        self._scores = torch.empty(rows, shape.group_size, window, dtype=dtype, device=device)
-        self._mixed = torch.empty(rows, shape.group_size, dim, dtype=dtype, device=device)
-        self._mixed_by_slot = self._mixed.view(width, -1)
+        self._scores = torch.empty(attended, shape.group_size, window, dtype=dtype, device=device)
+        mixed = torch.zeros(rows, shape.group_size, dim, dtype=dtype, device=device)
+        self._mixed, self._mixed_by_slot = mixed[:attended], mixed.view(width, -1)
         self._gate_up = torch.empty(width, 2 * shape.intermediate_size, dtype=dtype, device=device)
         self._gate, self._up = self._gate_up.chunk(2, dim=1)
 
@@ -264,8 +309,9 @@ class DecodePlan:
         adapters = self.adapters or RowAdapters([])
         weights, epsilon, hidden = self._weights, self._epsilon, self._hidden
         row_positions = positions.index_select(0, self._slot_of_row)
-        entries = self._entry_of_row + row_positions
         rotations = self._tables.rotations.index_select(0, row_positions).unsqueeze(1)
+        row_positions = row_positions[: len(self._row_numbers)]
+        entries = self._entry_of_row + row_positions
         mask = self._tables.mask(row_positions, self.window)
         torch.index_select(weights.embedding, 0, tokens, out=hidden)
         for index, layer in enumerate(self._layers):
@@ -297,17 +343,17 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerViews:
-    """What a plan sees of one layer. Rows are (slot, kv head)."""
+    """What a plan sees of one layer. Rows are (slot, kv head), those that attend."""
 
     weights: LayerWeights
     keys: Tensor
-    """[rows, head_dim, max_len]"""
+    """[rows, head_dim, capacity]"""
     seen_keys: Tensor
     """[rows, head_dim, window]"""
     seen_values: Tensor
     """[rows, window, head_dim]"""
     value_entries: Tensor
-    """[all rows * max_len, head_dim]"""
+    """[all rows * capacity, head_dim]"""
 
 
 def prefill(

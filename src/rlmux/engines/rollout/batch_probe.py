@@ -1,12 +1,14 @@
 """Finds the batch shapes that give the same bits as the full one, measured on this machine.
 
     full shape: num_slots rows, max_len positions        always right, the reference
-    smaller:    width rows, window positions             used only if a probe found its rows bit-equal
+    smaller:    width rows, window positions,            used only if a probe found its rows bit-equal
+                slots of `capacity` tokens
 
 A matrix product may sum in another order at another size, so a smaller batch is no mere saving: it can change
 a token. Whether it does depends on the library, the processor and the shape, not on the data; random numbers
 show it. A probe runs two layers, the output head and the sampler at both shapes and compares bits. That a row
-may stand anywhere in the full shape is probed the same way, with the rows in reverse order. Results are
+may stand anywhere in the full shape is probed the same way, with the rows in reverse order. Where the cache has fewer
+slots of max_len positions than there are rows, the full shape takes so many sequences at a time. Results are
 remembered for the process. Of what a probe computed only a hash of each row stays; its cache of two layers is freed.
 
 Invariant: a shape is handed out only if it is the reference or its probe passed. Where no probe passes, every
@@ -48,17 +50,29 @@ is_exact_by_shape: dict[tuple[object, ...], bool] = {}
 class BatchProbe:
     """Picks batch shapes for one engine's weights."""
 
-    def __init__(self, weights: DecoderWeights, tables: PositionTables, num_slots: int, max_len: int) -> None:
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        tables: PositionTables,
+        num_slots: int,
+        max_len: int,
+        num_tokens: int | None = None,
+    ) -> None:
+        """`num_tokens`: of the cache; None for `num_slots * max_len`."""
         self._weights = weights.first_layers(_PROBED_LAYERS)
         self._tables = tables
         self._num_slots = num_slots
         self._max_len = max_len
+        self._num_tokens = num_slots * max_len if num_tokens is None else num_tokens
         self._widths = [width for width in _WIDTHS if width < num_slots] + [num_slots]
         stride = -(-max_len // _MAX_WINDOWS // PREFILL_BUCKET) * PREFILL_BUCKET
         self._references: dict[int, Sequence[bytes]] = {}
         """Hashes of each row of the full shape's outputs, by the window that limits the probe's positions."""
-        self._decode_shapes: dict[tuple[int, int], tuple[int, int]] = {}
-        self._windows = [*range(stride, max_len, stride), max_len]
+        self._decode_shapes: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._windows: list[int] = [*range(stride, max_len, stride), max_len]
+        roomy = [window for window in self._windows if window * num_slots <= self._num_tokens]
+        self._capacities: list[int] = [window for window in self._windows if not roomy or window >= roomy[-1]]
+        """Of slots, ascending; less than what all slots have room for would save nothing."""
         self._adapters: Sequence[AdapterConfig] = ()
 
     def set_adapters(self, adapters: Sequence[AdapterConfig]) -> None:
@@ -70,17 +84,31 @@ class BatchProbe:
     @property
     def is_slot_exact(self) -> bool:
         """Whether a sequence gives the same bits in every slot and beside any others, at the full shape."""
-        return self._remember(("slots",), lambda: self.is_decode_exact(self._num_slots, self._max_len))
+        full = self._num_slots, self._max_len, self._max_len
+        return self._remember(("slots",), lambda: self.is_decode_exact(*full))
 
-    def decode_shape(self, num_rows: int, num_positions: int) -> tuple[int, int]:
-        """The smallest (width, window) that holds this many rows and positions and is exact."""
-        wanted = num_rows, num_positions
+    def capacity_for(self, num_positions: int) -> int:
+        """The smallest capacity of slots that holds this many positions and has an exact shape."""
+        return next(
+            capacity
+            for capacity in self._capacities
+            if capacity >= num_positions and self._can_decode(self._num_slots, capacity, capacity)
+        )
+
+    def decode_shape(self, num_rows: int, num_positions: int, capacity: int) -> tuple[int, int]:
+        """The smallest (width, window) that holds this many rows and positions and is exact.
+
+        `capacity`: of the cache's slots, one of `capacity_for`.
+        """
+        wanted = num_rows, num_positions, capacity
         if wanted not in self._decode_shapes:
             self._decode_shapes[wanted] = next(
                 (width, window)
                 for width in self._widths
                 for window in self._windows
-                if width >= num_rows and window >= num_positions and self._can_decode(width, window)
+                if width >= num_rows
+                and num_positions <= window <= capacity
+                and self._can_decode(width, window, capacity)
             )
         return self._decode_shapes[wanted]
 
@@ -89,10 +117,11 @@ class BatchProbe:
         enough = (rows for rows in _PREFILL_ROWS if rows >= num_rows)
         return next((rows for rows in enough if self._can_prefill(rows, length)), _REFERENCE_PREFILL_ROWS)
 
-    def _can_decode(self, width: int, window: int) -> bool:
+    def _can_decode(self, width: int, window: int, capacity: int) -> bool:
         if (width, window) == (self._num_slots, self._max_len):
             return True
-        return self._remember(("decode", width, window), lambda: self.is_decode_exact(width, window))
+        shape = width, window, capacity
+        return self._remember(("decode", *shape), lambda: self.is_decode_exact(*shape))
 
     def _can_prefill(self, rows: int, length: int) -> bool:
         if rows == _REFERENCE_PREFILL_ROWS:
@@ -104,6 +133,7 @@ class BatchProbe:
             self._weights.shape,
             self._num_slots,
             self._max_len,
+            self._num_tokens,
             str(self._weights.flat.device),
             self._weights.flat.dtype,
             torch.get_num_threads(),
@@ -115,18 +145,28 @@ class BatchProbe:
             release_storage(self._weights.flat.device)
         return is_exact_by_shape[key]
 
-    def is_decode_exact(self, width: int, window: int) -> bool:
+    def is_decode_exact(self, width: int, window: int, capacity: int) -> bool:
         """Measure a shape against the full one; the full one against its rows in reverse order."""
         in_order = torch.arange(self._num_slots)
         full = self._num_slots, self._max_len
         if window not in self._references:
-            self._references[window] = self._decode(full, window, in_order)
+            self._references[window] = self._decode_all(full, window, self._max_len, in_order)
         reference = self._references[window]
         if (width, window) == full:
-            return self._decode(full, window, in_order.flip(0))[::-1] == reference
-        return self._decode((width, window), window, in_order[:width]) == reference[:width]
+            return self._decode_all(full, window, capacity, in_order.flip(0))[::-1] == reference
+        some = in_order[: min(width, self._num_tokens // capacity)]
+        return self._decode((width, window), window, capacity, some) == reference[: len(some)]
 
-    def _decode(self, plan_shape: tuple[int, int], max_positions: int, sequences: Tensor) -> Sequence[bytes]:
+    def _decode_all(
+        self, plan_shape: tuple[int, int], max_positions: int, capacity: int, sequences: Tensor
+    ) -> Sequence[bytes]:
+        """`_decode` of as many sequences at once as the cache has slots."""
+        parts = torch.split(sequences, self._num_tokens // capacity)
+        return [row for part in parts for row in self._decode(plan_shape, max_positions, capacity, part)]
+
+    def _decode(
+        self, plan_shape: tuple[int, int], max_positions: int, capacity: int, sequences: Tensor
+    ) -> Sequence[bytes]:
         """Hashes of each slot's logits and log-probability after one step, with random sequence `sequences[i]` in
         slot i."""
         shape, device = self._weights.shape, self._weights.flat.device
@@ -134,24 +174,27 @@ class BatchProbe:
         positions = torch.randint(max_positions, (self._num_slots,), generator=generator)
         tokens = torch.randint(shape.vocab_size, (self._num_slots,), generator=generator)
         uniforms = torch.rand((self._num_slots, 1), generator=generator, dtype=torch.float64)
-        plan = DecodePlan(self._weights, self._random_cache(sequences), self._tables, *plan_shape)
+        num_slots = min(plan_shape[0], self._num_tokens // capacity)
+        plan = DecodePlan(self._weights, self._random_cache(sequences, num_slots, capacity), self._tables, *plan_shape)
         plan.adapters = self._random_adapters()
-        logits = plan.step(tokens[sequences].to(device), positions[sequences].to(device))
-        _, logprobs = sample(logits, uniforms[sequences].to(device), None)
-        return _row_hashes(torch.cat([logits, logprobs], dim=1).cpu())
+        rows = sequences.new_zeros(plan_shape[0])
+        rows[: len(sequences)] = sequences
+        logits = plan.step(tokens[rows].to(device), positions[rows].to(device))
+        _, logprobs = sample(logits, uniforms[rows].to(device), None)
+        return _row_hashes(torch.cat([logits, logprobs], dim=1)[: len(sequences)].cpu())
 
-    def _random_cache(self, sequences: Tensor) -> KvCache:
+    def _random_cache(self, sequences: Tensor, num_slots: int, capacity: int) -> KvCache:
         """The cache of random sequences. They are windows of one random series, one number apart: each is another, and
         no more than the cache itself takes memory."""
         shape = self._weights.shape
-        cache = KvCache(shape, len(sequences), self._max_len, self._weights.flat.device, self._weights.flat.dtype)
+        cache = KvCache(shape, num_slots, capacity, self._weights.flat.device, self._weights.flat.dtype)
         size = 2 * shape.num_kv_heads * self._max_len * shape.head_dim
         series = torch.randn(shape.num_layers * size + self._num_slots, generator=torch.Generator().manual_seed(0))
         for layer in range(shape.num_layers):
             for slot, sequence in enumerate(sequences.tolist()):
                 kv = series[layer * size + sequence :][:size].view(2, shape.num_kv_heads, self._max_len, shape.head_dim)
-                cache.keys[layer, slot] = kv[0].transpose(-1, -2)
-                cache.values[layer, slot] = kv[1]
+                cache.keys[layer, slot] = kv[0, :, :capacity].transpose(-1, -2)
+                cache.values[layer, slot] = kv[1, :, :capacity]
         return cache
 
     def _random_adapters(self) -> RowAdapters:

@@ -2,8 +2,8 @@
 
     submit / continue_from ──▶ waiting ──seat──▶ slot ──▶ FinishedTurn (and freed, or parked until `reply`)
                                   ▲                │
-                                  └── offload, take_partials, parked while others wait for a slot:
-                                      tokens, log-probs and KV leave the slot
+                                  └── offload, take_partials, parked while others wait for a slot, seated last where
+                                      slots become longer: tokens, log-probs and KV leave the slot
 
     one chunk:   refill ─▶ compact ─▶ decode until something ends ─▶ collect ─▶ refill ...
 
@@ -13,6 +13,7 @@
     ChunkTally      what the present chunk has done    RequestLimits  what is accepted
     WaitingQueue    which waiting trajectory is next
 
+`rollout.kv_tokens` bounds slots x their length, which then follows the trajectories (`slot_table`).
 A freed slot is refilled before the next decode step. Prompts are prefilled ahead, as many waiting ones at
 once as there are slots and each distinct prompt once, so that refilling costs a copy. When nothing waits,
 active sequences move to the lowest slots and a smaller batch is decoded, if `batch_probe` found it bit-equal.
@@ -44,7 +45,7 @@ from rlmux.engines.model.decoder_shape import check_window
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, PositionTables, score
 from rlmux.engines.model.weights import read_weights
 from rlmux.engines.residency import Offloaded, release_storage, storage_bytes
-from rlmux.engines.rollout.batch_probe import PREFILL_BUCKET, BatchProbe
+from rlmux.engines.rollout.batch_probe import BatchProbe
 from rlmux.engines.rollout.chunk_tally import ChunkTally
 from rlmux.engines.rollout.decode_graphs import DecodeGraphs
 from rlmux.engines.rollout.live_trajectory import LiveTrajectory
@@ -102,7 +103,8 @@ class SlotRolloutEngine:
         self._staleness, self._is_single_turn = staleness, is_single_turn
         self._device = torch.device(device)
         self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
-        longest, max_len = _lengths(rollout)
+        _check_rollout(rollout)
+        longest, max_len = rollout.longest_sequence, rollout.slot_tokens
         self._dense_threshold = dense_threshold_of(rollout.num_slots)
         self._steps_at_once = steps_at_once or _STEPS_AT_ONCE.get(self._device.type, 1)
         self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
@@ -114,12 +116,15 @@ class SlotRolloutEngine:
         del model
         release_storage(self._device)  # the slots need its memory
         self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts
-        self._slots = SlotTable(self._weights.shape, rollout, max_len, self._device, vocabulary)
-        self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
+        self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len, rollout.cached_tokens)
+        self._slots = SlotTable(
+            self._weights.shape, rollout, max_len, self._device, vocabulary, self._probe.capacity_for
+        )
         self._adapters = AdapterTable(self._weights, self._device, self._probe.set_adapters)
         self._prefill = PrefillAhead(self._weights, self._tables, self._probe, self._adapters)
         self._plans: dict[tuple[int, int], DecodePlan] = {}
-        """Decode plans by (width, window); empty while offloaded."""
+        """Decode plans by (width, window), of slots of `_planned_capacity`; empty while offloaded."""
+        self._planned_capacity = max_len
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
         """All unfinished trajectories."""
         self._waiting: WaitingQueue[LiveTrajectory] = WaitingQueue(rollout.order)
@@ -249,10 +254,13 @@ class SlotRolloutEngine:
     def _refill(self, tally: ChunkTally) -> None:
         """Seat waiting trajectories, lowest slot first: in free slots, and in those of trajectories that wait for their
         environment, whose KV goes to host memory until the reply."""
-        if not self._waiting:
-            return
-        self._slots.yield_slots(len(self._waiting), self._adapters.version_of)
-        for slot in self._slots.free_slots[: len(self._waiting)]:
+        evicted = self._slots.make_room(self._adapters.version_of)
+        if evicted:
+            self._waiting.put_back([live for live in evicted if not live.is_waiting_for_env])
+        while self._waiting:
+            slot = self._slots.slot_for(next(iter(self._waiting)), self._adapters.version_of)
+            if slot is None:
+                return
             live = self._waiting.pop()
             if live.needs_prefill:
                 self._prefill.compute_ahead(live, self._waiting, self._slots.num_slots, tally)
@@ -284,9 +292,13 @@ class SlotRolloutEngine:
         """The cheapest exact shape, after moving sequences to the lowest slots where that helps."""
         num_positions = max(live.position for live in active) + 1
         reach = max(slot_of(live) for live in active) + 1
-        shape = self._probe.decode_shape(reach, num_positions)
+        capacity = self._slots.cache.capacity
+        if capacity != self._planned_capacity:
+            self._plans.clear()
+            self._planned_capacity = capacity
+        shape = self._probe.decode_shape(reach, num_positions, capacity)
         if len(active) < reach:
-            compact = self._probe.decode_shape(len(active), num_positions)
+            compact = self._probe.decode_shape(len(active), num_positions, capacity)
             if compact[0] < shape[0]:
                 self._slots.compact(active, compact[0])
                 shape = compact
@@ -465,14 +477,8 @@ class SlotRolloutEngine:
         return [*self._kept_tensors(), *self._slots.tensors()]
 
 
-def _lengths(rollout: RolloutConfig) -> tuple[int, int]:
-    """(positions of the longest sequence, those that its slot is made for). Raises UserError for sizes out of range."""
-    _check_rollout(rollout)
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens + 1
-    return longest, -(-longest // PREFILL_BUCKET) * PREFILL_BUCKET
-
-
 def _check_rollout(rollout: RolloutConfig) -> None:
+    """Raises UserError for sizes out of range."""
     if not rollout.temperature > 0:
         raise UserError(f"rollout.temperature: {rollout.temperature} is not above 0")
     if rollout.num_slots < 1:

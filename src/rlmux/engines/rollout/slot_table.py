@@ -4,7 +4,15 @@
       ▲              │                │
       └────free──────┴────────────────┘        evict: the trajectory takes its tokens and KV along
 
-Invariant: a trajectory's `slot` and this table always agree.
+The cache's tokens are cut into slots of one capacity. Where `rollout.kv_tokens` leaves less than the full length to
+each slot, capacities follow the trajectories:
+
+    make_room   a seated trajectory's next step lies beyond its slot: slots become longer and fewer. Parked trajectories
+                leave, then those that were seated last
+    slot_for    no slot is free: slots become as short as the seated trajectories allow, so that more of them are there
+
+Invariants: a trajectory's `slot` and this table always agree. The trajectory that was seated first among the active
+ones keeps its slot, so that each of them ends.
 
 A module of its own: it owns the slots, and the engine owns the trajectories.
 """
@@ -36,11 +44,16 @@ class SlotTable:
         rollout: RolloutConfig,
         max_len: int,
         device: torch.device,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: Vocabulary | None,
+        capacity_for: Callable[[int], int],
     ) -> None:
-        """`rollout`: with the temperature of requests that name none. `vocabulary`: decodes where stop texts are."""
-        num_slots = rollout.num_slots
-        self.cache = KvCache(shape, num_slots, max_len, device, getattr(torch, rollout.dtype))
+        """`rollout`: with the temperature of requests that name none. `vocabulary`: decodes where stop texts are.
+
+        `capacity_for`: the smallest capacity of slots for a number of positions, up to `max_len`.
+        """
+        num_slots, dtype = rollout.num_slots, getattr(torch, rollout.dtype)
+        self.cache = KvCache(shape, num_slots, max_len, device, dtype, rollout.cached_tokens)
+        self._capacity_for = capacity_for
         self._buffers = SlotBuffers(num_slots, max_len, device)
         self._device = device
         self._temperature = rollout.temperature
@@ -48,15 +61,12 @@ class SlotTable:
         self._special: dict[TrajectoryId, LiveTrajectory] = {}
         """Seated trajectories with a temperature other than 1, or with stop texts."""
         self._occupants: list[LiveTrajectory | None] = [None] * num_slots
+        self._in_order: dict[TrajectoryId, LiveTrajectory] = {}
+        """Seated trajectories, the one that was seated last at the end."""
 
     @property
     def num_slots(self) -> int:
         return len(self._occupants)
-
-    @property
-    def free_slots(self) -> list[int]:
-        """Indices, ascending."""
-        return [slot for slot, occupant in enumerate(self._occupants) if occupant is None]
 
     @property
     def seated(self) -> list[LiveTrajectory]:
@@ -86,6 +96,7 @@ class SlotTable:
         self._buffers.seat(slot, row)
         live.slot, live.kv, live.pending, live.is_prefilled_here = slot, None, [], False
         self._occupants[slot] = live
+        self._in_order[request.id] = live
         if self._temperature_of(live) != 1.0 or request.stop_texts:
             self._special[request.id] = live
 
@@ -149,11 +160,14 @@ class SlotTable:
         live.record_tokens(tokens, logprobs, version)
 
     def evict(self, live: LiveTrajectory, version: int, *, with_kv: bool) -> None:
-        """Free a trajectory's slot; the record keeps all it needs to continue, optionally its KV in host memory."""
+        """Free a trajectory's slot; the record keeps all it needs to continue, optionally its KV in host memory.
+
+        The KV of a prompt alone is left out: new weights may come before it is seated again, which make it anew.
+        """
         self.record(live, version)
         slot, ahead = slot_of(live), live.position + 1
         live.pending = self._buffers.read(slot, ahead, ahead + live.num_forced)[0]
-        live.kv = self.cache.read(slot, live.position).cpu() if with_kv and live.position else None
+        live.kv = self.cache.read(slot, live.position).cpu() if with_kv and live.tokens else None
         self.free(live)
 
     def adapter_names(self, width: int) -> list[str | None]:
@@ -163,11 +177,59 @@ class SlotTable:
             for live in self._occupants[:width]
         ]
 
-    def yield_slots(self, wanted: int, version_of: Callable[[LiveTrajectory], int]) -> None:
-        """Evict parked trajectories, with their KV, until `wanted` slots are free or none is parked."""
-        parked = [live for live in self.seated if live.is_waiting_for_env]
-        for live in parked[: max(0, wanted - len(self.free_slots))]:
-            self.evict(live, version_of(live), with_kv=True)
+    def make_room(self, version_of: Callable[[LiveTrajectory], int]) -> list[LiveTrajectory]:
+        """Make slots long enough for the next step of each seated trajectory.
+
+        Returns those that had to leave for that, with their KV, in the order in which they were seated.
+        """
+        evicted: list[LiveTrajectory] = []
+        while len(self._in_order) > self.cache.num_slots_of(capacity := self._capacity_of_seated()):
+            last = sorted(self._in_order.values(), key=lambda live: live.is_waiting_for_env)[-1]
+            evicted.insert(0, last)
+            self.evict(last, version_of(last), with_kv=True)
+        self._lay_out(capacity)
+        return evicted
+
+    def _capacity_of_seated(self) -> int:
+        """The present capacity, or a larger one for the next step of the seated trajectories."""
+        return self._capacity_for(max(self.cache.capacity, _positions_of(self.seated)))
+
+    def slot_for(self, live: LiveTrajectory, version_of: Callable[[LiveTrajectory], int]) -> int | None:
+        """The lowest free slot, long enough for a waiting trajectory's next step; None if that has to wait.
+
+        Parked trajectories leave with their KV where one more finds no slot beside them.
+        """
+        free = self._lowest_free()
+        if free is not None and live.position < self.cache.capacity:
+            return free
+        parked = [other for other in self.seated if other.is_waiting_for_env]
+        while len(self._in_order) >= self.cache.num_slots_of(capacity := self._capacity_beside(live)):
+            if not parked:
+                return None
+            first = parked.pop(0)
+            self.evict(first, version_of(first), with_kv=True)
+        self._lay_out(capacity)
+        return self._lowest_free()
+
+    def _lowest_free(self) -> int | None:
+        return next((slot for slot in range(self.cache.num_slots) if self._occupants[slot] is None), None)
+
+    def _capacity_beside(self, live: LiveTrajectory) -> int:
+        """The capacity with which a waiting trajectory finds room beside the seated ones.
+
+        Where slots become shorter, there is room for an eighth more, so that they need not become longer at once.
+        """
+        needed = _positions_of([live, *self.seated])
+        capacity = self._capacity_for(needed)
+        if capacity < self.cache.capacity:
+            capacity = self._capacity_for(min(needed + needed // 8, self.cache.capacity))
+        return capacity
+
+    def _lay_out(self, capacity: int) -> None:
+        """Give slots another capacity; the lowest ones keep their trajectories, which move there first."""
+        if capacity != self.cache.capacity:
+            self.compact(self.seated, self.cache.num_slots_of(capacity))
+            self.cache.lay_out(capacity, max((slot_of(live) + 1 for live in self.seated), default=0))
 
     def free(self, live: LiveTrajectory) -> None:
         """Free a trajectory's slot, if it has one."""
@@ -175,13 +237,16 @@ class SlotTable:
             self._buffers.free(live.slot)
             self._special.pop(live.request.id, None)
             self._occupants[live.slot] = None
+            del self._in_order[live.request.id]
             live.slot = None
 
-    def compact(self, active: Sequence[LiveTrajectory], width: int) -> None:
-        """Exchange active trajectories in slots from `width` on with idle slots below it."""
-        high = [slot_of(live) for live in active if slot_of(live) >= width]
-        idle = [slot for slot, live in enumerate(self._occupants[:width]) if live is None or live.is_waiting_for_env]
-        low = idle[: len(high)]
+    def compact(self, lives: Sequence[LiveTrajectory], width: int) -> None:
+        """Exchange these trajectories in slots from `width` on with slots of none of them below it."""
+        taken = {slot_of(live) for live in lives}
+        high = [slot_of(live) for live in lives if slot_of(live) >= width]
+        low = [slot for slot in range(width) if slot not in taken][: len(high)]
+        if not high:
+            return
         slots = torch.tensor(low + high, device=self._device)
         sources = torch.tensor(high + low, device=self._device)
         self.cache.exchange(slots, sources)
@@ -195,11 +260,16 @@ class SlotTable:
 
     def tensors(self) -> list[Tensor]:
         """All tensors whose device memory an offload gives back."""
-        return [self.cache.keys, self.cache.values, *self._buffers.tensors()]
+        return [*self.cache.tensors(), *self._buffers.tensors()]
 
     def reset(self) -> None:
         """Make the tensors those of empty slots, after their memory came back."""
         self._buffers.reset()
+
+
+def _positions_of(lives: Sequence[LiveTrajectory]) -> int:
+    """Positions of a slot that the next step of each of these needs."""
+    return max((live.position + 1 for live in lives), default=1)
 
 
 def slot_of(live: LiveTrajectory) -> int:
