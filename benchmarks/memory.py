@@ -11,6 +11,7 @@ kv            many slots of long answers            the rollout's cache
 bfloat16      activations, with train.dtype         half of what training computes with, beside float32 weights
 rounded       weights, with rollout.dtype           fused weights and loading in half the bytes
 rounded_kv    kv, with rollout.dtype                half the cache
+short_kv      kv, with rollout.kv_tokens            a quarter of the cache, and what left it for host memory
 folder        logits, with both dtypes              a checkpoint that is fused tensor by tensor
 checkpointing activations, recomputed               each layer's input, and one layer
 chunks        logits, in chunks of 16 MB            one chunk of logits
@@ -60,7 +61,7 @@ from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId, TrajectoryRe
 
 SHAPES = (
     *("weights", "activations", "logits", "attention", "kv", "bfloat16", "checkpointing", "chunks", "experts"),
-    *("rounded", "rounded_kv", "folder", "sum", "eightbit", "adapter"),
+    *("rounded", "rounded_kv", "short_kv", "folder", "sum", "eightbit", "adapter"),
 )
 TRAINED_ALONE = ("sum", "eightbit", "adapter")
 """Shapes whose rollout worker is that of another shape."""
@@ -95,10 +96,12 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
         model = replace(model, num_layers=3, num_heads=8, num_kv_heads=2)
         rollout = replace(rollout, max_new_tokens=736)
         algorithm = replace(algorithm, prompts_per_step=1, group_size=4, micro_batch_size=2)
-    elif name in ("kv", "rounded_kv"):
+    elif name in ("kv", "short_kv", "rounded_kv"):
         model = replace(model, num_layers=6, num_kv_heads=4)
         rollout = RolloutConfig(max_prompt_tokens=256, max_new_tokens=224, num_slots=64)
-        if name == "rounded_kv":  # cores without bfloat16 decode slowly
+        if name == "short_kv":
+            rollout = replace(rollout, max_prompt_tokens=32, max_new_tokens=448, kv_tokens=7680)
+        elif name == "rounded_kv":  # cores without bfloat16 decode slowly
             rollout = replace(rollout, max_prompt_tokens=448, max_new_tokens=32, num_slots=32)
     train = TrainConfig()
     if name in ("rounded", "rounded_kv", "folder"):

@@ -255,7 +255,7 @@ def test_migration_without_kv_moves_logprobs_by_rounding_only(
     assert worst < 5e-5
 
 
-@IN_EITHER_DTYPE
+@IN_ANY_CACHE
 def test_where_no_smaller_batch_is_exact_the_full_one_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     new_engine: NewEngine,

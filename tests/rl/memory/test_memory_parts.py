@@ -15,6 +15,7 @@ from rlmux.engines.adapters.lora import trained_parameters
 from rlmux.engines.model import transformer
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.packed_attention import pack_attention
+from rlmux.engines.residency import storage_bytes
 from rlmux.engines.rollout import batch_probe, prefill_ahead
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.train import micro_batches
@@ -146,14 +147,23 @@ def test_one_sum_is_counted_where_results_may_change_with_the_ranks() -> None:
     assert not TrainConfig().is_equal_across_ranks(200_000_001)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rollout_engines_tensors_are_counted_exactly(dtype: Any) -> None:
-    given = config(rollout=RolloutConfig(max_prompt_tokens=16, max_new_tokens=40, num_slots=8, dtype=dtype))
+@pytest.mark.parametrize(("dtype", "kv_tokens"), [("float32", None), ("bfloat16", None), ("float32", 150)])
+def test_a_rollout_engines_tensors_are_counted_exactly(dtype: Any, kv_tokens: int | None) -> None:
+    sizes = RolloutConfig(max_prompt_tokens=16, max_new_tokens=40, num_slots=8, dtype=dtype, kv_tokens=kv_tokens)
+    given = config(rollout=sizes)
     engine = SlotRolloutEngine(given.model, given.rollout, vocab_size=VOCAB_SIZE, seed=0)
     parts = rollout_parts(given, is_gpu=True)  # without what is on a CPU while weights are built
     resident = sum(parts[name] for name in ("weights", "KV cache", "slots", "tables"))
     assert resident == pytest.approx(engine.resident_bytes(), rel=0.02)
-    assert parts["KV cache"] == engine._slots.cache.keys.nbytes + engine._slots.cache.values.nbytes
+    assert parts["KV cache"] == storage_bytes(engine._slots.cache.tensors())
+
+
+def test_what_leaves_a_bounded_cache_is_counted_where_a_device_is_the_hosts_memory() -> None:
+    sizes = RolloutConfig(max_prompt_tokens=16, max_new_tokens=480, num_slots=64)
+    whole, bounded = config(rollout=sizes), config(rollout=replace(sizes, kv_tokens=8192))
+    assert "evicted KV" not in rollout_parts(bounded, is_gpu=True)
+    parts = rollout_parts(bounded)
+    assert parts["KV cache"] < parts["KV cache"] + parts["evicted KV"] < rollout_parts(whole)["KV cache"]
 
 
 def test_weights_of_a_gpu_are_built_and_loaded_in_host_memory() -> None:

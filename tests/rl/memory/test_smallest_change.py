@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlmux.core.model import Phase
@@ -26,6 +28,15 @@ def needs(phase: Phase, config: TrainingConfig = BIG) -> float:
 def test_a_change_that_is_enough_alone_is_named_alone():
     assert smallest_change(BIG, Phase.ROLLOUT, 0.7 * needs(Phase.ROLLOUT), 1) == "rollout.slots: 32"
     assert smallest_change(BIG, Phase.TRAIN, 0.7 * needs(Phase.TRAIN), 1) == "algorithm.micro_batch_size: 4"
+
+
+def test_a_bounded_cache_is_named_where_half_the_slots_are_too_many_with_the_largest_round_number_that_fits():
+    half = replace(BIG, rollout=replace(BIG.rollout, num_slots=32))
+    capacity = total(device_parts(half, Phase.ROLLOUT, is_gpu=True)) - 1
+    assert smallest_change(BIG, Phase.ROLLOUT, capacity, 1, is_gpu=True) == "rollout.kv_tokens: 18000"
+    for num, fits in ((18_000, True), (19_000, False)):
+        bounded = replace(BIG, rollout=replace(BIG.rollout, kv_tokens=num))
+        assert (total(device_parts(bounded, Phase.ROLLOUT, is_gpu=True)) <= capacity) == fits
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAIN])

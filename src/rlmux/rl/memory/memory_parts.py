@@ -7,7 +7,8 @@
                          the optimizer step                            the sum and the optimizer's scratch
                      the first three with partial gradient sums, the new leaf among them: allocators keep the blocks of
                      activations while the leaf is made
-    rollout worker   fused weights, KV cache, slots, tables      +  the fullest of
+    rollout worker   fused weights, KV cache, slots, tables, on
+                     a CPU KV that left a bounded cache          +  the fullest of
                          weights being built                           a whole float32 model, or as loaded
                          weights being loaded                          one tensor of the file, products with gains
                          prompts being prefilled                       their KV twice, one layer's activations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import RolloutConfig, TrainingConfig
 from rlmux.rl.memory.model_shape import BYTES, ModelShape, adapter_parameters, shape_of
 
 Parts = dict[str, float]
@@ -267,7 +268,7 @@ def rollout_parts(config: TrainingConfig, *, is_gpu: bool = False, has_base: boo
     shape = shape_of(config.model)
     rollout = config.rollout
     size_of = BYTES[rollout.dtype]
-    max_len = _up_to(rollout.max_prompt_tokens + rollout.max_new_tokens + 1, PREFILL_BUCKET)
+    max_len = rollout.slot_tokens
     fused = float(shape.num_layers * shape.layer_matrices + 2 * shape.embedding) * size_of
     tables = 8 * max_len * (shape.head_dim // 2 + 1) + (max_len**2 * size_of if max_len <= MAX_MASK_TABLE else 0)
     weights: Parts = {"weights": fused}
@@ -276,27 +277,37 @@ def rollout_parts(config: TrainingConfig, *, is_gpu: bool = False, has_base: boo
         weights = {"weights": own, **({"base": fused} if has_base else {})}
     resident = {
         **weights,
-        "KV cache": rollout.num_slots * max_len * _kv_of_token(shape, size_of),
+        "KV cache": rollout.cached_tokens * _kv_of_token(shape, size_of),
         "slots": rollout.num_slots * max_len * 20.0,
         "tables": tables,
     }
-    moments = [resident | moment for moment in _rollout_moments(config, shape, max_len)]
+    moments = [resident | moment for moment in _rollout_moments(config, shape)]
     if not is_gpu:
+        evicted = {"evicted KV": _evicted_tokens(rollout) * _kv_of_token(shape, size_of)}
+        moments = [moment | evicted for moment in moments]
         moments.append({**weights, "weights being built": building_bytes(config)})
         moments.append(resident | {"weights being loaded": loading_bytes(config)})
     return max(moments, key=total)
 
 
-def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) -> list[Parts]:
+def _evicted_tokens(rollout: RolloutConfig) -> float:
+    """Tokens that have left the cache for host memory where all answers become as long as they may.
+
+    Slots of c tokens that become dc longer lose a share dc / c of themselves, with c tokens each.
+    """
+    return rollout.cached_tokens * math.log(rollout.num_slots * rollout.slot_tokens / rollout.cached_tokens)
+
+
+def _rollout_moments(config: TrainingConfig, shape: ModelShape) -> list[Parts]:
     rollout = config.rollout
     num_slots, size_of = rollout.num_slots, BYTES[rollout.dtype]
     kv_of_token = _kv_of_token(shape, size_of)
     # Logits, log-probs and probabilities in float32, the cumulative sum in float64.
     logits = num_slots * shape.vocab_size * (3 * FLOAT_BYTES + 8)
     hidden = shape.hidden_size + shape.query_size + 2 * shape.kv_size + 3 * _mlp_width(shape)
-    scratch = num_slots * (hidden + shape.num_heads * max_len) * size_of
+    scratch = (num_slots * hidden + shape.num_heads * rollout.cached_tokens) * size_of
     num_probed = min(NUM_PROBED_LAYERS, shape.num_layers)
-    probed = num_slots * max_len * kv_of_token * num_probed / shape.num_layers
+    probed = rollout.cached_tokens * kv_of_token * num_probed / shape.num_layers
     prompt = _up_to(rollout.max_prompt_tokens, PREFILL_BUCKET)
     num_prompts = min(num_slots, config.algorithm.prompts_per_step)
     num_rows = min(num_prompts, max(1, MAX_PREFILL_TOKENS // prompt))

@@ -1,6 +1,6 @@
 """The smallest change of a pipeline's file with which a worker fits its device.
 
-    rollout   fewer slots, bfloat16, a limit on cached tokens
+    rollout   half the slots, a bounded KV cache, fewer slots, bfloat16
     train     smaller micro-batches, activation checkpointing, one gradient sum, 8-bit moments, bfloat16, shards, LoRA
 
 One change is tried at a time, in that order, then all of them from the first on until the worker fits. What it fits
@@ -73,10 +73,15 @@ def _changes(config: TrainingConfig, phase: Phase, num_devices: int) -> Iterator
     """Changes of other values than the config has, the smallest first."""
     rollout, train = config.rollout, config.train
     if phase is Phase.ROLLOUT:
-        slots = list(_halves(rollout.num_slots))
-        yield from (_Change(f"rollout.slots: {num}", "rollout", (("num_slots", num),)) for num in slots[:2])
+        halves = _halves(rollout.num_slots)
+        slots = [_Change(f"rollout.slots: {num}", "rollout", (("num_slots", num),)) for num in halves]
+        yield from slots[:1]
+        least = max(rollout.slot_tokens, rollout.num_slots * rollout.slot_tokens // 4)
+        for num in _round_numbers(least, rollout.cached_tokens):
+            yield _Change(f"rollout.kv_tokens: {num}", "rollout", (("kv_tokens", num),))
+        yield from slots[1:2]
         yield _Change("rollout.dtype: bfloat16", "rollout", (("dtype", "bfloat16"),))
-        yield from (_Change(f"rollout.slots: {num}", "rollout", (("num_slots", num),)) for num in slots[2:])
+        yield from slots[2:]
         return
     for size in _halves(config.algorithm.micro_batch_size):
         yield _Change(f"algorithm.micro_batch_size: {size}", "algorithm", (("micro_batch_size", size),))
@@ -90,6 +95,12 @@ def _changes(config: TrainingConfig, phase: Phase, num_devices: int) -> Iterator
         num_ranks *= 2
     if config.adapter is None:
         yield _Change("adapter: {rank: 16, alpha: 32}", "", (("adapter", _ADAPTER),))
+
+
+def _round_numbers(least: int, most: int) -> Iterator[int]:
+    """Numbers from `least` to below `most` that end in zeros after two digits, the largest first."""
+    unit = 10 ** max(0, len(str(most)) - 2)
+    return (number for number in range(most // unit * unit, least - 1, -unit) if number < most)
 
 
 def _halves(number: int) -> Iterator[int]:
