@@ -1,6 +1,7 @@
 """How fast the rollout engine samples, against `generate` of transformers on the same requests.
 
     python benchmarks/rollout_engine.py [--sizes S,M,L] [--rounds N] [--json]
+    python benchmarks/rollout_engine.py --bounded-cache       `rollout.kv_tokens` at a quarter, on the size M alone
 
 Every request has its own length (lognormal, mean about 42 tokens, at most 128), forced through its budget
 with no stop token, as both sides then do the same useful work. `generate` runs padded batches, each until its
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,6 +119,40 @@ def tokens_per_second(model_config: ModelConfig, num_rounds: int, num_requests: 
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
+def bounded_cache_rates(num_rounds: int) -> dict[str, dict[str, float]]:
+    """Useful tokens/s with all slots at full length, with a quarter of that cache, and with a quarter of the slots.
+
+    256 answers with long tails (up to 512 tokens), and 128 that all have full length (232 tokens).
+    """
+    rates: dict[str, dict[str, float]] = {}
+    for name, longest, num_requests, mean in (("long_tails", 512, 256, 3.4), ("full_length", 232, 128, math.inf)):
+        full = RolloutConfig(max_new_tokens=longest, max_prompt_tokens=24, num_slots=NUM_SLOTS)
+        variants = {
+            "full": full,
+            "quarter_of_cache": replace(full, kv_tokens=full.cached_tokens // 4),
+            "quarter_of_slots": replace(full, num_slots=NUM_SLOTS // 4),
+        }
+        engines = {
+            key: SlotRolloutEngine(SIZES["M"], rollout, vocab_size=VOCAB_SIZE, seed=0)
+            for key, rollout in variants.items()
+        }
+        measured: dict[str, list[float]] = {key: [] for key in engines}
+        for seed in range(num_rounds + 1):
+            rng = random.Random(seed)
+            requests = [
+                request_of_length(one, max(4, int(min(longest, math.exp(rng.gauss(mean, 1.0))))))
+                for one in long_tailed_requests(num_requests, seed)
+            ]
+            for key, engine in engines.items():
+                start = time.process_time()
+                sample_with_engine(engine, requests)
+                if seed:  # engines probe their shapes in the first round
+                    useful = sum(request.max_new_tokens for request in requests)
+                    measured[key].append(useful / (time.process_time() - start))
+        rates[name] = {key: statistics.median(values) for key, values in measured.items()}
+    return rates
+
+
 def decode_step_ms(model_config: ModelConfig, num_actives: Sequence[int]) -> dict[int, float]:
     """Median over 5 rounds of 32 steps at contexts of 24 to 56 tokens, the counts interleaved."""
     engine = new_engine(model_config)
@@ -197,8 +234,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--bounded-cache", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.bounded_cache:
+        print(json.dumps(bounded_cache_rates(arguments.rounds), indent=2))
+        return
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     rows = []
     for size in arguments.sizes.split(","):

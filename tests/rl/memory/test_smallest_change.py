@@ -30,7 +30,7 @@ def test_a_change_that_is_enough_alone_is_named_alone():
     assert smallest_change(BIG, Phase.TRAIN, 0.7 * needs(Phase.TRAIN), 1) == "algorithm.micro_batch_size: 4"
 
 
-def test_a_bounded_cache_is_named_where_half_the_slots_are_too_many_with_the_largest_round_number_that_fits():
+def test_where_half_the_slots_do_not_fit_the_largest_cache_that_fits_is_named():
     half = replace(BIG, rollout=replace(BIG.rollout, num_slots=32))
     capacity = total(device_parts(half, Phase.ROLLOUT, is_gpu=True)) - 1
     assert smallest_change(BIG, Phase.ROLLOUT, capacity, 1, is_gpu=True) == "rollout.kv_tokens: 18000"
