@@ -376,7 +376,9 @@ def _on_gpus(model: ModelConfig, num_gpus: int) -> TrainingConfig:
         name="counted",
         model=model,
         algorithm=AlgorithmConfig(prompts_per_step=32, group_size=8, micro_batch_size=1),
-        rollout=RolloutConfig(num_slots=32, max_prompt_tokens=1024, max_new_tokens=7168, dtype="bfloat16"),
+        rollout=RolloutConfig(
+            num_slots=64, kv_tokens=260_000, max_prompt_tokens=1024, max_new_tokens=7168, dtype="bfloat16"
+        ),
         train=TrainConfig(
             num_workers=num_gpus,
             dtype="bfloat16",

@@ -113,7 +113,7 @@ def test_every_benchmark_on_a_page_exists_with_its_options():
     for name, page in PAGES.items():
         for path, words in BENCHMARK.findall(page) if name not in HISTORY else ():
             source = (ROOT / path).read_text(encoding="utf-8")
-            for option in re.findall(r"--[a-z]+(?:-[a-z]+)*", words.partition("#")[0]):
+            for option in re.findall(r"--[a-z0-9]+(?:-[a-z]+)*", words.partition("#")[0]):
                 assert f'"{option}"' in source, f"{name}: {path} takes no {option}"
 
 

@@ -24,15 +24,17 @@ def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
 
     {"parameters", "active_parameters", "rollout": {part: bytes}, "train": {part: bytes}, "train_host": {part: bytes}}
     """
-    found = {}
+    from rlmux.runtime.memory.memory_budget import has_gpus
+
+    found, is_gpu = {}, has_gpus(spec.cluster)
     for pipeline in spec.pipelines:
         if pipeline.training is not None:
             shape = shape_of(pipeline.training.model)
             found[pipeline.name] = {
                 "parameters": shape.num_parameters,
                 "active_parameters": shape.num_active_parameters,
-                "rollout": _present(device_parts(pipeline.training, Phase.ROLLOUT)),
-                "train": _present(device_parts(pipeline.training, Phase.TRAIN)),
+                "rollout": _present(device_parts(pipeline.training, Phase.ROLLOUT, is_gpu=is_gpu)),
+                "train": _present(device_parts(pipeline.training, Phase.TRAIN, is_gpu=is_gpu)),
                 "train_host": _present(host_parts(pipeline.training)),
             }
     return found

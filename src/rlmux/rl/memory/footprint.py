@@ -16,6 +16,7 @@ from rlmux.rl.memory.memory_parts import (
     CUDA_CONTEXT_BYTES,
     Parts,
     building_bytes,
+    evicted_bytes,
     host_moments_bytes,
     largest_parameter_bytes,
     loading_bytes,
@@ -51,7 +52,8 @@ def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool
     rollout = total(device_parts(config, Phase.ROLLOUT, is_gpu=is_gpu, has_base=has_base))
     train = total(device_parts(config, Phase.TRAIN, is_gpu=is_gpu, has_base=has_base))
     loads_on_host = is_gpu and config.rollout.engine.name == "rlmux"
-    loaded, built = (loading_bytes(config), building_bytes(config)) if loads_on_host else (0.0, 0.0)
+    loaded = loading_bytes(config) + evicted_bytes(config) if loads_on_host else 0.0
+    built = building_bytes(config) if loads_on_host else 0.0
     return Footprint(
         rollout_host_bytes=_PROCESS_BYTES + max(rollout - context + loaded, built),
         train_host_bytes=_PROCESS_BYTES + train - context + total(host_parts(config)),

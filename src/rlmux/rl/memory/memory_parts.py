@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from rlmux.rl.config import RolloutConfig, TrainingConfig
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.model_shape import BYTES, ModelShape, adapter_parameters, shape_of
 
 Parts = dict[str, float]
@@ -283,19 +283,21 @@ def rollout_parts(config: TrainingConfig, *, is_gpu: bool = False, has_base: boo
     }
     moments = [resident | moment for moment in _rollout_moments(config, shape)]
     if not is_gpu:
-        evicted = {"evicted KV": _evicted_tokens(rollout) * _kv_of_token(shape, size_of)}
+        evicted = {"evicted KV": evicted_bytes(config)}
         moments = [moment | evicted for moment in moments]
         moments.append({**weights, "weights being built": building_bytes(config)})
         moments.append(resident | {"weights being loaded": loading_bytes(config)})
     return max(moments, key=total)
 
 
-def _evicted_tokens(rollout: RolloutConfig) -> float:
-    """Tokens that have left the cache for host memory where all answers become as long as they may.
+def evicted_bytes(config: TrainingConfig) -> float:
+    """Bytes of KV that has left the cache for host memory where all answers become as long as they may.
 
     Slots of c tokens that become dc longer lose a share dc / c of themselves, with c tokens each.
     """
-    return rollout.cached_tokens * math.log(rollout.num_slots * rollout.slot_tokens / rollout.cached_tokens)
+    rollout = config.rollout
+    tokens = rollout.cached_tokens * math.log(rollout.num_slots * rollout.slot_tokens / rollout.cached_tokens)
+    return tokens * _kv_of_token(shape_of(config.model), BYTES[rollout.dtype])
 
 
 def _rollout_moments(config: TrainingConfig, shape: ModelShape) -> list[Parts]:

@@ -35,6 +35,8 @@ from rlmux.runtime.backend import Submission
 
 _USABLE = 0.9
 """Part of the machine's memory that pipelines get; the rest is the system's and the controller's."""
+_LEAST_OF_GPU = 8e9
+"""Bytes of the smallest GPU."""
 _USABLE_OF_GPU = 0.95
 """Part of a GPU's free memory that pipelines get; the rest is lost between torch's blocks."""
 
@@ -163,6 +165,11 @@ def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool
         rollout_host_bytes=given.rollout_host_bytes or estimated.rollout_host_bytes,
         train_host_bytes=0.0 if is_filler else given.train_host_bytes or estimated.train_host_bytes,
     )
+
+
+def has_gpus(cluster: Cluster) -> bool:
+    """Whether memory is counted as on GPUs in a file that only is planned: its devices have as much as one."""
+    return any(_LEAST_OF_GPU <= pool.device_memory_bytes < math.inf for pool in cluster.pools.values())
 
 
 def check_each_fits(
