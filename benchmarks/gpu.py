@@ -1,13 +1,19 @@
 """One device, everything that sharing it depends on, in one command.
 
-    python benchmarks/gpu.py [--device cuda|cpu] [--quick] [--parts curves,switches,engines,interference,pipelines]
-                             [--policies LIST] [--interference FILE] [--runs DIR] [--vllm-python PATH] [--out FILE]
+    python benchmarks/gpu.py [--device cuda|cpu] [--quick] [--parts switches,promise,...] [--policies LIST]
+                             [--interference FILE] [--runs DIR] [--vllm-python PATH] [--out FILE]
 
+    switches       seconds from host to device and back of a rollout and of a train engine
+    promise        what the probe finds that engines promise in float32 and in bfloat16, with the slots of `pipelines`:
+                   ours, and vLLM where `--vllm-python` names an environment that has it
+    offload        seconds in which `cuda-checkpoint` takes 1 GB of another program off the GPU and back, GB freed
+    publishing     `publishing.py`: seconds in which a version reaches a rollout worker, of 0.6B and 8B
+    engines        sampled tokens per second of a full batch, and what the engine promises: ours, and vLLM as above
     curves         units per second of prefill, dense and tail decoding, log-probs and updates alone, by fraction
     interference   each pair side by side, by device fraction: the table of `rlmux profile`
-    switches       seconds from host to device and back of a rollout and of a train engine
-    engines        sampled tokens per second of a full batch, and what the engine promises: ours, and vLLM where
-                   `--vllm-python` names an environment that has it
+    memory         `memory.py`: bytes counted and measured of train and rollout workers
+    fractions      seconds a step of two real pipelines at once: on the whole device, and at one fraction of it by MPS
+                   and by green contexts
     pipelines      two real pipelines on the one device under each of six policies; those that share sub-stages
                    place them side by side at the fractions that the interference table found to help: the
                    one measured in this command, or in an earlier one on such a device (`--interference FILE`).
@@ -16,8 +22,9 @@
 The pipelines' model has the depth and width of Qwen3-0.6B (28 layers of 1024, 8 heads of 128) and the built-in
 vocabulary, with random weights: nothing is downloaded.
 
-Everything is probed and what is absent is said. Each part is written as it ends; one that breaks is named, leaves the
-others their turn and makes the exit code 1. Without a running MPS daemon one is started for this command's own
+The machine is checked first: what it lacks is printed, with what is left out for it, before anything is measured. Parts
+run in the order above. Each is printed and written as it ends; one that breaks is named, leaves the others their turn
+and makes the exit code 1. Without a running MPS daemon one is started for this command's own
 processes where NVIDIA's control program is installed (`--no-mps` leaves that out): without it, processes on one GPU
 take turns, so that side by side is no different. Results go to benchmarks/results/DEVICE.json.
 
@@ -29,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -43,21 +51,28 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import combinations_with_replacement
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from memory import TOLERANCE, measure
+from publishing import publishing
 from substages import from_log
 
+from rlmux.cli.doctor import check_cuda_checkpoint
 from rlmux.core.actions import RunStage
 from rlmux.core.events import StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage, SubStage
 from rlmux.core.policy import Policy
-from rlmux.core.steps.colocation import SharingTable
+from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.engines.determinism_probe import probe_rollout
-from rlmux.engines.device_fraction import WHOLE, DeviceFractions, probe
+from rlmux.engines.device_fraction import WHOLE, DeviceFractions, mps_problem, probe
 from rlmux.engines.rollout.protocol import RolloutEngine
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
@@ -88,8 +103,12 @@ from rlmux.rl.vocabulary import load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import RunOptions, run_pipelines
 from rlmux.runtime.workers.worker_pool import WorkerOptions
+from rlmux.share import cuda_checkpoint
 
-PARTS = ("curves", "switches", "engines", "interference", "pipelines")
+PARTS = (
+    *("switches", "promise", "offload", "publishing", "engines", "curves", "interference", "memory", "fractions"),
+    "pipelines",
+)
 POLICIES = ("colocated", "solo", "fifo", "rollmux", "jigsaw", "rlmux")
 """The first is what the others are compared with."""
 OURS: Mapping[str, Mapping[str, Any]] = {
@@ -109,6 +128,19 @@ QUICK_SIZES = BenchmarkSizes(
     micro_batch_size=4,
     train_tokens=16,
 )
+PAIR = ("sort", "reverse")
+"""The two pipelines, with seeds 1 and 2."""
+MEMORY_SHAPES = ("weights", "activations", "kv", "bfloat16", "rounded", "folder", "sum", "eightbit")
+PUBLISHED_GB = {"0.6B": (4, 3), "8B": (40, 36)}
+"""Free memory that publishing a model of this size takes: of the GPU, and of /dev/shm for two versions."""
+HELD = """
+import torch
+held = torch.arange(2**28, dtype=torch.int32, device="cuda")
+print(held.sum().item(), flush=True)
+input()
+print(held.sum().item())
+"""
+"""A program that knows nothing of rlmux and holds 1.07 GB on the GPU."""
 STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
 
 
@@ -145,7 +177,10 @@ def main() -> None:
         path = args.out or RESULTS / f"{slug(about['device'])}{'-quick' if args.quick else ''}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         num_repeats = 1 if args.quick else args.repeats
-        result: dict[str, Any] = {"machine": about, "is_quick": args.quick}
+        absent = left_out(device, fractions, args.vllm_python, is_quick=args.quick)
+        absent = {name: why for name, why in absent.items() if name.partition(":")[0] in parts}
+        result: dict[str, Any] = {"machine": about, "is_quick": args.quick, "left_out": absent}
+        say("\n".join(machine_lines(result)))
         table = None if args.interference is None else json.loads(args.interference.read_text())["interference"]
         runs = args.runs.absolute() if args.runs is not None else None
         of_pipelines = partial(pipelines, policies=policies, table=table, runs=runs)
@@ -157,19 +192,23 @@ def main() -> None:
             num_repeats=num_repeats,
             vllm_python=args.vllm_python,
         ).items():
-            if name not in parts:
+            if name not in parts or name in absent:
                 continue
             say(name)
             start = time.perf_counter()
             try:
                 result[name] = part(result)
-            except Exception as error:  # a part that breaks leaves the others their turn
+            except (Exception, SystemExit) as error:  # a part that breaks leaves the others their turn
                 traceback.print_exc()
                 result.setdefault("broken", {})[name] = f"{type(error).__name__}: {error}"
             result.setdefault("seconds", {})[name] = round(time.perf_counter() - start, 1)
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()  # the next part's processes need it
+            say("\n".join(lines_of({key: result[key] for key in (name,) if key in result})))
             say(f"{name}: {result['seconds'][name]} s, written: {path}")
-    print("\n".join(lines_of(result)))
+    print("\n".join([*machine_lines(result), *lines_of(result)]))
     print(f"written: {path}")
     sys.exit(1 if "broken" in result else 0)
 
@@ -202,10 +241,19 @@ def parts_of(
         return measure_interference(device, sub_stages=sub_stages, sizes=sizes, **window).to_json()
 
     return {
-        "curves": lambda result: curves(device, fractions, sizes, is_quick=is_quick, **window),
         "switches": lambda result: switches(device, sizes, num_repeats=1 if is_quick else 5),
+        "promise": lambda result: promise(device, vllm_python, is_quick=is_quick),
+        "offload": lambda result: offload(num_repeats),
+        "publishing": lambda result: {
+            size: publishing(size, device, 1 if size == "8B" else num_repeats)
+            for size in published_sizes(device, is_quick=is_quick)
+            if f"publishing: {size}" not in result["left_out"]
+        },
         "engines": lambda result: engines(device, vllm_python, is_quick=is_quick),
+        "curves": lambda result: curves(device, fractions, sizes, is_quick=is_quick, **window),
         "interference": interference,
+        "memory": lambda result: memory(device, is_quick=is_quick),
+        "fractions": lambda result: side_by_side(device, fractions, result["left_out"], is_quick=is_quick),
         "pipelines": lambda result: of_pipelines(
             device, fractions, measured=result.get("interference"), is_quick=is_quick, num_repeats=num_repeats
         ),
@@ -220,6 +268,8 @@ def machine(device: str, fractions: DeviceFractions, mps: str) -> dict[str, Any]
         "device": fractions.device,
         "num_units": fractions.num_units,
         "driver": driver() if device == "cuda" else None,
+        "free_gb": free_gb() if device == "cuda" else None,
+        "cuda_checkpoint": check_cuda_checkpoint().value,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -228,6 +278,41 @@ def machine(device: str, fractions: DeviceFractions, mps: str) -> dict[str, Any]
         "missing": fractions.missing,
         "mps": mps,
     }
+
+
+def left_out(device: str, fractions: DeviceFractions, vllm_python: str | None, *, is_quick: bool) -> dict[str, str]:
+    """Why this machine cannot measure something, by its name: "PART", or "PART: WHAT" for one figure of a part."""
+    found = {}
+    checkpoint = check_cuda_checkpoint()
+    if device == "cpu":
+        found["offload"] = "a core has no memory of its own"
+        found["fractions: MPS"] = "a core has no MPS"
+    else:
+        if not checkpoint.is_ok:
+            found["offload"] = f"{checkpoint.value}; needed: {checkpoint.remedy or 'a GPU that it moves'}"
+        if mps_problem():
+            found["fractions: MPS"] = mps_problem()
+    if not fractions.prepared:
+        found["fractions: orders"] = fractions.missing
+    for size in published_sizes(device, is_quick=is_quick):
+        on_device, in_files = PUBLISHED_GB.get(size, (0, 0))
+        shared = shutil.disk_usage("/dev/shm").free / 1e9
+        if device == "cuda" and free_gb() < on_device:
+            found[f"publishing: {size}"] = f"{free_gb():.0f} GB of the GPU are free; needed: {on_device}"
+        elif shared < in_files:
+            found[f"publishing: {size}"] = f"{shared:.0f} GB of /dev/shm are free; needed: {in_files}"
+    if vllm_python is None:
+        found |= {f"{part}: vllm": "needed: --vllm-python PATH" for part in ("promise", "engines")}
+    return found
+
+
+def published_sizes(device: str, *, is_quick: bool) -> Sequence[str]:
+    return tuple(PUBLISHED_GB) if device == "cuda" and not is_quick else ("20MB",)
+
+
+def free_gb() -> float:
+    """GB of the GPU's memory that no process holds."""
+    return torch.cuda.mem_get_info()[0] / 1e9
 
 
 def driver() -> str:
@@ -318,6 +403,135 @@ def switches(device: str, sizes: BenchmarkSizes, *, num_repeats: int) -> dict[st
     return found
 
 
+def promise(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str, dict[str, Any]]:
+    """What each engine was found to promise, by its name and dtype, in batches that fill the slots of `pipelines`."""
+    found = {}
+    usual = submission(PAIR[0], 1, device, is_quick=is_quick).config
+    vocab_size = load_vocabulary(usual.model).vocab_size
+    for dtype in ("float32", "bfloat16"):
+        config = replace(usual, rollout=replace(usual.rollout, dtype=dtype))
+        ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device)
+        found[f"rlmux, {dtype}"] = promised(ours, config.rollout.num_slots)
+        ours.offload()
+        if vllm_python is not None:
+            with vllm_engine(config, vllm_python, device) as theirs:
+                found[f"vllm, {dtype}"] = promised(theirs, config.rollout.num_slots)
+    return found
+
+
+def promised(engine: RolloutEngine, num_trajectories: int) -> dict[str, Any]:
+    report = probe_rollout(engine, num_trajectories=num_trajectories)
+    return {
+        "promise": promise_of(report.checks).value,
+        "checks": {check.name: check.is_equal for check in report.checks},
+    }
+
+
+@contextlib.contextmanager
+def vllm_engine(config: TrainingConfig, python: str, device: str) -> Iterator[RolloutEngine]:
+    """The pipeline's engine with a vLLM server of its own, which ends with it."""
+    rollout = replace(config.rollout, engine=EngineConfig(name="vllm", python=python))
+    vocab_size = load_vocabulary(config.model).vocab_size
+    engine = make_server_engine(
+        replace(config, rollout=rollout), vocab_size=vocab_size, is_single_turn=True, device=device
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def offload(num_repeats: int) -> dict[str, Any]:
+    """Seconds and GB of each time that `cuda-checkpoint` takes another program off the GPU and brings it back.
+
+    The program is no client of MPS: the folder that it is given has no daemon.
+    """
+    rounds = []
+    with tempfile.TemporaryDirectory() as no_daemon:
+        program = subprocess.Popen(
+            [sys.executable, "-c", HELD],
+            env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": no_daemon},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert program.stdout is not None
+            before = program.stdout.readline()
+            hooks = cuda_checkpoint([program.pid])
+            for _ in range(num_repeats):
+                free, start = free_gb(), time.perf_counter()
+                hooks.offload()
+                freed, left = free_gb() - free, time.perf_counter()
+                hooks.onload()
+                rounds.append({"offload_s": left - start, "onload_s": time.perf_counter() - left, "freed_gb": freed})
+            after, _ = program.communicate("\n", timeout=60)
+        finally:
+            program.kill()
+            program.wait()
+    medians = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
+    return {**medians, "is_memory_equal": before == after, "rounds": rounds}
+
+
+def memory(device: str, *, is_quick: bool) -> dict[str, Any]:
+    """Bytes of each shape's workers as counted and as measured, and which are further apart than `TOLERANCE`."""
+    rows = []
+    for shape in ("weights",) if is_quick else MEMORY_SHAPES:
+        say(f"memory: {shape}")
+        rows += measure(shape, device=device)
+    off = [row for row in rows if abs(row["estimated_over_measured"] - 1.0) > TOLERANCE]
+    return {"rows": rows, "off": [f"{row['shape']} {row['worker']}" for row in off]}
+
+
+def side_by_side(
+    device: str, fractions: DeviceFractions, left_out: Mapping[str, str], *, is_quick: bool
+) -> dict[str, Any]:
+    """Seconds a step of two pipelines at once, each way that there is.
+
+    whole, MPS   each pipeline in a run of its own: a process has its MPS percentage from its start to its end
+    orders       both in one run, one order at the fraction and the other at the rest of the device: by green contexts
+                 on a GPU, by niceness on a core
+    """
+    fraction = min(fractions.prepared, key=lambda one: abs(one - 0.5), default=0.5)
+    found = {}
+    for way in ("whole", "MPS", "orders"):
+        if f"fractions: {way}" in left_out:
+            continue
+        say(f"fractions: {way}")
+        with tempfile.TemporaryDirectory() as scratch:
+            if way == "orders":
+                policy = make_policy("jigsaw", sharing=shares_all_at(fraction))
+                runs = [run_pair(device, policy, Path(scratch) / "run", is_quick=is_quick)]
+            else:
+                percent = str(round(100 * fraction)) if way == "MPS" else "100"
+                alone = partial(run_alone, device, Path(scratch), is_quick)
+                with (
+                    patch.dict(os.environ, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=percent),
+                    ProcessPoolExecutor(len(PAIR), mp_context=get_context("spawn")) as processes,
+                ):
+                    runs = list(processes.map(alone, PAIR))
+        found[way] = {"fraction": 1.0 if way == "whole" else fraction} | {
+            key: {name: value for run in runs if run is not None for name, value in run[key].items()}
+            for key in ("step_s", "sha256")
+        }
+    hashes = {json.dumps(of["sha256"], sort_keys=True) for of in found.values()}
+    return {"ways": found, "are_weights_equal": len(hashes) == 1}
+
+
+def shares_all_at(fraction: float) -> SharingTable:
+    """Any two sub-stages run side by side, one of them at this fraction. The slowdowns are no measurement."""
+    return SharingTable.of(
+        SharingEntry(sub_stage_a=a, sub_stage_b=b, device_fraction=fraction, slowdown_a=1.5, slowdown_b=1.5)
+        for a, b in combinations_with_replacement(BENCHMARK_SUB_STAGES, 2)
+    )
+
+
+def run_alone(device: str, folder: Path, is_quick: bool, name: str) -> dict[str, Any] | None:
+    """One of the two pipelines, in a process of its own."""
+    torch.set_num_threads(1)
+    return run_pair(device, make_policy("colocated"), folder / name, is_quick=is_quick, names=(name,))
+
+
 def pipelines(
     device: str,
     fractions: DeviceFractions,
@@ -387,19 +601,13 @@ def engines(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str
         ours.offload()
     if vllm_python is not None:
         say("engines: vllm")
-        rollout = replace(config.rollout, engine=EngineConfig(name="vllm", python=vllm_python))
-        theirs = make_server_engine(
-            replace(config, rollout=rollout), vocab_size=vocab_size, is_single_turn=True, device=device
-        )
-        try:
+        with vllm_engine(config, vllm_python, device) as theirs:
             found["vllm"] = engine_figures(theirs, vocab_size, num_slots)
-        finally:
-            theirs.close()
     return found
 
 
 def engine_figures(engine: RolloutEngine, vocab_size: int, num_slots: int) -> dict[str, Any]:
-    report = probe_rollout(engine, num_trajectories=16)
+    of_probe = promised(engine, 16)
     limits, draws = engine.limits, random.Random(1)
     seconds, answers = [], hashlib.sha256()
     for step in (1, 2, 3):
@@ -423,29 +631,24 @@ def engine_figures(engine: RolloutEngine, vocab_size: int, num_slots: int) -> di
     return {
         "tokens_per_s": num_slots * limits.max_new_tokens / min(seconds),
         "answers_sha256": answers.hexdigest(),
-        "promise": promise_of(report.checks).value,
-        "checks": {check.name: check.is_equal for check in report.checks},
+        **of_probe,
     }
 
 
-def run_pair(device: str, policy: Policy, folder: Path, *, is_quick: bool) -> dict[str, Any] | None:
+def run_pair(
+    device: str, policy: Policy, folder: Path, *, is_quick: bool, names: Sequence[str] = PAIR
+) -> dict[str, Any] | None:
     """None where the policy refuses a pipeline: `solo` has one device for two."""
     cluster = Cluster(pools={"train": Pool(name="train", phase=Phase.TRAIN, num_nodes=1)})
-    given = [submission(name, seed, device, is_quick=is_quick) for seed, name in enumerate(("sort", "reverse"), 1)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    given = [submission(name, PAIR.index(name) + 1, device, is_quick=is_quick) for name in names]
     try:
-        workers = WorkerOptions(chunk_s=0.05 if is_quick else 0.2)
-        result = run_pipelines(cluster, given, policy, folder, RunOptions(workers=workers), spec={})
+        with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}):
+            workers = WorkerOptions(chunk_s=0.05 if is_quick else 0.2)
+            result = run_pipelines(cluster, given, policy, folder, RunOptions(workers=workers), spec={})
         in_steps_s, _, _ = from_log(folder)
     finally:
         for checkpoint in folder.glob("*/step_*"):
             shutil.rmtree(checkpoint)
-        if device == "cpu":
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            if visible is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
     of_pipeline: Mapping[str, Any] = result.summary["pipelines"]
     if any(fields["status"] == "refused" for fields in of_pipeline.values()):
         return None
@@ -456,6 +659,7 @@ def run_pair(device: str, policy: Policy, folder: Path, *, is_quick: bool) -> di
         "makespan_s": result.summary["makespan_s"],
         "tokens_per_s": sum(fields["tokens"] for fields in of_pipeline.values()) / in_steps_s,
         "sha256": {name: fields["weights_sha256"] for name, fields in of_pipeline.items()},
+        "step_s": {name: fields["step_s_mean"] for name, fields in of_pipeline.items()},
         "step_slowdown": {name: fields["step_slowdown"] for name, fields in of_pipeline.items()},
         "seconds": seconds_by_stage(folder),
     }
@@ -513,14 +717,47 @@ def pair_model(device: str, *, is_quick: bool) -> ModelConfig:
 # --- shown --------------------------------------------------------------------------------------------------
 
 
-def lines_of(result: Mapping[str, Any]) -> list[str]:
+def machine_lines(result: Mapping[str, Any]) -> list[str]:
+    """What was found before anything was measured."""
     about = result["machine"]
-    lines = [
+    return [
         f"{about['device']}; torch {about['torch']}"
-        + (f", CUDA {about['cuda']}, driver {about['driver']}; MPS: {about['mps']}" if about["driver"] else ""),
+        + (f", CUDA {about['cuda']}, driver {about['driver']}; MPS: {about['mps']}" if about["driver"] else "")
+        + (f"; {about['free_gb']:.0f} GB free; cuda-checkpoint: {about['cuda_checkpoint']}" if about["driver"] else ""),
         f"device fractions: {', '.join(f'{each:.3g}' for each in about['levels']) or 'none'} "
         f"by {about['levels_by'] or 'nothing'}" + (f"; missing: {about['missing']}" if about["missing"] else ""),
+        *(f"  left out: {name}: {why}" for name, why in result["left_out"].items()),
     ]
+
+
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    """What was found by each part that the result has."""
+    lines = []
+    for name, row in result.get("switches", {}).items():
+        lines.append(
+            f"  {name} engine, {row['resident_bytes'] / 1e6:.3g} MB: offload {row['offload_s'] * 1e3:.1f} ms, "
+            f"load {row['load_s'] * 1e3:.1f} ms"
+        )
+    for name, row in (*result.get("promise", {}).items(), *result.get("engines", {}).items()):
+        other = [check for check, is_equal in row["checks"].items() if not is_equal]
+        lines.append(
+            f"  engine {name}: "
+            + (f"{row['tokens_per_s']:.0f} tokens/s, " if "tokens_per_s" in row else "")
+            + row["promise"]
+            + (f" (other bits: {', '.join(other)})" if other else "")
+        )
+    if "offload" in result:
+        row = result["offload"]
+        lines.append(
+            f"  cuda-checkpoint: {row['freed_gb']:.2f} GB off the GPU in {row['offload_s']:.2f} s, back in "
+            f"{row['onload_s']:.2f} s; the same bits: {row['is_memory_equal']}"
+        )
+    for size, row in result.get("publishing", {}).items():
+        for kind in ("whole", "sample"):
+            lines.append(
+                f"  publishing {size}, {row['bytes'] / 1e6:,.0f} MB, {kind}: write {row[kind]['write_s']:.3f} s, "
+                f"read {row[kind]['read_s']:.3f} s"
+            )
     for sub_stage, row in result.get("curves", {}).items():
         lines.append(f"  {sub_stage:<26}" + "  ".join(f"{at}: {rate:.4g}/s" for at, rate in row.items()))
     for entry in result.get("interference", {}).get("entries", []):
@@ -528,25 +765,25 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
             f"  {entry['a']} | {entry['b']} at {entry['level']:.3g}: {entry['slowdown_a']:.2f} "
             f"{entry['slowdown_b']:.2f} times as long, together {1 / entry['slowdown_a'] + 1 / entry['slowdown_b']:.2f}"
         )
-    for name, row in result.get("switches", {}).items():
+    for row in result.get("memory", {}).get("rows", []):
         lines.append(
-            f"  {name} engine, {row['resident_bytes'] / 1e6:.3g} MB: offload {row['offload_s'] * 1e3:.1f} ms, "
-            f"load {row['load_s'] * 1e3:.1f} ms"
+            f"  memory of {row['shape']}, {row['worker']}: counted {row['estimated_bytes'] / 1e6:.1f} MB, "
+            f"measured {row['measured_bytes'] / 1e6:.1f} MB, ratio {row['estimated_over_measured']:.2f}"
         )
-    for name, row in result.get("engines", {}).items():
-        other = [check for check, is_equal in row["checks"].items() if not is_equal]
-        lines.append(
-            f"  engine {name}: {row['tokens_per_s']:.0f} tokens/s, {row['promise']}"
-            + (f" (other bits: {', '.join(other)})" if other else "")
-        )
-    lines += [f"  {name} broke: {text}" for name, text in result.get("broken", {}).items()]
+    if "memory" in result:
+        lines.append(f"  memory off by more than {TOLERANCE:.0%}: {', '.join(result['memory']['off']) or 'none'}")
+    for way, row in result.get("fractions", {}).get("ways", {}).items():
+        seconds = ", ".join(f"{name} {step_s:.2f}" for name, step_s in row["step_s"].items())
+        lines.append(f"  two at once, {way}, fraction {row['fraction']:.3g}: seconds a step: {seconds}")
+    if "fractions" in result:
+        lines.append(f"  weights equal each way: {result['fractions']['are_weights_equal']}")
     for way, gain in result.get("pipelines", {}).get("gain", {}).items():
         rate = result["pipelines"]["tokens_per_s"][way]
         lines.append(f"  two pipelines, {way}: {rate:.0f} tokens/s, {gain:.2f}x")
     if "pipelines" in result:
         lines.append(f"  weights equal under all policies: {result['pipelines']['are_weights_equal']}")
         lines += [f"  note: {note}" for note in result["pipelines"]["notes"]]
-    return lines
+    return lines + [f"  {name} broke: {text}" for name, text in result.get("broken", {}).items()]
 
 
 def synchronize(device: str) -> None:
