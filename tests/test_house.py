@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("house")  # one process reads the sources, once
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "rlmux"
 PEOPLE = re.compile(r"\b([Ww]hoever|[Nn]obody|[Ee]verybody|[Ss]omebody)\b")

@@ -87,6 +87,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     assert "rlmux/py.typed" in there
 
 
+@pytest.mark.slow
 def test_an_sdist_builds_the_same_wheel(copied, wheel, tmp_path):
     make = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", make, tmp_path, folder=copied)

@@ -34,7 +34,7 @@ def failed(report: ProbeReport) -> list[str]:
 @pytest.fixture
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch shapes are used unmeasured, as by an engine without this one's own caution."""
-    monkeypatch.setattr(BatchProbe, "is_decode_exact", lambda self, width, window: True)
+    monkeypatch.setattr(BatchProbe, "is_decode_exact", lambda self, width, window, capacity: True)
     monkeypatch.setattr("rlmux.engines.rollout.batch_probe.is_exact_by_shape", {})
 
 

@@ -8,7 +8,7 @@ import pytest
 from grains import CASES, PAIRS, POLICIES, SMALL, TRACES, Case, gain, judged
 
 QUICK = (
-    "mixed:num_pipelines=8,departure", "micro-a", "rh-s:num_pipelines=5, seed 0", "rh-m:num_pipelines=8, seed 0",
+    "micro-a", "rh-m:num_pipelines=8, seed 0",
     *(f"{name}," for name in PAIRS[::8]),
 )  # fmt: skip
 

@@ -97,7 +97,7 @@ def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     def decisions(seed):
         seen = []
-        simulate(catalog.build("rh-s", seed=seed, num_pipelines=40), RollMux(), observer=lambda e, a: seen.append(a))
+        simulate(catalog.build("rh-s", seed=seed, num_pipelines=12), RollMux(), observer=lambda e, a: seen.append(a))
         return seen
 
     first = decisions(3)
@@ -202,7 +202,7 @@ def test_drift_changes_the_truth_and_leaves_the_estimate():
 
 def test_every_policy_plays_the_same_workload_to_its_end():
     """Pipelines come and go five times as fast, so that as many are there at once, with fewer steps each."""
-    made = catalog.build("mixed", seed=5, num_pipelines=12, departure="wall")
+    made = catalog.build("mixed", seed=5, num_pipelines=8, departure="wall")
     hastened = [replace(one, submit_s=one.submit_s / 5, depart_s=one.depart_s / 5) for one in made.arrivals]
     made = replace(made, arrivals=tuple(hastened))
     for name, make in POLICIES.items():
@@ -239,7 +239,7 @@ def test_other_names_change_nothing():
 
 
 def test_replaying_the_events_gives_the_same_orders():
-    made = catalog.build("bl-m", seed=3, num_pipelines=12)
+    made = catalog.build("bl-m", seed=3, num_pipelines=6)
     for name in ("rollmux", "rlmux"):
         seen = []
         simulate(
