@@ -17,7 +17,7 @@ from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.train.state import trainer_state
 from rlmux.engines.train.state.checkpoint import read_checkpoint
 from rlmux.engines.train.train_engine import RL_STAGES, TorchTrainEngine
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainConfig, TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.user_code.pipeline_env import PipelineEnv
 
@@ -165,6 +165,14 @@ def test_of_a_large_model_a_sample_of_each_version_is_compared(tmp_path: Path, m
         except PipelineError as error:
             outcomes.add("damaged" if "are damaged: their checksum is 16.2-" in str(error) else str(error))
     assert outcomes == {"damaged", "not covered"}
+
+
+def test_whole_checksums_cover_every_version_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_checksum, "_SAMPLED_ABOVE_BYTES", 0)
+    loop = Loop(replace(config(), train=TrainConfig(whole_checksums=True)), tmp_path)
+    loop.run(2)
+    tensors, written = read_tensors(loop.weights)
+    assert written["weights_checksum"] == weights_checksum(tensors)
 
 
 def test_publishing_computes_a_checksum_once_and_no_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,9 @@ def load_file(
 def _check_fits(spec: Spec) -> None:
     """The memory check of `run`, of pipelines with a task: nothing is known of others."""
     from rlmux.runtime.backend import Submission
-    from rlmux.runtime.memory.memory_budget import check_each_fits, has_gpus, with_footprint
+    from rlmux.runtime.memory.memory_budget import check_each_fits, has_gpu_sized_devices, with_footprint
 
-    is_gpu = has_gpus(spec.cluster)
+    is_gpu = has_gpu_sized_devices(spec.cluster)
     known = [Submission(pipeline=one.pipeline, config=one.training) for one in spec.pipelines if one.training]
     check_each_fits(spec.cluster, [with_footprint(one, spec.cluster, is_gpu=is_gpu) for one in known], is_gpu=is_gpu)
 

@@ -24,9 +24,9 @@ def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
 
     {"parameters", "active_parameters", "rollout": {part: bytes}, "train": {part: bytes}, "train_host": {part: bytes}}
     """
-    from rlmux.runtime.memory.memory_budget import has_gpus
+    from rlmux.runtime.memory.memory_budget import has_gpu_sized_devices
 
-    found, is_gpu = {}, has_gpus(spec.cluster)
+    found, is_gpu = {}, has_gpu_sized_devices(spec.cluster)
     for pipeline in spec.pipelines:
         if pipeline.training is not None:
             shape = shape_of(pipeline.training.model)

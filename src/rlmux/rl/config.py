@@ -394,9 +394,8 @@ class RolloutConfig(FromFile):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What sampling computes in: weights, keys and values; logits and log-probabilities stay float32."""
     kv_tokens: Count | None = None
-    """Tokens that each worker's KV cache has room for, at least those of one sequence of full length: its slots become
-    fewer as answers become longer; without: all slots have the full length. Results may change with it in the last
-    bits."""
+    """Capacity of each worker's KV cache, in tokens: at least one sequence of full length. Many short sequences share
+    it, or few long ones. Without: every slot has the full length. Results may change with it in the last bits."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
     tail_batching: TailBatchingConfig | None = None

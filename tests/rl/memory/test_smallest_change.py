@@ -39,7 +39,7 @@ def test_where_half_the_slots_do_not_fit_the_largest_cache_that_fits_is_named():
         assert (total(device_parts(bounded, Phase.ROLLOUT, is_gpu=True)) <= capacity) == fits
 
 
-@pytest.mark.parametrize("phase", [Phase.TRAIN])
+@pytest.mark.parametrize("phase", [Phase.ROLLOUT, Phase.TRAIN])
 def test_several_changes_are_named_where_no_single_one_is_enough(phase):
     said = smallest_change(BIG, phase, 0.12 * needs(phase), 8).split(" and ")
     assert len(said) > 1

@@ -42,7 +42,6 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 class WeightsSha256:
     """`weights_sha256` of tensors that are there one at a time."""
 
@@ -113,6 +112,7 @@ def stream_tensors(
 
 
 _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+_DTYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 
 
 def _header(forms: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -198,7 +198,8 @@ class WeightFile(Mapping[str, Tensor]):
     @property
     def is_float(self) -> bool:
         """Whether all tensors are of dtypes that `refresh` reads."""
-        return all(entry["dtype"] in _DTYPES for entry in self._entries.values())
+        dtypes = [_DTYPES.get(entry["dtype"]) for entry in self._entries.values()]
+        return all(dtype is not None and dtype.is_floating_point for dtype in dtypes)
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]

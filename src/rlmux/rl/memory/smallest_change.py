@@ -86,6 +86,7 @@ def _changes(config: TrainingConfig, phase: Phase, num_devices: int) -> Iterator
     for size in _halves(config.algorithm.micro_batch_size):
         yield _Change(f"algorithm.micro_batch_size: {size}", "algorithm", (("micro_batch_size", size),))
     yield _Change("train.activation_checkpointing: true", "train", (("activation_checkpointing", True),))
+    yield _Change("train.equal_across_ranks: false", "train", (("equal_across_ranks", False),))
     yield _Change("train.optimizer_state: 8bit", "train", (("optimizer_state", "8bit"),))
     yield _Change("train.dtype: bfloat16", "train", (("dtype", "bfloat16"),))
     num_ranks = 2 * train.num_parts

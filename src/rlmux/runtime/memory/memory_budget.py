@@ -167,7 +167,7 @@ def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool
     )
 
 
-def has_gpus(cluster: Cluster) -> bool:
+def has_gpu_sized_devices(cluster: Cluster) -> bool:
     """Whether memory is counted as on GPUs in a file that only is planned: its devices have as much as one."""
     return any(_LEAST_OF_GPU <= pool.device_memory_bytes < math.inf for pool in cluster.pools.values())
 
