@@ -27,6 +27,7 @@ from torch import Tensor
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.engines.rollout.protocol import RolloutEngine
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
+from rlmux.engines.rollout.tenants import TenantEngine
 from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.train_engine import TorchTrainEngine
 from rlmux.rl.determinism_class import ProbeCheck, ProbeReport
@@ -52,10 +53,10 @@ def probe_rollout(engine: RolloutEngine, *, num_trajectories: int = NUM_TRAJECTO
     if not engine.is_unused:
         raise IllegalTransitionError("cannot probe a rollout engine that is offloaded or has trajectories")
     began = time.perf_counter()
-    is_ours = isinstance(engine, SlotRolloutEngine)
+    is_ours = isinstance(engine, SlotRolloutEngine | TenantEngine)
     requests = _requests(engine, num_trajectories)
     expected = _together(engine, requests)
-    is_any_order_exact = not isinstance(engine, SlotRolloutEngine) or engine.is_schedule_exact
+    is_any_order_exact = not isinstance(engine, SlotRolloutEngine | TenantEngine) or engine.is_schedule_exact
 
     def check(name: str, failure: str, found: Sampled, **more: bool) -> ProbeCheck:
         return ProbeCheck(name=name, failure=failure, is_equal=found == expected, **more)

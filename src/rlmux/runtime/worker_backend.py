@@ -58,6 +58,7 @@ from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder, Running
 from rlmux.runtime.orders.train_driver import TrainDriver
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workers.supervisor import WorkerSupervisor
+from rlmux.runtime.workers.tenant_process import TenantWorkplace
 from rlmux.runtime.workers.worker_pool import Neighbour, Worker, WorkerOptions, Workplace
 
 _TOUCHING_CALLS = frozenset({"build", "probe", "join_ranks", "run_chunk", "run_stage", "offload"})
@@ -96,7 +97,8 @@ class WorkerBackend:
         self._outbox = Outbox(start_s, clock)
         for each in neighbours:
             self._outbox.note("neighbour", pid=each.pid, folder=each.folder, reason=str(each))
-        self._calls = CallLoop(workplace, self._outbox.now_s, check=self._check_lease)
+        self._places = TenantWorkplace(workplace, self._outbox.now_s)
+        self._calls = CallLoop(self._places, self._outbox.now_s, check=self._check_lease)
         self._orders = RunningOrders()
         self._drivers: dict[PipelineId, _Drivers] = {}
         host_memory = HostMemory(cluster)
@@ -104,7 +106,7 @@ class WorkerBackend:
             cluster,
             folder,
             weights_folder,
-            workplace=workplace,
+            workplace=self._places,
             calls=self._calls,
             outbox=self._outbox,
             host_memory=host_memory,
@@ -206,7 +208,7 @@ class WorkerBackend:
         self._run_commands()
         if not has_events:
             self._calls.start_later_work()  # the orders that answered the last events are out
-            ready = self.workplace.wait(self._seconds_to_wait(timeout_s))
+            ready = self._places.wait(self._seconds_to_wait(timeout_s))
             self._report_node_changes()
             for worker in ready:
                 if not self.on_demand.receive(worker):

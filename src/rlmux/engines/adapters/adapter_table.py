@@ -53,6 +53,11 @@ class AdapterTable:
         self._changed(self.configs)
 
     @property
+    def names(self) -> list[str]:
+        """All adapters, in the order in which they were added."""
+        return list(self._weights)
+
+    @property
     def configs(self) -> list[AdapterConfig]:
         """Distinct ranks and targets of the adapters, in a fixed order."""
         return sorted({one.adapter for one in self._weights.values() if one is not None}, key=repr)

@@ -218,6 +218,11 @@ class KvCache:
         self.keys[:, slot, :, :, :num_tokens] = kv[:, 0].transpose(-1, -2)
         self.values[:, slot, :, :num_tokens] = kv[:, 1]
 
+    def clear(self, slot: int) -> None:
+        """Fill a slot with zeros."""
+        self.keys[:, slot].zero_()
+        self.values[:, slot].zero_()
+
     def exchange(self, slots: Tensor, sources: Tensor) -> None:
         """Put the contents of `sources` into `slots` at once; the two name the same slots."""
         for stored in (*self.keys, *self.values):  # layer by layer: a copy of all of them may not fit

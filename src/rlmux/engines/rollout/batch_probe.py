@@ -3,6 +3,7 @@
     full shape: num_slots rows, max_len positions        always right, the reference
     smaller:    width rows, window positions,            used only if a probe found its rows bit-equal
                 slots of `capacity` tokens
+    wider:      the slots of several tenants             the same, in both orders of the rows
 
 A matrix product may sum in another order at another size, so a smaller batch is no mere saving: it can change
 a token. Whether it does depends on the library, the processor and the shape, not on the data; random numbers
@@ -64,7 +65,8 @@ class BatchProbe:
         self._num_slots = num_slots
         self._max_len = max_len
         self._num_tokens = num_slots * max_len if num_tokens is None else num_tokens
-        self._widths = [width for width in _WIDTHS if width < num_slots] + [num_slots]
+        self._num_rows = num_slots
+        """Rows of the widest batch: the slots of all tenants."""
         stride = -(-max_len // _MAX_WINDOWS // PREFILL_BUCKET) * PREFILL_BUCKET
         self._references: dict[int, Sequence[bytes]] = {}
         """Hashes of each row of the full shape's outputs, by the window that limits the probe's positions."""
@@ -74,6 +76,23 @@ class BatchProbe:
         self._capacities: list[int] = [window for window in self._windows if not roomy or window >= roomy[-1]]
         """Of slots, ascending; less than what all slots have room for would save nothing."""
         self._adapters: Sequence[AdapterConfig] = ()
+
+    def widen(self, num_tenants: int) -> int:
+        """Use the slots of so many tenants, or of the most that are exact; returns the number of slots.
+
+        Each tenant's slots are the full shape. For a cache of `num_slots * max_len` tokens a tenant.
+        """
+        counts = range(num_tenants, 0, -1)
+        self._num_rows = next(self._num_slots * count for count in counts if self._are_exact(count))
+        self._decode_shapes.clear()
+        return self._num_rows
+
+    def _are_exact(self, num_tenants: int) -> bool:
+        return self._can_decode(self._num_slots * num_tenants, self._max_len, self._max_len)
+
+    @property
+    def _widths(self) -> list[int]:
+        return sorted({width for width in _WIDTHS if width < self._num_rows} | {self._num_slots, self._num_rows})
 
     def set_adapters(self, adapters: Sequence[AdapterConfig]) -> None:
         """Set the adapters of later probes, by ranks and targets, all of them on every row."""
@@ -154,8 +173,19 @@ class BatchProbe:
         reference = self._references[window]
         if (width, window) == full:
             return self._decode_all(full, window, capacity, in_order.flip(0))[::-1] == reference
+        if width > self._num_slots:
+            return self._is_wide_exact(width, window)
         some = in_order[: min(width, self._num_tokens // capacity)]
         return self._decode((width, window), window, capacity, some) == reference[: len(some)]
+
+    def _is_wide_exact(self, width: int, window: int) -> bool:
+        """Measure more rows than the full shape's, which repeat its sequences, in two orders."""
+        sequences = torch.arange(width) % self._num_slots
+        expected = [self._references[window][number] for number in sequences.tolist()]
+        return all(
+            self._decode((width, window), window, self._max_len, rows) == hashes
+            for rows, hashes in ((sequences, expected), (sequences.flip(0), expected[::-1]))
+        )
 
     def _decode_all(
         self, plan_shape: tuple[int, int], max_positions: int, capacity: int, sequences: Tensor
@@ -174,7 +204,7 @@ class BatchProbe:
         positions = torch.randint(max_positions, (self._num_slots,), generator=generator)
         tokens = torch.randint(shape.vocab_size, (self._num_slots,), generator=generator)
         uniforms = torch.rand((self._num_slots, 1), generator=generator, dtype=torch.float64)
-        num_slots = min(plan_shape[0], self._num_tokens // capacity)
+        num_slots = min(plan_shape[0], max(len(sequences), self._num_tokens // capacity))
         plan = DecodePlan(self._weights, self._random_cache(sequences, num_slots, capacity), self._tables, *plan_shape)
         plan.adapters = self._random_adapters()
         rows = sequences.new_zeros(plan_shape[0])

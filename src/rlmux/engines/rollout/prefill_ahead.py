@@ -10,6 +10,7 @@ A module of its own: it decides what is prefilled together, and never touches a 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -76,7 +77,9 @@ class PrefillAhead:
         names = [name for name, _ in contexts] + [None] * (rows - len(contexts))
         adapters = self._adapters.rows(names, repeats=length)
         kv = prefill(self._weights, self._tables, pad_rows(tokens, rows).to(self._weights.flat.device), adapters)
-        num_tokens = sum(len(context) for _, context in contexts)
+        num_tokens: Counter[str] = Counter()
+        for name, context in contexts:
+            num_tokens[name] += len(context)
         tally.add_iterations(
             SubStage.PREFILL, rows, iterations=1, tokens=num_tokens, seconds=time.perf_counter() - start
         )

@@ -68,6 +68,12 @@ class WaitingQueue(Generic[Waiting]):
         """Remove trajectories by id."""
         self._waiting = [live for live in self._waiting if live.request.id not in gone]
 
+    def take(self, adapters: Collection[str]) -> list[Waiting]:
+        """Remove and return the trajectories of these adapters."""
+        taken = [live for live in self if live.request.id.adapter in adapters]
+        self.discard({live.request.id for live in taken})
+        return taken
+
     def first(self, count: int) -> Iterable[Waiting]:
         """The next `count`."""
         return islice(self, count)

@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -72,9 +74,9 @@ class SlotRolloutEngine:
     """Samples trajectories with one model on one device. See the module docstring.
 
     Trajectories   submit, continue_from, reply, take_partials
-    Time           run_chunk: nothing is computed outside it
+    Time           run_chunk, run_chunk_of: nothing is computed outside them
     Weights        load_weights, version, add_adapter, remove_adapter
-    Residency      offload, load, leave_cache, resident_bytes
+    Residency      offload, load, rest, resize, leave_cache, resident_bytes
     """
 
     @torch.inference_mode()
@@ -100,8 +102,8 @@ class SlotRolloutEngine:
         `vocabulary`: decodes responses for stop texts. `steps_at_once`: decode steps between two reads of the
         sampled tokens; None: 1 on a CPU and 8 on a GPU. `uses_graphs`: a GPU records each decode step once.
         """
-        self._staleness, self._is_single_turn = staleness, is_single_turn
         self._device = torch.device(device)
+        self._rollout, self._vocabulary = rollout, vocabulary
         self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
         _check_rollout(rollout)
         longest, max_len = rollout.longest_sequence, rollout.slot_tokens
@@ -117,9 +119,7 @@ class SlotRolloutEngine:
         release_storage(self._device)  # the slots need its memory
         self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len, rollout.cached_tokens)
-        self._slots = SlotTable(
-            self._weights.shape, rollout, max_len, self._device, vocabulary, self._probe.capacity_for
-        )
+        self._slots = self._make_slots(rollout)
         self._adapters = AdapterTable(self._weights, self._device, self._probe.set_adapters)
         self._prefill = PrefillAhead(self._weights, self._tables, self._probe, self._adapters)
         self._plans: dict[tuple[int, int], DecodePlan] = {}
@@ -128,13 +128,18 @@ class SlotRolloutEngine:
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
         """All unfinished trajectories."""
         self._waiting: WaitingQueue[LiveTrajectory] = WaitingQueue(rollout.order)
+        self._resting: dict[TrajectoryId, LiveTrajectory] = {}
+        """Trajectories that could decode, of pipelines that the last chunk left out."""
         self._overdue: list[FinishedTurn] = []
         """Turns that ended without a decode step, for the next report."""
         self._offloaded: Offloaded | None = None
         """Weights and tables while offloaded; None while loaded."""
         self._spilled: list[LiveTrajectory] = []
         """Trajectories whose KV was spilled behind the weights and tables, in that order."""
-        self.add_adapter("", adapter)
+        self._staleness: dict[str, int] = {}
+        self._multi_turn: set[str] = set()
+        """Pipelines whose trajectories may have several turns (membership tests only)."""
+        self.add_adapter("", adapter, staleness=staleness, is_single_turn=is_single_turn)
 
     @property
     def is_schedule_exact(self) -> bool:
@@ -159,6 +164,19 @@ class SlotRolloutEngine:
     def num_unfinished(self) -> int:
         """Unfinished trajectories of the engine."""
         return len(self._live)
+
+    @property
+    def num_slots(self) -> int:
+        """Trajectories that can be decoded at once."""
+        return self._slots.num_slots
+
+    def version_of(self, adapter: str) -> int:
+        """Weight version of an adapter."""
+        return self._adapters.version(adapter)
+
+    def unfinished_of(self, adapter: str) -> list[TrajectoryId]:
+        """Unfinished trajectories of an adapter."""
+        return [each for each in self._live if each.adapter == adapter]
 
     # --- trajectories ---------------------------------------------------------------------------------------
 
@@ -206,6 +224,8 @@ class SlotRolloutEngine:
         taken = sorted(self._live if ids is None else ids)
         partials = [self._take(self._live[trajectory_id], with_kv=with_kv) for trajectory_id in taken]
         self._waiting.discard(set(taken))
+        for each in taken:
+            self._resting.pop(each, None)
         return partials
 
     @torch.inference_mode()
@@ -224,11 +244,35 @@ class SlotRolloutEngine:
         At least one step is made where one can be, however small `max_seconds` is. Raises PipelineError for a
         log-probability that is not finite.
         """
+        start = time.perf_counter()
+        tally = self._run(self._adapters.names, max_decode_steps, start + max_seconds)
+        for error in tally.failed.values():
+            raise error
+        return self._report(tally, None, start)
+
+    @torch.inference_mode()
+    def run_chunk_of(
+        self, adapters: Sequence[str], *, max_decode_steps: int, max_seconds: float
+    ) -> dict[str, ChunkReport | PipelineError]:
+        """`run_chunk` for the trajectories of these adapters; the others rest until a chunk of theirs.
+
+        Each adapter's report counts its own trajectories and tokens; times are the chunk's. An adapter with a
+        log-probability that is not finite gets the error.
+        """
+        start = time.perf_counter()
+        tally = self._run(adapters, max_decode_steps, start + max_seconds)
+        return {name: tally.failed.get(name) or self._report(tally, name, start) for name in adapters}
+
+    def _run(self, adapters: Sequence[str], max_decode_steps: int, deadline: float) -> ChunkTally:
         if self._offloaded is not None:
             raise IllegalTransitionError("an offloaded rollout engine cannot run")
-        deadline = (start := time.perf_counter()) + max_seconds
-        tally = ChunkTally(dense_threshold=self._dense_threshold, finished=self._overdue)
-        self._overdue = []
+        tally = ChunkTally(dense_threshold=self._dense_threshold)
+        tally.finished = [turn for turn in self._overdue if turn.id.adapter in adapters]
+        self._overdue = [turn for turn in self._overdue if turn.id.adapter not in adapters]
+        self.rest([name for name in self._adapters.names if name not in adapters])
+        if self._resting:
+            self._waiting.put_back([live for id, live in self._resting.items() if id.adapter in adapters])
+            self._resting = {id: live for id, live in self._resting.items() if id.adapter not in adapters}
         while True:
             self._refill(tally)
             active = self._slots.active
@@ -238,17 +282,25 @@ class SlotRolloutEngine:
             self._decode(active, max_decode_steps - tally.decode_steps, deadline, tally)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else its time would be the next caller's
+        return tally
+
+    def _report(self, tally: ChunkTally, adapter: str | None, start: float) -> ChunkReport:
+        """The report of a chunk; with an `adapter`: of its trajectories."""
+        own = [live for id, live in self._live.items() if adapter in (None, id.adapter)]
+        num_active = sum(live.slot is not None and not live.is_waiting_for_env for live in own)
+        num_waiting_for_env = sum(live.is_waiting_for_env for live in own)
+        sampled = tally.sampled_tokens
         return ChunkReport(
-            finished=tally.finished,
-            num_active=len(active),
-            num_waiting=len(self._waiting),
-            num_waiting_for_env=sum(live.is_waiting_for_env for live in self._live.values()),
-            sampled_tokens=tally.sampled_tokens,
-            prefill_tokens=tally.prefill_tokens,
+            finished=[turn for turn in tally.finished if adapter in (None, turn.id.adapter)],
+            num_active=num_active,
+            num_waiting=len(own) - num_active - num_waiting_for_env,
+            num_waiting_for_env=num_waiting_for_env,
+            sampled_tokens=sampled.total() if adapter is None else sampled[adapter],
+            prefill_tokens=tally.prefill_tokens(adapter),
             decode_steps=tally.decode_steps,
             seconds=time.perf_counter() - start,
-            iterations=tally.iterations(),
-            progress={id: live.num_made for id, live in self._live.items() if live.has_begun},
+            iterations=tally.iterations(adapter),
+            progress={live.request.id: live.num_made for live in own if live.has_begun},
         )
 
     def _refill(self, tally: ChunkTally) -> None:
@@ -282,11 +334,9 @@ class SlotRolloutEngine:
             stopped = self._slots.advance(plan, active, count, has_forced=has_forced)
             steps += count
             now = time.perf_counter()
-        num_made, num_sampled = _move_on(active, steps, stopped)
-        tally.add_decode(
-            plan.width, steps, len(active), num_made=num_made, num_sampled=num_sampled, seconds=now - start
-        )
-        tally.finished += self._collect(active, stopped)
+        made, sampled = _move_on(active, steps, stopped)
+        tally.add_decode(plan.width, steps, len(active), made=made, sampled=sampled, seconds=now - start)
+        self._collect(active, stopped, tally)
 
     def _plan(self, active: list[LiveTrajectory]) -> DecodePlan:
         """The cheapest exact shape, after moving sequences to the lowest slots where that helps."""
@@ -307,15 +357,16 @@ class SlotRolloutEngine:
             self._plans[shape].graphs = DecodeGraphs(self._device) if self._uses_graphs else None
         return self._plans[shape]
 
-    def _collect(self, active: list[LiveTrajectory], stopped: Container[TrajectoryId]) -> list[FinishedTurn]:
+    def _collect(self, active: list[LiveTrajectory], stopped: Container[TrajectoryId], tally: ChunkTally) -> None:
         """End the turns that sampled a stop token or have used up their budget."""
-        finished = []
         for live in active:
-            if live.request.id in stopped:
-                finished.append(self._finish(live, "stop"))
-            elif live.position == live.last_position:
-                finished.append(self._finish(live, "length"))
-        return finished
+            is_stopped = live.request.id in stopped
+            if is_stopped or live.position == live.last_position:
+                try:
+                    tally.finished.append(self._finish(live, "stop" if is_stopped else "length"))
+                except PipelineError as error:
+                    tally.failed.setdefault(live.request.id.adapter, error)
+                    self._forget(live)
 
     def _finish(self, live: LiveTrajectory, stop_reason: str) -> FinishedTurn:
         """Report a turn; the trajectory is parked if a reply may come and forgotten otherwise."""
@@ -325,7 +376,7 @@ class SlotRolloutEngine:
         if live.is_sampled[-1]:
             live.num_turns += 1
         self._waiting.note_end(live.request.id, len(live.tokens))
-        if stop_reason == "length" or self._is_single_turn:
+        if stop_reason == "length" or live.request.id.adapter not in self._multi_turn:
             self._forget(live)
         else:
             live.is_waiting_for_env = True
@@ -369,17 +420,24 @@ class SlotRolloutEngine:
     # --- weights --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def add_adapter(self, name: str, adapter: AdapterConfig | None) -> None:
+    def add_adapter(
+        self, name: str, adapter: AdapterConfig | None, *, staleness: int = 0, is_single_turn: bool = True
+    ) -> None:
         """Serve another pipeline of this base, named in its trajectories' ids; None: the base itself."""
         if self._offloaded is not None:
             raise IllegalTransitionError(f"adapter {name!r} was added to an offloaded rollout engine")
         self._adapters.add(name, adapter)
+        self._staleness[name] = staleness
+        if not is_single_turn:
+            self._multi_turn.add(name)
 
     def remove_adapter(self, name: str) -> None:
         """Stop serving a pipeline. Raises IllegalTransitionError with unfinished trajectories of it, or offloaded."""
         if self._offloaded is not None or any(live.request.id.adapter == name for live in self._live.values()):
             raise IllegalTransitionError(f"adapter {name!r} was removed while it, or the engine's state, is elsewhere")
         self._adapters.remove(name)
+        del self._staleness[name]
+        self._multi_turn.discard(name)
 
     @torch.inference_mode()
     def load_weights(self, path: Path, version: int, adapter: str = "") -> None:
@@ -390,7 +448,7 @@ class SlotRolloutEngine:
         """
         theirs = [live for live in self._live.values() if live.request.id.adapter == adapter]
         begun = [live for live in theirs if live.has_begun]
-        if begun and self._staleness == 0:
+        if begun and self._staleness[adapter] == 0:
             raise IllegalTransitionError(
                 f"version {version} came while {begun[0].request.id} of a sync pipeline is unfinished"
             )
@@ -417,12 +475,7 @@ class SlotRolloutEngine:
         """Device to host, or to disk under this name; unfinished trajectories go along. Does nothing when offloaded."""
         if self._offloaded is not None:
             return
-        seated = self._slots.seated
-        for live in self._waiting:
-            live.drop_prefilled_kv()
-        for live in seated:
-            self._slots.evict(live, self._adapters.version_of(live), with_kv=True)
-        self._waiting.put_back([live for live in seated if not live.is_waiting_for_env])
+        self._empty_slots()
         self._spilled = [live for live in self._live.values() if live.kv is not None] if spill_to else []
         kv = [live.kv for live in self._spilled if live.kv is not None]
         self._offloaded = Offloaded([*self._kept_tensors(), *kv], spill_to=spill_to)
@@ -432,6 +485,51 @@ class SlotRolloutEngine:
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(0)
         release_storage(self._device)
+
+    def _empty_slots(self) -> None:
+        """Move all trajectories out of their slots, with their KV."""
+        seated = self._slots.seated
+        for live in self._waiting:
+            live.drop_prefilled_kv()
+        for live in seated:
+            self._slots.evict(live, self._adapters.version_of(live), with_kv=True)
+        self._waiting.put_back([live for live in seated if not live.is_waiting_for_env])
+
+    @torch.inference_mode()
+    def rest(self, adapters: Sequence[str]) -> None:
+        """Decode no trajectory of these adapters until a chunk of theirs; those that could leave their slots."""
+        if not adapters:
+            return
+        active = [live for live in self._slots.active if live.request.id.adapter in adapters]
+        for live in active:
+            self._slots.evict(live, self._adapters.version_of(live), with_kv=True)
+        waiting = self._waiting.take(adapters)
+        for live in waiting:
+            live.drop_prefilled_kv()
+        self._resting |= {live.request.id: live for live in (*active, *waiting)}
+
+    @torch.inference_mode()
+    def resize(self, num_tenants: int) -> None:
+        """Have the slots of so many tenants, each with `rollout.num_slots`, or as many of them as are exact at once.
+
+        Trajectories leave their slots with their KV and continue. Raises IllegalTransitionError for an offloaded
+        engine, or a cache of `kv_tokens`.
+        """
+        if self._offloaded is not None or self._rollout.kv_tokens is not None:
+            raise IllegalTransitionError("an offloaded rollout engine, or one with kv_tokens, has no slots to add")
+        self._empty_slots()
+        self._plans.clear()
+        for tensor in self._slots.tensors():
+            tensor.untyped_storage().resize_(0)
+        release_storage(self._device)
+        num_slots = self._probe.widen(num_tenants)
+        self._slots = self._make_slots(replace(self._rollout, num_slots=num_slots))
+
+    def _make_slots(self, rollout: RolloutConfig) -> SlotTable:
+        capacity_for = self._probe.capacity_for
+        return SlotTable(
+            self._weights.shape, rollout, rollout.slot_tokens, self._device, self._vocabulary, capacity_for
+        )
 
     @torch.inference_mode()
     def load(self) -> None:
@@ -457,6 +555,11 @@ class SlotRolloutEngine:
     def resident_bytes(self) -> int:
         """Device bytes of weights, tables, slots and prefilled KV."""
         return storage_bytes([*self._device_tensors(), *(live.kv for live in self._waiting if live.is_prefilled_here)])
+
+    def adapter_bytes(self, name: str) -> int:
+        """Device bytes of an adapter."""
+        weights = self._adapters.weights(name)
+        return 0 if weights is None else storage_bytes([weights.flat])
 
     def _recall(self) -> None:
         """Bring spilled KV and weights from disk to host memory, where they can be read and changed."""
@@ -485,12 +588,19 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         raise UserError(f"rollout.num_slots: {rollout.num_slots} is below 1")
 
 
-def _move_on(active: Sequence[LiveTrajectory], steps: int, stopped: Mapping[TrajectoryId, int]) -> tuple[int, int]:
-    """Count `steps` tokens for each trajectory, fewer for one that stopped at a position; (tokens, sampled ones)."""
-    num_made = num_sampled = 0
+def _move_on(
+    active: Sequence[LiveTrajectory], steps: int, stopped: Mapping[TrajectoryId, int]
+) -> tuple[Counter[str], Counter[str]]:
+    """Count `steps` tokens for each trajectory, fewer for one that stopped at a position.
+
+    Returns (tokens, sampled ones) by adapter.
+    """
+    made: Counter[str] = Counter()
+    sampled: Counter[str] = Counter()
     for live in active:
-        made = stopped.get(live.request.id, live.position + steps) - live.position
-        num_made += made
-        num_sampled += made - live.num_forced_within(made)
-        live.position += made
-    return num_made, num_sampled
+        id = live.request.id
+        count = stopped.get(id, live.position + steps) - live.position
+        made[id.adapter] += count
+        sampled[id.adapter] += count - live.num_forced_within(count)
+        live.position += count
+    return made, sampled

@@ -61,6 +61,8 @@ class SlotTable:
         self._special: dict[TrajectoryId, LiveTrajectory] = {}
         """Seated trajectories with a temperature other than 1, or with stop texts."""
         self._occupants: list[LiveTrajectory | None] = [None] * num_slots
+        self._adapter_by_slot: list[str | None] = [None] * num_slots
+        """Adapter that made what a slot's cache holds; None for zeros."""
         self._in_order: dict[TrajectoryId, LiveTrajectory] = {}
         """Seated trajectories, the one that was seated last at the end."""
 
@@ -79,7 +81,14 @@ class SlotTable:
         return [live for live in self.seated if not live.is_waiting_for_env]
 
     def seat(self, live: LiveTrajectory, slot: int) -> None:
-        """Copy a trajectory's tokens and KV into a free slot."""
+        """Copy a trajectory's tokens and KV into a free slot, cleared of what another adapter left there.
+
+        What an adapter with huge numbers leaves may not be finite, and a masked NaN is one for its reader.
+        """
+        adapter = live.request.id.adapter
+        if self._adapter_by_slot[slot] not in (None, adapter):
+            self.cache.clear(slot)
+        self._adapter_by_slot[slot] = adapter
         if live.kv is not None:
             self.cache.write(slot, live.kv.to(self._device))
         request = live.request
@@ -253,6 +262,7 @@ class SlotTable:
         self._buffers.exchange(slots, sources)
         for a, b in zip(low, high, strict=True):
             self._occupants[a], self._occupants[b] = self._occupants[b], self._occupants[a]
+            self._adapter_by_slot[a], self._adapter_by_slot[b] = self._adapter_by_slot[b], self._adapter_by_slot[a]
             for slot in (a, b):
                 occupant = self._occupants[slot]
                 if occupant is not None:

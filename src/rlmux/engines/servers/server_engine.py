@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -206,7 +207,7 @@ class ServerRolloutEngine(OneServer):
         seconds = time.perf_counter() - start
         steps = max(made.values(), default=0)
         if steps:
-            sampled = sum(made.values())
+            sampled = Counter({"": sum(made.values())})
             tally.decode_steps, tally.sampled_tokens = steps, sampled
             sub_stage = decode_sub_stage(most, self._dense_threshold)
             tally.add_iterations(sub_stage, most, iterations=steps, tokens=sampled, seconds=seconds)
@@ -216,11 +217,11 @@ class ServerRolloutEngine(OneServer):
             num_active=len(self._by_request),
             num_waiting=len(self._waiting),
             num_waiting_for_env=sum(live.is_waiting_for_env for live in self._live.values()),
-            sampled_tokens=tally.sampled_tokens,
+            sampled_tokens=tally.sampled_tokens.total(),
             prefill_tokens=0,
             decode_steps=tally.decode_steps,
             seconds=seconds,
-            iterations=tally.iterations(),
+            iterations=tally.iterations(None),
         )
 
     def _seat(self) -> None:

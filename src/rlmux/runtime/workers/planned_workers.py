@@ -16,7 +16,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -29,6 +29,7 @@ from rlmux.rl.origin import Origin
 from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.prompts.backlog import Backlog
 from rlmux.rl.types import (
+    ChunkReport,
     PartialTrajectory,
     TrainingBatch,
     TrajectoryId,
@@ -123,7 +124,7 @@ class EnvWorker:
         return finished
 
 
-def _make_rollout_engine(
+def make_rollout_engine(
     config: TrainingConfig, vocab_size: int, is_single_turn: bool, device: str, bases: Path | None
 ) -> RolloutEngine:
     """Our engine in this process, the user's, or one behind a server that ends with it."""
@@ -152,8 +153,32 @@ def _make_rollout_engine(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkInputs:
+    """What a rollout worker did with the inputs of a chunk, before it decodes."""
+
+    load_s: float
+    """Seconds of loading state and weights."""
+    input_s: float
+    """Seconds of taking in requests, replies and migrated trajectories."""
+    partials: Sequence[PartialTrajectory] | None
+    loaded: str | None
+    """Both as in RolloutChunkResult."""
+
+    def result(self, report: ChunkReport) -> RolloutChunkResult:
+        """The chunk's result, with the engine's report."""
+        return RolloutChunkResult(
+            report=replace(report, finished=()),
+            turns=PackedTurns.pack(report.finished),
+            load_s=self.load_s,
+            input_s=self.input_s,
+            partials=self.partials,
+            loaded=self.loaded,
+        )
+
+
 class RolloutWorker:
-    """A rollout engine in its own process."""
+    """A rollout engine in its own process, or a tenant's in a shared one (rollout_host.py)."""
 
     @beating()
     def __init__(self, config: TrainingConfig, origin: Origin | None = None, bases: Path | None = None) -> None:
@@ -168,10 +193,17 @@ class RolloutWorker:
         device = device_in_use()
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
-        self._engine = _make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
+        self._engine = make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
         self._reports_checksum = not (config.rollout.engine.is_server or config.rollout.engine.is_of_user)
         self._origin = origin
         self._fraction = fraction_setter(device)
+
+    @classmethod
+    def over(cls, engine: RolloutEngine, origin: Origin | None) -> RolloutWorker:
+        """A worker over an engine of ours that is there already, for `take_inputs` and calls without a chunk."""
+        worker = cls.__new__(cls)
+        worker._engine, worker._origin, worker._reports_checksum = engine, origin, True
+        return worker
 
     def probe(self) -> ProbeReport | None:
         """Compare the engine's results under different schedules; None if it has work or is offloaded."""
@@ -185,6 +217,12 @@ class RolloutWorker:
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         """Raises PipelineError for weights or trajectories of another run or plan."""
         self._fraction.set(chunk.device_fraction)
+        inputs = self.take_inputs(chunk)
+        report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
+        return inputs.result(report)
+
+    def take_inputs(self, chunk: RolloutChunk) -> ChunkInputs:
+        """Everything of a chunk but the decoding. Raises as `run_chunk` does."""
         start, loaded = time.perf_counter(), None
         with beating():
             if chunk.is_load_needed:
@@ -205,16 +243,7 @@ class RolloutWorker:
         if chunk.requests:
             self._engine.submit(chunk.requests)
         input_s = time.perf_counter() - start
-        report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
-        turns = PackedTurns.pack(report.finished)
-        return RolloutChunkResult(
-            report=replace(report, finished=()),
-            turns=turns,
-            load_s=load_s,
-            input_s=input_s,
-            partials=handed_back,
-            loaded=loaded,
-        )
+        return ChunkInputs(load_s=load_s, input_s=input_s, partials=handed_back, loaded=loaded)
 
     def _load_weights(self, path: Path, version: int, published: str | None) -> str | None:
         """Returns the checksum that the engine verified; None for an engine that reports none."""

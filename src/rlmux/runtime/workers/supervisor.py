@@ -1,7 +1,8 @@
 """Starts pipelines' processes, watches them, ends them, and replaces those that are lost.
 
     per pipeline    env worker     ── prompts, environments, rewards
-                    rollout worker ── one per device of its rollout nodes
+                    rollout worker ── one per device of its rollout nodes; those of adapters of one base share a
+                                      process there (tenant_process.py)
                     train worker   ── one per training rank, on its device; none for a filler
 
     lost                                what happens
@@ -33,12 +34,15 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.call_loop import CallLoop, Work
 from rlmux.runtime.orders.outbox import Outbox
+from rlmux.runtime.orders.shared_sampling import shared_base
 from rlmux.runtime.records.filler_outputs import ANSWERS_NAME, answered_steps
 from rlmux.runtime.weights.checkpoints import CheckpointStore, Written, checkpoint_folder, checkpoint_note
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers, rank_devices
 from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker, TrainWorker
+from rlmux.runtime.workers.rollout_host import RolloutHost
 from rlmux.runtime.workers.standstill import StandstillWatch
-from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions, Workplace
+from rlmux.runtime.workers.tenant_process import TenantWorkplace
+from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
 
 
 class WorkerSupervisor:
@@ -50,7 +54,7 @@ class WorkerSupervisor:
         folder: Path,
         weights_folder: Path,
         *,
-        workplace: Workplace,
+        workplace: TenantWorkplace,
         calls: CallLoop,
         outbox: Outbox,
         host_memory: HostMemory,
@@ -272,7 +276,10 @@ class WorkerSupervisor:
 
     def _replace_rollout_worker(self, workers: PipelineWorkers, device: DeviceId) -> None:
         self._kill(workers.rollout[device])
-        workers.rollout[device] = self._spawn_rollout_worker(workers.submission, device, workers.log_path)
+        is_alone = workers.num_losses_by_worker[workers.rollout[device].name] > 1
+        workers.rollout[device] = self._spawn_rollout_worker(
+            workers.submission, device, workers.log_path, is_alone=is_alone
+        )
         self._on_replaced(workers, device)
         self._outbox.add(WorkerLost(pipeline=workers.id, device=device))
 
@@ -374,10 +381,16 @@ class WorkerSupervisor:
             for rank in range(count)
         ]
 
-    def _spawn_rollout_worker(self, submission: Submission, device: DeviceId, log_path: Path) -> Worker:
+    def _spawn_rollout_worker(
+        self, submission: Submission, device: DeviceId, log_path: Path, *, is_alone: bool = False
+    ) -> Worker:
+        """`is_alone`: in a process of its own. A worker that was lost twice gets one, so that a pipeline that ends its
+        process again and again is the only one to fail."""
         config = submission.config
         args = (config, submission.origin, self._workplace.bases)
-        return self._spawn(config, f"rollout-{device}", RolloutWorker, args, device, log_path)
+        tenancy = None if is_alone else tenancy_of(submission)
+        make_worker = RolloutWorker if tenancy is None else RolloutHost
+        return self._spawn(config, f"rollout-{device}", make_worker, args, device, log_path, tenancy)
 
     def _spawn(
         self,
@@ -387,6 +400,7 @@ class WorkerSupervisor:
         args: tuple[Any, ...],
         device: DeviceId | None,
         log_path: Path,
+        tenancy: str | None = None,
     ) -> Worker:
         worker = self._workplace.spawn(
             f"{config.name}/{role}",
@@ -395,6 +409,7 @@ class WorkerSupervisor:
             device=device,
             log_path=log_path,
             call_limit_s=self._call_limit_s(config, role),
+            tenancy=tenancy,
         )
         pipeline = PipelineId(config.name)
         self._pipeline_by_worker[worker] = pipeline
@@ -433,6 +448,18 @@ class WorkerSupervisor:
 
     def _devices(self, nodes: Iterable[NodeId]) -> list[DeviceId]:
         return [device for node in nodes for device in self._cluster.pools[node.pool].devices(node)]
+
+
+def tenancy_of(submission: Submission) -> str | None:
+    """The key of rollouts that are decoded in one batch; None for a process of its own.
+
+    Equal for adapters of one base that sample alike, by our own engine.
+    """
+    rollout = submission.config.rollout
+    is_plain = rollout.engine.name == "rlmux" and not (rollout.tail_batching or rollout.interruptible)
+    if submission.pipeline.is_filler or not is_plain or rollout.kv_tokens is not None:
+        return None
+    return shared_base(submission.config)
 
 
 def _is_stopped(worker: Worker) -> bool:
