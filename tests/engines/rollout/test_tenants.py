@@ -176,7 +176,7 @@ def test_a_report_counts_its_tenant_alone(checkpoint, files, new_requests):
     assert reports["a"].decode_steps == reports["b"].decode_steps
 
 
-def test_one_tenant_on_the_device_keeps_the_engine_there(checkpoint, files, alone, new_requests):
+def test_one_tenant_on_the_device_keeps_the_engine_there_with_its_own_slots(checkpoint, files, alone, new_requests):
     shared = SharedEngine(new_engine(checkpoint, "a", 8))
     a, b = join(shared, files, "a"), join(shared, files, "b")
     own, other = new_requests(9), new_requests(7)
@@ -184,11 +184,13 @@ def test_one_tenant_on_the_device_keeps_the_engine_there(checkpoint, files, alon
     b.submit(other)
     first = shared.run(["a", "b"], max_decode_steps=4, max_seconds=600.0)
     b.offload()
+    assert shared.engine.num_slots == 8
     assert 0 < b.resident_bytes() < a.resident_bytes()
     finished = drain(shared, ["a"])
     a.offload()
     assert a.resident_bytes() == b.resident_bytes() == 0
     b.load()
+    assert shared.engine.num_slots == 8
     rest = drain(shared, ["b"])
     assert {turn.id: turn for turn in first["a"].finished} | finished["a"] == alone("a", own)
     assert {turn.id: turn for turn in first["b"].finished} | rest["b"] == alone("b", other)
@@ -254,9 +256,7 @@ def test_endless_answers_and_cancelled_ones_of_a_tenant_change_no_bits_of_others
     assert rest["b"] == {one.id: expected[one.id] for one in endless[6:]}
 
 
-def test_a_tenant_of_several_turns_waits_for_replies_beside_one_of_single_turns(
-    checkpoint, files, alone, new_requests
-):
+def test_a_tenant_of_several_turns_waits_for_replies_beside_one_of_single_turns(checkpoint, files, alone, new_requests):
     def answered(tenant: Any, run: Callable[[], Any]) -> list[FinishedTurn]:
         turns: list[FinishedTurn] = []
         for _ in range(200):

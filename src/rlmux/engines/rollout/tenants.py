@@ -1,7 +1,7 @@
 """Several pipelines' rollouts in one engine: adapters of one base, decoded in one batch.
 
     TenantEngine "a" ─┐  submit, reply, take_partials, load, offload: its own trajectories and state
-    TenantEngine "b" ─┼─▶ SharedEngine ──▶ SlotRolloutEngine, with the slots of all tenants
+    TenantEngine "b" ─┼─▶ SharedEngine ──▶ SlotRolloutEngine, with the slots of the loaded tenants
     run(["a", "b"]) ──┘  one chunk of those named; the others rest
 
 A tenant is one pipeline, from `join` to `leave`. Its trajectories carry its name in the engine and no name outside.
@@ -36,6 +36,8 @@ class SharedEngine:
         """Tenants with a state on the device."""
         self._departed: list[str] = []
         """Tenants that left while the engine was offloaded."""
+        self._num_fitted = 1
+        """Tenants whose slots the engine has."""
 
     def join(self, name: str, adapter: AdapterConfig, *, staleness: int, is_single_turn: bool) -> TenantEngine:
         """Serve a pipeline, whose state is on the device, from now on."""
@@ -44,7 +46,7 @@ class SharedEngine:
         self.engine.add_adapter(name, adapter, staleness=staleness, is_single_turn=is_single_turn)
         self._tenants[name] = self._loaded[name] = None
         try:
-            self.engine.resize(len(self._tenants))
+            self._fit_slots()
         except RuntimeError:  # no memory for its slots
             self.leave(name)
             raise
@@ -59,22 +61,30 @@ class SharedEngine:
             self.offload(name, None)
         if self._loaded:
             self._remove_departed()
+            self._fit_slots()
 
     def is_loaded(self, name: str) -> bool:
         """Whether the tenant's state is on the device."""
         return name in self._loaded
+
+    @property
+    def num_loaded(self) -> int:
+        """Tenants with a state on the device."""
+        return len(self._loaded)
 
     def load(self, name: str) -> None:
         """Bring a tenant's state to the device. Does nothing when already there."""
         self.engine.load()
         self._loaded[name] = None
         self._remove_departed()
+        self._fit_slots()
 
     def offload(self, name: str, spill_to: Path | None) -> None:
-        """Take a tenant's state off the device; slots and base leave with the last one."""
+        """Take a tenant's state off the device: its slots, and the base with the last one."""
         self._loaded.pop(name, None)
         if self._loaded:
             self.engine.rest([name])
+            self._fit_slots()
         else:
             self.engine.offload(spill_to=spill_to)
 
@@ -88,9 +98,14 @@ class SharedEngine:
     def _remove_departed(self) -> None:
         for name in self._departed:
             self.engine.remove_adapter(name)
-        if self._departed and self._tenants:
-            self.engine.resize(len(self._tenants))
+            self._num_fitted = 0  # no slot keeps what it held
         self._departed = []
+
+    def _fit_slots(self) -> None:
+        """Have the slots of the loaded tenants."""
+        if self._num_fitted != len(self._loaded):
+            self.engine.resize(len(self._loaded))
+            self._num_fitted = len(self._loaded)
 
 
 class TenantEngine:

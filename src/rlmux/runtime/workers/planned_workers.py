@@ -1,7 +1,8 @@
 """The objects inside worker processes: thin shells that put an engine behind bounded calls.
 
     EnvWorker       prompts, environments, rewards          one per pipeline
-    RolloutWorker   a rollout engine                        one per (pipeline, rollout device)
+    RolloutWorker   a rollout engine                        one per (pipeline, rollout device), some in one process
+                                                            (rollout_host.py)
     TrainWorker     a train engine                          one per training rank
 
 Every method is one bounded call, made by the drivers (rollout_driver.py, train_driver.py); workers do not call each

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmux.core.errors import PipelineError
+from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.types import ChunkReport
@@ -27,6 +27,10 @@ from rlmux.runtime.workers.worker_calls import RolloutChunk
 if TYPE_CHECKING:
     from rlmux.engines.device_fraction import FractionSetter
     from rlmux.engines.rollout.tenants import SharedEngine
+
+_SHARED_CHUNK_S = 0.1
+"""Longest chunk in seconds while several tenants are on the device: so long at most a call of one waits for a chunk of
+another."""
 
 
 class RolloutHost:
@@ -49,7 +53,9 @@ class RolloutHost:
                     self._join(call.tenant, *call.joins)
                 worker = self._workers[call.tenant]
                 if call.method == "run_chunk":
-                    chunks[call.tenant] = call.args[0], worker.take_inputs(call.args[0])
+                    inputs = worker.take_inputs(call.args[0])
+                    self._check_loaded(call.tenant)
+                    chunks[call.tenant] = call.args[0], inputs
                 else:
                     value = None if call.method == BUILD else getattr(worker, call.method)(*call.args)
                     results[call.tenant] = TenantResult(value=value)
@@ -65,18 +71,22 @@ class RolloutHost:
                 results[call.tenant] = _result(call, chunks[call.tenant][1], reports[call.tenant])
         return [results[call.tenant] for call in calls]
 
-    def _run(
-        self, chunks: Sequence[RolloutChunk], tenants: Sequence[str]
-    ) -> Mapping[str, ChunkReport | PipelineError]:
+    def _run(self, chunks: Sequence[RolloutChunk], tenants: Sequence[str]) -> Mapping[str, ChunkReport | PipelineError]:
         """One chunk within the smallest limits; its device fraction is the sum of the tenants'."""
         assert self._shared is not None
         assert self._fraction is not None
+        shared_limit = [_SHARED_CHUNK_S] if self._shared.num_loaded > 1 else []
         self._fraction.set(min(1.0, sum(chunk.device_fraction for chunk in chunks)))
         return self._shared.run(
             tenants,
             max_decode_steps=min(chunk.max_decode_steps for chunk in chunks),
-            max_seconds=min(chunk.max_seconds for chunk in chunks),
+            max_seconds=min([*(chunk.max_seconds for chunk in chunks), *shared_limit]),
         )
+
+    def _check_loaded(self, tenant: str) -> None:
+        assert self._shared is not None
+        if not self._shared.is_loaded(tenant):
+            raise IllegalTransitionError(f"rollouts of {tenant} cannot run while its state is offloaded")
 
     @beating()
     def _join(self, tenant: str, config: TrainingConfig, origin: Origin | None, bases: Path | None) -> None:
