@@ -1,4 +1,4 @@
-"""A process that several pipelines share: what leaves when, and who learns of what."""
+"""A process that several pipelines share: which calls leave together, and where each result and loss arrives."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Workplace:
 
 
 class Room:
-    """Tenants of one process, and what each got."""
+    """Tenants of one process, and the results that each got."""
 
     def __init__(self, *names: str) -> None:
         self.workplace = Workplace()

@@ -5,6 +5,8 @@
     tenant_process.py ◀──────────── a result or an error for each call ◀─────────┘
 
 Invariant: an error in a call of one tenant is that tenant's alone, and no call changes another tenant's results.
+
+A module of its own: it lives in the worker process, beside `planned_workers`, and the supervisor only names it.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Tenant:
     def __init__(self, name: str, process: SharedProcess, joins: tuple[Any, ...], log_path: Path) -> None:
         self.name = name
         self.key = name.partition("/")[0]
-        """Name of the pipeline, by which the host knows it."""
+        """Name of the pipeline, and of the tenant in the host."""
         self.process = process
         self.has_joined = False
         """Whether a call of it was sent."""

@@ -19,16 +19,26 @@ class Worker(Protocol):
     """One worker: bounded calls, answered in order."""
 
     name: str
-    pid: int | None
-    """Its process id; None until it is known."""
-    address: str
-    """Its machine, as workers of the same pipeline reach it."""
-    call_limit_s: float
-    """Seconds within which each call must be answered, or show that it lives."""
-    num_beats: int
-    """Signs of life of its calls so far."""
-    called_s: float | None
-    """Time at which its present call was sent; None between calls."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None until it is known."""
+
+    @property
+    def address(self) -> str:
+        """Its machine, as workers of the same pipeline reach it."""
+
+    @property
+    def call_limit_s(self) -> float:
+        """Seconds within which each call must be answered, or show that it lives."""
+
+    @property
+    def num_beats(self) -> int:
+        """Signs of life of its calls so far."""
+
+    @property
+    def called_s(self) -> float | None:
+        """Time at which its present call was sent; None between calls."""
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         """Call a method; `then` gets the result. Raises WorkerLostError if the worker is gone."""
