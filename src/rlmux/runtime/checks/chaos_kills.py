@@ -248,4 +248,7 @@ class _Follower:
         ]
 
     def count_kill(self, pipeline: str, role: str) -> None:
-        self._num_kills[pipeline, role] = self._num_kills.get((pipeline, role), 0) + 1
+        """Count the kill of a worker's process, for all workers that share it."""
+        killed = self._pid_by_worker[pipeline, role]
+        for worker in [worker for worker, pid in self._pid_by_worker.items() if pid == killed]:
+            self._num_kills[worker] = self._num_kills.get(worker, 0) + 1

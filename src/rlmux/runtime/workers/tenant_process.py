@@ -194,15 +194,12 @@ class TenantWorkplace:
     """A workplace whose workers may be tenants of one process."""
 
     def __init__(self, workplace: Workplace, now_s: Callable[[], float]) -> None:
+        self.bases = workplace.bases
         self._workplace = workplace
         self._now_s = now_s
         self._processes: dict[_Key, SharedProcess] = {}
         """Processes that new tenants can join."""
         self._process_by_worker: dict[Worker, SharedProcess] = {}
-
-    @property
-    def bases(self) -> Path | None:
-        return self._workplace.bases
 
     def spawn(
         self,
