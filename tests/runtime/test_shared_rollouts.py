@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,9 @@ from rlmux.core.actions import Admit
 from rlmux.core.events import WorkerLost
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, Placement, SubStage
 from rlmux.core.steps.colocation import SharingEntry, SharingTable
-from rlmux.policies import make_policy
+from rlmux.core.views import Choice, GroupView
+from rlmux.policies.lookahead.side_by_side import start_side_by_side
+from rlmux.policies.rollmux import RollMux
 from rlmux.rl.config import AdapterConfig
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory.memory_budget import with_footprint
@@ -32,19 +35,32 @@ ADAPTERS = {
     "small": AdapterConfig(rank=1, alpha=2.0, targets=("q_proj", "v_proj")),
     "usual": AdapterConfig(rank=8, alpha=16.0),
 }
-NUM_DEVICES = 2
-"""Devices that the policy gives each pipeline."""
-SHORT_CHUNKS = WorkerOptions(chunk_decode_steps=2, multi_turn_decode_steps=2)
+SHORT_CHUNKS = WorkerOptions(chunk_decode_steps=1, multi_turn_decode_steps=1)
+
+
+class Together:
+    """Places like `rollmux`; starts any two rollouts beside each other, as soon as they are ready."""
+
+    name = "together"
+    reacts_to_progress = False
+    sharing = TOGETHER
+    place = RollMux().place
+    rebalance = RollMux().rebalance
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        yield from start_side_by_side(view, [work for work in view.ready if not work.is_waiting], self.sharing)
 
 
 @pytest.fixture(scope="module")
 def tenants(real):
-    """The first ends a step before the second, which has several turns."""
+    """Both begin with a rollout. The first ends a step before the second, which has several turns."""
     made = []
     for seed, (name, adapter) in enumerate(ADAPTERS.items()):
         one = real.submission(name, seed=seed, num_steps=2 + seed, task="calculator" if seed else "sort")
         config = replace(one.config, model=replace(one.config.model, seed=5), adapter=adapter)
-        made.append(with_footprint(replace(one, config=config), real.cluster()))
+        config = replace(config, sft_warmup=replace(config.sft_warmup, num_updates=0))
+        pipeline = replace(one.pipeline, has_sft_warmup=False)
+        made.append(with_footprint(replace(one, config=config, pipeline=pipeline), real.cluster()))
     return made
 
 
@@ -60,13 +76,14 @@ def alone(real, tenants, tmp_path_factory):
 class Serves:
     """Makes backends, and counts the chunks in each call of a shared process."""
 
-    def __init__(self, kills_at: int | None = None) -> None:
+    def __init__(self, make_backend: Any, kills_at: int | None) -> None:
         """`kills_at`: number of the call with two chunks whose process is killed; None: none."""
         self.num_chunks: list[int] = []
+        self._make_backend = make_backend
         self._kills_at = kills_at
 
     def make_backend(self, *args: Any, **options: Any) -> WorkerBackend:
-        backend = local_backend(*args, **options)
+        backend = self._make_backend(*args, **options)
         spawn = backend.workplace.spawn
 
         def spawn_watched(name: str, *args: Any, **where: Any) -> Any:
@@ -87,31 +104,32 @@ class Serves:
         return backend
 
 
-def rollout_pids(recorder: Any) -> dict[str, list[int]]:
-    """Process ids of the rollout workers of each pipeline, oldest first: one for each device, and successors."""
-    found: dict[str, list[int]] = {}
+def rollout_pids(recorder: Any) -> dict[str, set[int]]:
+    """Process ids of the rollout workers of each pipeline, and of their successors."""
+    found: dict[str, set[int]] = {}
     for note in recorder.notes:
         if note.type == "worker" and note.fields["role"].startswith("rollout"):
-            found.setdefault(note.fields["pipeline"], []).append(note.fields["pid"])
-    return found
+            found.setdefault(note.fields["pipeline"], set()).add(note.fields["pid"])
+    return {pipeline: pids - {None} for pipeline, pids in found.items()}
 
 
-def run_together(real: Any, folder: Path, tenants: Any, *, kills_at: int | None = None) -> tuple[Any, Serves]:
-    serves = Serves(kills_at)
-    policy = make_policy("jigsaw", sharing=TOGETHER)
-    run = real.run(folder, tenants, policy=policy, options=SHORT_CHUNKS, make_backend=serves.make_backend)
+def run_together(
+    real: Any, folder: Path, tenants: Any, *, make_backend: Any = local_backend, kills_at: int | None = None
+) -> tuple[Any, Serves]:
+    serves = Serves(make_backend, kills_at)
+    run = real.run(folder, tenants, policy=Together(), options=SHORT_CHUNKS, make_backend=serves.make_backend)
     assert set(run.status.values()) == {"finished"}
     return run, serves
 
 
 def test_tenants_of_one_base_are_decoded_in_one_batch_to_the_weights_that_each_trains_alone(
-    real, tenants, alone, tmp_path
+    real, make_backend, tenants, alone, tmp_path
 ):
-    run, serves = run_together(real, tmp_path, tenants)
+    run, serves = run_together(real, tmp_path, tenants, make_backend=make_backend)
     assert run.sha256 == alone
     pids = rollout_pids(run.recorder)
     assert pids["small"] == pids["usual"]
-    assert len(set(pids["small"])) == NUM_DEVICES
+    assert len(pids["small"]) == 1
     assert 2 in serves.num_chunks
 
 
@@ -122,7 +140,8 @@ def test_a_killed_process_of_two_tenants_is_replaced_for_both_and_costs_time_onl
     lost = [event.pipeline for event in run.recorder.events if isinstance(event, WorkerLost)]
     assert sorted(lost) == ["small", "usual"]
     pids = rollout_pids(run.recorder)
-    assert len(set(pids["usual"])) == NUM_DEVICES + 1
+    assert pids["small"] == pids["usual"]
+    assert len(pids["usual"]) == 2
 
 
 def test_a_tenant_that_was_lost_twice_without_a_step_between_gets_a_process_of_its_own(real, tenants, tmp_path):

@@ -118,6 +118,8 @@ class Tenant:
         self.key = name.partition("/")[0]
         """Name of the pipeline, and of the tenant in the host."""
         self.process = process
+        self.pid = process.worker.pid
+        """Id of the process, as of the last answer; an actor's is known by its first one."""
         self.has_joined = False
         """Whether a call of it was sent."""
         self.result: TenantResult | None = None
@@ -125,10 +127,6 @@ class Tenant:
         self.calls: deque[tuple[str, tuple[Any, ...], Callable[[Any], None]]] = deque()
         """The present call, if any, and those that wait."""
         self._joins, self._log_path = joins, log_path
-
-    @property
-    def pid(self) -> int | None:
-        return self.process.worker.pid
 
     @property
     def address(self) -> str:
@@ -162,6 +160,7 @@ class Tenant:
             if self.process.error is not None:
                 raise self.process.error
             return
+        self.pid = self.process.worker.pid
         _, _, then = self.calls.popleft()
         if result.error is not None:
             raise result.error
