@@ -54,7 +54,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "profiling": ({"core", "policies", "report", "rl", "engines", "sim.models", "runtime", "config"}, TRAINING),
     "config": (
-        {"core.model", "core.queue.queue_order", "core.errors", "rl.config", "plugins"},
+        {"core.model", "core.queue.queue_order", "core.errors", "rl.config", "rl.memory.adapter_base", "plugins"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
     # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.

@@ -238,7 +238,7 @@ CASES = {
         [("slots: 32", "engine: {name: vllm, url: 'http://example.com:80'}")],
         "two.yaml:11: pipelines.sort.rollout.engine.url is 'http://example.com:80'; accepted: http://127.0.0.1:PORT",
     ),
-    "an adapter of an architecture that has none": (
+    "an adapter beside what a mixture of experts lacks": (
         [
             ("steps: 60", "adapter: {rank: 4, alpha: 8}"),
             (
@@ -247,7 +247,7 @@ CASES = {
                 "moe_intermediate_size: 8}\n    rollout:\n",
             ),
         ],
-        "two.yaml:6: pipelines.sort.adapter does not go with a 'qwen3_moe' model; accepted: qwen3, llama, qwen2, mis",
+        "two.yaml:6: pipelines.sort.adapter.targets includes gate_proj, which a 'qwen3_moe' model lacks; accepted: [q_",
     ),
     "a checkpoint with sizes": (
         [("steps: 60", "model: {path: x, layers: 2}")],

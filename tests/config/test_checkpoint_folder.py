@@ -184,7 +184,10 @@ def test_a_model_that_transformers_wrote_is_accepted(load, good, tmp_path, archi
     load(good.replace("steps: 60", "model: {path: ckpt}"))
 
 
-def test_an_adapter_of_a_mixture_of_experts_is_refused(complaint, good):
+def test_an_adapter_of_a_mixture_of_experts_stands_beside_its_attention(complaint, good, load):
     model = "model: {architecture: qwen3_moe, experts: 4, experts_per_token: 2, moe_intermediate_size: 8}"
-    line = complaint(good, replace=[("steps: 60", model + "\n  adapter: {rank: 2, alpha: 4}")])
-    assert "adapter does not go with a 'qwen3_moe' model; accepted: qwen3, llama, qwen2, mistral" in line
+    adapter = "\n  adapter: {rank: 2, alpha: 4, targets: [q_proj, %s]}"
+    line = complaint(good, replace=[("steps: 60", model + adapter % "up_proj")])
+    accepted = "[q_proj, k_proj, v_proj, o_proj, lm_head]"
+    assert f"adapter.targets includes up_proj, which a 'qwen3_moe' model lacks; accepted: {accepted}" in line
+    load(good.replace("steps: 60", model + adapter % "o_proj"))

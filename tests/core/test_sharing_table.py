@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
+from rlmux.core.model import SubStage
+from rlmux.core.steps.colocation import (
+    BaseBatches,
+    SharedRates,
+    SharingEntry,
+    SharingTable,
+    SharingTriple,
+    sub_stage_in,
+)
 
 
 def entry(a, b, device_fraction, slow_a, slow_b):
@@ -51,3 +59,32 @@ def test_a_forward_of_training_goes_by_the_most_alike_that_was_measured():
     by_forward = SharingTable.of([update, entry("old_logprobs", "tail", 0.5, 1.1, 1.1)])
     assert by_forward.rates_beside("reference", ("tail",)).slowdown == 1.1
     assert by_forward.rates_beside("update", ("tail",)).slowdown == 1.2
+
+
+DECODES = (SubStage.DENSE_DECODE, SubStage.TAIL_DECODE)
+
+
+def on_base(sub_stage):
+    return sub_stage_in(sub_stage, "b")
+
+
+def test_pipelines_of_one_base_share_in_equal_parts_whatever_they_decode():
+    table = SharingTable(batches=(BaseBatches(base="b", sub_stages=DECODES, slowdowns=(1.5, 1.8)),))
+    dense, tail = map(on_base, DECODES)
+    assert table.most_together == 3
+    assert table.rates_beside(dense, (tail,)) == SharedRates(0.5, 1.5)
+    assert table.rates_beside(tail, (tail, dense)) == SharedRates(1 / 3, 1.8)
+    assert table.up_to(2).most_together == 2
+    assert table.rates_beside(dense, (sub_stage_in(SubStage.TAIL_DECODE, "other"),)) is None
+
+
+def test_a_batch_that_does_no_more_than_one_of_a_pipeline_less_is_not_in_the_table():
+    assert BaseBatches(base="b", sub_stages=DECODES, slowdowns=(2.0, 2.1)).helpful() == ()
+    assert BaseBatches(base="b", sub_stages=DECODES, slowdowns=(1.5, 2.25, 2.3)).helpful() == (1.5,)
+
+
+def test_a_pipeline_on_a_base_shares_with_others_as_was_measured():
+    measured = entry("update", SubStage.DENSE_DECODE, 0.75, 1.2, 1.3)
+    table = SharingTable((measured,), batches=(BaseBatches(base="b", sub_stages=DECODES),))
+    assert table.rates_beside(on_base(SubStage.DENSE_DECODE), ("update",)).slowdown == 1.3
+    assert table.rates_beside("update", (on_base(SubStage.DENSE_DECODE),)).slowdown == 1.2

@@ -101,6 +101,16 @@ def test_training_changes_the_adapter_and_leaves_the_base_as_it_was():
     assert all(each.abs().sum() > 0 for name, each in trained.items() if "lora_B" in name)
 
 
+def test_an_adapter_beside_the_attention_of_a_mixture_of_experts_is_trained():
+    adapter = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "o_proj"))
+    experts = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
+    engine = warm_engine(replace(config(adapter), model=ModelConfig(architecture="qwen3_moe", seed=3, **experts)))
+    run_step(engine, 1)
+    trained = trained_parameters(engine.model)
+    assert len(trained) == 2 * 2 * 2
+    assert all(each.abs().sum() > 0 for name, each in trained.items() if "lora_B" in name)
+
+
 def test_an_adapter_begins_with_b_zero_and_an_a_of_the_pipelines_seed():
     first, again, other = (TorchTrainEngine(config(seed=seed)) for seed in (7, 7, 8))
     assert first.weights_sha256() == again.weights_sha256() != other.weights_sha256()

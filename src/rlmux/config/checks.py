@@ -21,7 +21,14 @@ from rlmux.config.source_map import Node, PathPart
 from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
-from rlmux.rl.config import ADAPTER_ARCHITECTURES, MAX_POSITIONS, RolloutConfig, TaskConfig, TrainingConfig
+from rlmux.rl.config import (
+    MAX_POSITIONS,
+    TARGETS_BY_ARCHITECTURE,
+    AdapterConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainingConfig,
+)
 
 CheckTraining = Callable[[Sequence[TrainingConfig], Path], Sequence[str | None]]
 """The complaint about each pipeline's prompts and reward, beginning with the key ("task.digits: ..."), or None.
@@ -139,9 +146,8 @@ class Checks:
         self._check_sharding((*path, "train", "sharding"), pipeline)
         self._check_optimizer_state((*path, "train", "optimizer_state"), pipeline)
         architecture, max_positions, source = self._check_model((*path, "model"), pipeline)
-        if pipeline.adapter is not None and architecture not in ADAPTER_ARCHITECTURES:
-            text = f"does not go with a {architecture!r} model; accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
-            raise self._error((*path, "adapter"), text)
+        if pipeline.adapter is not None:
+            self._check_adapter((*path, "adapter"), pipeline.adapter, architecture)
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         self._check_engine((*path, "rollout", "engine", "url"), pipeline)
         if pipeline.task is not None:
@@ -149,6 +155,16 @@ class Checks:
         elif self.purpose is Purpose.RUN:
             accepted = "a task's name, or a mapping (docs/reference/file.md)"
             raise self._error((*path, "task"), f"is missing; accepted: {accepted}")
+
+    def _check_adapter(self, path: KeyPath, adapter: AdapterConfig, architecture: str) -> None:
+        accepted = TARGETS_BY_ARCHITECTURE.get(architecture)
+        if accepted is None:
+            text = f"does not go with a {architecture!r} model; accepted: {', '.join(TARGETS_BY_ARCHITECTURE)}"
+            raise self._error(path, text)
+        lacking = [target for target in adapter.targets if target not in accepted]
+        if lacking:
+            text = f"includes {lacking[0]}, which a {architecture!r} model lacks; accepted: [{', '.join(accepted)}]"
+            raise self._error((*path, "targets"), text)
 
     def _check_engine(self, path: KeyPath, pipeline: PipelineConfig) -> None:
         """A server holds the weights of one worker of one pipeline, whole."""

@@ -1,9 +1,9 @@
 """The section `serve` of a lane: models that Tinker clients may name, and permits for programs.
 
-    ServeConfig ── models ── ServedModelConfig ── model
-                ── keys   ── KeyConfig
-                ── projects ── ProjectConfig
-                ── permits ── PermitsConfig
+ServeConfig ── models ── ServedModelConfig ── model
+            ── keys   ── KeyConfig
+            ── projects ── ProjectConfig
+            ── permits ── PermitsConfig
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from rlmux.config.source_map import Node, PathPart, parse_yaml
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster
 from rlmux.rl.config import (
-    ADAPTER_ARCHITECTURES,
+    ADAPTER_TARGETS,
     MAX_POSITIONS,
+    TARGETS_BY_ARCHITECTURE,
     Count,
     FromFile,
     ModelConfig,
@@ -190,10 +191,9 @@ def _check_model(served: ServedModelConfig, *, has_adapters: bool) -> None:
     if served.model.path is not None:
         found = check_checkpoint(Path(served.model.path))
         most, architecture = found.max_positions, found.model_type
-    if has_adapters and architecture not in ADAPTER_ARCHITECTURES:
-        raise UserError(
-            f"parameters: lora does not go with a {architecture!r} model; accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
-        )
+    whole = [name for name, targets in TARGETS_BY_ARCHITECTURE.items() if targets == ADAPTER_TARGETS]
+    if has_adapters and architecture not in whole:
+        raise UserError(f"parameters: lora does not go with a {architecture!r} model; accepted: {', '.join(whole)}")
     if most is not None and longest > most:
         raise UserError(f"max_prompt_tokens + max_new_tokens is {longest}; accepted: {most} or less")
 

@@ -157,6 +157,22 @@ class ClientFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShare:
+    """The part of an order that was computed in batches of several pipelines of one base."""
+
+    num_together: int
+    """Pipelines in each of these batches, 2 or more."""
+    tokens: int
+    """Tokens of the order's own pipeline."""
+    seconds: float
+    """Seconds of the batches."""
+    held_s: float
+    """`seconds` times the order's device fraction: what the order is charged while it runs."""
+    charged_s: float
+    """`seconds` by the pipeline's share of the computed tokens: what it is to be charged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageFinished:
     """The order's work is complete."""
 
@@ -170,6 +186,8 @@ class StageFinished:
     """Tokens generated since the order began."""
     prefill_s: float = 0.0
     """Part of `seconds` in which a rollout computed the prompts before its first decode step."""
+    batches: tuple[BatchShare, ...] = ()
+    """Parts of it in batches with other pipelines, by the number of pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +204,8 @@ class StagePaused:
     """Tokens generated since the order began."""
     prefill_s: float = 0.0
     """Part of `seconds` in which a rollout computed the prompts before its first decode step."""
+    batches: tuple[BatchShare, ...] = ()
+    """Parts of it in batches with other pipelines, by the number of pipelines."""
     is_waiting: bool = False
     """Whether it is a rollout shard that can compute nothing until one of its environments replies."""
 

@@ -386,6 +386,10 @@ class Pipeline:
     """Versions by which its rollouts lag behind, always; 0: on-policy."""
     first_step: int = 1
     """First step to run; above 1 after a resume: the steps before it are done and their version is published."""
+    rollout_base: str = ""
+    """Key of the pipelines with which its rollouts may run in one batch: adapters of one frozen base; empty: none."""
+    train_base: str = ""
+    """Key of the pipelines with which it may train in one step; empty: none."""
     work_arrives: bool = False
     """Whether its work is announced by events (`WorkArrived`) instead of planned: it has no steps of its own."""
     user: str = ""
@@ -442,6 +446,10 @@ class Pipeline:
     def copies_kv(self) -> bool:
         """Whether trajectories that migrate take their KV cache along: that is not dearer than computing it again."""
         return self.migration is None or self.migration.copy_s <= self.migration.recompute_s
+
+    def base_of(self, phase: Phase) -> str:
+        """Key of the pipelines with which it may compute in one batch; empty: none."""
+        return self.rollout_base if phase is Phase.ROLLOUT else self.train_base
 
     @property
     def train_stages(self) -> tuple[Stage, ...]:

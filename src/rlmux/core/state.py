@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlmux.core.estimation.batch_slowdowns import BatchSlowdowns
 from rlmux.core.model import (
     Account,
     DeviceId,
@@ -176,6 +177,8 @@ class SchedulerState:
     """Device-seconds of each pool for which devices were held, counted by device: what all charges add up to."""
     held_devices: dict[DeviceId, HeldDevice] = field(default_factory=dict)
     """Devices whose seconds are being charged: all that a pipeline is pinned to, once accounts are counted."""
+    batch_slowdowns: BatchSlowdowns = field(default_factory=BatchSlowdowns)
+    """What pipelines of one base lose in one batch."""
     clock: Any = None
     """What a policy counts that gives nodes by turns, and that it alone reads; None under any other."""
     now_s: float = 0.0

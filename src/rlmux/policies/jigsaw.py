@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
@@ -50,7 +50,12 @@ from rlmux.policies.lookahead.migration import (
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
 from rlmux.policies.lookahead.problem import Problem, Schedule, SiblingMigration
 from rlmux.policies.lookahead.search import BUDGET, plan, play_out
-from rlmux.policies.lookahead.side_by_side import num_fitting_together, start_side_by_side
+from rlmux.policies.lookahead.side_by_side import (
+    TableCache,
+    base_batches,
+    num_fitting_together,
+    start_side_by_side,
+)
 from rlmux.policies.lookahead.tool_waits import yield_devices
 from rlmux.policies.search.greedy import greedy
 from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_nodes
@@ -71,7 +76,7 @@ class Jigsaw:
     name: str = "jigsaw"
     reacts_to_progress: bool = True
     sharing: SharingTable = NO_SHARING
-    """Pairs that were measured to help on these devices; empty: every order has its devices alone."""
+    """Pairs that were measured to help on these devices; without, only pipelines of one base share a device."""
     tails: bool = True
     """False: every shard stays on its device."""
     fractions: bool = True
@@ -94,6 +99,8 @@ class Jigsaw:
     keeps_cycle: bool = False
     """True where a place was promised by the strict cycle: it is kept unless another schedule is expected to be clearly
     shorter, and a step is due as its pipeline's SLO requires in the mean of its steps."""
+
+    _tables: TableCache = field(init=False, default_factory=TableCache, repr=False, compare=False)
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_on_shared_nodes(pipeline, view, max_members=self.max_members)
@@ -163,13 +170,14 @@ class Jigsaw:
             return True
         if view.num_members < 2:
             return False
-        return (self.tails and view.has_wide_rollouts) or bool(self._sharing(view).entries)
+        return (self.tails and view.has_wide_rollouts) or self._sharing(view).allows_any
 
     def _sharing(self, view: GroupView) -> SharingTable:
-        """The table, as far as the states of this group fit a device together."""
-        if not self.fractions or not self.sharing.entries:
+        """The table with batches of pipelines of one base, as far as the states of this group fit a device together."""
+        batches = base_batches(view) if self.fractions else ()
+        if not self.fractions or not (self.sharing.entries or batches):
             return NO_SHARING
-        return self.sharing.up_to(num_fitting_together(view))
+        return self._tables.with_batches(self.sharing, batches, num_fitting_together(view))
 
     def _start_phases(self, view: GroupView) -> Iterator[Choice]:
         if not self.keeps_cycle:
@@ -189,7 +197,7 @@ class Jigsaw:
     ) -> tuple[SiblingMigration, ...]:
         now = possible_sibling_migrations(view, forecast, self._migration_s, self.migration_stretch)
         # Later whole shards stay where devices are shared: side by side is better than together.
-        return now if sharing.entries else now + later_sibling_migrations(view, forecast)
+        return now if sharing.allows_any else now + later_sibling_migrations(view, forecast)
 
     def _migration_s(self, member: MemberView, device: DeviceId) -> float:
         """Seconds to migrate the member's shard off the device."""

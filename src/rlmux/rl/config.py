@@ -34,14 +34,22 @@ ENGINES = ("rlmux", "vllm", "sglang")
 """Rollout engines by the names that a file gives them: our own, and servers of others."""
 
 AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-"""What an adapter can stand beside: a projection of each block of a dense Qwen3 or Llama, or the output matrix."""
+"""What an adapter can stand beside: a projection of each block, or the output matrix."""
 
 ADAPTER_TARGETS: tuple[AdapterTarget, ...] = get_args(AdapterTarget)
 BLOCK_TARGETS: tuple[AdapterTarget, ...] = ADAPTER_TARGETS[:-1]
 """Those that are in every block."""
 
-ADAPTER_ARCHITECTURES = ("qwen3", "llama", "qwen2", "mistral")
-"""Those of `ARCHITECTURES` whose blocks have these projections."""
+ATTENTION_TARGETS: tuple[AdapterTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+TARGETS_BY_ARCHITECTURE: Mapping[str, tuple[AdapterTarget, ...]] = {
+    "qwen3": ADAPTER_TARGETS,
+    "llama": ADAPTER_TARGETS,
+    "qwen2": ADAPTER_TARGETS,
+    "mistral": ADAPTER_TARGETS,
+    "qwen3_moe": (*ATTENTION_TARGETS, "lm_head"),
+}
+"""Targets that both engines serve, by architecture. The experts of a mixture get no adapters."""
 
 MAX_POSITIONS = 8192
 """Tokens of the longest sequence of a new model: its `max_position_embeddings`."""

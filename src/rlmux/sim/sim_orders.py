@@ -164,7 +164,7 @@ class SimOrders:
 
     def _schedule_end(self, running: SimOrder) -> None:
         """Take the order's rate, and schedule its next report or its end."""
-        rate = running.rate = running.device_fraction if self._are_independent else self._rates.rate(running)
+        rate = running.rate = self._rates.rate(running)
         work = running.work
         if type(work) is SoloSeconds:
             next_s = work.left_s / rate

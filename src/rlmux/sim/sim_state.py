@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.core.actions import MigrateShard, RunStage
-from rlmux.core.model import SUB_STAGE_BY_STAGE, DeviceId, Placement, Stage, SubStage
+from rlmux.core.model import PHASE_BY_STAGE, SUB_STAGE_BY_STAGE, DeviceId, Placement, Stage, SubStage
 from rlmux.sim.clients import SimClient
 from rlmux.sim.models.work import SoloSeconds, Work
 from rlmux.sim.workloads.arrivals import Arrival
@@ -125,6 +125,10 @@ class SimOrder:
     @property
     def sub_stage(self) -> SubStage:
         return self.work.sub_stage
+
+    @property
+    def base(self) -> str:
+        return self.pipeline.arrival.pipeline.base_of(PHASE_BY_STAGE[self.action.stage])
 
     @property
     def is_waiting(self) -> bool:

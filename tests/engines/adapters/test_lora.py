@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.weights import SHA256, read_tensors, weights_sha256, write_tensors
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import (
-    ADAPTER_ARCHITECTURES,
     ADAPTER_TARGETS,
+    TARGETS_BY_ARCHITECTURE,
     AdapterConfig,
     ModelConfig,
     RolloutConfig,
@@ -224,17 +225,20 @@ def assert_as_peft(turns, requests, checkpoint: Path, file: Path, adapter: Adapt
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # in peft itself
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-@pytest.mark.parametrize("architecture", [each for each in ADAPTER_ARCHITECTURES if each != "qwen3"])
+@pytest.mark.parametrize("architecture", [each for each in TARGETS_BY_ARCHITECTURE if each != "qwen3"])
 def test_adapters_of_each_architecture_are_served_as_peft_computes_them(architecture, new_requests, tmp_path):
-    base = make_lively(build_model(ModelConfig(architecture=architecture), VOCAB_SIZE, 0))
+    experts = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
+    model = ModelConfig(architecture=architecture, **(experts if architecture == "qwen3_moe" else {}))
+    adapter = replace(MIXED[1], targets=TARGETS_BY_ARCHITECTURE[architecture])
+    base = make_lively(build_model(model, VOCAB_SIZE, 0))
     base.save_pretrained(tmp_path / "base")
-    file = lively_adapter(tmp_path, tmp_path / "base", MIXED[1], 1)
-    engine = engine_for(tmp_path / "base", MIXED[1])
+    file = lively_adapter(tmp_path, tmp_path / "base", adapter, 1)
+    engine = engine_for(tmp_path / "base", adapter)
     engine.load_weights(file, 1)
     requests = new_requests(2)
     engine.submit(requests)
     turns = engine.run_chunk(max_decode_steps=10_000, max_seconds=600).finished
-    assert_as_peft(turns, requests, tmp_path / "base", file, MIXED[1], tmp_path)
+    assert_as_peft(turns, requests, tmp_path / "base", file, adapter, tmp_path)
 
 
 def test_an_adapter_that_is_not_finite_is_refused_before_it_can_reach_other_rows(checkpoint, files, tmp_path):

@@ -22,6 +22,7 @@ class Order:
     sub_stage: str = "dense"
     device_fraction: float = 1.0
     is_waiting: bool = False
+    base: str = ""
 
 
 def rates_of(*orders, table=TABLE):

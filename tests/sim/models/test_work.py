@@ -19,7 +19,7 @@ class Order:
     """All that rates may see of a running order."""
 
     def __init__(self, sub_stage, *devices, device_fraction=1.0):
-        self.sub_stage, self.device_fraction = sub_stage, device_fraction
+        self.sub_stage, self.device_fraction, self.base = sub_stage, device_fraction, ""
         self.devices = tuple(DeviceId("gpu", 0, index) for index in devices)
 
 

@@ -6,7 +6,8 @@
 What an account uses is what its pipelines are *charged* for. Each second of each device that a pipeline is pinned to is
 charged to someone, and all of it adds up to the seconds for which devices were held:
 
-    while an order computes or switches there   its pipeline, by the device fraction; a filler for what it uses
+    while an order computes or switches there   its pipeline, by the device fraction; a filler for what it uses; in a
+                                                batch of several pipelines each by its share of the tokens
     the rest, a bubble                          the pipelines pinned there, by their seconds in a cycle on that device
 
 What a filler is charged counts for no share and no quota: others are offered room as if it were not there.
@@ -24,6 +25,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rlmux.core.events import BatchShare
 from rlmux.core.model import Account, Cluster, DeviceId, Phase, Pipeline, PipelineId, PipelineStatus, Urgency
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.group_load import phases_of
@@ -39,6 +41,7 @@ from rlmux.core.queue.queue_order import (
 )
 from rlmux.core.queue.quotas import DAY_S, Quotas
 from rlmux.core.state import GroupState, HeldDevice, SchedulerState
+from rlmux.core.work import Order
 
 _NO_ACCOUNT = Account("", "")
 _URGENT_FACTOR = 2.0
@@ -151,6 +154,15 @@ class Shares:
         """Charge the seconds of these devices up to now, before something changes there."""
         for device in devices if self.are_set else ():
             self._charge(device)
+
+    def charge_by_tokens(self, order: Order, batches: Iterable[BatchShare]) -> None:
+        """Replace what an order that has ended was charged for batches with others by its share of their tokens."""
+        since_s, now_s = order.started_s, self._state.now_s
+        if not self.are_set or now_s <= since_s:
+            return
+        rate = sum(one.charged_s - one.held_s for one in batches) / (now_s - since_s)
+        for device in order.devices:
+            self._add(self._state.runs[order.pipeline], device.pool, rate, since_s)
 
     def enter(self, run: PipelineRun) -> None:
         """Count one expected step of a pipeline that is admitted, in its account's usage alone."""

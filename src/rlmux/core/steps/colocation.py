@@ -1,18 +1,22 @@
 """Which sub-stages may share a device, at which device fractions, and how much each slows the others.
 
     rlmux profile / a simulated device ── entries ─▶ SharingTable ── rates_beside(a, (b,)) ─▶ SharedRates or None
+    pipelines of one base ── BaseBatches ─▶ with_batches
 
 Sub-stages are named as `SubStage` does. Where no more is measured, `old_logprobs` stands for every forward of training
 and `update` for all of training. A pair is in the table only if it was measured to help: together they do more work in
 a second than one after the other. Three are in it if they do more than the best two of them. An empty table allows no
 sharing: every order then has its devices alone.
+
+Pipelines with adapters of one base compute in one batch where they share a device: `sub_stage_in` names a sub-stage of
+such a pipeline. It shares as the plain one does, and with its like of the same base by `BaseBatches`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from itertools import combinations, combinations_with_replacement, product
 
 from rlmux.core.model import SubStage
 
@@ -60,6 +64,29 @@ class SharingTriple:
         return sum(1.0 / slowdown for slowdown in self.slowdowns)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseBatches:
+    """Sub-stages that pipelines of one base compute in one batch."""
+
+    base: str
+    sub_stages: tuple[SubStage, ...]
+    slowdowns: tuple[float, ...] = ()
+    """Seconds in a batch of 2, 3, ... pipelines, over the seconds alone; up to the most that may be together."""
+
+    def helpful(self) -> tuple[float, ...]:
+        """The slowdowns of batches of which each does more work in a second than the one of a pipeline less."""
+        gains = [1.0, *(number / slowdown for number, slowdown in enumerate(self.slowdowns, 2))]
+        for place, slowdown in enumerate(self.slowdowns):
+            if slowdown < 1.0 or gains[place + 1] < MIN_GAIN * gains[place]:
+                return self.slowdowns[:place]
+        return self.slowdowns
+
+
+def sub_stage_in(sub_stage: SubStage, base: str) -> str:
+    """The name in a table of a sub-stage of a pipeline whose adapter stands on the base; empty: on none."""
+    return f"{sub_stage} on {base}" if base else sub_stage
+
+
 @dataclass(frozen=True, slots=True)
 class SharedRates:
     """How a sub-stage runs beside others."""
@@ -76,12 +103,11 @@ class SharingTable:
 
     entries: tuple[SharingEntry, ...] = ()
     triples: tuple[SharingTriple, ...] = ()
+    batches: tuple[BaseBatches, ...] = ()
     _shared: dict[tuple[str, ...], SharedRates] = field(init=False, repr=False, compare=False)
     most_together: int = field(init=False, repr=False, compare=False)
     """Sub-stages that share a device at most; 1 where none may."""
     _rates: dict[tuple[str, ...], float] = field(init=False, repr=False, compare=False)
-    _pairs: SharingTable | None = field(init=False, repr=False, compare=False)
-    """The same without triples; None where it has none."""
 
     def __post_init__(self) -> None:
         shared: dict[tuple[str, ...], SharedRates] = {}
@@ -104,10 +130,13 @@ class SharingTable:
             for place, sub_stage in enumerate(triple.sub_stages):
                 others = sorted(triple.sub_stages[:place] + triple.sub_stages[place + 1 :])
                 shared[sub_stage, *others] = SharedRates(triple.device_fractions[place], triple.slowdowns[place])
+        for one in self.batches:
+            shared.update(_on_base(shared, one))
+        for one in self.batches:
+            shared.update(_in_batches(one))
         object.__setattr__(self, "_shared", shared)
         object.__setattr__(self, "_rates", {key: 1.0 / one.slowdown for key, one in shared.items()})
         object.__setattr__(self, "most_together", max(map(len, shared), default=1))
-        object.__setattr__(self, "_pairs", SharingTable(self.entries) if self.triples else None)
 
     @classmethod
     def of(cls, entries: Iterable[SharingEntry], triples: Iterable[SharingTriple] = ()) -> SharingTable:
@@ -122,11 +151,42 @@ class SharingTable:
         """The same where no more than so many states fit a device together."""
         if num_together < 2:
             return NO_SHARING
-        return self._pairs if num_together == 2 and self._pairs is not None else self
+        if num_together >= self.most_together:
+            return self
+        batches = [replace(one, slowdowns=one.slowdowns[: num_together - 1]) for one in self.batches]
+        return SharingTable(self.entries, self.triples if num_together > 2 else (), tuple(batches))
+
+    @property
+    def allows_any(self) -> bool:
+        """Whether any sub-stages may share a device."""
+        return self.most_together > 1
 
     def rates_beside(self, sub_stage: str, others: Iterable[str]) -> SharedRates | None:
         """How `sub_stage` runs beside the others; None where sharing was not measured to help."""
         return self._shared.get((sub_stage, *sorted(others)))
+
+
+def _on_base(shared: Mapping[tuple[str, ...], SharedRates], batches: BaseBatches) -> dict[tuple[str, ...], SharedRates]:
+    """What holds for pairs of plain sub-stages, for pairs of which some are on the base."""
+    names = {str(one): (one, sub_stage_in(one, batches.base)) for one in batches.sub_stages}
+    return {
+        (first, second): rates
+        for (a, *others), rates in shared.items()
+        if len(others) == 1
+        for first in names.get(a, (a,))
+        for second in names.get(others[0], (others[0],))
+    }
+
+
+def _in_batches(batches: BaseBatches) -> dict[tuple[str, ...], SharedRates]:
+    """Any sub-stages on the base in one batch: each pipeline has an equal part of the device."""
+    names = sorted(sub_stage_in(one, batches.base) for one in batches.sub_stages)
+    return {
+        (first, *others): SharedRates(1.0 / number, slowdown)
+        for number, slowdown in enumerate(batches.helpful(), 2)
+        for first in names
+        for others in combinations_with_replacement(names, number - 1)
+    }
 
 
 def _with_stand_ins(entries: tuple[SharingEntry, ...]) -> Iterator[SharingEntry]:

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlmux.core.errors import UserError
-from rlmux.rl.config import ADAPTER_ARCHITECTURES, ADAPTER_TARGETS, AdapterConfig
+from rlmux.rl.config import ADAPTER_TARGETS, TARGETS_BY_ARCHITECTURE, AdapterConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """Name of an adapter's tensors in a checkpoint."""
@@ -38,10 +38,11 @@ def inject_adapter(model: PreTrainedModel, adapter: AdapterConfig, seed: int) ->
 
     Raises UserError for a model without support for adapters.
     """
-    if model.config.model_type not in ADAPTER_ARCHITECTURES:
+    accepted = TARGETS_BY_ARCHITECTURE.get(model.config.model_type, ())
+    if lacking := [target for target in adapter.targets if target not in accepted]:
         raise UserError(
-            f"adapter: a {model.config.model_type!r} model is not served with adapters; "
-            f"accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
+            f"adapter: a {model.config.model_type!r} model is not served with an adapter beside {lacking[0]}; "
+            f"accepted: {', '.join(accepted) or ', '.join(TARGETS_BY_ARCHITECTURE)}"
         )
     load_peft()
     from peft import inject_adapter_in_model

@@ -27,6 +27,7 @@ from rlmux.core.model import (
     SubStage,
     decode_sub_stage,
 )
+from rlmux.core.steps.colocation import sub_stage_in
 from rlmux.core.views import GroupView, MemberView, OrderView
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.problem import WorkItem
@@ -144,6 +145,16 @@ def ready_sub_stage(member: MemberView, work: ReadyWork) -> SubStage:
     """The sub-stage that ready work begins with; a shard that has not begun begins as the last ones did."""
     num_active = member.live_shard(work.devices[0])[0] if work.is_continuation else None
     return SUB_STAGE_BY_STAGE.get(work.stage) or rollout_sub_stage(member, num_active)
+
+
+def name_of_order(member: MemberView, order: OrderView) -> str:
+    """Name in a SharingTable of the sub-stage that the order is in now."""
+    return sub_stage_in(sub_stage_of(member, order), member.pipeline.base_of(order.phase))
+
+
+def name_of_work(member: MemberView, work: ReadyWork) -> str:
+    """Name in a SharingTable of the sub-stage that ready work begins with."""
+    return sub_stage_in(ready_sub_stage(member, work), member.pipeline.base_of(work.phase))
 
 
 def is_idle(order: OrderView) -> bool:
@@ -303,6 +314,7 @@ class _MemberForecast:
                 devices=(self.forecast.device_numbers[device],),
                 seconds=max(seconds, _SHORTEST_S),
                 tail_s=self.tail_s,
+                base=self.member.pipeline.rollout_base,
                 needs=needs,
                 is_running=is_running,
                 state=state_number(self.number, Phase.ROLLOUT),
@@ -346,6 +358,7 @@ class _MemberForecast:
                     later=later_ones,
                     devices=self.train_devices,
                     seconds=max(seconds, _SHORTEST_S),
+                    base=self.member.pipeline.train_base,
                     needs=needs,
                     is_running=is_running and place == 0,
                     deadline_s=self._deadline_s(step) if place == len(items) - 1 else None,

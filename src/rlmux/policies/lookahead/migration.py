@@ -15,7 +15,7 @@ from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.steps.colocation import NO_SHARING, SharingTable
 from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
 from rlmux.core.work import ReadyWork
-from rlmux.policies.lookahead.forecast import Forecast, is_idle, ready_sub_stage, sub_stage_of
+from rlmux.policies.lookahead.forecast import Forecast, is_idle, name_of_order, name_of_work
 from rlmux.policies.lookahead.problem import IdleMigration, Problem, Schedule, SiblingMigration
 
 MigrationSeconds = Callable[[MemberView, DeviceId], float]
@@ -43,8 +43,8 @@ def _can_take(view: GroupView, work: ReadyWork, target: DeviceId, sharing: Shari
         return False
     if target in member.unfinished_rollout_devices:
         return True
-    there = [sub_stage_of(members[order.pipeline], order) for order in view.running if target in order.devices]
-    return not there or sharing.rates_beside(ready_sub_stage(member, work), there) is not None
+    there = [name_of_order(members[order.pipeline], order) for order in view.running if target in order.devices]
+    return not there or sharing.rates_beside(name_of_work(member, work), there) is not None
 
 
 # --- to a sibling -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import math
 from bisect import insort
 
 from rlmux.core.model import SubStage
+from rlmux.core.steps.colocation import sub_stage_in
 from rlmux.policies.lookahead.priorities import Priorities
 from rlmux.policies.lookahead.problem import BEFORE_NOW, NOT_YET, Problem, Schedule, SiblingMigration, WorkItem
 
@@ -51,23 +52,28 @@ class Setting:
         for index, item in enumerate(work_items):
             for need in item.needs:
                 self.followers[need].append(index)
-        self.is_sharing = bool(problem.sharing.entries)
+        self.is_sharing = problem.sharing.allows_any
         self.most_together = problem.sharing.most_together
         self.rates = problem.sharing.rates
         self.begins = [_begins(item) for item in work_items]
-        """(solo seconds left when it begins, sub-stage) of each item's sub-stages after the first, in order."""
+        """(solo seconds left when it begins, sub-stage) of each item's sub-stages after the first, in order, as
+        `sharing` names them; so are the first ones."""
         self.first_sub_stages = [
-            SubStage.TAIL_DECODE if item.seconds <= item.tail_s + _DONE_S else item.sub_stage for item in work_items
+            sub_stage_in(SubStage.TAIL_DECODE if item.seconds <= item.tail_s + _DONE_S else item.sub_stage, item.base)
+            for item in work_items
         ]
         self.deadlines_s = [(i, item.deadline_s) for i, item in enumerate(work_items) if item.deadline_s is not None]
 
 
-def _begins(item: WorkItem) -> tuple[tuple[float, SubStage], ...]:
+def _begins(item: WorkItem) -> tuple[tuple[float, str], ...]:
     """Its later sub-stages, and its tail, which is one of its own even after tail decoding that may not migrate."""
-    if not 0.0 < item.tail_s < item.seconds - _DONE_S:
-        return item.later if not item.tail_s else ()
-    before = tuple(one for one in item.later if one[0] > item.tail_s + _DONE_S)
-    return (*before, (item.tail_s, SubStage.TAIL_DECODE))
+    later = item.later
+    if 0.0 < item.tail_s < item.seconds - _DONE_S:
+        before = tuple(one for one in item.later if one[0] > item.tail_s + _DONE_S)
+        later = (*before, (item.tail_s, SubStage.TAIL_DECODE))
+    elif item.tail_s:
+        later = ()
+    return tuple((left_s, sub_stage_in(sub_stage, item.base)) for left_s, sub_stage in later) if item.base else later
 
 
 class Playout:

@@ -35,6 +35,8 @@ class WorkItem:
     """The part of `seconds`, at the end, that is tail decoding and may migrate. 0.0 without one."""
     needs: tuple[int, ...] = ()
     """Indices of work items that must have ended; they come earlier in the problem."""
+    base: str = ""
+    """Base on which its pipeline computes it (`Pipeline.base_of`)."""
     is_running: bool = False
     deadline_s: float | None = None
     """Seconds from now by which it has to end; None without a deadline."""

@@ -37,7 +37,7 @@ def plan(problem: Problem, *, budget: int = BUDGET, openings: Sequence[Prioritie
     work_items = problem.work_items
     if not work_items:
         return EMPTY_SCHEDULE
-    return _PlayoutSearch(problem, budget if problem.sharing.entries else WHOLE_DEVICES * budget, openings).best()
+    return _PlayoutSearch(problem, budget if problem.sharing.allows_any else WHOLE_DEVICES * budget, openings).best()
 
 
 def play_out(problem: Problem, priorities: Priorities) -> Schedule:
@@ -121,7 +121,7 @@ def _openings(problem: Problem) -> Iterator[Priorities]:
     for subset in subsets:
         yield by_path.changed(sibling_migrations=subset)
     yield from firsts
-    if problem.sharing.entries:
+    if problem.sharing.allows_any:
         yield by_path.changed(unshared=frozenset(range(len(work_items))))
     yield by_path.changed(rank=rank_descending([item.seconds * len(item.devices) for item in work_items]))
     yield by_path.changed(rank=rank_descending([-item.seconds for item in work_items]))
@@ -169,7 +169,7 @@ def _reordered(problem: Problem, current: Priorities, schedule: Schedule) -> Ite
             continue
         if later in current.after:
             yield current.changed(after={k: v for k, v in current.after.items() if k != later})
-        if problem.sharing.entries:
+        if problem.sharing.allows_any:
             yield current.changed(unshared=current.unshared ^ {later})
         for earlier in reversed(order[:position]):
             if (

@@ -7,18 +7,29 @@ An order that shares gives up its part before the newcomer starts; an order that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from rlmux.core.model import DeviceId, OrderId, PipelineId, SubStage
-from rlmux.core.steps.colocation import SharedRates, SharingTable
+from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, SubStage
+from rlmux.core.steps.colocation import BaseBatches, SharedRates, SharingTable
 from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, RunWork
 from rlmux.core.work import ReadyWork
-from rlmux.policies.lookahead.forecast import ready_sub_stage, sub_stage_of
+from rlmux.policies.lookahead.forecast import name_of_order, name_of_work
 
 Holder = OrderId | ReadyWork
 """An order that computes, or the ready work that was granted its place."""
-Holders = dict[DeviceId, list[tuple[Holder, SubStage]]]
+Holders = dict[DeviceId, list[tuple[Holder, str]]]
+"""Holders of each device, with their sub-stages as a SharingTable names them."""
+
+
+_BATCHED = {
+    Phase.ROLLOUT: (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE),
+    Phase.TRAIN: (SubStage.REFERENCE, SubStage.OLD_LOGPROBS, SubStage.UPDATE),
+}
+
+_MAX_TABLES = 64
 
 
 def num_fitting_together(view: GroupView) -> int:
@@ -40,6 +51,33 @@ def num_fitting_together(view: GroupView) -> int:
     return max(1, sum(size <= memory_bytes for size in sums))
 
 
+def base_batches(view: GroupView) -> tuple[BaseBatches, ...]:
+    """What members with adapters of one base may compute in one batch, with the slowdowns seen so far."""
+    batches = []
+    for phase, sub_stages in _BATCHED.items():
+        num_by_base = Counter(base for member in view.members if (base := member.pipeline.base_of(phase)))
+        for base, num in num_by_base.items():
+            slowdowns = tuple(round(view.batch_slowdown(base, number), 2) for number in range(2, num + 1))
+            batches.append(BaseBatches(base=base, sub_stages=sub_stages, slowdowns=slowdowns))
+    return tuple(batches)
+
+
+class TableCache:
+    """Tables with batches, by what they are made of. Dropping its content changes no decision."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[tuple[BaseBatches, ...], int], SharingTable] = {}
+
+    def with_batches(self, table: SharingTable, batches: tuple[BaseBatches, ...], num_fitting: int) -> SharingTable:
+        """One policy's table with these batches, for devices that so many states fit together."""
+        key = batches, num_fitting
+        if key not in self._tables:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            self._tables[key] = replace(table, batches=batches).up_to(num_fitting)
+        return self._tables[key]
+
+
 def start_side_by_side(
     view: GroupView, works: Sequence[ReadyWork], sharing: SharingTable
 ) -> Generator[Choice, None, bool]:
@@ -52,7 +90,7 @@ def start_side_by_side(
     members = {member.id: member for member in view.members}
     for order in view.running:
         for device in order.devices:
-            holders.setdefault(device, []).append((order.id, sub_stage_of(members[order.pipeline], order)))
+            holders.setdefault(device, []).append((order.id, name_of_order(members[order.pipeline], order)))
             if order.is_pausing:
                 pausing.add(device)
     granted = _grant(members, works, sharing, holders, pausing)
@@ -86,7 +124,7 @@ def _grant(
     """The works that can start, entered into `holders`: beside others only where all of them together help."""
     granted: list[ReadyWork] = []
     for work in works:
-        sub_stage = ready_sub_stage(members[work.pipeline], work)
+        sub_stage = name_of_work(members[work.pipeline], work)
         present = [holders.get(device, []) for device in work.devices]
         if any(device in pausing for device in work.devices):
             continue
@@ -99,7 +137,7 @@ def _grant(
 
 
 def _fractions(
-    holders: Mapping[DeviceId, Sequence[tuple[Holder, SubStage]]], sharing: SharingTable
+    holders: Mapping[DeviceId, Sequence[tuple[Holder, str]]], sharing: SharingTable
 ) -> dict[Holder, tuple[float, float]]:
     """Device fraction and slowdown of each holder: the least and the largest over its devices."""
     fractions: dict[Holder, tuple[float, float]] = {}

@@ -21,6 +21,21 @@ def base_name(model: ModelConfig, seed: int) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def rollout_base(config: TrainingConfig) -> str:
+    """Key of the pipelines that sample in one batch: adapters of one base with the same `rollout`, by our own engine.
+
+    Empty for a pipeline that samples alone: tail batching and interruptible rollouts do.
+    """
+    rollout = config.rollout
+    if config.adapter is None or rollout.engine.name != "rlmux" or rollout.tail_batching or rollout.interruptible:
+        return ""
+    return _key(base_name(config.model, config.model_seed), rollout, config.train.num_threads)
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
 def base_bytes(model: ModelConfig, rollout_dtypes: Iterable[str] = ("float32",)) -> float:
     """Bytes of a base in shared memory: once as training reads it, once in each dtype as rollouts read it."""
     shape = shape_of(model)

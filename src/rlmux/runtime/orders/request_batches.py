@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.actions import Switch
-from rlmux.core.events import WorkArrived
+from rlmux.core.events import BatchShare, WorkArrived
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.rl.client_requests import Loss, OptimizerStep, SampleRequest, SaveState, TrainRequest, WriteWeights
 from rlmux.rl.config import TrainingConfig
@@ -172,6 +172,7 @@ class OnDemandPipeline:
         """Returns whether work is left."""
         yield from self._prepare_worker(order, Phase.ROLLOUT)
         sampler, samples, has_begun = self._sampler, self._samples, False
+        num_together, batches_s = 0, 0.0
         assert sampler is not None
         while not order.is_pausing and order.seconds < self._options.batch_s:
             # other pipelines' orders may have done all the work
@@ -180,8 +181,20 @@ class OnDemandPipeline:
             report: BatchReport = yield sampler.run_round(self._options.chunk_s)
             has_begun = True
             order.seconds += report.seconds
+            if (num := sum(map(bool, report.tokens_by_tenant.values()))) > 1:
+                num_together, batches_s = max(num_together, num), batches_s + report.seconds
             self._note_others(order, report)
         order.tokens = samples.take_tokens()
+        charged_s = samples.take_seconds()
+        if num_together or charged_s:
+            share = BatchShare(
+                num_together=max(2, num_together),
+                tokens=order.tokens,
+                seconds=batches_s,
+                held_s=batches_s,
+                charged_s=charged_s,
+            )
+            order.add_batch(share)
         return samples.has_work
 
     def _note_others(self, order: RunningOrder, report: BatchReport) -> None:

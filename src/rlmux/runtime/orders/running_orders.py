@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlmux.core.actions import RunStage
-from rlmux.core.events import ChunkFinished, Event, StageFinished, StagePaused
+from rlmux.core.events import BatchShare, ChunkFinished, Event, StageFinished, StagePaused
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, SubStage
 from rlmux.rl.types import SubStageIterations
 from rlmux.runtime.orders.call_loop import Future, LoopTask
@@ -30,6 +30,8 @@ class RunningOrder:
     tokens: int = 0
     prefill_s: float = 0.0
     """Part of `seconds` before its first decode step."""
+    batches: dict[int, BatchShare] = field(default_factory=dict)
+    """What was computed in batches with other pipelines, by the number of pipelines."""
     has_decoded: bool = False
     is_pausing: bool = False
     is_calling: bool = True
@@ -49,6 +51,19 @@ class RunningOrder:
         self.seconds += seconds
         self.switch_s += switch_s
         self.tokens += tokens
+
+    def add_batch(self, share: BatchShare) -> None:
+        """Count a batch of several pipelines; `add` has counted it too."""
+        before = self.batches.get(share.num_together)
+        if before is not None:
+            share = replace(
+                share,
+                tokens=before.tokens + share.tokens,
+                seconds=before.seconds + share.seconds,
+                held_s=before.held_s + share.held_s,
+                charged_s=before.charged_s + share.charged_s,
+            )
+        self.batches[share.num_together] = share
 
     def add_iterations(self, iterations: Sequence[SubStageIterations]) -> None:
         """Count the prefill of a rollout's chunk, until one has decoded."""
@@ -85,6 +100,7 @@ class RunningOrder:
             switch_s=round(self.switch_s, 6),
             tokens=self.tokens,
             prefill_s=round(self.prefill_s, 6),
+            batches=tuple(self.batches[number] for number in sorted(self.batches)),
         )
 
     def paused(self, *, is_waiting: bool = False) -> StagePaused:
@@ -94,6 +110,7 @@ class RunningOrder:
             switch_s=round(self.switch_s, 6),
             tokens=self.tokens,
             prefill_s=round(self.prefill_s, 6),
+            batches=tuple(self.batches[number] for number in sorted(self.batches)),
             is_waiting=is_waiting,
         )
 

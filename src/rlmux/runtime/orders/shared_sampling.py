@@ -55,6 +55,8 @@ class SampleQueue:
         """Requests pending at a worker, by id."""
         self.unreported_tokens = 0
         """Tokens sampled for it and not reported by an order of its own yet."""
+        self.unreported_s = 0.0
+        """Its share by tokens of the seconds of batches with others, not reported either."""
         self._on_result = on_result
 
     @property
@@ -68,6 +70,11 @@ class SampleQueue:
         """Tokens sampled for it since the last call."""
         tokens, self.unreported_tokens = self.unreported_tokens, 0
         return tokens
+
+    def take_seconds(self) -> float:
+        """Seconds of batches with others that are its own by its share of their tokens, since the last call."""
+        seconds, self.unreported_s = self.unreported_s, 0.0
+        return seconds
 
     def settle(self, answers: Sequence[RequestResult]) -> None:
         """Forward the worker's answers; those to requeued requests are dropped."""
@@ -195,8 +202,12 @@ class SharedSampler:
 
     def _distribute(self, report: BatchReport) -> None:
         """Distribute answers and tokens to their tenants."""
+        tokens = report.tokens_by_tenant
+        num_together, total = sum(map(bool, tokens.values())), sum(tokens.values())
         for name, tenant in list(self._tenants.items()):
-            tenant.queue.unreported_tokens += report.tokens_by_tenant.get(name, 0)
+            tenant.queue.unreported_tokens += tokens.get(name, 0)
+            if num_together > 1:
+                tenant.queue.unreported_s += report.seconds * tokens.get(name, 0) / total
             tenant.queue.settle([answer for answer in report.answers if answer.tenant == name])
 
 

@@ -1,6 +1,7 @@
 """The rates of running orders: solo seconds per second, at a device fraction, beside other orders.
 
-    FractionRates       the order's device fraction, whatever else runs there
+    FractionRates       the order's device fraction, whatever else runs there; of pipelines of one base on a device,
+                        that of one in their batch
     InterferenceRates   1 alone on whole devices; else one over the slowdown of a table beside the orders that it
                         shares a device with: the worst of the order's devices
     NeighbourRates      the rate of one of the above, over the slowdown by orders that compute on other devices of the
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from rlmux.core.estimation.batch_slowdowns import expected_slowdown
 from rlmux.core.model import DeviceId, SubStage
 from rlmux.sim.models.interference import InterferenceTable
 from rlmux.sim.models.neighbour_slowdown import Neighbours
@@ -29,6 +31,10 @@ class Computing(Protocol):
 
     @property
     def sub_stage(self) -> SubStage: ...
+
+    @property
+    def base(self) -> str:
+        """Key of the pipelines with which it computes in one batch; empty: none."""
 
     @property
     def is_waiting(self) -> bool:
@@ -70,7 +76,8 @@ class FractionRates:
         return ()
 
     def rate(self, order: Computing) -> float:
-        return order.device_fraction
+        fraction = order.device_fraction
+        return 1.0 / expected_slowdown(round(1.0 / fraction)) if fraction < 1.0 and order.base else fraction
 
 
 class InterferenceRates(Generic[C]):
@@ -107,6 +114,8 @@ class InterferenceRates(Generic[C]):
     def _rate_on(self, device: DeviceId, order: C) -> float:
         table, fraction = self._table, order.device_fraction
         others = [other for other in self._orders_by_device[device] if other is not order]
+        if others and order.base and all(other.base == order.base for other in others):
+            return 1.0 / expected_slowdown(1 + len(others))
         if len(others) > 1:
             together = [(one.sub_stage, one.device_fraction) for one in (order, *others)]
             return 1.0 / table.slowdowns_together(together)[0]
