@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Admit
-from rlmux.core.events import WorkerLost
+from rlmux.core.events import StageFinished, StagePaused, WorkerLost
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, Placement, SubStage
 from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.core.views import Choice, GroupView
@@ -131,6 +131,10 @@ def test_tenants_of_one_base_are_decoded_in_one_batch_to_the_weights_that_each_t
     assert pids["small"] == pids["usual"]
     assert len(pids["small"]) == 1
     assert 2 in serves.num_chunks
+    ended = [event for event in run.recorder.events if isinstance(event, StageFinished | StagePaused)]
+    shares = [share for event in ended for share in event.batches]
+    assert {share.num_together for share in shares} == {2}
+    assert all(0.0 < share.charged_s < share.seconds for share in shares)
 
 
 def test_a_killed_process_of_two_tenants_is_replaced_for_both_and_costs_time_only(real, tenants, alone, tmp_path):

@@ -60,6 +60,8 @@ def test_tenants_chunks_are_one_chunk_with_the_results_that_each_has_alone(confi
     alone = [RolloutWorker(one).run_chunk(chunk_of(one)) for one in configs]
     assert [sampled(one) for one in results] == [sampled(one) for one in alone]
     assert results[0].report.decode_steps == results[1].report.decode_steps
+    assert [one.num_together for one in results] == [2, 2]
+    assert sum(one.token_share for one in results) == pytest.approx(1.0)
     assert [one.report.sampled_tokens for one in results] == [one.report.sampled_tokens for one in alone]
 
 

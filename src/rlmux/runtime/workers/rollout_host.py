@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,15 @@ class RolloutHost:
                 reports = self._run([chunk for chunk, _ in chunks.values()], list(chunks))
             except Exception as error:  # no memory: of all of them
                 return [results.get(call.tenant) or _failed(call, error) for call in calls]
+            tokens = {tenant: _num_computed(report) for tenant, report in reports.items()}
+            num_together = sum(map(bool, tokens.values()))
             for call in decoding:
-                results[call.tenant] = _result(call, chunks[call.tenant][1], reports[call.tenant])
+                result = _result(call, chunks[call.tenant][1], reports[call.tenant])
+                if num_together > 1 and result.value is not None:
+                    share = tokens[call.tenant] / sum(tokens.values())
+                    shared = replace(result.value, num_together=num_together, token_share=share)
+                    result = TenantResult(value=shared)
+                results[call.tenant] = result
         return [results[call.tenant] for call in calls]
 
     def _run(self, chunks: Sequence[RolloutChunk], tenants: Sequence[str]) -> Mapping[str, ChunkReport | PipelineError]:
@@ -119,6 +127,10 @@ class RolloutHost:
     def _leave(self, tenant: str) -> None:
         if self._workers.pop(tenant, None) is not None and self._shared is not None:
             self._shared.leave(tenant)
+
+
+def _num_computed(report: ChunkReport | PipelineError) -> int:
+    return 0 if isinstance(report, PipelineError) else report.sampled_tokens + report.prefill_tokens
 
 
 def _result(call: TenantCall, inputs: ChunkInputs, report: ChunkReport | PipelineError) -> TenantResult:

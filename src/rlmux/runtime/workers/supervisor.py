@@ -30,11 +30,11 @@ from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, Pipel
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Placement
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.memory.adapter_base import rollout_base
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.call_loop import CallLoop, Work
 from rlmux.runtime.orders.outbox import Outbox
-from rlmux.runtime.orders.shared_sampling import shared_base
 from rlmux.runtime.records.filler_outputs import ANSWERS_NAME, answered_steps
 from rlmux.runtime.weights.checkpoints import CheckpointStore, Written, checkpoint_folder, checkpoint_note
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers, rank_devices
@@ -453,13 +453,11 @@ class WorkerSupervisor:
 def tenancy_of(submission: Submission) -> str | None:
     """The key of rollouts that are decoded in one batch; None for a process of its own.
 
-    Equal for adapters of one base that sample alike, by our own engine.
+    Slots add up, and those of a cache of `kv_tokens` do not.
     """
-    rollout = submission.config.rollout
-    is_plain = rollout.engine.name == "rlmux" and not (rollout.tail_batching or rollout.interruptible)
-    if submission.pipeline.is_filler or not is_plain or rollout.kv_tokens is not None:
+    if submission.pipeline.is_filler or submission.config.rollout.kv_tokens is not None:
         return None
-    return shared_base(submission.config)
+    return rollout_base(submission.config) or None
 
 
 def _is_stopped(worker: Worker) -> bool:

@@ -65,6 +65,10 @@ class RolloutChunkResult:
     """Returned trajectories, without KV; None if `hands_back` was off."""
     loaded: str | None = None
     """Checksum of the loaded weights, verified by the engine; None if none were loaded, or the engine reports none."""
+    num_together: int = 1
+    """Pipelines whose tokens the chunk computed in one batch."""
+    token_share: float = 1.0
+    """The pipeline's share of these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
