@@ -29,6 +29,7 @@ from rlmux.core.model import (
     Visibility,
     dense_threshold_of,
 )
+from rlmux.rl.memory.adapter_base import rollout_base
 
 BYTES_PER_GB = 1e9
 
@@ -73,6 +74,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         dense_threshold=dense_threshold_of(config.rollout.num_slots),
         switch=_warm_switch(config.estimate),
         staleness=config.versions_behind,
+        rollout_base="" if config.training is None or config.is_filler else rollout_base(config.training),
         user=config.user or "",
         project=config.project or "",
         urgency=Urgency(config.urgency),

@@ -24,10 +24,12 @@ def base_name(model: ModelConfig, seed: int) -> str:
 def rollout_base(config: TrainingConfig) -> str:
     """Key of the pipelines that sample in one batch: adapters of one base with the same `rollout`, by our own engine.
 
-    Empty for a pipeline that samples alone: tail batching and interruptible rollouts do.
+    Empty for a pipeline that samples alone. Tail batching and interruptible rollouts do; so does a cache of
+    `kv_tokens`, since slots add up and its do not.
     """
     rollout = config.rollout
-    if config.adapter is None or rollout.engine.name != "rlmux" or rollout.tail_batching or rollout.interruptible:
+    samples_alone = rollout.tail_batching or rollout.interruptible or rollout.kv_tokens is not None
+    if config.adapter is None or rollout.engine.name != "rlmux" or samples_alone:
         return ""
     return _key(base_name(config.model, config.model_seed), rollout, config.train.num_threads)
 

@@ -451,13 +451,8 @@ class WorkerSupervisor:
 
 
 def tenancy_of(submission: Submission) -> str | None:
-    """The key of rollouts that are decoded in one batch; None for a process of its own.
-
-    Slots add up, and those of a cache of `kv_tokens` do not.
-    """
-    if submission.pipeline.is_filler or submission.config.rollout.kv_tokens is not None:
-        return None
-    return rollout_base(submission.config) or None
+    """The key of rollouts that are decoded in one batch; None for a process of its own."""
+    return None if submission.pipeline.is_filler else rollout_base(submission.config) or None
 
 
 def _is_stopped(worker: Worker) -> bool:
