@@ -10,6 +10,8 @@
 Adapters, heads and attention compute the same rows at the same sizes as alone. Only products of the base have more
 rows, at numbers that a `RowProbe` found exact.
 
+A module of its own: one model's products, where `joint_training` has stages, errors and time.
+
 Invariant: a tenant's scores and gradient have the bits that it has alone. No row reaches a row of another tenant.
 """
 
@@ -30,6 +32,8 @@ from rlmux.rl.config import BLOCK_TARGETS, TrainConfig
 
 _ROWS = 32
 """Rows together are filled up to a multiple, so that few numbers of rows are probed."""
+_MAX_ROWS = {"cpu": 512, "cuda": 16_384}
+"""Rows of one forward, by device: on a core, more fall out of its cache and take longer than in turns."""
 _ALIGNMENT_BYTES = 64
 """Rows of other widths would begin at other alignments than alone, where kernels may sum in another order."""
 
@@ -60,10 +64,11 @@ class JointForward:
         """`train`: decides about activation checkpointing."""
         model = base.skeleton()
         prepare_forward(model, train)
-        self.probe = RowProbe(model)
+        self.probe = RowProbe(base)
         self._model: Any = model
         self._parts: list[tuple[nn.Module | None, int]] = []
         """Model, None for filler, and rows of each part of the present forward."""
+        self._max_rows = _MAX_ROWS[base.device.type]
         self._is_aligned = True
         for name, module in list(model.base_model.named_modules()):
             parent, _, leaf = name.rpartition(".")
@@ -71,13 +76,24 @@ class JointForward:
                 setattr(model.base_model.get_submodule(parent), leaf, _JointLinear(module, name, self._parts))
                 self._is_aligned &= module.in_features * module.weight.itemsize % _ALIGNMENT_BYTES == 0
 
-    def choose(self, rows: Sequence[Rows]) -> list[int]:
-        """Places in `rows` of those that may compute together; empty where fewer than two may."""
-        if not self._is_aligned or len(rows) < 2:
-            return []
-        chosen = [place for place, each in enumerate(rows) if self.probe.is_exact(each.num_rows)]
-        is_exact = len(chosen) > 1 and self.probe.is_exact(_filled(sum(rows[place].num_rows for place in chosen)))
-        return chosen if is_exact else []
+    def groups(self, num_rows: Sequence[int]) -> list[list[int]]:
+        """Places in `num_rows` by those that compute together; a place alone where its bits would be others."""
+        groups: list[list[int]] = []
+        size = self._max_rows
+        for place, count in enumerate(num_rows):
+            if size + count > self._max_rows:
+                groups.append([])
+                size = 0
+            groups[-1].append(place)
+            size += count
+        return [part for group in groups for part in self._exact_parts(group, num_rows)]
+
+    def _exact_parts(self, group: list[int], num_rows: Sequence[int]) -> list[list[int]]:
+        is_joined = [self._is_aligned and len(group) > 1 and self.probe.is_exact(num_rows[place]) for place in group]
+        joined = [place for place, is_exact in zip(group, is_joined, strict=True) if is_exact]
+        if len(joined) < 2 or not self.probe.is_exact(_filled(sum(num_rows[place] for place in joined))):
+            return [[place] for place in group]
+        return [joined, *([place] for place in group if place not in joined)]
 
     def score(self, rows: Sequence[Rows]) -> list[TokenScores]:
         """Scores of each, with a gradient if torch records one. Backward passes come before the next call."""

@@ -5,8 +5,8 @@
     stage of c ─▶ Score ─┘                    └─▶ scores of c ─▶ Backward ─┘
 
 A round is one micro-batch of each tenant. A tenant's update is made when its own batch is whole, by its own optimizer.
-Tenants whose rows may round differently together compute one after another within the same call: micro-batches of few
-rows, a mixture of experts, a base or `train` unlike that of the others.
+Tenants compute one after another within the same call where rows may round differently together (micro-batches of few
+rows, a mixture of experts) or gain nothing (micro-batches of many rows), and where bases differ.
 
 Invariants: weights, moments and metrics of a tenant have the bits that they have alone, whatever the companions. An
 error is that of one tenant: the others continue.
@@ -97,12 +97,12 @@ class JointTraining:
         state = engine.state
         assert isinstance(state, TrainState), "checked above"
         is_checkpointed = config.train.activation_checkpointing
-        joint = next((one.joint for one in beside if one.config.train.activation_checkpointing == is_checkpointed), None)
+        joint = next(
+            (one.joint for one in beside if one.config.train.activation_checkpointing == is_checkpointed), None
+        )
         if joint is None and not has_experts(state.model.config):
             joint = JointForward(base, config.train)
-        self._tenants[name] = _Tenant(
-            config=config, engine=engine, state=state, base=base, base_key=key, joint=joint
-        )
+        self._tenants[name] = _Tenant(config=config, engine=engine, state=state, base=base, base_key=key, joint=joint)
         return engine
 
     def _check(self, name: str, config: TrainingConfig) -> None:
@@ -175,56 +175,52 @@ class JointTraining:
                 work.seconds += last_s * own / max(1, sum(done))
 
     def _run_round(self, works: Mapping[str, _Work]) -> None:
-        """One micro-batch of each."""
-        replies: dict[str, Any] = dict.fromkeys(works)
-        try:
-            while replies:
-                asked = {name: works[name].resume(reply) for name, reply in replies.items()}
-                backwards = {name: each for name, each in asked.items() if isinstance(each, Backward)}
-                scores = {name: each for name, each in asked.items() if isinstance(each, Score)}
-                replies = {**self._answer_backwards(backwards), **self._answer_scores(scores)}
-        finally:
-            for name in works:
+        """One micro-batch of each, group by group: a joint model serves one forward until its backward."""
+        asked = {name: work.resume(None) for name, work in works.items()}
+        for names in self._groups({name: each for name, each in asked.items() if isinstance(each, Score)}):
+            requests = {name: asked[name] for name in names}
+            while requests:
+                scores = {name: each for name, each in requests.items() if isinstance(each, Score)}
+                backwards = {name: each for name, each in requests.items() if isinstance(each, Backward)}
+                replies = {**self._answer_scores(scores), **self._answer_backwards(backwards)}
+                following = {name: works[name].resume(reply) for name, reply in replies.items()}
+                requests = {name: each for name, each in following.items() if each is not None}
+            for name in names:
                 self._tenants[name].forward = None
+
+    def _groups(self, requests: Mapping[str, Score]) -> list[list[str]]:
+        """The tenants that compute together: of one joint model, all with a gradient or none."""
+        alike: dict[tuple[bool, int], list[str]] = {}
+        for name, request in requests.items():
+            alike.setdefault((request.with_gradient, id(self._tenants[name].joint)), []).append(name)
+        groups: list[list[str]] = []
+        for names in alike.values():
+            joint = self._tenants[names[0]].joint
+            places = [[place] for place in range(len(names))]
+            if joint is not None:
+                places = joint.groups([len(requests[name].batch.input_tokens) for name in names])
+            groups += [[names[place] for place in each] for each in places]
+        return groups
 
     # --- scores ---------------------------------------------------------------------------------------------
 
-    def _answer_scores(self, requests: Mapping[str, Score]) -> dict[str, TokenScores | Exception]:
-        """A joint model serves one forward until its backward: those with a gradient are last."""
-        groups: dict[tuple[bool, int], list[str]] = {}
-        for name, request in sorted(requests.items(), key=lambda item: item[1].with_gradient):
-            groups.setdefault((request.with_gradient, id(self._tenants[name].joint)), []).append(name)
-        replies: dict[str, TokenScores | Exception] = {}
-        for names in groups.values():
-            replies |= self._score_together({name: requests[name] for name in names})
-        return replies
-
-    def _score_together(self, requests: Mapping[str, Score]) -> dict[str, TokenScores | Exception]:
-        """Scores for requests of one base, all with a gradient or none."""
-        tenants = [self._tenants[name] for name in requests]
-        rows = [tenant.rows(request) for tenant, request in zip(tenants, requests.values(), strict=True)]
-        joint = tenants[0].joint
-        chosen = [] if joint is None else joint.choose(rows)
-        replies: dict[str, TokenScores | Exception] = {}
-        if joint is not None and chosen:
-            names = [list(requests)[place] for place in chosen]
+    def _answer_scores(self, requests: Mapping[str, Score]) -> Mapping[str, TokenScores | Exception]:
+        """Scores of one group."""
+        joint = self._tenants[next(iter(requests))].joint if len(requests) > 1 else None
+        if joint is not None:
             try:
-                scores = self._score_rows(joint, {name: requests[name] for name in names}, [rows[i] for i in chosen])
-                replies = dict(zip(names, scores, strict=True))
+                return dict(zip(requests, self._score_together(joint, requests), strict=True))
             except (RuntimeError, PipelineError):
-                pass  # Too large together, or an error of one of them: alone it is raised again.
-        for name, request in requests.items():
-            if name not in replies:
-                replies[name] = self._alone(name, request)
-        return replies
+                pass  # Too large together, or an error of one tenant: alone it is raised again.
+        return {name: self._alone(name, request) for name, request in requests.items()}
 
-    def _score_rows(self, joint: JointForward, requests: Mapping[str, Score], rows: list[Rows]) -> list[TokenScores]:
+    def _score_together(self, joint: JointForward, requests: Mapping[str, Score]) -> list[TokenScores]:
         with_gradient = next(iter(requests.values())).with_gradient
         with torch.set_grad_enabled(with_gradient), ExitStack() as references:
             for name, request in requests.items():
                 if request.uses_reference:
                     references.enter_context(self._tenants[name].state.reference_weights())
-            found = joint.score(rows)
+            found = joint.score([self._tenants[name].rows(request) for name, request in requests.items()])
         if not with_gradient:
             return found
         forwards = [_Forward.of(*pair) for pair in zip(requests.values(), found, strict=True)]

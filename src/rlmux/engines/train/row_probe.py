@@ -8,17 +8,20 @@ processor and the shape, not on the data. A probe runs the first two layers and 
 compares outputs and input gradients with those of a reference of many rows. Two numbers of rows that are both exact
 therefore give equal bits. Results are remembered for the process.
 
+A module of its own: a measurement of the machine, without tenants.
+
 Invariant: tenants compute together only at numbers of rows whose probes passed.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rlmux.engines.adapters.shared_base import TenantBase
+from rlmux.engines.model.packed_attention import pack_attention
 from rlmux.engines.residency import release_storage
 from rlmux.engines.train.train_tensors import deterministic_backward
 
@@ -34,22 +37,21 @@ is_exact_by_rows: dict[tuple[object, ...], bool] = {}
 
 
 class RowProbe:
-    """Probes one base, a packed model whose parameters are frozen."""
+    """Probes one base."""
 
-    def __init__(self, model: Any) -> None:
-        base = model.base_model
-        self._layers = copy.copy(base)
-        self._layers._modules = dict(base._modules)
-        self._layers.layers = nn.ModuleList(list(base.layers)[:_PROBED_LAYERS])
-        self._layers.config = copy.copy(base.config)
+    def __init__(self, base: TenantBase) -> None:
+        model: Any = base.skeleton()
+        pack_attention(model)
+        self._layers = model.base_model
+        self._layers.layers = self._layers.layers[:_PROBED_LAYERS]
         self._layers.config.num_hidden_layers = len(self._layers.layers)
+        self._device = base.device
         embedding = model.get_input_embeddings().weight
-        self._device, self._dtype = embedding.device, embedding.dtype
         shapes = [tuple(each.shape) for each in self._layers.parameters()]
-        self._key = (base.config.model_type, repr(shapes), repr(self._dtype), self._device.type)
+        self._key = (model.config.model_type, model.config.num_attention_heads, repr(shapes), base.dtype, base.device)
         generator = torch.Generator().manual_seed(0)
         size = (2, _PERIOD, embedding.shape[1])
-        self._inputs, self._gradients = torch.randn(size, generator=generator).to(self._device, self._dtype)
+        self._inputs, self._gradients = torch.randn(size, generator=generator).to(base.device, base.dtype)
         self._reference: Tensor | None = None
         """Outputs and gradients of rows in pairs and of rows alone, [2, 2, period, width]; empty where the reference is
         not exact itself."""

@@ -58,9 +58,7 @@ class TrainState(TrainTensors):
         self._train = config.train
         dtype: torch.dtype = getattr(torch, config.train.dtype)
         self._flat = FlatParameters(model, dtype)
-        self._frozen: list[Tensor] = (
-            [] if is_base_shared or base is not None else _own_frozen_parameters(model, dtype)
-        )
+        self._frozen: list[Tensor] = [] if is_base_shared or base is not None else _own_frozen_parameters(model, dtype)
         """Parameters of a base that is this worker's alone; they move with the rest."""
         self._base = base
         if base is not None:
