@@ -306,7 +306,7 @@ def test_tenants_whose_memory_is_too_small_together_compute_in_turns(
     backward = torch.autograd.backward
 
     def too_large(*args: Any, **kwargs: Any) -> Any:
-        if place == "score" or (isinstance(args[0], list) and len(args[0]) > 1):
+        if place == "score" or (isinstance(args[0], tuple) and len(args[0]) > 1):
             raise torch.OutOfMemoryError("out of memory")
         return backward(*args, **kwargs)
 

@@ -14,7 +14,7 @@ error is that of one tenant: the others continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,32 +255,32 @@ class JointTraining:
                 joined[name] = tenant.forward
             except Exception as error:
                 replies[name] = error
-        for name, error in self._go_back(joined, requests).items():
-            if error is not None:
-                replies[name] = error
-        return replies
+        return {**replies, **self._go_back(joined, requests)}
 
-    def _go_back(
-        self, forwards: Mapping[str, _Forward], requests: Mapping[str, Backward]
-    ) -> dict[str, Exception | None]:
+    def _go_back(self, forwards: dict[str, _Forward], requests: Mapping[str, Backward]) -> dict[str, Exception]:
         """The joint backward; one after another where memory is too small for it. Returns the errors."""
         try:
-            _backward(list(forwards.values()))
+            _backward([(each.logprobs, each.leaf) for each in forwards.values()])
         except (RuntimeError, PipelineError):
+            pass
+        else:
             for name in forwards:
-                self._tenants[name].forward = None  # before anything is computed again
-            return {name: self._go_back_alone(name, each, requests[name]) for name, each in forwards.items()}
-        for name in forwards:
-            self._tenants[name].state.end_gradient()
-        return {}
+                self._tenants[name].state.end_gradient()
+            return {}
+        leaves = {name: (each.request, each.leaf) for name, each in forwards.items()}
+        forwards.clear()  # the joint graph is freed before anything is computed again
+        for name in leaves:
+            self._tenants[name].forward = None
+        errors = {name: self._go_back_alone(name, *leaf, requests[name]) for name, leaf in leaves.items()}
+        return {name: error for name, error in errors.items() if error is not None}
 
-    def _go_back_alone(self, name: str, forward: _Forward, request: Backward) -> Exception | None:
+    def _go_back_alone(self, name: str, forward: Score, leaf: Tensor, request: Backward) -> Exception | None:
         state = self._tenants[name].state
         try:
             state.begin_gradient(request.loss, request.place)
-            scores = state.answer(forward.request)
+            scores = state.answer(forward)
             assert isinstance(scores, TokenScores)
-            _backward([_Forward(request=forward.request, logprobs=scores.logprobs, leaf=forward.leaf)])
+            _backward([(scores.logprobs, leaf)])
             state.end_gradient()
         except Exception as error:
             return error
@@ -303,11 +303,13 @@ class _Forward:
         return cls(request=request, logprobs=scores.logprobs, leaf=scores.logprobs.detach().requires_grad_())
 
 
-def _backward(forwards: list[_Forward]) -> None:
-    reached = [each for each in forwards if each.leaf.grad is not None]
+def _backward(scored: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """From log-probs, and the leaves that have their gradients."""
+    reached = [(logprobs, leaf.grad) for logprobs, leaf in scored if leaf.grad is not None]
     if reached:
+        tensors, gradients = zip(*reached, strict=True)
         with deterministic_backward():
-            torch.autograd.backward([each.logprobs for each in reached], [each.leaf.grad for each in reached])
+            torch.autograd.backward(tensors, gradients)
 
 
 @dataclass(slots=True, kw_only=True)

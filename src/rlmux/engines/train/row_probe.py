@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlmux.core.errors import PipelineError
 from rlmux.engines.adapters.shared_base import TenantBase
 from rlmux.engines.model.packed_attention import pack_attention
 from rlmux.engines.residency import release_storage
@@ -63,10 +64,13 @@ class RowProbe:
         return {rows: found for (*of, rows), found in is_exact_by_rows.items() if tuple(of) == key}  # type: ignore[misc]
 
     def is_exact(self, rows: int) -> bool:
-        """Whether each of so many rows has the bits that it has in the reference."""
+        """Whether each of so many rows has the bits that it has in the reference; False if that cannot be measured."""
         key = (*self._machine_key(), rows)
         if key not in is_exact_by_rows:
-            is_exact_by_rows[key] = self._measure(rows)
+            try:
+                is_exact_by_rows[key] = self._measure(rows)
+            except (torch.OutOfMemoryError, PipelineError):
+                return False
             release_storage(self._device)
         return is_exact_by_rows[key]
 
