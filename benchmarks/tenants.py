@@ -5,11 +5,12 @@
 
 Part `train`: each tenant trains with an adapter of its own. A round is one update of each, of micro-batches of about so
 many tokens; the same batches are trained together (`JointTraining`) and in turns (an engine each) by turns within a
-round, one thread, medians of all rounds but the first. Latency is the time from the begin of a tenant's update to its
-end: together all end at the same time, in turns one after another. The first round together also probes the numbers of
-rows. Memory is what the process grows by, each kind in a
-process of its own, with tenants that have trained: together, an engine each, and full models without adapters.
-At the end the weights of both kinds must be equal, bit for bit.
+round, one thread, medians of all rounds but the first. Seconds are processor time of the one thread: what else runs on
+the machine takes nothing from either. Latency is the time from the begin of the round to the end of a tenant's update,
+as a mean: together all end at the same time, in turns one after another. The first round together also probes the
+numbers of rows. Memory is what the process grows by, each kind in a process of its own, with tenants that have trained:
+together, an engine each, and full models without adapters. At the end the weights of both kinds must be equal, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import psutil
@@ -102,10 +103,10 @@ class Together:
 
     def update(self) -> list[float]:
         """Train the batches that have begun; seconds until each tenant's end."""
-        started = perf_counter()
+        started = process_time()
         reports = self._joint.run_stages(dict.fromkeys(self.engines, Stage.UPDATE), max_seconds=math.inf)
         assert all(isinstance(each, TrainReport) and each.is_done for each in reports.values()), reports
-        return [perf_counter() - started] * len(self.engines)
+        return [process_time() - started] * len(self.engines)
 
 
 class InTurns:
@@ -115,11 +116,11 @@ class InTurns:
         self.engines = {given.name: TorchTrainEngine(given) for given in configs}
 
     def update(self) -> list[float]:
-        started = perf_counter()
+        started = process_time()
         ends = []
         for engine in self.engines.values():
             engine.run_stage(Stage.UPDATE, max_seconds=math.inf)
-            ends.append(perf_counter() - started)
+            ends.append(process_time() - started)
         return ends
 
 
