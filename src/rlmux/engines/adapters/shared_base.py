@@ -8,6 +8,8 @@ NAME is a hash of what decides the base: the keys of `model` with its seed, or t
 A page of the file is in memory once, however many processes map it. The mapping is private: a write would stay in its
 own process.
 
+`TenantBase` is the base of tenants that train in one process: their models have its parameters, not copies.
+
 Invariant: a base read from a file has the bits of `build_model`.
 """
 
@@ -18,6 +20,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,28 +32,107 @@ from rlmux.engines.model.model_io import build_model, build_skeleton, weight_pat
 from rlmux.engines.model.transformer import DecoderWeights
 from rlmux.engines.model.weight_layout import file_sizes
 from rlmux.engines.model.weights import WeightFile, read_tensors, write_tensors
-from rlmux.engines.residency import release_storage
+from rlmux.engines.residency import Offloaded, release_storage, storage_bytes
 from rlmux.rl.config import ModelConfig, TrainingConfig
 from rlmux.rl.memory.adapter_base import base_name
 
 
 def build_trained_model(
-    config: TrainingConfig, vocab_size: int, *, device: str, bases: Path | None
+    config: TrainingConfig, vocab_size: int, *, device: str, bases: Path | None, base: TenantBase | None = None
 ) -> tuple[PreTrainedModel, bool]:
     """The float32 model in host memory that a pipeline trains, its adapter in place; and whether its base is shared.
 
-    A base is shared if training computes in float32 on a core and has a folder for it.
+    A base is shared if training computes in float32 on a core and has a folder for it. `base`: where and in the dtype
+    that it has, its parameters are those of the model.
     """
-    is_float32 = config.train.dtype == "float32"
-    is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_float32
-    if is_shared and bases is not None:
-        base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
-        model = base.build()
-    else:
-        model = build_model(config.model, vocab_size, config.model_seed)
+    if base is not None:
+        return base.adapted(config), False
+    model, is_shared = _build_base(config, vocab_size, device=device, bases=bases)
     if config.adapter is not None:
         inject_adapter(model, config.adapter, config.seed)
     return model, is_shared
+
+
+def _build_base(
+    config: TrainingConfig, vocab_size: int, *, device: str, bases: Path | None
+) -> tuple[PreTrainedModel, bool]:
+    is_float32 = config.train.dtype == "float32"
+    if bases is None or config.adapter is None or device != "cpu" or not is_float32:
+        return build_model(config.model, vocab_size, config.model_seed), False
+    base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
+    return base.build(), True
+
+
+class TenantBase:
+    """The frozen base of tenants that train in one process, on its device in `train.dtype`.
+
+    It leaves the device with the last tenant that leaves, unless it is a mapped file.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, vocab_size: int, *, device: str = "cpu", bases: Path | None = None
+    ) -> None:
+        """`config`: of any tenant. `bases`: as in `TorchTrainEngine`."""
+        model, is_mapped = _build_base(config, vocab_size, device=device, bases=bases)
+        self._model_config, self._vocab_size = config.model, vocab_size
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, config.train.dtype)
+        self._parameters = dict(model.requires_grad_(False).named_parameters(remove_duplicate=False))
+        own = [] if is_mapped else list(model.parameters())
+        for parameter in own:
+            parameter.data = parameter.data.to(self.device, self.dtype, copy=True)
+        self._own = [parameter.data for parameter in own]
+        """Tensors that are this process's alone."""
+        self._holders: WeakSet[object] = WeakSet()
+        """Tenants on the device."""
+        self._offloaded: Offloaded | None = None
+        self._num_bytes: list[int] = []
+
+    def skeleton(self) -> PreTrainedModel:
+        """A model of its own with the base's parameters."""
+        return self.adapted(None)
+
+    def adapted(self, config: TrainingConfig | None) -> PreTrainedModel:
+        """A model with the base's parameters, and the adapter of a tenant in host memory, float32."""
+        model = build_skeleton(self._model_config, self._vocab_size)
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in self._parameters}
+        if config is not None and config.adapter is not None:
+            # peft takes device and dtype of an adapter from the weights beside it.
+            for name, module in owners.items():
+                leaf = name.rpartition(".")[2]
+                setattr(module, leaf, nn.Parameter(torch.zeros(()).expand(getattr(module, leaf).shape)))
+            inject_adapter(model, config.adapter, config.seed)
+        for name, module in owners.items():
+            setattr(module, name.rpartition(".")[2], self._parameters[name])
+        nn.Module.to(model, self.device)
+        return model
+
+    def hold(self, tenant: object) -> None:
+        """Have the base on the device for a tenant."""
+        self._holders.add(tenant)
+        if self._offloaded is None:
+            return
+        for tensor, num_bytes in zip(self._own, self._num_bytes, strict=True):
+            tensor.untyped_storage().resize_(num_bytes)
+        self._offloaded.copy_to(self._own)
+        self._offloaded = None
+
+    def release(self, tenant: object, *, spill_to: Path | None = None) -> None:
+        """A tenant is off the device; the last one takes the base along. `spill_to`: file name of the tenant's own."""
+        self._holders.discard(tenant)
+        if self._holders or self._offloaded is not None or not self._own:
+            return
+        file = None if spill_to is None else spill_to.with_name(f"{spill_to.name}-base")
+        self._offloaded = Offloaded(self._own, spill_to=file)
+        storages = [tensor.untyped_storage() for tensor in self._own]
+        self._num_bytes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        release_storage(self.device)
+
+    def resident_bytes(self) -> int:
+        """Device bytes of the base; 0 for a mapped file."""
+        return storage_bytes(self._own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,21 +11,22 @@ drops the gradients: momentum would move the weights with a requested gradient m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, PipelineError, UserError
-from rlmux.engines.adapters.shared_base import build_trained_model
+from rlmux.engines.adapters.shared_base import TenantBase, build_trained_model
 from rlmux.engines.model.weight_checksum import CHECKSUM
 from rlmux.engines.train.adamw import AdamWNumbers
 from rlmux.engines.train.datum_batches import DatumBatch, check_datums, datum_batches
 from rlmux.engines.train.state.checkpoint import read_checkpoint
 from rlmux.engines.train.state.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train.state.trainer_state import TrainState
-from rlmux.engines.train.training_forward import prepare_forward, score_tokens
+from rlmux.engines.train.train_tensors import Backward, Requests, Score, answered
+from rlmux.engines.train.training_forward import prepare_forward
 from rlmux.rl.client_requests import (
     ForwardBackward,
     ForwardBackwardDone,
@@ -41,14 +42,26 @@ from rlmux.rl.vocabulary import load_vocabulary
 class DatumTrainEngine:
     """One model in training, float32. See the module docstring."""
 
-    def __init__(self, config: TrainingConfig, *, device: str = "cpu", bases: Path | None = None) -> None:
-        """`bases`: folder in shared memory where the base of an adapter lies once for all; not used on a GPU."""
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        device: str = "cpu",
+        bases: Path | None = None,
+        base: TenantBase | None = None,
+    ) -> None:
+        """`bases`: folder in shared memory where the base of an adapter lies once for all; not used on a GPU.
+
+        `base`: the base that tenants in this process share, in place of one of the engine's own.
+        """
         self._config = config
         self._vocabulary = load_vocabulary(config.model)
-        model, is_shared = build_trained_model(config, self._vocabulary.vocab_size, device=device, bases=bases)
+        vocab_size = self._vocabulary.vocab_size
+        model, is_shared = build_trained_model(config, vocab_size, device=device, bases=bases, base=base)
         prepare_forward(model, config.train)
         self._model_config = model.config
-        self._state = TrainState(nn.Module.to(model, torch.device(device)), config, is_base_shared=is_shared)
+        model = nn.Module.to(model, torch.device(device))
+        self._state = TrainState(model, config, is_base_shared=is_shared, base=base)
         self._version = 0
         self._failure: str | None = None
         """First failed ForwardBackward since the last OptimizerStep; None if none failed."""
@@ -59,13 +72,22 @@ class DatumTrainEngine:
         """Updates made since the model was made or loaded with its moments."""
         return self._version
 
+    @property
+    def state(self) -> TrainState:
+        """The tensors in training."""
+        return self._state
+
     # --- requests -------------------------------------------------------------------------------------------
 
-    def forward_backward(self, request: ForwardBackward) -> Iterator[int]:
+    def forward_backward(self, request: ForwardBackward) -> Generator[int, None, ForwardBackwardDone]:
         """A generator that does one micro-batch an item, yields its tokens, and returns the ForwardBackwardDone.
 
         Raises UserError for a request that cannot be trained on.
         """
+        return answered(self.requests(request), self._state.answer)
+
+    def requests(self, request: ForwardBackward) -> Requests[ForwardBackwardDone]:
+        """What `forward_backward` computes."""
         self._state.require_loaded()
         try:
             if request.complaint is not None:
@@ -84,19 +106,23 @@ class DatumTrainEngine:
                 self._failure = str(error)
             raise
 
-    def _losses(self, request: ForwardBackward, loss: DatumLoss, config: dict[str, float]) -> Iterator[int]:
+    def _losses(
+        self, request: ForwardBackward, loss: DatumLoss, config: dict[str, float]
+    ) -> Requests[ForwardBackwardDone]:
         logprobs_by_place: dict[int, Tensor] = {}
         total, tokens = 0.0, 0
         batches = datum_batches(request.datums, self._config.algorithm.micro_batch_size, self._state.device)
         self._state.begin_update(len(batches))
         for each in batches:
-            with torch.set_grad_enabled(not request.is_forward_only):
-                logprobs = score_tokens(self._state.model, each.batch, 1.0, train=self._config.train).logprobs
+            with_gradient = not request.is_forward_only
+            scores = yield Score(batch=each.batch, temperature=1.0, with_gradient=with_gradient)
+            logprobs = scores.logprobs
+            with torch.set_grad_enabled(with_gradient):
                 value = _sum_of_losses(each, logprobs, loss, config)
-            if request.is_forward_only:
-                total += float(value)
+            if with_gradient:
+                total += yield Backward(loss=value, place=f"model {self._config.name}")
             else:
-                total += self._state.add_gradient(value, f"model {self._config.name}")
+                total += float(value)
             for place, part in zip(each.places, torch.split(logprobs.detach().cpu(), list(each.lengths)), strict=True):
                 logprobs_by_place[place] = part
             tokens += each.batch.num_tokens
@@ -104,7 +130,7 @@ class DatumTrainEngine:
         if not request.is_forward_only:
             self._state.keep_gradients()
         ordered = [logprobs_by_place[place].numpy() for place in range(len(request.datums))]
-        return ForwardBackwardDone(logprobs=ordered, loss=total, num_tokens=tokens)  # type: ignore[return-value]
+        return ForwardBackwardDone(logprobs=ordered, loss=total, num_tokens=tokens)
 
     def optimizer_step(self, request: OptimizerStep) -> OptimizerStepDone:
         """Raises UserError if a ForwardBackward since the last step failed, or there was none."""

@@ -31,7 +31,7 @@ from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.sft_warmup import risen_learning_rate
 from rlmux.engines.train.stage_work import StageWork
 from rlmux.engines.train.state.ranks import Ranks, in_leaf_order
-from rlmux.engines.train.train_tensors import TrainTensors
+from rlmux.engines.train.train_tensors import Backward, Requests, Score, TrainTensors
 from rlmux.engines.train.training_forward import TokenScores
 from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
 from rlmux.rl.batch_metrics import count_sampled
@@ -107,7 +107,7 @@ class RlStep:
     def work(self, stage: Stage) -> StageWork:
         """A stage of this step, begun with the first call. Raises IllegalTransitionError for any other stage."""
         if stage not in self._work_by_stage:
-            run_by_stage: dict[Stage, Callable[[dict[str, float]], Iterator[int]]] = {
+            run_by_stage: dict[Stage, Callable[[dict[str, float]], Requests[None]]] = {
                 Stage.REFERENCE_LOGPROBS: self._compute_reference_logprobs,
                 Stage.OLD_LOGPROBS: self._compute_old_logprobs,
                 Stage.UPDATE: self._update,
@@ -116,8 +116,8 @@ class RlStep:
                 raise IllegalTransitionError(f"{self.place(stage)}: no stage of a step that is trained")
             metrics: dict[str, float] = {}
             self._work_by_stage[stage] = StageWork(
-                micro_batches=run_by_stage[stage](metrics),
-                ranks=self._state.ranks,
+                requests=run_by_stage[stage](metrics),
+                state=self._state,
                 total=self._num_passes(stage) * sum(map(len, self._dealt)),
                 metrics=metrics,
             )
@@ -139,34 +139,35 @@ class RlStep:
         """How errors begin."""
         return f"pipeline {self._config.name} step {self.number} stage {stage}"
 
-    def _compute_reference_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
+    def _compute_reference_logprobs(self, metrics: dict[str, float]) -> Requests[None]:
         if not self._state.has_reference:
             return
         for dealt in chain.from_iterable(self._dealt):
-            with torch.no_grad(), self._state.reference_weights():
-                if dealt is None:
+            if dealt is None:
+                with torch.no_grad(), self._state.reference_weights():
                     self._state.accompany()
-                else:
-                    leaf, batch = dealt
-                    self._reference_logprobs[leaf] = self._forward(batch.to(self._state.device)).logprobs.cpu()
+            else:
+                leaf, batch = dealt
+                scores = yield self._score(batch.to(self._state.device), with_gradient=False, uses_reference=True)
+                self._reference_logprobs[leaf] = scores.logprobs.cpu()
             yield _num_tokens(dealt)
 
-    def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
+    def _compute_old_logprobs(self, metrics: dict[str, float]) -> Requests[None]:
         """Log-probs by the training forward, so that the first update's ratios are 1 to the last bit."""
         if not self._config.algorithm.needs_old_logprobs:
             return
         for dealt in chain.from_iterable(self._dealt):
-            with torch.no_grad():
-                self._find_old_logprobs(*dealt) if dealt is not None else self._state.accompany()
+            if dealt is None:
+                with torch.no_grad():
+                    self._state.accompany()
+            else:
+                leaf, batch = dealt[0], dealt[1].to(self._state.device)
+                scores = yield self._score(batch, with_gradient=False)
+                self._first_pass.add(leaf, batch, scores, self.place(Stage.OLD_LOGPROBS))
+                self._old_logprobs[leaf] = scores.logprobs.cpu()
             yield _num_tokens(dealt)
 
-    def _find_old_logprobs(self, leaf: int, batch: MicroBatch) -> None:
-        on_device = batch.to(self._state.device)
-        scores = self._forward(on_device)
-        self._first_pass.add(leaf, on_device, scores, self.place(Stage.OLD_LOGPROBS))
-        self._old_logprobs[leaf] = scores.logprobs.cpu()
-
-    def _update(self, metrics: dict[str, float]) -> Iterator[int]:
+    def _update(self, metrics: dict[str, float]) -> Requests[None]:
         """Gradients of each mini-batch of each epoch, summed as a tree over its micro-batches, and an optimizer step.
 
         A figure is the mean over the updates of the step; clamped log-ratios are counted over all of them.
@@ -181,7 +182,7 @@ class RlStep:
             found: list[tuple[float, ...]] = []
             for index, dealt in enumerate(positions):
                 if dealt is not None:
-                    found.append(self._add_gradient(*dealt, num_sampled))
+                    found.append((yield from self._add_gradient(*dealt, num_sampled)))
                 else:
                     self._state.accompany()
                 if index == len(positions) - 1:
@@ -195,11 +196,12 @@ class RlStep:
         totals["behavior_ratio"] = totals["behavior_ratio"] / stale_token_share if stale_token_share else math.nan
         metrics.update(totals, learning_rate=rate, **self._first_pass.metrics(self._state.ranks))
 
-    def _add_gradient(self, leaf: int, batch: MicroBatch, num_sampled: int) -> tuple[float, ...]:
+    def _add_gradient(self, leaf: int, batch: MicroBatch, num_sampled: int) -> Requests[tuple[float, ...]]:
         """One micro-batch: its gradient goes to the tree. Returns its number and `_FIGURES`."""
         on_device = batch.to(self._state.device)
-        found = self._losses(on_device, leaf)
-        loss = self._state.add_gradient((found.of_tokens * on_device.weights).sum(), self.place(Stage.UPDATE))
+        scores = yield self._score(on_device, with_gradient=True)
+        found = self._losses(on_device, leaf, scores)
+        loss = yield Backward(loss=(found.of_tokens * on_device.weights).sum(), place=self.place(Stage.UPDATE))
         num_stale, num_clipped = float(on_device.is_stale.sum()), float(found.is_clipped.sum())
         shares = (each / num_sampled for each in (found.kl, num_clipped, num_stale))
         return leaf, loss, *shares, found.num_clamped, found.behavior_ratio / num_sampled, found.num_dropped
@@ -210,9 +212,8 @@ class RlStep:
             for name, figure in zip(_FIGURES, figures, strict=True):
                 totals[name] += figure
 
-    def _losses(self, batch: MicroBatch, leaf: int) -> _Losses:
+    def _losses(self, batch: MicroBatch, leaf: int, scores: TokenScores) -> _Losses:
         algorithm = self._config.algorithm
-        scores = self._forward(batch)
         logprobs = scores.logprobs
         if algorithm.needs_old_logprobs:
             begun_with = self._old_logprobs[leaf].to(self._state.device)
@@ -243,8 +244,13 @@ class RlStep:
             )
         return found
 
-    def _forward(self, batch: MicroBatch) -> TokenScores:
-        return self._state.score(batch, self._config.rollout.temperature)
+    def _score(self, batch: MicroBatch, *, with_gradient: bool, uses_reference: bool = False) -> Score:
+        return Score(
+            batch=batch,
+            temperature=self._config.rollout.temperature,
+            with_gradient=with_gradient,
+            uses_reference=uses_reference,
+        )
 
     def _require_logprobs(self) -> None:
         for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS):

@@ -8,13 +8,12 @@ become the reference where there is a KL penalty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from rlmux.core.model import Stage
 from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.stage_work import StageWork
 from rlmux.engines.train.state.ranks import in_leaf_order
-from rlmux.engines.train.train_tensors import TrainTensors
+from rlmux.engines.train.train_tensors import Backward, Requests, Score, TrainTensors
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch
@@ -47,8 +46,8 @@ class SftWarmup:
             per_update = ranks.num_positions(num_leaves)
             metrics: dict[str, float] = {}
             self._work = StageWork(
-                micro_batches=self._run(metrics),
-                ranks=ranks,
+                requests=self._run(metrics),
+                state=self._state,
                 total=per_update * self._config.sft_warmup.num_updates,
                 done=per_update * self.num_updates_done,
                 metrics=metrics,
@@ -60,7 +59,7 @@ class SftWarmup:
         self.num_updates_done = num_updates_done
         self._work = None
 
-    def _run(self, metrics: dict[str, float]) -> Iterator[int]:
+    def _run(self, metrics: dict[str, float]) -> Requests[None]:
         if self.is_done:
             return
         config = self._config
@@ -73,7 +72,7 @@ class SftWarmup:
             losses: list[tuple[int, float]] = []
             for index, dealt in enumerate(positions):
                 if dealt is not None:
-                    losses.append((dealt[0], self._add_gradient(dealt[1], place)))
+                    losses.append((dealt[0], (yield from self._add_gradient(dealt[1], place))))
                 else:
                     self._state.accompany()
                 if index == len(positions) - 1:
@@ -84,10 +83,11 @@ class SftWarmup:
                         self._end()
                 yield 0 if dealt is None else dealt[1].num_tokens
 
-    def _add_gradient(self, batch: MicroBatch, place: str) -> float:
+    def _add_gradient(self, batch: MicroBatch, place: str) -> Requests[float]:
         on_device = batch.to(self._state.device)
-        logprobs = self._state.score(on_device, 1.0).logprobs
-        return self._state.add_gradient(-(logprobs * on_device.weights).sum(), place)
+        scores = yield Score(batch=on_device, temperature=1.0, with_gradient=True)
+        loss: float = yield Backward(loss=-(scores.logprobs * on_device.weights).sum(), place=place)
+        return loss
 
     def _micro_batches(self, task: Task) -> list[MicroBatch]:
         """The next update's demonstrations; every sampled token of an update weighs the same."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from rlmux.engines.train.state.ranks import Ranks
+from rlmux.engines.train.train_tensors import Requests, TrainTensors, answered
 from rlmux.rl.types import TrainReport
 
 
@@ -14,10 +13,10 @@ from rlmux.rl.types import TrainReport
 class StageWork:
     """Progress of a stage, a generator that stops after each micro-batch, so it can be cut anywhere."""
 
-    micro_batches: Iterator[int]
-    """Does one micro-batch per item and yields its prompt and response tokens: 0 where only other ranks have one."""
-    ranks: Ranks
-    """The ranks that stop together."""
+    requests: Requests[None]
+    """What the stage computes."""
+    state: TrainTensors
+    """The tensors that compute the requests of a stage alone; its ranks stop together."""
     total: int
     """Micro-batches of the whole stage, as the rank counts them that has most."""
     done: int = 0
@@ -32,11 +31,12 @@ class StageWork:
         That is decided before each micro-batch: no rank that has done its own waits for the decision of the first.
         """
         started = perf_counter()
+        micro_batches = answered(self.requests, self.state.answer)
         tokens, elapsed_s, last_s = 0, 0.0, 0.0
         while not self.is_done:
             is_over = elapsed_s + last_s >= max_seconds
-            is_last = self.done + 1 < self.total and self.ranks.agree(is_over=is_over)
-            done_tokens = next(self.micro_batches, None)
+            is_last = self.done + 1 < self.total and self.state.ranks.agree(is_over=is_over)
+            done_tokens = next(micro_batches, None)
             if done_tokens is None:
                 self.is_done = True
                 break
@@ -45,11 +45,15 @@ class StageWork:
             last_s, elapsed_s = perf_counter() - started - elapsed_s, perf_counter() - started
             if is_last:
                 break
+        return self.report(tokens, perf_counter() - started)
+
+    def report(self, tokens: int, seconds: float) -> TrainReport:
+        """Report of a call that did so many tokens in so many seconds."""
         return TrainReport(
             is_done=self.is_done,
             micro_batches_done=self.done,
             micro_batches_total=self.total,
             tokens=tokens,
-            seconds=perf_counter() - started,
+            seconds=seconds,
             metrics=dict(self.metrics) if self.is_done else {},
         )

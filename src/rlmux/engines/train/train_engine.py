@@ -19,7 +19,8 @@ No optimizer step is made with a loss or gradient that is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
-from rlmux.engines.adapters.shared_base import build_trained_model
+from rlmux.engines.adapters.shared_base import TenantBase, build_trained_model
 from rlmux.engines.model.weight_checksum import CHECKSUM
 from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.rl_step import RlStep
@@ -76,11 +77,14 @@ class TorchTrainEngine:
         device: str = "cpu",
         origin: Origin | None = None,
         bases: Path | None = None,
+        base: TenantBase | None = None,
     ) -> None:
         """`vocabulary`: that of `config.model` by default. Raises UserError for an unknown algorithm.
 
         `bases`: folder in shared memory where the base of adapters lies once for all workers of this machine, in
         float32; on a GPU, and where training computes in bfloat16, it is not used.
+
+        `base`: the base that tenants in this process share, in place of one of the engine's own.
 
         `origin`: what weights and checkpoints are marked with, and taken over for; None marks and checks nothing.
         """
@@ -94,7 +98,7 @@ class TorchTrainEngine:
         model, is_shared = (
             (build_uncut_model(config, vocab_size), False)
             if config.train.is_sharded
-            else build_trained_model(config, vocab_size, device=device, bases=bases)
+            else build_trained_model(config, vocab_size, device=device, bases=bases, base=base)
         )
         prepare_forward(model, config.train)
         self._model = model
@@ -107,7 +111,7 @@ class TorchTrainEngine:
         self._backlog: bytes | None = None
         """The backlog after the step under way, or the last one; None without interruptible rollouts."""
         if not self.waits_for_ranks:
-            self._take(TrainState(nn.Module.to(model, self._device), config, is_base_shared=is_shared))
+            self._take(TrainState(nn.Module.to(model, self._device), config, is_base_shared=is_shared, base=base))
         self._file_by_name: dict[str, bytes] = {}
         """Files that are the same in every checkpoint of the pipeline; empty before the first."""
 
@@ -134,6 +138,11 @@ class TorchTrainEngine:
     def model(self) -> nn.Module:
         """The model in training."""
         return self._model
+
+    @property
+    def state(self) -> TrainTensors:
+        """The tensors in training."""
+        return self._state
 
     @property
     def vocab_size(self) -> int:
@@ -219,10 +228,15 @@ class TorchTrainEngine:
         Raises IllegalTransitionError for a stage that is not next, PipelineError for a loss that is not finite or
         a device whose memory is too small.
         """
+        with self.stage(stage) as work:
+            return work.run(max_seconds)
+
+    @contextmanager
+    def stage(self, stage: Stage) -> Iterator[StageWork]:
+        """A stage to continue within the context. Raises as `run_stage` does."""
         self._state.require_loaded()
-        work = self._work(stage)
         try:
-            report = work.run(max_seconds)
+            yield self._work(stage)
         except torch.OutOfMemoryError as error:
             number = 0 if self._step is None else self._step.number
             raise PipelineError(
@@ -232,7 +246,6 @@ class TorchTrainEngine:
             ) from error
         if self._step is not None and self._step.is_trained:
             self._version = self._step.number
-        return report
 
     def _work(self, stage: Stage) -> StageWork:
         if stage == Stage.SFT_WARMUP:

@@ -5,6 +5,9 @@
 
     add_gradient (one micro-batch) ─▶ ... ─▶ update_weights ─▶ new weights, no partial sums
 
+A stage computes nothing of the model itself. It is a generator of requests, `Score` and `Backward`, and of the tokens
+of each micro-batch that is done. `answered` answers the requests of one pipeline, `joint_training` those of several.
+
 Invariants: no optimizer step is made with a loss or gradient that is not finite. While offloaded, no tensor takes
 memory on the device.
 """
@@ -12,10 +15,11 @@ memory on the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +37,57 @@ from rlmux.rl.config import TrainingConfig
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Request of a stage: the scores of a micro-batch. The answer is a `TokenScores`."""
+
+    batch: MicroBatch
+    """The micro-batch, on the device."""
+    temperature: float
+    """Divisor of the logits."""
+    with_gradient: bool
+    """Whether a `Backward` follows."""
+    uses_reference: bool = False
+    """Whether the reference weights compute, in place of the present ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """Request of a stage: the gradient of a loss of the last scores. The answer is the loss as a float."""
+
+    loss: Tensor
+    """Loss of one micro-batch."""
+    place: str
+    """Beginning of an error."""
+
+
+_Result = TypeVar("_Result")
+Requests = Generator[Score | Backward | int, Any, _Result]
+"""Requests of a stage. An int ends a micro-batch: its prompt and response tokens, 0 where only other ranks have one."""
+
+
+def answered(
+    requests: Requests[_Result], answer: Callable[[Score | Backward], object]
+) -> Generator[int, None, _Result]:
+    """Compute the requests of a stage, one micro-batch per item. An error of `answer` is raised in the stage."""
+    reply: object = None
+    while True:
+        try:
+            item = requests.send(reply)
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
+        reply = None
+        if isinstance(item, int):
+            yield item
+            continue
+        try:
+            reply = answer(item)
+        except Exception as error:
+            requests.throw(error)
+            raise
 
 
 @contextmanager
@@ -86,6 +141,14 @@ class TrainTensors(ABC):
     @abstractmethod
     def has_reference(self) -> bool:
         """Whether there are reference weights for the KL penalty."""
+
+    def answer(self, request: Score | Backward) -> TokenScores | float:
+        """Compute one request of a stage."""
+        if isinstance(request, Backward):
+            return self.add_gradient(request.loss, request.place)
+        weights = self.reference_weights() if request.uses_reference else nullcontext()
+        with torch.set_grad_enabled(request.with_gradient), weights:
+            return self.score(request.batch, request.temperature)
 
     @abstractmethod
     def score(self, batch: MicroBatch, temperature: float) -> TokenScores:

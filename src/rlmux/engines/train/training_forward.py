@@ -67,11 +67,23 @@ def score_tokens(model: Any, batch: MicroBatch, temperature: float, *, train: Tr
     train = train or TrainConfig()
     coef = router_loss_coef(model.config, train)
     outputs = _hidden(model, batch, {"output_router_logits": True} if coef else {})
-    chosen = outputs.hidden.index_select(0, batch.sources)
+    scores = score_hidden(model, outputs.hidden, batch, temperature, train)
+    if not coef:
+        return scores
+    balance = router_loss(outputs.router_logits, model.config)
+    logprobs = with_gradient_of(coef * batch.token_share * balance, scores.logprobs)
+    return TokenScores(logprobs=logprobs, entropies=scores.entropies)
+
+
+def hidden_states(model: Any, batch: MicroBatch) -> Tensor:
+    """Last hidden state [T, width] of each input token, for `score_hidden`."""
+    return _hidden(model, batch, {}).hidden
+
+
+def score_hidden(model: Any, hidden: Tensor, batch: MicroBatch, temperature: float, train: TrainConfig) -> TokenScores:
+    """Scores that the head of a model gives the hidden states [T, width] of a micro-batch."""
+    chosen = hidden.index_select(0, batch.sources)
     logprobs, entropies = _score_by_chunks(model, chosen, batch.targets, temperature, train)
-    if coef:
-        balance = router_loss(outputs.router_logits, model.config)
-        logprobs = with_gradient_of(coef * batch.token_share * balance, logprobs)
     return TokenScores(logprobs=logprobs, entropies=entropies)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, PipelineError
+from rlmux.engines.adapters.shared_base import TenantBase
 from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
 from rlmux.engines.model.weights import own_copies, read_tensors, weights_sha256, write_tensors
 from rlmux.engines.train.adamw import AdamW, AdamWNumbers
@@ -40,15 +41,28 @@ from rlmux.rl.config import TrainingConfig
 class TrainState(TrainTensors):
     """Owns the parameters of a float32 model on its device, which computes in `train.dtype` from then on."""
 
-    def __init__(self, model: nn.Module, config: TrainingConfig, *, is_base_shared: bool = False) -> None:
-        """`is_base_shared`: frozen parameters are views of a file that others map too, and stay there."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainingConfig,
+        *,
+        is_base_shared: bool = False,
+        base: TenantBase | None = None,
+    ) -> None:
+        """`is_base_shared`: frozen parameters are views of a file that others map too, and stay there.
+
+        `base`: the frozen parameters' owner, where tenants in one process share them.
+        """
         super().__init__(config, model, next(model.parameters()).device)
         algorithm = config.algorithm
         self._train = config.train
         dtype: torch.dtype = getattr(torch, config.train.dtype)
         self._flat = FlatParameters(model, dtype)
-        self._frozen: list[Tensor] = [] if is_base_shared else _own_frozen_parameters(model, dtype)
+        self._frozen: list[Tensor] = [] if is_base_shared or base is not None else _own_frozen_parameters(model, dtype)
         """Parameters of a base that is this worker's alone; they move with the rest."""
+        self._base = base
+        if base is not None:
+            base.hold(self)
         self._grad_clip = algorithm.grad_clip
         self._numbers = AdamWNumbers(betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self._optimizer = AdamW(self._flat.weights, config.train.optimizer_state)
@@ -101,14 +115,23 @@ class TrainState(TrainTensors):
 
         Raises PipelineError, beginning with `place`, for a loss that is not finite.
         """
+        value = self.begin_gradient(loss, place)
+        with deterministic_backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.end_gradient()
+        return value
+
+    def begin_gradient(self, loss: Tensor, place: str) -> float:
+        """First part of `add_gradient`, before the backward: checks the loss and zeroes the gradients."""
         value = float(loss.detach())
         if not math.isfinite(value):
             raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
         self._flat.gradients.zero_()
-        with deterministic_backward():
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._gradient_sum.add(self._flat.gradients)
         return value
+
+    def end_gradient(self) -> None:
+        """Last part of `add_gradient`, after the backward."""
+        self._gradient_sum.add(self._flat.gradients)
 
     def update_weights(
         self,
@@ -235,9 +258,17 @@ class TrainState(TrainTensors):
 
     # --- residency ------------------------------------------------------------------------------------------
 
+    def offload(self, *, spill_to: Path | None = None) -> None:
+        """Device to host, or to disk under this name. Does nothing when offloaded."""
+        super().offload(spill_to=spill_to)
+        if self._base is not None:
+            self._base.release(self, spill_to=spill_to)
+
     def load(self) -> None:
         """Back to the device. Does nothing when already there."""
         if self._offloaded is not None:
+            if self._base is not None:
+                self._base.hold(self)
             super().load()
             self._flat.round()
 
