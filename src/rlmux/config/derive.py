@@ -29,7 +29,7 @@ from rlmux.core.model import (
     Visibility,
     dense_threshold_of,
 )
-from rlmux.rl.memory.adapter_base import rollout_base
+from rlmux.rl.memory.adapter_base import rollout_base, train_base
 
 BYTES_PER_GB = 1e9
 
@@ -58,6 +58,7 @@ def _pool(name: str, config: PoolConfig) -> Pool:
 def make_pipeline(config: PipelineConfig) -> Pipeline:
     """The stages of its step, the nodes it requests, its estimates and its limits."""
     solo, colocated = _estimates(config.estimate)
+    trained = None if config.is_filler else config.training
     return Pipeline(
         id=PipelineId(config.name),
         num_steps=config.num_steps,
@@ -74,7 +75,8 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         dense_threshold=dense_threshold_of(config.rollout.num_slots),
         switch=_warm_switch(config.estimate),
         staleness=config.versions_behind,
-        rollout_base="" if config.training is None or config.is_filler else rollout_base(config.training),
+        rollout_base="" if trained is None else rollout_base(trained),
+        train_base="" if trained is None else train_base(trained),
         user=config.user or "",
         project=config.project or "",
         urgency=Urgency(config.urgency),

@@ -6,7 +6,7 @@ import pytest
 
 from rlmux.core.actions import RunStage, SetDeviceFraction
 from rlmux.core.events import BatchShare, StageFinished
-from rlmux.core.model import Footprint, Stage
+from rlmux.core.model import Footprint, Phase, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 
@@ -49,10 +49,9 @@ def test_batches_that_were_seen_not_to_help_end(driver, builders):
     """Together they are as fast as one after the other, as both were seen alone."""
     driver.submit(*tenants(builders, num_steps=40))
     slowdowns = driver.scheduler._parts.state.batch_slowdowns
-    for name in "ab":
-        share = BatchShare(num_together=2, tokens=100, seconds=2.0, held_s=1.0, charged_s=1.0)
-        for _ in range(20):
-            slowdowns.observe("b", name, 200, 3.0, (share,))
+    share = BatchShare(num_together=2, tokens=100, seconds=2.0, held_s=1.0, charged_s=1.0)
+    for each in 20 * tenants(builders):
+        slowdowns.observe(each, Phase.ROLLOUT, tokens=200, seconds=3.0, batches=(share,))
     before = len(rollouts(driver))
     driver.run()
     assert {fraction for _, fraction in rollouts(driver)[before + 2 :]} == {1.0}

@@ -142,8 +142,10 @@ def _measure(parts: Parts, run: PipelineRun, order: Order, event: StageFinished 
         run.estimates.history.add_switch(order.phase, event.switch_s, is_warm=is_warm)
     solo_s = parts.orders.solo_s(order, event.seconds)
     parts.orders.measure(run, order, solo_s, event.switch_s)
-    if base := run.pipeline.base_of(order.phase):
-        parts.state.batch_slowdowns.observe(base, run.pipeline.id, event.tokens, event.seconds, event.batches)
+    if run.pipeline.base_of(order.phase):
+        parts.state.batch_slowdowns.observe(
+            run.pipeline, order.phase, tokens=event.tokens, seconds=event.seconds, batches=event.batches
+        )
     if event.batches:
         parts.shares.charge_by_tokens(order, event.batches)
     return solo_s

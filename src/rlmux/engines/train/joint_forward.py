@@ -34,6 +34,9 @@ _ROWS = 32
 """Rows together are filled up to a multiple, so that few numbers of rows are probed."""
 _MAX_ROWS = {"cpu": 512, "cuda": 16_384}
 """Rows of one forward, by device: on a core, more fall out of its cache and take longer than in turns."""
+_MAX_OWN_ROWS = {"cpu": 160, "cuda": 4_096}
+"""Rows of a micro-batch above which it gains nothing together, by device: four of 64 rows took 0.85 of their time in
+turns on a core, four of 256 rows 1.07."""
 _ALIGNMENT_BYTES = 64
 """Rows of other widths would begin at other alignments than alone, where kernels may sum in another order."""
 
@@ -68,7 +71,7 @@ class JointForward:
         self._model: Any = model
         self._parts: list[tuple[nn.Module | None, int]] = []
         """Model, None for filler, and rows of each part of the present forward."""
-        self._max_rows = _MAX_ROWS[base.device.type]
+        self._max_rows, self._max_own_rows = _MAX_ROWS[base.device.type], _MAX_OWN_ROWS[base.device.type]
         self._is_aligned = True
         for name, module in list(model.base_model.named_modules()):
             parent, _, leaf = name.rpartition(".")
@@ -89,11 +92,15 @@ class JointForward:
         return [part for group in groups for part in self._exact_parts(group, num_rows)]
 
     def _exact_parts(self, group: list[int], num_rows: Sequence[int]) -> list[list[int]]:
-        is_joined = [self._is_aligned and len(group) > 1 and self.probe.is_exact(num_rows[place]) for place in group]
+        is_joined = [len(group) > 1 and self._gains(num_rows[place]) for place in group]
         joined = [place for place, is_exact in zip(group, is_joined, strict=True) if is_exact]
         if len(joined) < 2 or not self.probe.is_exact(_filled(sum(num_rows[place] for place in joined))):
             return [[place] for place in group]
         return [joined, *([place] for place in group if place not in joined)]
+
+    def _gains(self, num_rows: int) -> bool:
+        """Whether a micro-batch of so many rows takes less time together, with the bits that it has alone."""
+        return self._is_aligned and num_rows <= self._max_own_rows and self.probe.is_exact(num_rows)
 
     def score(self, rows: Sequence[Rows]) -> list[TokenScores]:
         """Scores of each, with a gradient if torch records one. Backward passes come before the next call."""

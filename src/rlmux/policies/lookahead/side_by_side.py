@@ -57,7 +57,7 @@ def base_batches(view: GroupView) -> tuple[BaseBatches, ...]:
     for phase, sub_stages in _BATCHED.items():
         num_by_base = Counter(base for member in view.members if (base := member.pipeline.base_of(phase)))
         for base, num in num_by_base.items():
-            slowdowns = tuple(round(view.batch_slowdown(base, number), 2) for number in range(2, num + 1))
+            slowdowns = tuple(round(view.batch_slowdown(phase, base, number), 2) for number in range(2, num + 1))
             batches.append(BaseBatches(base=base, sub_stages=sub_stages, slowdowns=slowdowns))
     return tuple(batches)
 

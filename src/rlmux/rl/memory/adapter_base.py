@@ -34,6 +34,16 @@ def rollout_base(config: TrainingConfig) -> str:
     return _key(base_name(config.model, config.model_seed), rollout, config.train.num_threads)
 
 
+def train_base(config: TrainingConfig) -> str:
+    """Key of the pipelines that train in one step: adapters of one base with the same `train`, of one rank each.
+
+    Empty for a pipeline that trains alone.
+    """
+    if config.adapter is None or config.train.num_workers > 1:
+        return ""
+    return _key(base_name(config.model, config.model_seed), config.train)
+
+
 def _key(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

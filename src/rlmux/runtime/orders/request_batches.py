@@ -194,7 +194,7 @@ class OnDemandPipeline:
                 held_s=batches_s,
                 charged_s=charged_s,
             )
-            order.add_batch(share)
+            order.add_share(share)
         return samples.has_work
 
     def _note_others(self, order: RunningOrder, report: BatchReport) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from rlmux.core.actions import MigrateShard, Switch
-from rlmux.core.events import BatchShare, Event, ReplyArrived, TrajectoriesMigrated
+from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.queue.filler_placement import CHUNK_S
 from rlmux.rl.packed_turns import PackedTurns
@@ -129,8 +129,7 @@ class RolloutDriver:
             seconds = result.input_s + report.seconds
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
             order.add_iterations(report.iterations)
-            if result.num_together > 1:
-                order.add_batch(_batch_share(chunk, result))
+            order.add_batch(result.num_together, report.sampled_tokens, report.seconds, result.token_share)
             self._forward_turns(shard, result)
             if self._is_over(shard, report):
                 shard.unfinished.clear()
@@ -434,18 +433,6 @@ class RolloutDriver:
             for order in self._orders.of(self._pipeline)
             if order.action.stage is Stage.GENERATE and order.action.devices[0] == device
         ]
-
-
-def _batch_share(chunk: RolloutChunk, result: RolloutChunkResult) -> BatchShare:
-    """The order's part of a chunk in which several pipelines were decoded."""
-    seconds = result.report.seconds
-    return BatchShare(
-        num_together=result.num_together,
-        tokens=result.report.sampled_tokens,
-        seconds=seconds,
-        held_s=seconds * chunk.device_fraction,
-        charged_s=seconds * result.token_share,
-    )
 
 
 def _is_over(shard: LiveShard, report: ChunkReport) -> bool:

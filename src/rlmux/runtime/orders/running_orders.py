@@ -52,8 +52,21 @@ class RunningOrder:
         self.switch_s += switch_s
         self.tokens += tokens
 
-    def add_batch(self, share: BatchShare) -> None:
-        """Count a batch of several pipelines; `add` has counted it too."""
+    def add_batch(self, num_together: int, tokens: int, seconds: float, token_share: float) -> None:
+        """Count a call that computed for so many pipelines together; `add` counts it too."""
+        if num_together > 1:
+            self.add_share(
+                BatchShare(
+                    num_together=num_together,
+                    tokens=tokens,
+                    seconds=seconds,
+                    held_s=seconds * self.device_fraction,
+                    charged_s=seconds * token_share,
+                )
+            )
+
+    def add_share(self, share: BatchShare) -> None:
+        """Add to what was computed with so many pipelines."""
         before = self.batches.get(share.num_together)
         if before is not None:
             share = replace(

@@ -92,6 +92,7 @@ class TrainDriver:
             self._supervisor.count_checkpoints(self._workers, result.written)
             seconds = result.input_s + report.seconds + result.hand_out_s
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.tokens)
+            order.add_batch(result.num_together, report.tokens, report.seconds, result.token_share)
             if result.weights_checksum is not None:
                 self._sums_by_version[action.step] = result.weights_checksum, result.file_checksum
             if report.is_done:

@@ -2,7 +2,7 @@
 
     EnvWorker       prompts, environments, rewards          one per pipeline
     RolloutWorker   a rollout engine                        one per (pipeline, rollout device), some in one process
-                                                            (rollout_host.py)
+                                                            (tenant_hosts.py)
     TrainWorker     a train engine                          one per training rank
 
 Every method is one bounded call, made by the drivers (rollout_driver.py, train_driver.py); workers do not call each
@@ -33,6 +33,7 @@ from rlmux.rl.types import (
     ChunkReport,
     PartialTrajectory,
     TrainingBatch,
+    TrainReport,
     TrajectoryId,
     TrajectoryRequest,
     TurnReply,
@@ -63,6 +64,7 @@ from rlmux.runtime.workers.worker_calls import (
 if TYPE_CHECKING:
     from rlmux.engines.rollout.protocol import RolloutEngine
     from rlmux.engines.train.state.ranks import RankStore
+    from rlmux.engines.train.train_engine import TorchTrainEngine
 
 
 class EnvWorker:
@@ -179,7 +181,7 @@ class ChunkInputs:
 
 
 class RolloutWorker:
-    """A rollout engine in its own process, or a tenant's in a shared one (rollout_host.py)."""
+    """A rollout engine in its own process, or a tenant's in a shared one (tenant_hosts.py)."""
 
     @beating()
     def __init__(self, config: TrainingConfig, origin: Origin | None = None, bases: Path | None = None) -> None:
@@ -265,8 +267,18 @@ class RolloutWorker:
         return offload_engine(self._engine, spill_to)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInputs:
+    """What a TrainCall needed before it trained."""
+
+    load_s: float
+    """Seconds of loading state."""
+    input_s: float
+    """Seconds of taking in the step's batch."""
+
+
 class TrainWorker:
-    """A train engine in its own process."""
+    """A train engine in its own process, or a tenant's in a shared one (tenant_hosts.py)."""
 
     @beating()
     def __init__(
@@ -280,19 +292,30 @@ class TrainWorker:
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
-        from rlmux.engines.train.state.ranks import Ranks
         from rlmux.engines.train.train_engine import TorchTrainEngine
 
         torch.set_num_threads(config.train.num_threads)
         device = device_in_use()
-        self._engine = TorchTrainEngine(config, device=device, origin=origin, bases=bases)
+        self._fraction = fraction_setter(device)
+        self._take(TorchTrainEngine(config, device=device, origin=origin, bases=bases), origin, restore_from)
+
+    @classmethod
+    def over(cls, engine: TorchTrainEngine, origin: Origin | None, restore_from: Path | None) -> TrainWorker:
+        """A worker over a tenant's engine, for `take_inputs`, `result` and calls without a stage."""
+        worker = cls.__new__(cls)
+        worker._take(engine, origin, restore_from)
+        return worker
+
+    def _take(self, engine: TorchTrainEngine, origin: Origin | None, restore_from: Path | None) -> None:
+        from rlmux.engines.train.state.ranks import Ranks
+
+        self._engine = engine
         self._origin = origin
         self._checkpoints = CheckpointWriter()
-        self._fraction = fraction_setter(device)
         self._store: RankStore | None = None
         self._ranks = Ranks()
         self._restore_from = restore_from
-        if not self._engine.waits_for_ranks:
+        if not engine.waits_for_ranks:
             self._restore()
 
     def _restore(self) -> None:
@@ -329,6 +352,11 @@ class TrainWorker:
         Raises PipelineError for a batch of another run or plan, and errors of writing a checkpoint.
         """
         self._fraction.set(call.device_fraction)
+        inputs = self.take_inputs(call)
+        return self.result(call, inputs, self._engine.run_stage(call.stage, max_seconds=call.max_seconds))
+
+    def take_inputs(self, call: TrainCall) -> StageInputs:
+        """Everything of a call before it trains. Raises PipelineError as `run_stage` does."""
         start = time.perf_counter()
         if call.payload is not None:
             batch: TrainingBatch = pickle.loads(call.payload)
@@ -339,8 +367,10 @@ class TrainWorker:
         if call.is_load_needed:
             with beating():
                 self._engine.load()
-        load_s = time.perf_counter() - start
-        report = self._engine.run_stage(call.stage, max_seconds=call.max_seconds)
+        return StageInputs(load_s=time.perf_counter() - start, input_s=input_s)
+
+    def result(self, call: TrainCall, inputs: StageInputs, report: TrainReport) -> TrainCallResult:
+        """The call's result, with the engine's report; hands out the weights at the stage's end if requested."""
         start = time.perf_counter()
         checksum = file_checksum = None
         if report.is_done and call.hand_out is not None:
@@ -348,8 +378,8 @@ class TrainWorker:
                 checksum, file_checksum = self._hand_out(call.hand_out)
         return TrainCallResult(
             report=report,
-            load_s=load_s,
-            input_s=input_s,
+            load_s=inputs.load_s,
+            input_s=inputs.input_s,
             hand_out_s=time.perf_counter() - start,
             weights_checksum=checksum,
             file_checksum=file_checksum,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlmux.core.actions import Admit, Park, Relocate
@@ -30,7 +31,7 @@ from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, Pipel
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Placement
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.memory.adapter_base import rollout_base
+from rlmux.rl.memory.adapter_base import rollout_base, train_base
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.call_loop import CallLoop, Work
@@ -39,8 +40,8 @@ from rlmux.runtime.records.filler_outputs import ANSWERS_NAME, answered_steps
 from rlmux.runtime.weights.checkpoints import CheckpointStore, Written, checkpoint_folder, checkpoint_note
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers, rank_devices
 from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker, TrainWorker
-from rlmux.runtime.workers.rollout_host import RolloutHost
 from rlmux.runtime.workers.standstill import StandstillWatch
+from rlmux.runtime.workers.tenant_hosts import RolloutHost, TrainHost
 from rlmux.runtime.workers.tenant_process import TenantWorkplace
 from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
 
@@ -119,9 +120,7 @@ class WorkerSupervisor:
 
     def events_are_taken(self, events: Sequence[Event]) -> None:
         """Record that the scheduler handles these events next."""
-        self._restarting.difference_update(
-            event.pipeline for event in events if isinstance(event, PipelineRestarted)
-        )
+        self._restarting.difference_update(event.pipeline for event in events if isinstance(event, PipelineRestarted))
 
     def count_step(self, workers: PipelineWorkers, step: int) -> None:
         """Count a finished step. A step reached for the first time resets the count of losses."""
@@ -287,7 +286,12 @@ class WorkerSupervisor:
         """Restart the pipeline from its newest checkpoint; returns the checkpoint's step."""
         self._end_processes(workers)
         started, restored_step = self._start(
-            workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints
+            workers.submission,
+            workers.placement,
+            workers.folder,
+            workers.weights,
+            workers.checkpoints,
+            workers.num_losses_by_worker,
         )
         self._report_restart(workers, started, restored_step)
         return restored_step
@@ -307,9 +311,18 @@ class WorkerSupervisor:
     # ------------------------------------------------------------------ processes
 
     def _start(
-        self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointStore
+        self,
+        submission: Submission,
+        placement: Placement,
+        folder: Path,
+        weights: Path,
+        checkpoints: CheckpointStore,
+        num_losses: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[PipelineWorkers, int]:
-        """Start a pipeline's processes from its newest good checkpoint; also returns that step, -1 without one."""
+        """Start a pipeline's processes from its newest good checkpoint; also returns that step, -1 without one.
+
+        `num_losses`: deaths by name of the worker, before this start.
+        """
         config, pipeline = submission.config, submission.pipeline.id
         is_filler = submission.pipeline.is_filler
         checkpoints.remove_leftovers()
@@ -338,7 +351,15 @@ class WorkerSupervisor:
                 None,
                 log_path,
             ),
-            trainers=[] if is_filler else self._spawn_trainers(submission, restore_from, train_devices, log_path),
+            trainers=[]
+            if is_filler
+            else self._spawn_trainers(
+                submission,
+                restore_from,
+                train_devices,
+                log_path,
+                is_alone=num_losses.get(f"{config.name}/train", 0) > 1,
+            ),
             rollout={
                 device: self._spawn_rollout_worker(submission, device, log_path)
                 for device in self._devices(placement.rollout_nodes)
@@ -363,20 +384,31 @@ class WorkerSupervisor:
             self._restart(workers)
 
     def _spawn_trainers(
-        self, submission: Submission, restore_from: Path | None, train_devices: Sequence[DeviceId], log_path: Path
+        self,
+        submission: Submission,
+        restore_from: Path | None,
+        train_devices: Sequence[DeviceId],
+        log_path: Path,
+        *,
+        is_alone: bool,
     ) -> list[Worker]:
-        """Start one trainer for each rank. Each reads the whole checkpoint, which does not depend on the rank count."""
+        """Start one trainer for each rank. Each reads the whole checkpoint, which does not depend on the rank count.
+
+        `is_alone`: as in `_spawn_rollout_worker`.
+        """
         config = submission.config
         count = config.train.num_workers
         args = (config, restore_from, submission.origin, self._workplace.bases)
+        tenancy = None if is_alone else train_base(config) or None
         return [
             self._spawn(
                 config,
                 "train" if rank == 0 else f"train-{rank}",
-                TrainWorker,
+                TrainWorker if tenancy is None else TrainHost,
                 args,
                 rank_devices(train_devices, rank, count)[0],
                 log_path,
+                tenancy,
             )
             for rank in range(count)
         ]
@@ -417,7 +449,10 @@ class WorkerSupervisor:
         if device is not None:
             footprint = self._submissions[pipeline].pipeline.footprint
             self._host_memory.pin(
-                worker.name, device, footprint, Phase.TRAIN if make_worker is TrainWorker else Phase.ROLLOUT
+                worker.name,
+                device,
+                footprint,
+                Phase.TRAIN if make_worker in (TrainWorker, TrainHost) else Phase.ROLLOUT,
             )
         return worker
 

@@ -19,6 +19,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ class Tenant:
         return self.process.worker.activity()
 
     def end(self, *, finishes_checkpoint: bool = False) -> None:
-        self._end(self.process.worker.end)
+        self._end(partial(self.process.worker.end, finishes_checkpoint=finishes_checkpoint))
 
     def kill(self) -> None:
         self._end(self.process.worker.kill)

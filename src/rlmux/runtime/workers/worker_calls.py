@@ -119,6 +119,10 @@ class TrainCallResult:
     """Checksum in the file for rollout workers; another than `weights_checksum` if the model computes in bfloat16."""
     written: Sequence[Written] = ()
     """Durable checkpoints since the last report."""
+    num_together: int = 1
+    """Pipelines whose micro-batches the call computed together."""
+    token_share: float = 1.0
+    """The pipeline's share of their tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

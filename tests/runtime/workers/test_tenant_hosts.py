@@ -11,7 +11,7 @@ import pytest
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.rl.config import AdapterConfig
 from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker
-from rlmux.runtime.workers.rollout_host import RolloutHost
+from rlmux.runtime.workers.tenant_hosts import RolloutHost
 from rlmux.runtime.workers.tenant_process import TenantCall
 from rlmux.runtime.workers.worker_calls import RolloutChunk, RolloutChunkResult
 
