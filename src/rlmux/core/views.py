@@ -339,9 +339,9 @@ class GroupView:
         """Part of the device that no order holds."""
         return max(0.0, 1.0 - sum(self._state.devices[device].orders.values()))
 
-    def batch_slowdown(self, phase: Phase, base: str, num_together: int) -> float:
-        """Expected seconds of a pipeline in one batch with so many of the base, over its seconds alone."""
-        return self._state.batch_slowdowns.slowdown(phase, base, num_together)
+    def batch_slowdown(self, pipeline: Pipeline, phase: Phase, num_together: int) -> float:
+        """Expected seconds of a member in one batch of so many of its base, over its seconds alone."""
+        return self._state.batch_slowdowns.slowdown(pipeline, phase, num_together)
 
     @property
     def tail_left(self) -> int:

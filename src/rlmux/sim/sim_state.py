@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.core.actions import MigrateShard, RunStage
+from rlmux.core.estimation.batch_slowdowns import expected_slowdown
 from rlmux.core.model import PHASE_BY_STAGE, SUB_STAGE_BY_STAGE, DeviceId, Placement, Stage, SubStage
 from rlmux.sim.clients import SimClient
 from rlmux.sim.models.work import SoloSeconds, Work
@@ -129,6 +130,10 @@ class SimOrder:
     @property
     def base(self) -> str:
         return self.pipeline.arrival.pipeline.base_of(PHASE_BY_STAGE[self.action.stage])
+
+    def slowdown_in_batch(self, num_together: int) -> float:
+        """Its seconds in a batch of so many of its base, over its seconds alone: as expected before any was seen."""
+        return expected_slowdown(self.pipeline.arrival.pipeline, PHASE_BY_STAGE[self.action.stage], num_together)
 
     @property
     def is_waiting(self) -> bool:

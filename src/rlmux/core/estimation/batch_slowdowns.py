@@ -2,7 +2,8 @@
 
     an order's end ── BatchShare: pipelines together, tokens, seconds ──▶ BatchSlowdowns ── slowdown ──▶ policies
 
-    sample = tokens/s of the pipeline alone / its tokens/s in batches of k pipelines
+    sample = tokens/s of the pipeline alone / its tokens/s in batches of k pipelines, at most k: more is what a batch
+             takes once, as when its rows are probed
     slowdown of k = mean of the last samples and of `expected_slowdown`, which has the weight of `_PRIOR_SAMPLES`
 
 A pipeline that was never seen alone gives no sample.
@@ -16,18 +17,24 @@ from dataclasses import dataclass, field
 from rlmux.core.events import BatchShare
 from rlmux.core.model import Phase, Pipeline, PipelineId
 
-_EXPECTED_PER_PIPELINE = {Phase.ROLLOUT: 0.5, Phase.TRAIN: 0.85}
-"""What each further pipeline adds to the slowdown. Rollouts: 0.53 for the second, 0.54 each for the second to fourth on
-one core with a base of 5M parameters at 16 slots each; 0.24 and 0.23 with 60M. Training: 0.7 to 1.1 on one core, by
-micro-batch; little enough to be tried."""
+_FIXED_ROWS = 16
+"""Rows whose computation takes as long as what a decode step does for any number of rows. On one core, two pipelines in
+a batch were 1.24 times as slow as alone with 8 slots each and 1.53 with 16, at a base of 5M parameters; 1.17 and 1.23
+at 60M."""
+_EXPECTED_IN_TRAINING = 0.85
+"""What each further pipeline adds to the slowdown of training: 0.7 to 1.1 on one core, by micro-batch; little enough to
+be tried."""
 _PRIOR_SAMPLES = 2.0
 _MOST_SAMPLES = 16.0
 """Samples after which older ones lose their weight."""
 
 
-def expected_slowdown(phase: Phase, num_together: int) -> float:
-    """Slowdown of each pipeline in a batch of so many, before any was seen."""
-    return 1.0 + _EXPECTED_PER_PIPELINE[phase] * (num_together - 1)
+def expected_slowdown(pipeline: Pipeline, phase: Phase, num_together: int) -> float:
+    """Slowdown of the pipeline in a batch of so many alike, before any was seen."""
+    if phase is Phase.TRAIN:
+        return 1.0 + _EXPECTED_IN_TRAINING * (num_together - 1)
+    num_slots = 2 * (pipeline.dense_threshold or _FIXED_ROWS // 2)
+    return (_FIXED_ROWS + num_together * num_slots) / (_FIXED_ROWS + num_slots)
 
 
 @dataclass(slots=True)
@@ -48,10 +55,10 @@ class BatchSlowdowns:
     """Tokens per second of a pipeline alone, in its last order that had some time alone."""
     _means: dict[tuple[Phase, str, int], _Mean] = field(default_factory=dict)
 
-    def slowdown(self, phase: Phase, base: str, num_together: int) -> float:
-        """Seconds of a pipeline in a batch of so many of the base, over its seconds alone; at least 1."""
-        mean = self._means.get((phase, base, num_together))
-        return max(1.0, expected_slowdown(phase, num_together) if mean is None else mean.value)
+    def slowdown(self, pipeline: Pipeline, phase: Phase, num_together: int) -> float:
+        """Seconds of the pipeline in a batch of so many of its base, over its seconds alone; at least 1."""
+        mean = self._means.get((phase, pipeline.base_of(phase), num_together))
+        return max(1.0, expected_slowdown(pipeline, phase, num_together) if mean is None else mean.value)
 
     def observe(
         self, pipeline: Pipeline, phase: Phase, *, tokens: int, seconds: float, batches: Sequence[BatchShare]
@@ -65,5 +72,5 @@ class BatchSlowdowns:
         for one in batches:
             if alone is not None and one.tokens > 0 and one.seconds > 0.0:
                 key = phase, pipeline.base_of(phase), one.num_together
-                mean = self._means.setdefault(key, _Mean(expected_slowdown(phase, one.num_together)))
-                mean.add(alone * one.seconds / one.tokens)
+                mean = self._means.setdefault(key, _Mean(expected_slowdown(pipeline, phase, one.num_together)))
+                mean.add(min(alone * one.seconds / one.tokens, one.num_together))

@@ -7,12 +7,11 @@ An order that shares gives up its part before the newcomer starts; an order that
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, SubStage
+from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, SubStage
 from rlmux.core.steps.colocation import BaseBatches, SharedRates, SharingTable
 from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, RunWork
 from rlmux.core.work import ReadyWork
@@ -55,9 +54,13 @@ def base_batches(view: GroupView) -> tuple[BaseBatches, ...]:
     """What members with adapters of one base may compute in one batch, with the slowdowns seen so far."""
     batches = []
     for phase, sub_stages in _BATCHED.items():
-        num_by_base = Counter(base for member in view.members if (base := member.pipeline.base_of(phase)))
-        for base, num in num_by_base.items():
-            slowdowns = tuple(round(view.batch_slowdown(phase, base, number), 2) for number in range(2, num + 1))
+        pipelines: dict[str, list[Pipeline]] = {}
+        for member in view.members:
+            if base := member.pipeline.base_of(phase):
+                pipelines.setdefault(base, []).append(member.pipeline)
+        for base, alike in pipelines.items():
+            numbers = range(2, len(alike) + 1)
+            slowdowns = tuple(round(view.batch_slowdown(alike[0], phase, number), 2) for number in numbers)
             batches.append(BaseBatches(base=base, sub_stages=sub_stages, slowdowns=slowdowns))
     return tuple(batches)
 

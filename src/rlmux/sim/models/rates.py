@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from rlmux.core.estimation.batch_slowdowns import expected_slowdown
-from rlmux.core.model import DeviceId, Phase, SubStage
+from rlmux.core.model import DeviceId, SubStage
 from rlmux.sim.models.interference import InterferenceTable
 from rlmux.sim.models.neighbour_slowdown import Neighbours
 
@@ -35,6 +34,9 @@ class Computing(Protocol):
     @property
     def base(self) -> str:
         """Key of the pipelines with which it computes in one batch; empty: none."""
+
+    def slowdown_in_batch(self, num_together: int) -> float:
+        """Its seconds in a batch of so many of its base, over its seconds alone."""
 
     @property
     def is_waiting(self) -> bool:
@@ -77,9 +79,7 @@ class FractionRates:
 
     def rate(self, order: Computing) -> float:
         fraction = order.device_fraction
-        return (
-            1.0 / expected_slowdown(_phase(order), round(1.0 / fraction)) if fraction < 1.0 and order.base else fraction
-        )
+        return 1.0 / order.slowdown_in_batch(round(1.0 / fraction)) if fraction < 1.0 and order.base else fraction
 
 
 class InterferenceRates(Generic[C]):
@@ -117,18 +117,13 @@ class InterferenceRates(Generic[C]):
         table, fraction = self._table, order.device_fraction
         others = [other for other in self._orders_by_device[device] if other is not order]
         if others and order.base and all(other.base == order.base for other in others):
-            return 1.0 / expected_slowdown(_phase(order), 1 + len(others))
+            return 1.0 / order.slowdown_in_batch(1 + len(others))
         if len(others) > 1:
             together = [(one.sub_stage, one.device_fraction) for one in (order, *others)]
             return 1.0 / table.slowdowns_together(together)[0]
         if others:
             return 1.0 / table.slowdowns(order.sub_stage, others[0].sub_stage, fraction)[0]
         return 1.0 if fraction >= 1.0 else 1.0 / table.slowdown_alone(order.sub_stage, fraction)
-
-
-def _phase(order: Computing) -> Phase:
-    training = (SubStage.REFERENCE, SubStage.OLD_LOGPROBS, SubStage.UPDATE)
-    return Phase.TRAIN if order.sub_stage in training else Phase.ROLLOUT
 
 
 class NeighbourRates(Generic[C]):
