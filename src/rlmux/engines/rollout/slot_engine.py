@@ -256,14 +256,17 @@ class SlotRolloutEngine:
     ) -> dict[str, ChunkReport | PipelineError]:
         """`run_chunk` for the trajectories of these adapters; the others rest until a chunk of theirs.
 
+        It ends when nothing of one adapter is left to decode, whose pipeline need not wait for the others.
         Each adapter's report counts its own trajectories and tokens; times are the chunk's. An adapter with a
         log-probability that is not finite gets the error.
         """
         start = time.perf_counter()
-        tally = self._run(adapters, max_decode_steps, start + max_seconds)
+        tally = self._run(adapters, max_decode_steps, start + max_seconds, ends_with_first=True)
         return {name: tally.failed.get(name) or self._report(tally, name, start) for name in adapters}
 
-    def _run(self, adapters: Sequence[str], max_decode_steps: int, deadline: float) -> ChunkTally:
+    def _run(
+        self, adapters: Sequence[str], max_decode_steps: int, deadline: float, *, ends_with_first: bool = False
+    ) -> ChunkTally:
         if self._offloaded is not None:
             raise IllegalTransitionError("an offloaded rollout engine cannot run")
         tally = ChunkTally(dense_threshold=self._dense_threshold)
@@ -273,12 +276,16 @@ class SlotRolloutEngine:
         if self._resting:
             self._waiting.put_back([live for id, live in self._resting.items() if id.adapter in adapters])
             self._resting = {id: live for id, live in self._resting.items() if id.adapter not in adapters}
+        num_before = 0
         while True:
             self._refill(tally)
             active = self._slots.active
             is_out_of_time = tally.decode_steps > 0 and time.perf_counter() >= deadline
-            if not active or tally.decode_steps >= max_decode_steps or is_out_of_time:
+            computing = {live.request.id.adapter for live in (*active, *self._waiting)} if ends_with_first else ()
+            is_one_done = len(computing) < num_before
+            if not active or tally.decode_steps >= max_decode_steps or is_out_of_time or is_one_done:
                 break
+            num_before = len(computing)
             self._decode(active, max_decode_steps - tally.decode_steps, deadline, tally)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else its time would be the next caller's

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from rlmux.engines.rollout.tenants import SharedEngine
     from rlmux.engines.train.joint_training import JointTraining
 
-_SHARED_CHUNK_S = 0.1
-"""Longest batch in seconds while several tenants are on the device: so long at most a call of one waits for a batch of
-another."""
+_SHARED_CHUNK_S = 0.2
+"""Longest batch in seconds while another tenant may join it: so long at most a call waits for a batch of others."""
 
 Tenant = TypeVar("Tenant", RolloutWorker, TrainWorker)
 Call = TypeVar("Call", RolloutChunk, TrainCall)
@@ -193,7 +192,7 @@ class RolloutHost(TenantHost[RolloutWorker, RolloutChunk, ChunkInputs, RolloutCh
         self, batch: Mapping[str, tuple[RolloutChunk, ChunkInputs]]
     ) -> Mapping[str, Computed[RolloutChunkResult] | Exception]:
         chunks = [chunk for chunk, _ in batch.values()]
-        shared_limit = [_SHARED_CHUNK_S] if self._shared.num_loaded > 1 else []
+        shared_limit = [_SHARED_CHUNK_S] if self._shared.num_loaded > len(batch) else []
         reports = self._shared.run(
             list(batch),
             max_decode_steps=min(chunk.max_decode_steps for chunk in chunks),
@@ -247,7 +246,7 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
         """A tenant's seconds are those of the whole batch: the orders run beside each other."""
         assert self._training is not None
         start = perf_counter()
-        shared_limit = [_SHARED_CHUNK_S] if len(self._workers) > 1 else []
+        shared_limit = [_SHARED_CHUNK_S] if len(self._workers) > len(batch) else []
         max_seconds = min([*(call.max_seconds for call, _ in batch.values()), *shared_limit])
         reports = self._training.run_stages(
             {tenant: call.stage for tenant, (call, _) in batch.items()}, max_seconds=max_seconds
