@@ -1,19 +1,19 @@
 """LoRA tenants of one base together against in turns.
 
     python benchmarks/tenants.py [--parts rollout,train] [--sizes 5M,60M] [--tenants 2,4,8] [--slots 8,16]
-                                 [--tokens 64,512] [--rounds N] [--json FILE]
+                                 [--tokens 64,512] [--rounds N] [--device cpu] [--json FILE]
 
 Part `rollout`: each tenant samples as many answers of up to 64 tokens as it has slots. A round samples the same
 requests in one batch (`SharedEngine`) and in turns (an engine each). Answers and log-probs must be equal, bit for bit.
 
 Part `train`: each tenant trains with an adapter of its own. A round is one update of each, of micro-batches of about so
-many tokens; the same batches are trained together (`JointTraining`) and in turns (an engine each) by turns within a
-round, one thread, medians of all rounds but the first. Seconds are processor time of the one thread: what else runs on
-the machine takes nothing from either. Latency is the time from the begin of the round to the end of a tenant's update,
-as a mean: together all end at the same time, in turns one after another. The first round together also probes the
-numbers of rows. Memory is what the process grows by, each kind in a process of its own, with tenants that have trained:
-together, an engine each, and full models without adapters. At the end the weights of both kinds must be equal, bit for
-bit.
+many tokens; the same batches are trained together (`JointTraining`) and in turns (an engine each), alternately, one
+thread, medians of all rounds but the first. The first round together also probes the numbers of rows. At the end the
+weights of both kinds must be equal, bit for bit. Memory is what the process grows by, each kind in a process of its own,
+with tenants that have trained: together, an engine each, and full models without adapters.
+
+Seconds are processor time of the one thread: what else runs on the machine takes nothing from either; on a GPU
+(`--device cuda`) they are elapsed. Latency is the time from the begin of a round to a tenant's end, as a mean.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 import psutil
@@ -56,6 +57,18 @@ SEQUENCES = 2
 PROMPT_TOKENS = 8
 RANKS = (8, 4, 16, 8)
 """Of the tenants' adapters, again and again."""
+
+
+DEVICE = os.environ.get("RLMUX_TENANTS_DEVICE", "cpu")
+"""Device of all engines; processes of a measurement inherit it from `--device`."""
+
+
+def now_s() -> float:
+    """Processor seconds of this process; on a GPU seconds of a clock, once its work is done."""
+    if DEVICE == "cpu":
+        return process_time()
+    torch.cuda.synchronize()
+    return perf_counter()
 
 
 def config_of(size: str, tenant: int, tokens: int) -> TrainingConfig:
@@ -117,7 +130,7 @@ def requests_of(tenant: int, step: int, slots: int) -> list[TrajectoryRequest]:
 def rollout_engine(size: str, tenant: int, slots: int) -> SlotRolloutEngine:
     rollout = RolloutConfig(num_slots=slots, max_new_tokens=64, max_prompt_tokens=16)
     adapter = AdapterConfig(rank=RANKS[tenant % len(RANKS)], alpha=16.0)
-    return SlotRolloutEngine(SIZES[size], rollout, vocab_size=64, seed=0, adapter=adapter)
+    return SlotRolloutEngine(SIZES[size], rollout, vocab_size=64, seed=0, device=DEVICE, adapter=adapter)
 
 
 Sampled = dict[tuple[int, TrajectoryId], tuple[object, ...]]
@@ -137,7 +150,7 @@ class SampledTogether:
 
     def sample(self, requests: Sequence[Sequence[TrajectoryRequest]]) -> tuple[Sampled, list[float]]:
         """Answers, and seconds until each tenant's end."""
-        started = process_time()
+        started = now_s()
         for tenant, its in zip(self._tenants.values(), requests, strict=True):
             tenant.submit(its)
         found: Sampled = {}
@@ -148,7 +161,7 @@ class SampledTogether:
                 assert isinstance(report, ChunkReport), report
                 found |= {(int(name), turn.id): (turn.tokens, turn.logprobs) for turn in report.finished}
                 if not report.num_active + report.num_waiting:
-                    ends[name] = process_time() - started
+                    ends[name] = now_s() - started
         return found, list(ends.values())
 
 
@@ -159,14 +172,14 @@ class SampledInTurns:
         self._engines = [rollout_engine(size, tenant, slots) for tenant in range(num_tenants)]
 
     def sample(self, requests: Sequence[Sequence[TrajectoryRequest]]) -> tuple[Sampled, list[float]]:
-        started = process_time()
+        started = now_s()
         found: Sampled = {}
         ends = []
         for tenant, (engine, its) in enumerate(zip(self._engines, requests, strict=True)):
             engine.submit(its)
             report = engine.run_chunk(max_decode_steps=10**6, max_seconds=600.0)
             found |= {(tenant, turn.id): (turn.tokens, turn.logprobs) for turn in report.finished}
-            ends.append(process_time() - started)
+            ends.append(now_s() - started)
         return found, ends
 
 
@@ -234,29 +247,29 @@ class Together:
     """All tenants by one `JointTraining`."""
 
     def __init__(self, configs: Sequence[TrainingConfig]) -> None:
-        self._joint = JointTraining()
+        self._joint = JointTraining(DEVICE)
         self.engines = {given.name: self._joint.add(given.name, given) for given in configs}
 
     def update(self) -> list[float]:
         """Train the batches that have begun; seconds until each tenant's end."""
-        started = process_time()
+        started = now_s()
         reports = self._joint.run_stages(dict.fromkeys(self.engines, Stage.UPDATE), max_seconds=math.inf)
         assert all(isinstance(each, TrainReport) and each.is_done for each in reports.values()), reports
-        return [process_time() - started] * len(self.engines)
+        return [now_s() - started] * len(self.engines)
 
 
 class InTurns:
     """An engine each, with a base of its own."""
 
     def __init__(self, configs: Sequence[TrainingConfig]) -> None:
-        self.engines = {given.name: TorchTrainEngine(given) for given in configs}
+        self.engines = {given.name: TorchTrainEngine(given, device=DEVICE) for given in configs}
 
     def update(self) -> list[float]:
-        started = process_time()
+        started = now_s()
         ends = []
         for engine in self.engines.values():
             engine.run_stage(Stage.UPDATE, max_seconds=math.inf)
-            ends.append(process_time() - started)
+            ends.append(now_s() - started)
         return ends
 
 
@@ -307,13 +320,17 @@ def measure_speed(size: str, num_tenants: int, tokens: int, rounds: int) -> dict
 def measure_memory(kind: str, size: str, num_tenants: int, tokens: int) -> float:
     """Bytes that a process grows by. Runs in a process of its own."""
     torch.set_num_threads(1)
-    process = psutil.Process()
-    before = process.memory_info().rss
+    before = held_bytes()
     made = KINDS[kind]([config_of(size, tenant, tokens) for tenant in range(num_tenants)])
     begin(made, 1, tokens)
     made.update()
-    release_storage(torch.device("cpu"))
-    return float(process.memory_info().rss - before)
+    release_storage(torch.device(DEVICE))
+    return held_bytes() - before
+
+
+def held_bytes() -> float:
+    """Bytes of this process in host memory, or on the GPU."""
+    return float(psutil.Process().memory_info().rss if DEVICE == "cpu" else torch.cuda.memory_reserved())
 
 
 def in_own_process(function: Callable[..., Any], *args: object) -> Any:
@@ -373,8 +390,10 @@ def main() -> None:
     parser.add_argument("--slots", type=lambda text: [int(each) for each in text.split(",")], default=[8, 16])
     parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[64, 512])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    os.environ["RLMUX_TENANTS_DEVICE"] = args.device
     found: dict[str, Any] = {}
     for part in args.parts:
         measure, show = PARTS[part]
