@@ -9,7 +9,7 @@ requests in one batch (`SharedEngine`) and in turns (an engine each). Answers an
 Part `train`: each tenant trains with an adapter of its own. A round is one update of each, of micro-batches of about so
 many tokens; the same batches are trained together (`JointTraining`) and in turns (an engine each), alternately, one
 thread, medians of all rounds but the first. The first round together also probes the numbers of rows. At the end the
-weights of both kinds must be equal, bit for bit. Memory is what the process grows by, each kind in a process of its own,
+weights of both kinds must be equal, bit for bit. Memory is what a process grows by, one process for each kind,
 with tenants that have trained: together, an engine each, and full models without adapters.
 
 Seconds are processor time of the one thread: what else runs on the machine takes nothing from either; on a GPU
