@@ -49,7 +49,7 @@ def play(system: str, world: SubStageWorld, *, num_devices: int, num_steps: int,
     least = 2 if system in _ON_POOLS else 1
     if num_devices < least or num_steps < 1:
         raise UserError(
-            f"system {system!r}: {num_devices} devices, {num_steps} steps; accepted: {least} or more devices, 1 or more steps"
+            f"system {system!r}: {num_devices} devices, {num_steps} steps; accepted: devices from {least}, steps from 1"
         )
     return RIVALS[system](world, num_devices=num_devices, num_steps=num_steps, **options)
 

@@ -3,7 +3,7 @@
     rollout pool ── complete groups ──▶ training pool ── weights ──▶ rollout pool
        step i by version i-1 (sync), or by version i-2 while step i-1 trains (one step off)
 
-    streamrl    split   argmin over x + y <= n of max(T_gen(x), T_train(y)), from another seed's profile    (section 5)
+    streamrl    split   argmin over x + y = n of max(T_gen(x), T_train(y)), from another seed's profile     (section 5)
                 order   the longest 20 % by a ranker of recall 0.87 to devices of their own, longest first  (section 6)
                         their number: least max over both sides of  PTL(BS) * L * ceil(M / BS), with one pool of mean
                         lengths as the number 0
@@ -12,7 +12,8 @@
 
 A rollout begins when the previous one has ended everywhere, so no trajectory is more than one version old.
 
-Left out: StreamRL's two sites and its growth of the pools during a run; AsyncFlow's storage units.
+Left out: StreamRL's two sites, devices that it gives back (x + y < n) and its growth of the pools during a run;
+AsyncFlow's storage units.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlmux.papers.rivals.virtual_device import Answer, Ended, VirtualEngine, ans
 from rlmux.sim.models.costs import RolloutCosts, rollout_costs
 from rlmux.sim.models.lengths import length_distribution
 from rlmux.sim.models.substages import SubStageWorld
-from rlmux.sim.split_search import best_split
+from rlmux.sim.split_search import split_of
 
 RECALL = 0.87
 """Part of the longest answers that StreamRL's ranker finds."""
@@ -85,9 +86,11 @@ def searched_split(world: SubStageWorld, num_devices: int) -> tuple[int, int]:
         engine.deal(by_index(answers_of(profile, 1), count), 0.0)
         return max(one.end_s for one in engine.run())
 
-    best = best_split(
-        rollout_s, lambda count: VirtualTrainer(profile, count).train_s(profile.tokens(1)), num_devices, overlaps=True
-    )
+    def train_s(count: int) -> float:
+        return VirtualTrainer(profile, count).train_s(profile.tokens(1))
+
+    splits = [split_of(rollout_s, train_s, count, num_devices - count, True) for count in range(1, num_devices)]
+    best = min(splits, key=lambda split: (split.step_s, split.num_rollout_nodes))
     return best.num_rollout_nodes, best.num_train_nodes
 
 
@@ -229,4 +232,7 @@ def _complete(ended: Sequence[Ended], prompt_tokens: float) -> list[tuple[float,
         group = one.answer.group
         end_by_group[group] = max(end_by_group.get(group, 0.0), one.end_s)
         tokens_by_group[group] = tokens_by_group.get(group, 0.0) + one.answer.length + prompt_tokens
-    return [(end_by_group[group], tokens_by_group[group]) for group in sorted(end_by_group, key=lambda g: (end_by_group[g], g))]
+    return [
+        (end_by_group[group], tokens_by_group[group])
+        for group in sorted(end_by_group, key=lambda g: (end_by_group[g], g))
+    ]

@@ -1,8 +1,8 @@
 """On-policy rivals, whose rollout and training take turns: verl, and RollPacker's tail batching.
 
     verl         all devices generate ─▶ all devices train ─▶ weights are published ─▶ next step
-    rollpacker   the same with short rounds: more prompts and answers than needed, the first that are done are the batch;
-                 prompts that lose wait for a long round                        (NSDI'26, section 4.1; 1.25 x 1.25)
+    rollpacker   the same with short rounds: more prompts and answers than needed, and the first that are done are
+                 the batch; prompts that lose wait for a long round             (NSDI'26, section 4.1; 1.25 x 1.25)
 
 Both are on-policy: every trajectory is trained on by the version that made it.
 
@@ -56,7 +56,7 @@ class Round:
 
 
 class Rounds:
-    """Short and long rounds over a dataset: a long one when the queue has a step's prompts, or when too few are left."""
+    """Short and long rounds over a dataset. Long: the queue has a step's prompts, or too few are left."""
 
     def __init__(self, num_steps: int, num_groups: int, group_size: int, prompts: float, samples: float) -> None:
         self._num_groups = num_groups
@@ -125,7 +125,7 @@ def _race(engine: VirtualEngine, num_groups: int, group_size: int) -> list[Ended
         if newly:
             is_over = len(done) == num_groups
             for device in engine.devices:
-                device.cut(lambda answer: is_over or answer.group in newly, now_s)
+                device.cut(None if is_over else newly, now_s)
     return [ended for group in done for ended in ended_by_group[group]]
 
 

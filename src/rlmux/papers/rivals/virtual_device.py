@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rlmux.sim.models.costs import rollout_costs
@@ -138,13 +138,13 @@ class VirtualDevice:
             self._spend(self._costs.prefill_s(tokens))
         self._begin_span()
 
-    def cut(self, is_cut: Callable[[Answer], bool], now_s: float) -> None:
-        """Drop answers, seated or waiting in this device's queue, and fill their slots."""
+    def cut(self, groups: Collection[int] | None, now_s: float) -> None:
+        """Drop the answers of these groups, or all, seated or waiting in this device's queue, and fill their slots."""
         self._advance(now_s)
-        self._seated = [one for one in self._seated if not is_cut(one[-1])]
+        self._seated = [one for one in self._seated if groups is not None and one[-1].group not in groups]
         heapq.heapify(self._seated)
         self._first_sum = sum(first for _, _, first, _, _ in self._seated)
-        kept = [one for one in self.waiting if not is_cut(one)]
+        kept = [one for one in self.waiting if groups is not None and one.group not in groups]
         self.waiting.clear()
         self.waiting.extend(kept)
         self._seat_waiting()
