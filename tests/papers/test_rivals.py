@@ -252,3 +252,12 @@ def test_short_rounds_end_sooner_and_decode_more_than_they_train_on():
 def test_publishing_is_charged_as_the_simulator_does():
     world = make_world()
     assert VirtualTrainer(world, 4).publish_s == world.stage_s(Stage.PUBLISH, 1, 4)
+
+
+def test_a_trainer_that_never_offloads_pays_for_tokens_alone():
+    world = make_world()
+    kept = replace(world, fixed_part=0.0)
+    trainer, kept_trainer = VirtualTrainer(world, 4), VirtualTrainer(kept, 4)
+    assert kept_trainer.fixed_s == 0.0
+    assert kept.train_s(1) == pytest.approx(world.train_s(1) - trainer.fixed_s)
+    assert kept.stage_s(Stage.PUBLISH, 1, 4) == world.stage_s(Stage.PUBLISH, 1, 4)

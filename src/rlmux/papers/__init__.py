@@ -4,8 +4,7 @@ reproduce("rollmux")    OSDI'26 "Weave": placement, cycles, switches       paper
 reproduce("jigsawrl")   sub-stages, sharing, tail migration                papers/jigsawrl.py
 rivals.play("areal")    the systems that both compare with, by name        papers/rivals/
 
-Reading order: rollmux, rollmux_rows, jigsawrl, tail_migration, micro_cycles, offline_optimum, paper_rows,
-rivals.
+Reading order: rollmux, rollmux_rows, jigsawrl, tail_migration, micro_cycles, offline_optimum, paper_rows.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.papers.paper_rows import MissCause, PaperRow, Range, mean, row_over, within
-from rlmux.papers.rivals import RivalResult, best_division, play
+from rlmux.papers.rivals import best_division, play
+from rlmux.papers.rivals.trainer import RivalResult
 from rlmux.sim.models.interference import fraction_grid, measured_table, table_without_interference
 from rlmux.sim.models.multi_turn import ToolUse
 from rlmux.sim.models.substages import SubStageWorld
@@ -65,6 +66,9 @@ _ABLATIONS = {
     "divided": "StreamRL's division is searched on a profile; the best of all",
     "three-to-one": "AReaL has the best division; three GPUs for rollouts to one that trains",
     "eta-4": "AReaL is one version ahead; four",
+    "fine": "a pipeline's pools are quarters of its GPUs; eighths, at the same work for each GPU",
+    "fine-fifteen": "pools are quarters of a pipeline's GPUs, in five steps of which the first has nothing beside it; "
+    "eighths, and fifteen",
     "fifteen": "five steps, of which the first has nothing beside it; fifteen",
 }
 """What is changed in each ablation: what stands in the row, then what is put in its place."""
@@ -129,6 +133,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "tools": {"tools": ToolUse(mean_calls=2.0, wait_s=10.0)},
     "slo": {"slo_slowdown": 1.34},
     "fifteen": {"num_steps": 15},
+    "fine-fifteen": {"num_steps": 15},
 }
 _TABLES = {"measured": measured_table(_GRID), "free": table_without_interference(_GRID)}
 
@@ -193,7 +198,7 @@ class _Figures:
         deployment, _, policy = how.partition("/")
         parts = [0.5] if ablation == "one-part" else _PARTS
         names = [deployment, *(f"{deployment}-{part}" for part in parts)]
-        for kept in (ablation, _BASE):
+        for kept in (ablation, ablation.removeprefix("fine-"), _BASE):
             keys = [(pair, _key(name, policy, kept), num_gpus, seed) for name in names]
             runs = [self._results[key] for key in keys if key in self._results]
             if runs:
@@ -242,26 +247,31 @@ class _Figures:
 
 def two_of_rival(one: Recorded, system: str, *, num_gpus: int, seed: int, ablation: str = _BASE) -> float:
     """Tokens per second of two pipelines under a rival, each on half of the GPUs; "whole": in turn on all of them."""
-    changes = {"num_steps": _NUM_STEPS, **_CHANGES.get(ablation, {})}
+    changes: dict[str, Any] = {"num_steps": _NUM_STEPS, **_CHANGES.get(ablation, {})}
     made = crowd((one, one), num_gpus=num_gpus, seed=seed, **changes)
-    num_devices = made.cluster.pools["gpu"].num_nodes // (1 if ablation == "whole" else 2)
-    runs = [
-        _rival_run(system, arrival.world, num_devices, arrival.pipeline.num_steps, ablation)
-        for arrival in made.arrivals
-    ]
+    num_nodes = made.cluster.pools["gpu"].num_nodes
+    assert num_nodes is not None
+    num_devices = num_nodes // (1 if ablation == "whole" else 2)
+    num_steps = changes["num_steps"]
+    runs = [_rival_run(system, arrival.world, num_devices, num_steps, ablation) for arrival in made.arrivals]
     seconds = [run.seconds for run in runs]
-    return sum(run.trained_tokens for run in runs) / (sum(seconds) if ablation == "whole" else max(seconds))
+    tokens_per_s = sum(run.trained_tokens for run in runs) / (sum(seconds) if ablation == "whole" else max(seconds))
+    return tokens_per_s / (2 if ablation.startswith("fine") else 1)
 
 
 def _rival_run(system: str, world: TrueSeconds, num_devices: int, num_steps: int, ablation: str) -> RivalResult:
     assert isinstance(world, SubStageWorld)
+    if ablation.startswith("fine"):
+        world, num_devices = replace(world, num_sequences=2 * world.num_sequences), 2 * num_devices
     options: dict[str, Any] = {"num_devices": num_devices, "num_steps": num_steps}
     if system == "areal":
         options["eta"] = 4 if ablation == "eta-4" else 1
     if ablation == "index" and system == "streamrl":
         options["dispatches"] = False
-    searches = ablation == "divided" if system == "streamrl" else ablation != "three-to-one"
-    return best_division(system, world, **options) if searches else play(system, world, **options)
+    if ablation != "divided" if system == "streamrl" else ablation == "three-to-one":
+        return play(system, world, **options)
+    best = best_division(system, world, **{**options, "num_steps": _NUM_STEPS})
+    return best if num_steps == _NUM_STEPS else play(system, world, split=best.split, **options)
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -305,7 +315,7 @@ def _pair_rows(figures: _Figures) -> list[PaperRow]:
         _row(figures, alike, f"{latency}, mean", 1.48, "text", slowdowns, mean, more),
         _row(figures, alike, f"{latency}, least", 1.14, "text", slowdowns, min, more),
         _row(
-            figures, unlike_pair, "largest latency over alone", 1.34, "text", unlike, max, ("slo", *more), (1.0, 1.34)
+            figures, unlike_pair, "largest latency over alone", 1.34, "text", unlike, max, (*more, "slo"), (1.0, 1.34)
         ),
     ]
 
@@ -331,7 +341,7 @@ def _async_rows(figures: _Figures) -> list[PaperRow]:
 
     section = "32 H100, one step off"
     of_stream = ("unfixed", "measured", "fifteen", "whole", "index", "divided", "free")
-    of_areal = ("unfixed", "measured", "fifteen", "whole", "three-to-one", "eta-4", "free")
+    of_areal = ("unfixed", "measured", "fine", "fifteen", "fine-fifteen", "whole", "three-to-one", "eta-4", "free")
     stream, areal = over("streamrl"), over("areal")
     return [
         _row(figures, section, "tokens/s over StreamRL, mean", 1.25, "text", stream, mean, of_stream),

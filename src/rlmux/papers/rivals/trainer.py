@@ -38,6 +38,11 @@ class RivalResult:
     """Part of all device-seconds in which nothing runs."""
 
     @property
+    def split(self) -> tuple[int, int]:
+        """(rollout, training) devices."""
+        return self.num_rollout_devices, self.num_train_devices
+
+    @property
     def seconds(self) -> float:
         return self.step_ends_s[-1]
 
