@@ -3,7 +3,7 @@
     two pipelines alike, 8 H100       jigsaw over colocated, over rollmux, latency of each pipeline
     two unlike (0.6B beside 8B)       latency
     more GPUs, 16 to 64               jigsaw over colocated
-    asynchronous, one step off        jigsaw over a StreamRL-like and an AReaL-like deployment
+    asynchronous, one step off        jigsaw over StreamRL and over AReaL
 
 Throughput is tokens of all pipelines per second of makespan. Every comparison has the same GPUs and the same steps:
 `colocated` runs one pipeline after another on all of them, or, at equal parallelism, each on its half; `rollmux` and
