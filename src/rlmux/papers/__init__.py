@@ -2,6 +2,7 @@
 
 reproduce("rollmux")    OSDI'26 "Weave": placement, cycles, switches       papers/rollmux.py
 reproduce("jigsawrl")   sub-stages, sharing, tail migration                papers/jigsawrl.py
+rivals.play("areal")    the systems that both compare with, by name        papers/rivals/
 
 Reading order: rollmux, rollmux_rows, jigsawrl, tail_migration, micro_cycles, offline_optimum, paper_rows.
 """

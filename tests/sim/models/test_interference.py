@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import SubStage
 from rlmux.core.steps.colocation import SharingTriple
 from rlmux.sim.models.interference import (
     NO_SPLIT,
@@ -19,10 +20,12 @@ from rlmux.sim.models.interference import (
     estimated_table,
     fraction_grid,
     load_interference,
+    measured_table,
     rest_of,
     roofline_interference,
     sharing_table,
     split_of_three,
+    table_without_interference,
 )
 
 H100 = fraction_grid("H100")
@@ -255,3 +258,18 @@ def test_unknown_sub_stages_and_device_fractions_are_refused():
         of_two("sleep", "tail", 0.5)
     with pytest.raises(UserError, match="device fraction is 0;"):
         of_two("tail", "tail", 0)
+
+
+def test_the_table_of_the_package_has_measured_pairs_and_a_reference_pass_as_old_logprobs():
+    table = measured_table(H100)
+    dense, old, reference = SubStage.DENSE_DECODE, SubStage.OLD_LOGPROBS, SubStage.REFERENCE
+    assert table.is_measured(dense, SubStage.UPDATE, 0.5455)
+    assert table.slowdowns(dense, reference, 0.5455) == table.slowdowns(dense, old, 0.5455)
+    assert table.slowdowns(dense, dense, 0.3636) == (1.687, 1.689)
+    assert min(min(pair) for pair in table.measured.values()) >= 1.0
+
+
+def test_nothing_is_slowed_without_interference():
+    table = table_without_interference(H100)
+    assert table.slowdowns(SubStage.UPDATE, SubStage.DENSE_DECODE, 0.3636) == (1.0, 1.0)
+    assert table.slowdowns(SubStage.UPDATE, SubStage.UPDATE, NO_SPLIT) == (1.0, 1.0)

@@ -32,6 +32,7 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
 from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
+from rlmux.sim import data_tables
 from rlmux.sim.models.hardware import gpu_spec
 
 NO_SPLIT = 1.0
@@ -263,6 +264,25 @@ class InterferenceTable:
 def estimated_table(grid: FractionGrid) -> InterferenceTable:
     """A table with nothing measured: every answer is the estimate."""
     return InterferenceTable(device=grid.device, grid=grid)
+
+
+def measured_table(grid: FractionGrid) -> InterferenceTable:
+    """`data/interference_h100.csv`: pairs measured on one H100, with the estimate behind its holes. A reference pass is
+    measured as the old log-probs, whose work it does."""
+    also = {SubStage.OLD_LOGPROBS: (SubStage.OLD_LOGPROBS, SubStage.REFERENCE)}
+    measured = {}
+    for row in data_tables.rows("interference_h100"):
+        slowdowns = (max(1.0, float(row["slowdown_a"])), max(1.0, float(row["slowdown_b"])))
+        a, b = SubStage(row["a"]), SubStage(row["b"])
+        for pair in product(also.get(a, (a,)), also.get(b, (b,))):
+            measured[(*pair, grid.nearest(float(row["device_fraction"])))] = slowdowns
+    return InterferenceTable(device=grid.device, grid=grid, measured=measured)
+
+
+def table_without_interference(grid: FractionGrid) -> InterferenceTable:
+    """Sub-stages that do not slow each other: a bound from above for any sharing."""
+    nothing = SubStageProfile(compute=0.0, bandwidth=0.0)
+    return InterferenceTable(device=grid.device, grid=grid, profiles=dict.fromkeys(SUB_STAGE_PROFILES, nothing))
 
 
 def sharing_table(table: InterferenceTable, fractions: tuple[float, ...] | None = None) -> SharingTable:

@@ -104,8 +104,12 @@ class LengthDistribution:
         """Lengths of `num_sequences` answers in prompt order, whole groups together."""
         size = group_size or self.group_size
         num_groups = -(-num_sequences // size)
-        prompt = np.repeat(rng.standard_normal(num_groups), size)[:num_sequences]
-        own = rng.standard_normal(num_groups * size)[:num_sequences]
+        return self.answers(rng, rng.standard_normal(num_groups), size)[:num_sequences]
+
+    def answers(self, rng: np.random.Generator, prompt_scores: FloatArray, group_size: int) -> IntArray:
+        """Lengths of `group_size` answers to each prompt, by the normal score of each prompt."""
+        prompt = np.repeat(prompt_scores, group_size)
+        own = rng.standard_normal(len(prompt))
         scores = sqrt(self.group_correlation) * prompt + sqrt(1.0 - self.group_correlation) * own
         return np.maximum(np.rint(self.quantile(_normal_cdf(scores))), 1).astype(np.int64)
 

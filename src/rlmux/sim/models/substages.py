@@ -48,6 +48,8 @@ class SubStageWorld(TrueSeconds):
     """Sequences that one device decodes at once."""
     tools: ToolUse | None = None
     """Waits for an environment between turns; None: every trajectory has one turn."""
+    fixed_part: float = 1.0
+    """Part of the training stages' fixed seconds that is charged; 0 for a trainer that never offloads its weights."""
 
     def __post_init__(self) -> None:
         if self.num_sequences < 1 or self.slots < 1:
@@ -90,7 +92,8 @@ class SubStageWorld(TrueSeconds):
         if stage not in TRAIN_STAGES:
             return 0.0
         costs = _train_costs(self.model, self.gpu, self.tp * (num_devices or self.num_train_devices))
-        return costs.stage_s(stage, self.tokens(step))
+        saved_s = 0.0 if stage is Stage.PUBLISH else (1.0 - self.fixed_part) * costs.cost_by_stage[stage].fixed_s
+        return costs.stage_s(stage, self.tokens(step)) - saved_s
 
     def migration_s(self, moved: Sequence[Unfinished], *, copies_kv: bool) -> tuple[float, float]:
         costs = rollout_costs(self.model, self.gpu, self.tp)

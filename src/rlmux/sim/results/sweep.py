@@ -21,6 +21,7 @@ from typing import TypeVar
 from rlmux.core.policy import Policy
 from rlmux.hidden_main import hidden_main
 from rlmux.policies import make_policy
+from rlmux.sim.models.interference import InterferenceTable
 from rlmux.sim.results.decision_cost import DecisionCost, Stopwatch
 from rlmux.sim.results.result import SimResult
 from rlmux.sim.simulator import simulate
@@ -38,6 +39,8 @@ class SimRun:
     workload: Workload
     policy: str | Policy
     """A name of POLICIES, or the policy itself."""
+    interference: InterferenceTable | None = None
+    """Slowdowns of orders on one device; None: as `simulate` estimates them."""
     spans_until_s: float = 0.0
     counts_decisions: bool = False
     """Whether decisions take what they take on this machine, on whose speed the result then depends."""
@@ -51,9 +54,15 @@ def run_simulation(task: SimRun) -> SimResult:
     decision_cost = None
     if task.counts_decisions:
         watch, neighbours = Stopwatch(), task.workload.neighbours
-        simulate(task.workload, policy, decision_cost=watch)
+        simulate(task.workload, policy, interference=task.interference, decision_cost=watch)
         decision_cost = DecisionCost(seconds=watch.means(), takes_cores=neighbours is not None and neighbours.are_cores)
-    return simulate(task.workload, policy, spans_until_s=task.spans_until_s, decision_cost=decision_cost)
+    return simulate(
+        task.workload,
+        policy,
+        interference=task.interference,
+        spans_until_s=task.spans_until_s,
+        decision_cost=decision_cost,
+    )
 
 
 def sweep(

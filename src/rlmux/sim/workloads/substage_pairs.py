@@ -103,13 +103,14 @@ def crowd(
     gpu: str = "H100",
     tp: int = 4,
     tools: ToolUse | None = None,
+    fixed_part: float = 1.0,
     seed: int = 0,
     name: str = "",
 ) -> Workload:
     """These pipelines together. Steps grow with the devices, as batches do in practice.
 
     `num_parts`: each pipeline requests one of so many equal parts of the cluster. `train_part`: the fraction of the
-    devices in the training pool of a disaggregated deployment.
+    devices in the training pool of a disaggregated deployment. `fixed_part`: as in SubStageWorld.
     """
     if num_gpus % tp or num_gpus < tp:
         raise UserError(f"num_gpus is {num_gpus}; accepted: a multiple of tp={tp}")
@@ -129,6 +130,7 @@ def crowd(
             tp=tp,
             slots=slots,
             tools=tools,
+            fixed_part=fixed_part,
         )
         pipeline = Pipeline(
             id=PipelineId(f"{one.name}-{number}"),
