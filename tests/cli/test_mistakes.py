@@ -57,7 +57,7 @@ from rlmux.cli.commands import app, example_of
         ),
         (["report", "nowhere"], "nowhere: no such folder; accepted: the folder of a run"),
         (["resume", "."], ".: holds no run (no run.db); accepted: the folder of a run"),
-        (["reproduce", "rolmux"], "PAPER 'rolmux': nearest: rollmux; accepted: rollmux, jigsawrl"),
+        (["reproduce", "rolmux"], "PAPER 'rolmux': nearest: rollmux; accepted: rollmux, jigsawrl, rivals"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(rlmux, folder, words, line):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlmux.sim.workloads.arrivals import Workload
 
 BACKENDS = ("local", "ray")
-PAPERS = ("rollmux", "jigsawrl")
+PAPERS = ("rollmux", "jigsawrl", "rivals")
 
 
 def load(
@@ -61,10 +61,14 @@ def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -
 
 
 def policy_names(text: str, ablate: str | None = None) -> tuple[str, ...]:
-    """The names of a comma-separated list, each of them a policy, none twice, with their ablations."""
-    from rlmux.policies import with_ablations
+    """The names of a comma-separated list, each of them a policy, none twice, with their ablations.
 
-    names = _listed(text)
+    `all` stands for every built-in policy but `optimal`, whose search of a large workload has no end.
+    """
+    from rlmux.policies import POLICIES, with_ablations
+
+    every = [name for name in POLICIES if name != "optimal"]
+    names = tuple(dict.fromkeys(each for name in _listed(text) for each in (every if name == "all" else [name])))
     for name in names:
         check_policy("--policies", name)
     return with_ablations(names, () if ablate is None else _listed(ablate))

@@ -2,9 +2,11 @@
 
 reproduce("rollmux")    OSDI'26 "Weave": placement, cycles, switches       papers/rollmux.py
 reproduce("jigsawrl")   sub-stages, sharing, tail migration                papers/jigsawrl.py
-rivals.play("areal")    the systems that both compare with, by name        papers/rivals/
+reproduce("rivals")     the systems that both compare with                 papers/rivals_rows.py
+rivals.play("areal")    one of them, by name                               papers/rivals/
 
-Reading order: rollmux, rollmux_rows, jigsawrl, tail_migration, micro_cycles, offline_optimum, paper_rows.
+Reading order: rollmux, rollmux_rows, jigsawrl, tail_migration, micro_cycles, offline_optimum, rivals_rows,
+paper_rows.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.sim.results.sweep import Progress
 
-PAPERS = {"rollmux": "rlmux.papers.rollmux", "jigsawrl": "rlmux.papers.jigsawrl"}
+PAPERS = {
+    "rollmux": "rlmux.papers.rollmux",
+    "jigsawrl": "rlmux.papers.jigsawrl",
+    "rivals": "rlmux.papers.rivals_rows",
+}
 """Module of each paper, by the name that a user types."""
 
 

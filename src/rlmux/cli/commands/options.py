@@ -22,7 +22,7 @@ Sets = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; may be repeated."),
 ]
 PolicyName = Annotated[str | None, typer.Option("--policy", help="Scheduling policy; by default the file's.")]
-PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, separated by commas.")]
+PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, separated by commas, or all.")]
 Ablate = Annotated[
     str | None,
     typer.Option(
