@@ -19,7 +19,8 @@ from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.request_batches import BatchOptions, OnDemandPipeline, Surroundings
 from rlmux.runtime.orders.running_orders import RunningOrder
 from rlmux.runtime.orders.shared_sampling import SharedSamplers
-from rlmux.runtime.workers.request_workers import BatchReport, RequestResult
+from rlmux.runtime.orders.shared_training import SharedTrainers
+from rlmux.runtime.workers.request_workers import BatchReport, RequestChunk, RequestResult
 
 CHUNK_S = 1.0
 DEVICE = DeviceId("rollout", 0, 0)
@@ -70,7 +71,9 @@ class Prompt:
     def keep_update(self, folder: Path, kept: Sequence[Path]) -> str:
         return "hash"
 
-    def run_chunk(self, max_seconds: float) -> BatchReport:
+    def run_chunk(self, chunk: float | RequestChunk) -> BatchReport:
+        if isinstance(chunk, RequestChunk) and chunk.requests:
+            self.add(chunk.requests)
         answers, made = [], {}
         for tenant in dict.fromkeys(one for one, _ in self.ids):
             first = next(one for one in self.ids if one[0] == tenant)
@@ -187,7 +190,9 @@ def tenants(heard: Heard, tmp_path: Path) -> list[Batches]:
 
 def made(heard: Heard, calls: CallLoop, samplers: SharedSamplers, folder: Path, config: TrainingConfig) -> Batches:
     options = BatchOptions(batch_s=2 * CHUNK_S, step_s=5 * CHUNK_S)
-    shared = Surroundings(workplace=heard, calls=calls, outbox=heard, options=options, samplers=samplers)  # type: ignore[arg-type]
+    shared = Surroundings(
+        workplace=heard, calls=calls, outbox=heard, trainers=SharedTrainers(calls), options=options, samplers=samplers
+    )  # type: ignore[arg-type]
     return Batches(PipelineId(config.name), config, folder, heard, shared)
 
 
@@ -329,10 +334,10 @@ def test_a_save_that_comes_while_the_update_is_made_is_answered_before_the_updat
     batches.train("u1", UPDATE)
     chunk = Prompt.run_chunk
 
-    def run_chunk(self: Prompt, max_seconds: float) -> BatchReport:
+    def run_chunk(self: Prompt, limits: RequestChunk) -> BatchReport:
         if self.ids == [("", "u1")]:
             batches.train("s1", WriteWeights(path=Path("sampler-3.safetensors")))
-        return chunk(self, max_seconds)
+        return chunk(self, limits)
 
     monkeypatch.setattr(Prompt, "run_chunk", run_chunk)
     heard.said.clear()
