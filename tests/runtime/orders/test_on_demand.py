@@ -167,7 +167,7 @@ def test_a_worker_whose_call_shows_no_life_is_replaced(run, processes, weights):
 
 
 @pytest.mark.slow
-def test_pipelines_whose_common_training_process_is_killed_repeat_their_requests_to_the_same_bits(run, processes):
+def test_requests_of_a_common_training_process_that_is_killed_are_repeated_to_the_same_bits(run, processes):
     names = [run.open("a"), run.open("b")]
     first = {name: [("s0", loss(ord(name), 3)), ("s1", STEP)] for name in names}
     then = {name: [(f"l{number}", loss(number, 60)) for number in range(6)] + [("u", STEP)] for name in names}

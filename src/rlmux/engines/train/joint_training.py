@@ -165,10 +165,10 @@ class JointTraining:
 
     def run_round(self, works: Mapping[str, TrainWork]) -> None:
         """One micro-batch of each, whose results and errors the works then hold."""
-        asked = {name: work.take_score() for name, work in works.items()}
+        first = {name: score for name, work in works.items() if (score := work.take_score()) is not None}
         # Group by group: a joint model serves one forward until its backward.
-        for names in self._groups({name: each for name, each in asked.items() if isinstance(each, Score)}):
-            requests = {name: asked[name] for name in names}
+        for names in self._groups(first):
+            requests: dict[str, Score | Backward] = {name: first[name] for name in names}
             while requests:
                 scores = {name: each for name, each in requests.items() if isinstance(each, Score)}
                 backwards = {name: each for name, each in requests.items() if isinstance(each, Backward)}
