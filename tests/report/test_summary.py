@@ -12,7 +12,15 @@ import pytest
 
 from rlmux.core.actions import Action, Admit, ExpectSteps, Queue, Release, Relocate, RunStage, Switch
 from rlmux.core.events import PipelineCancelled, PipelineRestarted, PipelineSubmitted, StageFinished, StagePaused
-from rlmux.core.model import AdmissionKind, BoundedSteps, DeviceId, MeasuredSeconds, PhaseSeconds, Pipeline, Stage
+from rlmux.core.model import (
+    AdmissionKind,
+    BoundedSteps,
+    DeviceId,
+    MeasuredSeconds,
+    PhaseSeconds,
+    Pipeline,
+    Stage,
+)
 from rlmux.report.slos import move_words, slo_attainment, slo_words
 from rlmux.report.status import status
 from rlmux.report.summary import summarize
@@ -356,3 +364,13 @@ def test_a_status_says_why_a_pipeline_waits_until_it_is_placed(script: Any) -> N
     )
     shown = status(script.history(), is_going_on=True)["pipelines"]["a"]
     assert (shown["status"], shown["reason"]) == ("running", "")
+
+
+def test_status_says_how_many_adapters_of_a_base_are_on_a_device_and_how_many_more_fit(script: Any) -> None:
+    for name in ("a", "b"):
+        script.submit(0.0, name, rollout_base="base")
+    room = {"device": str(ROLLOUT), "phase": "rollout", "state_bytes": 30, "free_bytes": 100}
+    script.note(1.0, "adapter_room", pipeline="b", **room)
+    shown = status(script.history(), is_going_on=True)["devices"]
+    assert shown[str(ROLLOUT)]["adapters"] == {"rollout": {"here": 2, "more": 3}}
+    assert shown[str(TRAIN)]["adapters"] == {}

@@ -26,11 +26,13 @@ from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 DECODES = (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE)
+TRAININGS = (SubStage.REFERENCE, SubStage.OLD_LOGPROBS, SubStage.UPDATE)
 TOGETHER = SharingTable.of(
     SharingEntry(sub_stage_a=one, sub_stage_b=other, device_fraction=0.5, slowdown_a=1.05, slowdown_b=1.05)
-    for one, other in product(DECODES, repeat=2)
+    for alike in (DECODES, TRAININGS)
+    for one, other in product(alike, repeat=2)
 )
-"""Any two rollouts run beside each other nearly as fast as alone."""
+"""Any two rollouts run beside each other nearly as fast as alone, and so do two trainings."""
 ADAPTERS = {
     "small": AdapterConfig(rank=1, alpha=2.0, targets=("q_proj", "v_proj")),
     "usual": AdapterConfig(rank=8, alpha=16.0),
@@ -39,7 +41,7 @@ SHORT_CHUNKS = WorkerOptions(chunk_decode_steps=1, multi_turn_decode_steps=1)
 
 
 class Together:
-    """Places like `rollmux`; starts any two rollouts beside each other, as soon as they are ready."""
+    """Places like `rollmux`; starts any two rollouts beside each other, as soon as they are ready, and trainings."""
 
     name = "together"
     reacts_to_progress = False
@@ -74,13 +76,14 @@ def alone(real, tenants, tmp_path_factory):
 
 
 class Serves:
-    """Makes backends, and counts the chunks in each call of a shared process."""
+    """Makes backends, and counts the calls of a method in each call of a shared process."""
 
-    def __init__(self, make_backend: Any, kills_at: int | None) -> None:
-        """`kills_at`: number of the call with two chunks whose process is killed; None: none."""
+    def __init__(self, make_backend: Any, kills_at: int | None, method: str) -> None:
+        """`kills_at`: number of the call with two of them whose process is killed; None: none."""
         self.num_chunks: list[int] = []
         self._make_backend = make_backend
         self._kills_at = kills_at
+        self._method = method
 
     def make_backend(self, *args: Any, **options: Any) -> WorkerBackend:
         backend = self._make_backend(*args, **options)
@@ -92,7 +95,7 @@ class Serves:
 
             def count(now_s: float, method: str, args: tuple[Any, ...], then: Any) -> None:
                 if method == "serve":
-                    self.num_chunks.append(sum(one.method == "run_chunk" for one in args[1]))
+                    self.num_chunks.append(sum(one.method == self._method for one in args[1]))
                 call(now_s, method, args, then)
                 if method == "serve" and self.num_chunks[-1] == 2 and self.num_chunks.count(2) == self._kills_at:
                     os.kill(worker.pid, signal.SIGKILL)
@@ -104,20 +107,27 @@ class Serves:
         return backend
 
 
-def rollout_pids(recorder: Any) -> dict[str, set[int]]:
-    """Process ids of the rollout workers of each pipeline, and of their successors."""
+def pids_of(recorder: Any, role: str = "rollout") -> dict[str, set[int]]:
+    """Process ids of the rollout workers of each pipeline, or of its trainers, and of their successors."""
     found: dict[str, set[int]] = {}
     for note in recorder.notes:
-        if note.type == "worker" and note.fields["role"].startswith("rollout"):
+        if note.type == "worker" and note.fields["role"].startswith(role):
             found.setdefault(note.fields["pipeline"], set()).add(note.fields["pid"])
     return {pipeline: pids - {None} for pipeline, pids in found.items()}
 
 
 def run_together(
-    real: Any, folder: Path, tenants: Any, *, make_backend: Any = local_backend, kills_at: int | None = None
+    real: Any,
+    folder: Path,
+    tenants: Any,
+    *,
+    make_backend: Any = local_backend,
+    kills_at: int | None = None,
+    method: str = "run_chunk",
+    options: WorkerOptions = SHORT_CHUNKS,
 ) -> tuple[Any, Serves]:
-    serves = Serves(make_backend, kills_at)
-    run = real.run(folder, tenants, policy=Together(), options=SHORT_CHUNKS, make_backend=serves.make_backend)
+    serves = Serves(make_backend, kills_at, method)
+    run = real.run(folder, tenants, policy=Together(), options=options, make_backend=serves.make_backend)
     assert set(run.status.values()) == {"finished"}
     return run, serves
 
@@ -127,7 +137,7 @@ def test_tenants_of_one_base_are_decoded_in_one_batch_to_the_weights_that_each_t
 ):
     run, serves = run_together(real, tmp_path, tenants, make_backend=make_backend)
     assert run.sha256 == alone
-    pids = rollout_pids(run.recorder)
+    pids = pids_of(run.recorder)
     assert pids["small"] == pids["usual"]
     assert len(pids["small"]) == 1
     assert 2 in serves.num_chunks
@@ -143,7 +153,7 @@ def test_a_killed_process_of_two_tenants_is_replaced_for_both_and_costs_time_onl
     assert serves.num_chunks.count(2) >= 3
     lost = [event.pipeline for event in run.recorder.events if isinstance(event, WorkerLost)]
     assert sorted(lost) == ["small", "usual"]
-    pids = rollout_pids(run.recorder)
+    pids = pids_of(run.recorder)
     assert pids["small"] == pids["usual"]
     assert len(pids["usual"]) == 2
 

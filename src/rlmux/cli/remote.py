@@ -299,7 +299,12 @@ def _device_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
             if device["pipeline"]
             else "-"
         )
-        rows.append({"device": name, "held by": held})
+        adapters = ", ".join(
+            f"{phase} {room['here']}, room for {room['more']} more" for phase, room in device["adapters"].items()
+        )
+        rows.append({"device": name, "held by": held, "adapters": adapters or "-"})
+    if all(row["adapters"] == "-" for row in rows):
+        return [{key: row[key] for key in ("device", "held by")} for row in rows]
     return rows
 
 

@@ -464,6 +464,10 @@ class Placement:
     rollout_nodes: tuple[NodeId, ...]
     train_nodes: tuple[NodeId, ...]
 
+    def nodes_of(self, phase: Phase) -> tuple[NodeId, ...]:
+        """Nodes of its rollouts, or of its training."""
+        return self.rollout_nodes if phase is Phase.ROLLOUT else self.train_nodes
+
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         """Each node once, rollout nodes first."""

@@ -6,11 +6,14 @@ pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  roll
                  step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  slo_probability  bound
                  estimate  slo_reason     (slos.py)
 devices.ID       pool  pipeline  stage  step         null where nothing computes
+                 adapters.PHASE: here  more          pipelines of one base that have their state there, and for how many
+                                                     more there is memory, as measured when the last one was built
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rlmux.core.model import PipelineId, Placement
@@ -43,7 +46,7 @@ def status(history: History, *, is_going_on: bool, steps: StepTimes | None = Non
             }
             for name, record in history.pipelines.items()
         },
-        "devices": _devices(history, running),
+        "devices": _devices(history, running, placements),
     }
 
 
@@ -80,9 +83,11 @@ def _doing(pipeline: PipelineId, running: list[OrderRecord]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _devices(history: History, running: list[OrderRecord]) -> dict[str, Any]:
+def _devices(
+    history: History, running: list[OrderRecord], placements: Mapping[PipelineId, Placement]
+) -> dict[str, Any]:
     devices: dict[str, Any] = {
-        f"{pool}-{node}.{index}": {"pool": pool, "pipeline": None, "stage": None, "step": None}
+        f"{pool}-{node}.{index}": {"pool": pool, "pipeline": None, "stage": None, "step": None, "adapters": {}}
         for fields in (history.header.get("pools") or {}).values()
         for pool, node, index in fields.get("devices", ())
     }
@@ -93,5 +98,15 @@ def _devices(history: History, running: list[OrderRecord]) -> dict[str, Any]:
                 "pipeline": order.pipeline,
                 "stage": order.stage.value,
                 "step": order.step,
+                "adapters": {},
             }
+    for (name, phase, base), room in history.adapter_rooms.items():
+        node = name.rpartition(".")[0]
+        here = sum(
+            history.pipelines[pipeline].pipeline.base_of(phase) == base and node in map(str, placement.nodes_of(phase))
+            for pipeline, placement in placements.items()
+        )
+        if here and name in devices:
+            more = room["free_bytes"] // max(1, room["state_bytes"])
+            devices[name]["adapters"][str(phase)] = {"here": here, "more": more}
     return devices

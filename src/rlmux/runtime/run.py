@@ -35,6 +35,7 @@ from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.log.run_state import RunState
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.reports import write_report
+from rlmux.rl.memory.footprint import BOTH_PHASES
 from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checks.determinism_check import check_promises
 from rlmux.runtime.control.control_socket import ControlServer
@@ -43,7 +44,13 @@ from rlmux.runtime.control.run_control import ParseSubmission, RunControl
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory.machine_probe import describe_machine
-from rlmux.runtime.memory.memory_budget import MachineMemory, check_each_fits, with_footprint, with_machine_memory
+from rlmux.runtime.memory.memory_budget import (
+    MachineMemory,
+    check_each_fits,
+    own_bases,
+    with_footprint,
+    with_machine_memory,
+)
 from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
 from rlmux.runtime.records.filler_outputs import answered_steps
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
@@ -168,7 +175,7 @@ def fitted(
     """
     cluster, known, machine = _on_machine(cluster, submissions, options)
     is_gpu = _has_gpus(machine)
-    check_each_fits(cluster, known, is_gpu=is_gpu, has_base=machine is None or is_gpu)
+    check_each_fits(cluster, known, is_gpu=is_gpu, on_machine=machine is not None)
     return cluster, known, is_gpu
 
 
@@ -227,7 +234,16 @@ def _on_machine(
     """The cluster with this machine's memory, the submissions with footprints, and the machine's memory (None for a
     backend of other machines)."""
     machine = describe_machine(cluster) if options.backend == LOCAL else None
-    known = [_with_footprint(one, cluster, machine) for one in submissions]
+    is_gpu = _has_gpus(machine)
+    known = [
+        with_footprint(
+            one,
+            cluster,
+            is_gpu=is_gpu,
+            own_bases=BOTH_PHASES if machine is None else own_bases(one, submissions, is_gpu=is_gpu),
+        )
+        for one in submissions
+    ]
     return cluster if machine is None else with_machine_memory(cluster, known, machine), known, machine
 
 
@@ -363,12 +379,6 @@ def _private_files() -> Iterator[None]:
         yield
     finally:
         os.umask(previous)
-
-
-def _with_footprint(one: Submission, cluster: Cluster, machine: MachineMemory | None) -> Submission:
-    """The submission with its footprint; bases of adapters are shared on this machine's cores."""
-    is_gpu = _has_gpus(machine)
-    return with_footprint(one, cluster, is_gpu=is_gpu, has_base=machine is None or is_gpu)
 
 
 def _has_gpus(machine: MachineMemory | None) -> bool:

@@ -23,6 +23,7 @@ from rlmux.core.events import PipelineCancelled, PipelineFailed
 from rlmux.core.model import Cluster, Footprint, Pipeline, PipelineId
 from rlmux.rl.client_requests import SampleRequest, TrainRequest
 from rlmux.rl.config import AdapterConfig, TrainingConfig
+from rlmux.rl.memory.footprint import BOTH_PHASES
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.inbox import Inbox
@@ -72,7 +73,9 @@ class Serving:
 
     def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:
         submission = Submission(pipeline=pipeline, config=config)
-        found = with_footprint(submission, self._spec.cluster, is_gpu=self._is_gpu, has_base=self._is_gpu)
+        found = with_footprint(
+            submission, self._spec.cluster, is_gpu=self._is_gpu, own_bases=BOTH_PHASES if self._is_gpu else ()
+        )
         return found.pipeline.footprint
 
 
@@ -152,9 +155,7 @@ class _Host:
         whole = replace(plain, footprint=self._footprint(plain, config))
         with self._inbox.claiming(pipeline):
             folder.mkdir(parents=True, exist_ok=True)
-        self._inbox.call_soon(
-            lambda backend: backend.on_demand.open(whole, config, folder, self._client, restore_from)
-        )
+        self._inbox.call_soon(lambda backend: backend.on_demand.open(whole, config, folder, self._client, restore_from))
 
     def train(self, pipeline: PipelineId, request_id: str, request: TrainRequest) -> None:
         self._inbox.call_soon(lambda backend: backend.on_demand.train(pipeline, request_id, request))

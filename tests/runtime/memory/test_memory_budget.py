@@ -9,7 +9,18 @@ import pytest
 
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool
-from rlmux.runtime.memory.memory_budget import HostMemory, check_each_fits, with_footprint
+from rlmux.rl.config import AdapterConfig
+from rlmux.rl.memory.adapter_base import rollout_base, train_base
+from rlmux.rl.memory.footprint import device_parts
+from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES
+from rlmux.runtime.memory.memory_budget import (
+    HostMemory,
+    MachineMemory,
+    check_each_fits,
+    own_bases,
+    with_footprint,
+    with_machine_memory,
+)
 
 DEVICE, OTHER_NODE = DeviceId("train", 0, 0), DeviceId("train", 1, 0)
 FOOTPRINT = Footprint(rollout_host_bytes=1e9, rollout_device_bytes=2e9, train_host_bytes=1e9, train_device_bytes=4e9)
@@ -98,3 +109,36 @@ def test_where_states_may_spill_a_process_has_to_fit_or_is_refused_with_the_numb
     too_narrow = cluster(host_bytes=0.5e9)
     with pytest.raises(RefusedError, match=r"1.000 GB of host memory, with its state on disk.*0.500 GB"):
         check_each_fits(too_narrow, [with_footprint(given, too_narrow)])
+
+
+def test_on_a_gpu_the_base_of_several_pipelines_is_counted_once(real):
+    """Two share a process for each phase; a third one on the same base, with other slots, samples by itself."""
+    gpus = MachineMemory(
+        gpu_by_device={DeviceId("rollout", 0, 0): "0", DEVICE: "1", OTHER_NODE: "2"},
+        free_bytes_by_gpu=dict.fromkeys("012", 20e9),
+    )
+    submissions = [tenant(real, name, slots) for name, slots in (("a", 8), ("b", 8), ("c", 4))]
+    alone = with_machine_memory(cluster(host_bytes=1e12, spills_to_disk=False), submissions[2:], gpus)
+    together = with_machine_memory(cluster(host_bytes=1e12, spills_to_disk=False), submissions, gpus)
+    own = [own_bases(one, submissions, is_gpu=True) for one in submissions]
+    assert own == [(), (), (Phase.ROLLOUT,)]
+    for phase in (Phase.ROLLOUT, Phase.TRAIN):
+        lost = alone.pools[phase].device_memory_bytes - together.pools[phase].device_memory_bytes
+        base = device_parts(submissions[0].config, phase, is_gpu=True)["base"]
+        assert lost - base == pytest.approx(2 * CUDA_CONTEXT_BYTES)
+        whole, part = (
+            getattr(
+                with_footprint(submissions[0], alone, is_gpu=True, own_bases=phases).pipeline.footprint,
+                f"{phase}_device_bytes",
+            )
+            for phases in ((Phase.ROLLOUT, Phase.TRAIN), ())
+        )
+        assert whole - part == pytest.approx(base)
+
+
+def tenant(real, name: str, slots: int):
+    one = real.submission(name)
+    config = replace(one.config, model=replace(one.config.model, seed=5), adapter=AdapterConfig(rank=2, alpha=2.0))
+    config = replace(config, rollout=replace(config.rollout, num_slots=slots))
+    pipeline = replace(one.pipeline, rollout_base=rollout_base(config), train_base=train_base(config))
+    return replace(one, config=config, pipeline=pipeline)

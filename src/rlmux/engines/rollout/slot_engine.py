@@ -568,6 +568,10 @@ class SlotRolloutEngine:
         weights = self._adapters.weights(name)
         return 0 if weights is None else storage_bytes([weights.flat])
 
+    def slot_bytes(self) -> int:
+        """Device bytes of the slots and their KV cache."""
+        return storage_bytes(self._slots.tensors())
+
     def _recall(self) -> None:
         """Bring spilled KV and weights from disk to host memory, where they can be read and changed."""
         if self._offloaded is None or not self._offloaded.is_on_disk:

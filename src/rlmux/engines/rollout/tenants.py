@@ -67,6 +67,10 @@ class SharedEngine:
         """Whether the tenant's state is on the device."""
         return name in self._loaded
 
+    def state_bytes(self, name: str) -> int:
+        """Device bytes of a loaded tenant: its adapter, and its part of the slots."""
+        return self.engine.adapter_bytes(name) + self.engine.slot_bytes() // self.num_loaded
+
     @property
     def num_loaded(self) -> int:
         """Tenants with a state on the device."""

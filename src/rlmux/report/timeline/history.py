@@ -81,6 +81,8 @@ class History:
         self.pipelines: dict[PipelineId, PipelineRecord] = {}
         self.instants: list[Instant] = []
         self.standstills: list[Standstill] = []
+        self.adapter_rooms: dict[tuple[str, Phase, str], dict[str, Any]] = {}
+        """Last note `adapter_room` by device, phase and base (`Pipeline.base_of`)."""
         self.down: list[tuple[float, float]] = []
         """Stretches (begin, end) from the last row of a process to the first row of the one that resumed its run."""
         self.ready_s: list[float] = [math.inf]
@@ -447,6 +449,9 @@ class History:
             record.promise = str(fields["promise"])
         elif type == "worker":
             self.ready_s[-1] = min(self.ready_s[-1], time_s)
+        elif type == "adapter_room" and record is not None:
+            base = record.pipeline.base_of(Phase(fields["phase"]))
+            self.adapter_rooms[str(fields["device"]), Phase(fields["phase"]), base] = fields
         elif type == "rollout" and record is not None:
             record.rollouts[int(fields["step"])] = fields
         elif type == "pipeline_end" and record is not None:

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rlmux.core.model import Footprint, Phase
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.memory_parts import (
@@ -29,6 +31,8 @@ from rlmux.rl.memory.memory_parts import (
 )
 from rlmux.rl.memory.model_shape import shape_of
 
+BOTH_PHASES = (Phase.ROLLOUT, Phase.TRAIN)
+
 _PROCESS_BYTES = 150e6
 """Bytes of a worker process beyond what it shares with the fork server."""
 
@@ -43,14 +47,17 @@ def server_bytes(config: TrainingConfig) -> float:
     return total(rollout_parts(config)) + _SERVER_BYTES if given is None else given * 1e9
 
 
-def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool = True) -> Footprint:
+def footprint_of(
+    config: TrainingConfig, *, is_gpu: bool = False, own_bases: Collection[Phase] = BOTH_PHASES
+) -> Footprint:
     """Bytes that each worker of the pipeline keeps on its device, and in host memory while it is resident there.
 
-    Without `has_base` the frozen base of an adapter is left out: it lies once in the machine's memory for all.
+    `own_bases`: phases whose worker has the frozen base of its adapter for itself; in others it is counted elsewhere.
     """
     context = CUDA_CONTEXT_BYTES if is_gpu else 0.0
-    rollout = total(device_parts(config, Phase.ROLLOUT, is_gpu=is_gpu, has_base=has_base))
-    train = total(device_parts(config, Phase.TRAIN, is_gpu=is_gpu, has_base=has_base))
+    rollout, train = (
+        total(device_parts(config, phase, is_gpu=is_gpu, has_base=phase in own_bases)) for phase in BOTH_PHASES
+    )
     loads_on_host = is_gpu and config.rollout.engine.name == "rlmux"
     loaded = loading_bytes(config) + evicted_bytes(config) if loads_on_host else 0.0
     built = building_bytes(config) if loads_on_host else 0.0

@@ -4,7 +4,8 @@
     device memory   of a core: its part of host memory; of a GPU: the free bytes reported by its driver
 
 The frozen bases of adapters lie in shared memory, each once for all its pipelines. Their bytes are taken from host
-memory before it is divided. On a GPU each worker has a base of its own.
+memory before it is divided. On a GPU pipelines of one base share a process for each phase, and so one base on each
+device: its bytes are taken from the device's. Any other worker has a base of its own.
 
 Several devices of the file on one GPU divide its memory: each gets its pipelines' largest state and an equal part of
 the rest. A pool's figure in the file can lower this, never raise it.
@@ -19,7 +20,8 @@ host memory stay there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import psutil
@@ -28,7 +30,7 @@ from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool
 from rlmux.policies.search.shared_placement import MAX_MEMBERS
 from rlmux.rl.memory.adapter_base import bases_of
-from rlmux.rl.memory.footprint import device_parts, footprint_of
+from rlmux.rl.memory.footprint import BOTH_PHASES, device_parts, footprint_of
 from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES, Parts, total
 from rlmux.rl.memory.smallest_change import smallest_change
 from rlmux.runtime.backend import Submission
@@ -69,7 +71,10 @@ def with_machine_memory(
             f"{_gigabytes(machine.host_bytes * _USABLE)}; give fewer or smaller models"
         )
     host_bytes = (machine.host_bytes * _USABLE - shared) / max(1, num_devices)
-    gpu_bytes = _assign_gpu_memory(cluster, submissions, machine)
+    gpu_bytes = {
+        name: num_bytes - _shared_base_bytes(cluster.pools[name], submissions)
+        for name, num_bytes in _assign_gpu_memory(cluster, submissions, machine).items()
+    }
     return Cluster(
         pools={
             name: replace(
@@ -96,7 +101,7 @@ def _assign_gpu_memory(cluster: Cluster, submissions: Sequence[Submission], mach
     for gpu, devices in devices_by_gpu.items():
         pools = [cluster.pools[device.pool] for device in devices]
         there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU - _waiting_context_bytes(pools, len(submissions))
-        needs = [_largest_state(pool, submissions) for pool in pools]
+        needs = [_largest_state(pool, submissions) + _shared_base_bytes(pool, submissions) for pool in pools]
         if len(devices) > 1 and sum(needs) > there_is:
             parts = " + ".join(f"{_gigabytes(need)} for {device}" for device, need in zip(devices, needs, strict=True))
             raise RefusedError(
@@ -119,6 +124,33 @@ def _waiting_context_bytes(pools: Sequence[Pool], num_pipelines: int) -> float:
     return CUDA_CONTEXT_BYTES * sum(max(0, num_sharing * (2 if pool.serves_both_phases else 1) - 1) for pool in pools)
 
 
+def own_bases(submission: Submission, submissions: Sequence[Submission], *, is_gpu: bool) -> tuple[Phase, ...]:
+    """Phases in which the worker of a pipeline has its adapter's base for itself on this machine.
+
+    On cores all adapters share theirs. On GPUs those do that compute in one process.
+    """
+    if not is_gpu:
+        return ()
+    shared = {phase: _shared_bases(phase, submissions) for phase in BOTH_PHASES}
+    return tuple(phase for phase in BOTH_PHASES if submission.pipeline.base_of(phase) not in shared[phase])
+
+
+def _shared_bases(phase: Phase, submissions: Sequence[Submission]) -> dict[str, Submission]:
+    """A pipeline of each base that several share a process of, by `Pipeline.base_of`."""
+    counts = Counter(one.pipeline.base_of(phase) for one in submissions)
+    return {base: one for one in submissions if (base := one.pipeline.base_of(phase)) and counts[base] > 1}
+
+
+def _shared_base_bytes(pool: Pool, submissions: Sequence[Submission]) -> float:
+    """Bytes of the bases that pipelines share on each device of the pool."""
+    phases = BOTH_PHASES if pool.serves_both_phases else (pool.phase,)
+    return sum(
+        device_parts(one.config, phase, is_gpu=True).get("base", 0.0)
+        for phase in phases
+        for one in _shared_bases(phase, submissions).values()
+    )
+
+
 def _largest_state(pool: Pool, submissions: Sequence[Submission]) -> float:
     """Bytes of the largest state that a device of the pool is to hold."""
     needs = [0.0]
@@ -132,14 +164,14 @@ def _largest_state(pool: Pool, submissions: Sequence[Submission]) -> float:
 
 
 def with_footprint(
-    submission: Submission, cluster: Cluster, *, is_gpu: bool = False, has_base: bool = True
+    submission: Submission, cluster: Cluster, *, is_gpu: bool = False, own_bases: Collection[Phase] = BOTH_PHASES
 ) -> Submission:
     """The submission with its footprint estimated from its config, where the file does not give it.
 
-    In a pool that spills, a node's host memory must hold its process; its state has the disk. Without `has_base` the
-    base of an adapter is left out, as `with_machine_memory` has counted it.
+    In a pool that spills, a node's host memory must hold its process; its state has the disk. `own_bases`: as in
+    `footprint_of`; `with_machine_memory` counts the other bases.
     """
-    footprint = _estimated_footprint(submission, is_gpu=is_gpu, has_base=has_base)
+    footprint = _estimated_footprint(submission, is_gpu=is_gpu, own_bases=own_bases)
     context = CUDA_CONTEXT_BYTES if is_gpu else 0.0  # never in host memory
     rollout, train = cluster.pool_serving(Phase.ROLLOUT), cluster.pool_serving(Phase.TRAIN)
     if rollout is not None and rollout.spills_to_disk:
@@ -151,13 +183,13 @@ def with_footprint(
     return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
 
 
-def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool) -> Footprint:
+def _estimated_footprint(submission: Submission, *, is_gpu: bool, own_bases: Collection[Phase]) -> Footprint:
     given, is_filler = submission.pipeline.footprint, submission.pipeline.is_filler
     if is_filler:  # it has no trainer
         given = replace(given, train_host_bytes=0.0, train_device_bytes=0.0)
     if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
         return given
-    estimated = footprint_of(submission.config, is_gpu=is_gpu, has_base=has_base)
+    estimated = footprint_of(submission.config, is_gpu=is_gpu, own_bases=own_bases)
     return replace(
         given,
         rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),
@@ -173,11 +205,12 @@ def has_gpu_sized_devices(cluster: Cluster) -> bool:
 
 
 def check_each_fits(
-    cluster: Cluster, submissions: Sequence[Submission], *, is_gpu: bool = False, has_base: bool = True
+    cluster: Cluster, submissions: Sequence[Submission], *, is_gpu: bool = False, on_machine: bool = False
 ) -> None:
     """Raises RefusedError, with the parts, for the first pipeline that does not fit a device of its pools even alone.
 
-    `is_gpu` and `has_base`: those with which `with_footprint` counted.
+    `is_gpu`: that with which `with_footprint` counted. `on_machine`: the cluster comes from `with_machine_memory`,
+    which counts shared bases.
     """
     for submission in submissions:
         footprint = submission.pipeline.footprint
@@ -189,6 +222,7 @@ def check_each_fits(
             if pool is None:
                 continue
             name, worker = submission.config.name, f"its {phase} worker needs"
+            has_base = not on_machine or phase in own_bases(submission, submissions, is_gpu=is_gpu)
             counted = {"is_gpu": is_gpu, "has_base": has_base}
             need = device_bytes or 0.0
             if _is_over(need, pool.device_memory_bytes):

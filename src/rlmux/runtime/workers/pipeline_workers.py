@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.weights.checkpoints import CheckpointStore
+from rlmux.runtime.workers.worker_calls import AdapterRoom
 from rlmux.runtime.workers.worker_pool import Worker
 
 
@@ -36,6 +37,8 @@ class PipelineWorkers:
     """The file that all its processes write their output to."""
     furthest_step: int
     """The newest step ever published."""
+    note_room: Callable[[Worker, AdapterRoom | None], None]
+    """Called with the answer to a worker's `build`; None for one that is no tenant."""
     built: set[Worker] = field(default_factory=set)
     """Workers whose engine was built, or is being built (membership tests only)."""
     num_losses_by_worker: dict[str, int] = field(default_factory=dict)
@@ -62,13 +65,14 @@ class PipelineWorkers:
         """Build a worker's engine, once, under the first order on its device, which has the lease."""
         if worker not in self.built:
             self.built.add(worker)
-            yield calls.call(worker, "build")
+            self.note_room(worker, (yield calls.call(worker, "build")))
 
     def build_trainers(self, calls: CallLoop) -> Work:
         """Build the engines of all ranks, once, and connect the ranks."""
         new = [worker for worker in self.trainers if worker not in self.built]
         self.built.update(new)
-        yield from all_of([calls.call(worker, "build") for worker in new])
+        for worker, room in zip(new, (yield from all_of([calls.call(one, "build") for one in new])), strict=True):
+            self.note_room(worker, room)
         count = len(self.trainers)
         if not new or count == 1:
             return

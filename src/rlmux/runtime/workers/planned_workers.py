@@ -433,6 +433,10 @@ class TrainWorker:
 
         return write
 
+    def resident_bytes(self) -> int:
+        """Device bytes of the engine's state."""
+        return self._engine.resident_bytes()
+
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
         return offload_engine(self._engine, spill_to)

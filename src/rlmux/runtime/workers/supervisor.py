@@ -43,6 +43,7 @@ from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker, Trai
 from rlmux.runtime.workers.standstill import StandstillWatch
 from rlmux.runtime.workers.tenant_hosts import RolloutHost, TrainHost
 from rlmux.runtime.workers.tenant_process import TenantWorkplace
+from rlmux.runtime.workers.worker_calls import AdapterRoom
 from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
 
 
@@ -367,6 +368,7 @@ class WorkerSupervisor:
             train_devices=train_devices,
             log_path=log_path,
             furthest_step=max(step, 0),
+            note_room=self._note_room,
         )
         self._workers_by_pipeline[pipeline] = workers
         self._on_started(workers)
@@ -463,6 +465,15 @@ class WorkerSupervisor:
 
     def _note_worker(self, pipeline: PipelineId, worker: Worker) -> None:
         self._outbox.note("worker", pipeline=pipeline, role=worker.name.partition("/")[2], pid=worker.pid)
+
+    def _note_room(self, worker: Worker, room: AdapterRoom | None) -> None:
+        """Log what an adapter's worker takes of its device and what is left there."""
+        workers = self.owner(worker)
+        if room is not None and workers is not None:
+            phase = Phase.TRAIN if worker in workers.trainers else Phase.ROLLOUT
+            (device, *_) = workers.devices_of(worker)
+            fields = {"state_bytes": room.state_bytes, "free_bytes": room.free_bytes}
+            self._outbox.note("adapter_room", pipeline=workers.id, device=str(device), phase=str(phase), **fields)
 
     def _end_processes(self, workers: PipelineWorkers) -> None:
         del self._workers_by_pipeline[workers.id]

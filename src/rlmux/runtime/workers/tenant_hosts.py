@@ -39,7 +39,13 @@ from rlmux.runtime.workers.planned_workers import (
 from rlmux.runtime.workers.processes import BUILD, portable_error
 from rlmux.runtime.workers.request_workers import BatchReport, DatumWorker, RequestChunk, RequestResult
 from rlmux.runtime.workers.tenant_process import TenantCall, TenantResult
-from rlmux.runtime.workers.worker_calls import RolloutChunk, RolloutChunkResult, TrainCall, TrainCallResult
+from rlmux.runtime.workers.worker_calls import (
+    AdapterRoom,
+    RolloutChunk,
+    RolloutChunkResult,
+    TrainCall,
+    TrainCallResult,
+)
 
 if TYPE_CHECKING:
     from rlmux.engines.device_fraction import FractionSetter
@@ -90,7 +96,8 @@ class TenantHost(ABC, Generic[Tenant, Call, Inputs, Result]):
                 if call.method == self.TOGETHER:
                     batch[call.tenant] = call.args[0], self._take_inputs(call.tenant, call.args[0])
                 else:
-                    value = None if call.method == BUILD else getattr(worker, call.method)(*call.args)
+                    is_built = call.method == BUILD
+                    value = self._room(call.tenant) if is_built else getattr(worker, call.method)(*call.args)
                     results[call.tenant] = TenantResult(value=value)
             except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
                 results[call.tenant] = _failed(call, error)
@@ -121,6 +128,15 @@ class TenantHost(ABC, Generic[Tenant, Call, Inputs, Result]):
                 results[tenant] = TenantResult(value=shared)
         return results
 
+    def _room(self, tenant: str) -> AdapterRoom:
+        """What a tenant that has just joined takes, and what is left."""
+        import psutil
+        import torch
+
+        is_gpu = torch.cuda.is_available()
+        free_bytes = torch.cuda.mem_get_info()[0] if is_gpu else psutil.virtual_memory().available
+        return AdapterRoom(state_bytes=self._state_bytes(tenant), free_bytes=int(free_bytes))
+
     @property
     def _fraction(self) -> FractionSetter:
         """Sets the device fraction of the process: the sum of those of the tenants that compute."""
@@ -136,6 +152,10 @@ class TenantHost(ABC, Generic[Tenant, Call, Inputs, Result]):
 
     @abstractmethod
     def _leave(self, tenant: str) -> None: ...
+
+    @abstractmethod
+    def _state_bytes(self, tenant: str) -> int:
+        """Device bytes of the tenant's own state: slots and adapter, or adapter, gradients and moments."""
 
     @abstractmethod
     def _take_inputs(self, tenant: str, call: Call) -> Inputs:
@@ -185,6 +205,9 @@ class RolloutHost(TenantHost[RolloutWorker, RolloutChunk, ChunkInputs, RolloutCh
 
     def _leave(self, tenant: str) -> None:
         self._shared.leave(tenant)
+
+    def _state_bytes(self, tenant: str) -> int:
+        return self._shared.state_bytes(tenant)
 
     def _take_inputs(self, tenant: str, call: RolloutChunk) -> ChunkInputs:
         inputs = self._workers[tenant].take_inputs(call)
@@ -240,6 +263,9 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
     def _leave(self, tenant: str) -> None:
         assert self._training is not None
         self._training.remove(tenant)
+
+    def _state_bytes(self, tenant: str) -> int:
+        return self._workers[tenant].resident_bytes()
 
     def _take_inputs(self, tenant: str, call: TrainCall) -> StageInputs:
         return self._workers[tenant].take_inputs(call)

@@ -3,6 +3,7 @@
 RolloutChunk ──▶ RolloutWorker.run_chunk ──▶ RolloutChunkResult
 TrainCall    ──▶ TrainWorker.run_stage   ──▶ TrainCallResult ── of all ranks ──▶ joined
                  EnvWorker.finish_step   ──▶ StepBatch
+                 a tenant's build        ──▶ AdapterRoom
 """
 
 from __future__ import annotations
@@ -69,6 +70,16 @@ class RolloutChunkResult:
     """Pipelines whose tokens the chunk computed in one batch."""
     token_share: float = 1.0
     """The pipeline's share of these tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRoom:
+    """The answer to a tenant's `build`: its bytes on the device beside the shared base, and what is left there."""
+
+    state_bytes: int
+    """Device bytes of the tenant's own state, as built."""
+    free_bytes: int
+    """Free bytes afterwards: of the GPU, or of the machine where devices are cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
