@@ -327,6 +327,10 @@ class DatumWorker:
             load_s=0.0,
         )
 
+    def resident_bytes(self) -> int:
+        """Device bytes of the engine's state."""
+        return self._engine.resident_bytes()
+
     def load(self) -> None:
         """Back to the device. Does nothing when already there."""
         with beating():

@@ -233,19 +233,20 @@ class RolloutHost(TenantHost[RolloutWorker, RolloutChunk, ChunkInputs, RolloutCh
         }
 
 
-class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]):
-    """Training of adapters of one base, one rank each."""
-
-    TOGETHER = "run_stage"
+class _TrainingHost(TenantHost[Tenant, Call, Inputs, Result]):
+    """Tenants over one JointTraining."""
 
     def __init__(self) -> None:
         super().__init__()
         self._training: JointTraining | None = None
 
-    @beating()
-    def _join(
-        self, tenant: str, config: TrainingConfig, restore_from: Path | None, origin: Origin | None, bases: Path | None
-    ) -> TrainWorker:
+    @property
+    def _shared(self) -> JointTraining:
+        assert self._training is not None, "the first tenant builds it"
+        return self._training
+
+    def _begin(self, config: TrainingConfig, bases: Path | None) -> JointTraining:
+        """What all tenants share, as the first one builds it."""
         import torch
 
         from rlmux.engines.train.joint_training import JointTraining
@@ -253,16 +254,28 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
         if self._training is None:
             torch.set_num_threads(config.train.num_threads)
             self._training = JointTraining(device_in_use(), bases)
-        engine = self._training.add(tenant, config, origin=origin)
+        return self._training
+
+    def _leave(self, tenant: str) -> None:
+        self._shared.remove(tenant)
+
+
+class TrainHost(_TrainingHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]):
+    """Training of adapters of one base, one rank each."""
+
+    TOGETHER = "run_stage"
+
+    @beating()
+    def _join(
+        self, tenant: str, config: TrainingConfig, restore_from: Path | None, origin: Origin | None, bases: Path | None
+    ) -> TrainWorker:
+        training = self._begin(config, bases)
+        engine = training.add(tenant, config, origin=origin)
         try:
             return TrainWorker.over(engine, origin, restore_from)
         except BaseException:
-            self._training.remove(tenant)
+            training.remove(tenant)
             raise
-
-    def _leave(self, tenant: str) -> None:
-        assert self._training is not None
-        self._training.remove(tenant)
 
     def _state_bytes(self, tenant: str) -> int:
         return self._workers[tenant].resident_bytes()
@@ -274,11 +287,10 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
         self, batch: Mapping[str, tuple[TrainCall, StageInputs]]
     ) -> Mapping[str, Computed[TrainCallResult] | Exception]:
         """A tenant's seconds are those of the whole batch: the orders run beside each other."""
-        assert self._training is not None
         start = perf_counter()
         shared_limit = [_SHARED_CHUNK_S] if len(self._workers) > len(batch) else []
         max_seconds = min([*(call.max_seconds for call, _ in batch.values()), *shared_limit])
-        reports = self._training.run_stages(
+        reports = self._shared.run_stages(
             {tenant: call.stage for tenant, (call, _) in batch.items()}, max_seconds=max_seconds
         )
         seconds = perf_counter() - start
@@ -294,34 +306,23 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
         return found
 
 
-class DatumHost(TenantHost[DatumWorker, RequestChunk, None, BatchReport]):
+class DatumHost(_TrainingHost[DatumWorker, RequestChunk, None, BatchReport]):
     """Models that clients train by requests: adapters of one base, one rank each."""
 
     TOGETHER = "run_chunk"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._training: JointTraining | None = None
-
     @beating()
     def _join(self, tenant: str, config: TrainingConfig, restore_from: Path | None, bases: Path | None) -> DatumWorker:
-        import torch
-
-        from rlmux.engines.train.joint_training import JointTraining
-
-        if self._training is None:
-            torch.set_num_threads(config.train.num_threads)
-            self._training = JointTraining(device_in_use(), bases)
-        engine = self._training.add_model(tenant, config)
+        training = self._begin(config, bases)
+        engine = training.add_model(tenant, config)
         try:
             return DatumWorker.over(engine, restore_from)
         except BaseException:
-            self._training.remove(tenant)
+            training.remove(tenant)
             raise
 
-    def _leave(self, tenant: str) -> None:
-        assert self._training is not None
-        self._training.remove(tenant)
+    def _state_bytes(self, tenant: str) -> int:
+        return self._workers[tenant].resident_bytes()
 
     def _take_inputs(self, tenant: str, call: RequestChunk) -> None:
         self._workers[tenant].add(call.requests)
@@ -329,7 +330,6 @@ class DatumHost(TenantHost[DatumWorker, RequestChunk, None, BatchReport]):
     @beating()
     def _run(self, batch: Mapping[str, tuple[RequestChunk, None]]) -> Mapping[str, Computed[BatchReport] | Exception]:
         """Rounds of a micro-batch of each, until one of them has nothing left or the time is up; at least one round."""
-        assert self._training is not None
         start = perf_counter()
         shared_limit = [_SHARED_CHUNK_S] if len(self._workers) > len(batch) else []
         max_seconds = min([*(chunk.max_seconds for chunk, _ in batch.values()), *shared_limit])
@@ -343,7 +343,7 @@ class DatumHost(TenantHost[DatumWorker, RequestChunk, None, BatchReport]):
                 break
             num_working = len(works)
             before = {tenant: work.tokens for tenant, work in works.items()}
-            self._training.run_round(works)
+            self._shared.run_round(works)
             for tenant, work in works.items():
                 tokens[tenant] += work.tokens - before[tenant]
         seconds, computed = perf_counter() - start, {tenant: count for tenant, count in tokens.items() if count}
