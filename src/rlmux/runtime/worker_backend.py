@@ -55,6 +55,7 @@ from rlmux.runtime.orders.request_batches import BatchOptions, Surroundings
 from rlmux.runtime.orders.resident_states import ResidentStates
 from rlmux.runtime.orders.rollout_driver import RolloutDriver
 from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder, RunningOrders
+from rlmux.runtime.orders.shared_training import SharedTrainers
 from rlmux.runtime.orders.train_driver import TrainDriver
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workers.supervisor import WorkerSupervisor
@@ -121,7 +122,13 @@ class WorkerBackend:
         """Nodes reported as lost (membership tests only)."""
         self._promises = EngineProbes(self._calls, self._outbox)
         self.on_demand = OnDemandPipelines(
-            Surroundings(workplace=workplace, calls=self._calls, outbox=self._outbox, options=batch_options)
+            Surroundings(
+                workplace=self._places,
+                calls=self._calls,
+                outbox=self._outbox,
+                trainers=SharedTrainers(self._calls),
+                options=batch_options,
+            )
         )
         self.external = ExternalPrograms(self._calls, self._outbox)
         self._states = ResidentStates(

@@ -18,6 +18,7 @@ from rlmux.engines.train.datum_train import DatumTrainEngine
 from rlmux.engines.train.joint_forward import JointForward
 from rlmux.engines.train.joint_training import JointTraining
 from rlmux.engines.train.row_probe import RowProbe
+from rlmux.engines.train.stage_work import TrainWork
 from rlmux.engines.train.train_engine import RL_STAGES, TorchTrainEngine
 from rlmux.rl.client_requests import Datum, ForwardBackward, OptimizerStep
 from rlmux.rl.config import (
@@ -413,24 +414,26 @@ def request(seed: int, count: int, *, is_forward_only: bool = False) -> ForwardB
     return ForwardBackward(datums=datums(seed, count), loss="cross_entropy", config={}, is_forward_only=is_forward_only)
 
 
+def run_requests(joint: JointTraining, works: Mapping[str, TrainWork]) -> None:
+    """All rounds of these works."""
+    while left := {name: work for name, work in works.items() if work.has_score()}:
+        joint.run_round(left)
+
+
 def test_requests_of_several_clients_have_the_bits_of_alone(joint_calls: list[int]) -> None:
     step = OptimizerStep(learning_rate=1e-2, betas=(0.9, 0.95), epsilon=1e-12, weight_decay=0.0, grad_clip=0.0)
     joint = JointTraining()
     engines = {name: joint.add_model(name, config(name)) for name in "abc"}
     asked = {"a": request(1, 9), "b": request(2, 4), "c": request(3, 5, is_forward_only=True)}
-    results = joint.run_requests(asked)
+    works = {name: engines[name].forward_backward(one) for name, one in asked.items()}
+    run_requests(joint, works)
     assert 2 in joint_calls
     for name in "abc":
         own = DatumTrainEngine(config(name))
         work = own.forward_backward(asked[name])
-        done: Any = None
-        while done is None:
-            try:
-                next(work)
-            except StopIteration as end:
-                done = end.value
-        found = results[name]
-        assert not isinstance(found, Exception)
+        while work.has_score():
+            work.run_alone(own.state.answer)
+        found, done = works[name].result, work.result
         assert (found.loss, found.num_tokens) == (done.loss, done.num_tokens)
         assert all((one == other).all() for one, other in zip(found.logprobs, done.logprobs, strict=True))
         if name != "c":
@@ -440,9 +443,9 @@ def test_requests_of_several_clients_have_the_bits_of_alone(joint_calls: list[in
 
 def test_a_request_that_cannot_be_trained_on_is_an_error_of_its_client() -> None:
     joint = JointTraining()
-    for name in "ab":
-        joint.add_model(name, config(name))
-    wrong = replace(request(1, 2), loss="no such loss")
-    results = joint.run_requests({"a": wrong, "b": request(2, 4)})
-    assert isinstance(results["a"], UserError)
-    assert not isinstance(results["b"], Exception)
+    engines = {name: joint.add_model(name, config(name)) for name in "ab"}
+    asked = {"a": replace(request(1, 2), loss="no such loss"), "b": request(2, 4)}
+    works = {name: engines[name].forward_backward(one) for name, one in asked.items()}
+    run_requests(joint, works)
+    assert isinstance(works["a"].error, UserError)
+    assert works["b"].error is None

@@ -1,21 +1,23 @@
-"""On-demand pipelines with real workers: a sampling worker that adapters have in common may be lost."""
+"""On-demand pipelines with real workers: a process that adapters have in common may be lost."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.runtime.orders.test_shared_sampling import config, random_adapters, requests, sampled
+from tests.runtime.workers.test_tenant_hosts import STEP, loss, trained_alone, values
 from tests.waiting import until
 
 from rlmux.core.events import PipelineFailed, WorkerLost
 from rlmux.core.model import Footprint, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
+from rlmux.rl.client_requests import PackedLoss, TrainRequest
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import LocalProcesses
@@ -60,6 +62,7 @@ class Run:
         self.results: dict[tuple[str, str], RequestResult] = {}
         self.shared: list[Any] = []
         self.events: list[Any] = []
+        self.checkpoints: list[tuple[str, str, str]] = []
 
     def open(self, name: str) -> PipelineId:
         pipeline = Pipeline(
@@ -73,6 +76,10 @@ class Run:
 
     def sample(self, name: PipelineId, request: Any, weights: Path) -> None:
         self.inbox.call_soon(lambda backend: backend.on_demand.sample(name, request, weights))
+
+    def train(self, name: PipelineId, requests: Iterable[tuple[str, TrainRequest]]) -> None:
+        for id, request in requests:
+            self.inbox.call_soon(lambda backend, id=id, request=request: backend.on_demand.train(name, id, request))
 
     def go_on(self, is_so: Callable[[], bool]) -> None:
         def is_so_after_a_pass() -> bool:
@@ -89,6 +96,9 @@ class Run:
     def on_result(self, pipeline: PipelineId, result: RequestResult) -> None:
         assert result.error is None
         self.results[pipeline, result.id] = result.value
+
+    def on_checkpoint(self, pipeline: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
+        self.checkpoints.append((pipeline, request_id, sha256))
 
     def events_of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -154,3 +164,41 @@ def test_a_worker_whose_call_shows_no_life_is_replaced(run, processes, weights):
     run.go_on(lambda: bool(run.results))
     assert [event.pipeline for event in run.events_of(WorkerLost)] == ["a"]
     assert len(processes.pids) == 2
+
+
+@pytest.mark.slow
+def test_requests_of_a_common_training_process_that_is_killed_are_repeated_to_the_same_bits(run, processes):
+    names = [run.open("a"), run.open("b")]
+    first = {name: [("s0", loss(ord(name), 3)), ("s1", STEP)] for name in names}
+    then = {name: [(f"l{number}", loss(number, 60)) for number in range(6)] + [("u", STEP)] for name in names}
+    for name in names:
+        run.train(name, first[name])
+    run.go_on(lambda: len(run.checkpoints) == 2)
+    assert len(processes.pids) == 1
+    for name in names:
+        run.train(name, then[name])
+    run.go_on(lambda: any(len(tokens) == 2 for tokens in run.shared))
+    assert len(run.results) < 14
+    os.kill(processes.pids[0], signal.SIGKILL)
+    run.go_on(lambda: len(run.checkpoints) == 4)
+    assert (len(processes.pids), len(run.events_of(WorkerLost)), run.events_of(PipelineFailed)) == (2, 2, [])
+    for name in names:
+        found = [RequestResult(id=id, value=value) for (of, id), value in run.results.items() if of == name]
+        assert values(found) == trained_alone(config(name), first[name] + then[name])
+
+
+def test_a_request_that_ends_every_training_process_fails_its_pipeline_and_the_other_goes_on(run, processes):
+    names = [run.open("a"), run.open("b")]
+    first = [("s0", loss(1, 3)), ("s1", STEP)]
+    for name in names:
+        run.train(name, first)
+    run.go_on(lambda: len(run.checkpoints) == 2)
+    deadly = PackedLoss(body=1, read=os._exit, write=bytes, is_forward_only=True, num_tokens=1)  # type: ignore[arg-type]
+    then = [("s2", loss(2, 3)), ("s3", STEP)]
+    run.train(names[0], [("s2", deadly)])
+    run.train(names[1], then)
+    run.go_on(lambda: bool(run.events_of(PipelineFailed)) and ("b", "s3") in run.results)
+    (failed,) = run.events_of(PipelineFailed)
+    assert (failed.pipeline, failed.reason.endswith(", 4 times in a row")) == ("a", True)
+    found = [RequestResult(id=id, value=value) for (of, id), value in run.results.items() if of == "b"]
+    assert values(found) == trained_alone(config("b"), first + then)

@@ -19,7 +19,8 @@ from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.request_batches import BatchOptions, OnDemandPipeline, Surroundings
 from rlmux.runtime.orders.running_orders import RunningOrder
 from rlmux.runtime.orders.shared_sampling import SharedSamplers
-from rlmux.runtime.workers.request_workers import BatchReport, RequestResult
+from rlmux.runtime.orders.shared_training import SharedTrainers
+from rlmux.runtime.workers.request_workers import BatchReport, RequestChunk, RequestResult
 
 CHUNK_S = 1.0
 DEVICE = DeviceId("rollout", 0, 0)
@@ -70,7 +71,9 @@ class Prompt:
     def keep_update(self, folder: Path, kept: Sequence[Path]) -> str:
         return "hash"
 
-    def run_chunk(self, max_seconds: float) -> BatchReport:
+    def run_chunk(self, chunk: float | RequestChunk) -> BatchReport:
+        if isinstance(chunk, RequestChunk) and chunk.requests:
+            self.add(chunk.requests)
         answers, made = [], {}
         for tenant in dict.fromkeys(one for one, _ in self.ids):
             first = next(one for one in self.ids if one[0] == tenant)
@@ -179,15 +182,29 @@ def batches(heard: Heard, tmp_path: Path) -> Batches:
 def tenants(heard: Heard, tmp_path: Path) -> list[Batches]:
     """Two pipelines, `a` and `b`, that train adapters of one base."""
     calls, samplers = Calls(heard, lambda: 0.0), SharedSamplers()
+    trainers = SharedTrainers(calls)
     configs = [
         TrainingConfig(name=name, adapter=AdapterConfig(rank=rank, alpha=1.0)) for rank, name in ((1, "a"), (2, "b"))
     ]
-    return [made(heard, calls, samplers, tmp_path, config) for config in configs]
+    return [made(heard, calls, samplers, tmp_path, config, trainers) for config in configs]
 
 
-def made(heard: Heard, calls: CallLoop, samplers: SharedSamplers, folder: Path, config: TrainingConfig) -> Batches:
-    options = BatchOptions(batch_s=2 * CHUNK_S, step_s=5 * CHUNK_S)
-    shared = Surroundings(workplace=heard, calls=calls, outbox=heard, options=options, samplers=samplers)  # type: ignore[arg-type]
+def made(
+    heard: Heard,
+    calls: CallLoop,
+    samplers: SharedSamplers,
+    folder: Path,
+    config: TrainingConfig,
+    trainers: SharedTrainers | None = None,
+) -> Batches:
+    shared = Surroundings(
+        workplace=heard,  # type: ignore[arg-type]
+        calls=calls,
+        outbox=heard,  # type: ignore[arg-type]
+        trainers=trainers or SharedTrainers(calls),
+        options=BatchOptions(batch_s=2 * CHUNK_S, step_s=5 * CHUNK_S),
+        samplers=samplers,
+    )
     return Batches(PipelineId(config.name), config, folder, heard, shared)
 
 
@@ -329,10 +346,10 @@ def test_a_save_that_comes_while_the_update_is_made_is_answered_before_the_updat
     batches.train("u1", UPDATE)
     chunk = Prompt.run_chunk
 
-    def run_chunk(self: Prompt, max_seconds: float) -> BatchReport:
+    def run_chunk(self: Prompt, limits: RequestChunk) -> BatchReport:
         if self.ids == [("", "u1")]:
             batches.train("s1", WriteWeights(path=Path("sampler-3.safetensors")))
-        return chunk(self, max_seconds)
+        return chunk(self, limits)
 
     monkeypatch.setattr(Prompt, "run_chunk", run_chunk)
     heard.said.clear()
@@ -443,3 +460,97 @@ def test_a_worker_that_is_being_built_stays_for_a_second_pipeline_when_its_first
     assert ("r-b", None) in heard.said
     second.park()
     assert slow.is_killed
+
+
+@pytest.fixture
+def trained(tenants, heard) -> list[Batches]:
+    """The two pipelines, each with its training state on the device."""
+    for number, each in enumerate(tenants):
+        each.train(f"begin-{each.id}", UPDATE)
+        each.begin(order(number, Stage.UPDATE))
+    heard.said.clear()
+    return tenants
+
+
+def test_losses_that_wait_are_computed_in_the_chunks_of_another_clients_order(trained, heard, monkeypatch):
+    chunk = Prompt.run_chunk
+
+    def together(self: Prompt, limits: RequestChunk) -> BatchReport:
+        report = chunk(self, limits)
+        return replace(report, tokens_by_tenant={"a": 4, "b": 12}, num_together=2, token_share=0.25)
+
+    monkeypatch.setattr(Prompt, "run_chunk", together)
+    first, second = trained
+    first.train("a1", loss(is_forward_only=False))
+    second.train("b1", loss(is_forward_only=False))
+    second.train("b2", UPDATE)
+    ended: list[StageFinished] = []
+    monkeypatch.setattr(heard, "add", lambda event: ended.append(event) if isinstance(event, StageFinished) else None)
+    heard.said.clear()
+    first.begin(order(2, Stage.UPDATE))
+    assert heard.said == [("b1", None), ("shared_batch", {"a": 4, "b": 12}), ("a1", None)]
+    (share,) = ended[0].batches
+    assert (share.num_together, share.held_s, share.charged_s) == (2, CHUNK_S, 0.25 * CHUNK_S)
+    monkeypatch.setattr(Prompt, "run_chunk", chunk)
+    heard.said.clear()
+    second.begin(order(3, Stage.UPDATE))
+    assert heard.said == [("b2", None), ("checkpointed", "b2")], "an update is left to an order of its own"
+    (share,) = ended[1].batches
+    assert (share.tokens, share.held_s, share.charged_s) == (4, 0.0, 0.25 * CHUNK_S)
+    assert (ended[1].seconds, ended[1].tokens) == (CHUNK_S, 8), "those of the loss and of the update"
+
+
+def test_losses_are_not_computed_beside_an_update_nor_for_a_state_that_left_the_device(trained, heard):
+    first, second = trained
+    second.train("b1", loss(is_forward_only=False))
+    first.train("a1", UPDATE)
+    first.begin(order(2, Stage.UPDATE))
+    second.offload(Phase.TRAIN)
+    first.train("a2", loss(is_forward_only=False))
+    first.begin(order(3, Stage.UPDATE))
+    assert "b1" not in [what for what, *_ in heard.said]
+    second.begin(order(4, Stage.UPDATE, Switch.WARM))
+    assert ("b1", None) in heard.said
+
+
+def test_losses_that_rode_along_are_repeated_for_a_worker_that_is_lost(trained, heard):
+    first, second = trained
+    second.train("b1", loss(is_forward_only=False))
+    first.train("a1", loss(is_forward_only=False))
+    first.begin(order(2, Stage.UPDATE))
+    second.forget(second.workers[0])
+    heard.said.clear()
+    second.train("b2", UPDATE)
+    second.begin(order(3, Stage.UPDATE))
+    assert [what for what, *_ in heard.said] == ["arrived", "b1", "b2", "checkpointed", "finished"]
+
+
+def test_an_order_whose_losses_others_have_computed_ends_at_once(trained, heard):
+    first, second = trained
+    second.train("b1", loss(is_forward_only=False))
+    first.train("a1", loss(is_forward_only=False))
+    first.begin(order(2, Stage.UPDATE))
+    heard.said.clear()
+    second.begin(order(3, Stage.UPDATE))
+    assert heard.said == [("finished", 3, 0.0)]
+
+
+def test_results_of_losses_that_ride_along_outlive_the_order(trained, heard, monkeypatch):
+    first, second = trained
+    held: list[Callable[[], None]] = []
+    call = Prompt.call
+
+    def hold(self: Prompt, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        held.append(lambda: call(self, now_s, method, args, then))
+
+    second.train("b1", loss(is_forward_only=False))
+    first.train("a1", loss(is_forward_only=False))
+    monkeypatch.setattr(Prompt, "call", hold)
+    first.begin(order(2, Stage.UPDATE))
+    held.pop(0)()  # its requests are handed over
+    assert len(held) == 2, "a chunk of each"
+    first.park()
+    heard.said.clear()
+    held[1]()
+    assert heard.said == [("b1", None)]
+    assert second.ride(CHUNK_S) is None, "nothing is left"

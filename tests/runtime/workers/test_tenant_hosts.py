@@ -1,17 +1,22 @@
-"""The object in a rollout process of several tenants: each gets what a worker of its own gives."""
+"""The object in a process of several tenants: each gets what a worker of its own gives."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlmux.core.errors import IllegalTransitionError
+from rlmux.engines.train.joint_forward import JointForward
+from rlmux.rl.client_requests import Datum, ForwardBackward, OptimizerStep, SaveState, TrainRequest, WriteWeights
 from rlmux.rl.config import AdapterConfig
 from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker
-from rlmux.runtime.workers.tenant_hosts import RolloutHost
+from rlmux.runtime.workers.request_workers import DatumWorker, RequestChunk, RequestResult
+from rlmux.runtime.workers.tenant_hosts import DatumHost, RolloutHost
 from rlmux.runtime.workers.tenant_process import TenantCall
 from rlmux.runtime.workers.worker_calls import RolloutChunk, RolloutChunkResult
 
@@ -127,3 +132,145 @@ def test_a_chunk_of_an_offloaded_tenant_is_refused_while_another_is_loaded(confi
     results = host.serve([], [call_of(one, "run_chunk", chunk_of(one)) for one in configs])
     assert isinstance(results[0].error, IllegalTransitionError)
     assert results[1].error is None
+
+
+STEP = OptimizerStep(learning_rate=1e-2, betas=(0.9, 0.95), epsilon=1e-12, weight_decay=0.0, grad_clip=0.0)
+
+
+def loss(seed: int, count: int, *, weight: float = 1.0) -> ForwardBackward:
+    """`count` datums of 10 to 15 tokens."""
+    random, datums = Random(seed), []
+    for _ in range(count):
+        tokens = np.array([random.randrange(2, 40) for _ in range(random.randint(11, 16))])
+        inputs = {"target_tokens": tokens[1:], "weights": np.full(len(tokens) - 1, weight, np.float32)}
+        datums.append(Datum(tokens=tokens[:-1], inputs=inputs))
+    return ForwardBackward(datums=datums, loss="cross_entropy", config={}, is_forward_only=False)
+
+
+def client(seed: int, counts: tuple[int, ...], folder: Path) -> list[tuple[str, TrainRequest]]:
+    """Two steps of so many losses each, and the weights and moments after them."""
+    requests: list[TrainRequest] = []
+    for step in range(2):
+        requests += [loss(100 * seed + 10 * step + number, count) for number, count in enumerate(counts)]
+        requests += [STEP]
+    requests += [WriteWeights(path=folder / f"{seed}.safetensors"), SaveState(folder=folder / f"state-{seed}")]
+    return [(str(number), request) for number, request in enumerate(requests)]
+
+
+def values(answers: list[RequestResult]) -> dict[str, Any]:
+    """By id; log-probs as lists."""
+    found = {}
+    for answer in answers:
+        value = answer.value
+        if hasattr(value, "logprobs"):
+            value = (value.loss, value.num_tokens, [part.tolist() for part in value.logprobs])
+        found[answer.id] = (value, answer.error)
+    assert len(found) == len(answers)
+    return found
+
+
+def trained_alone(config: Any, requests: list[tuple[str, TrainRequest]]) -> dict[str, Any]:
+    worker = DatumWorker(config, None)
+    return values(worker.run_chunk(RequestChunk(max_seconds=600.0, requests=requests)).answers)
+
+
+def datum_call(config: Any, method: str, *args: Any) -> TenantCall:
+    return TenantCall(
+        tenant=config.name, method=method, args=args, joins=(config, None, None), log_path=Path("/dev/null")
+    )
+
+
+class Clients:
+    """Models in one host, and all answers to each."""
+
+    def __init__(self, configs: list[Any]) -> None:
+        self.host = DatumHost()
+        self.configs = configs
+        self.answers: dict[str, list[RequestResult]] = {config.name: [] for config in configs}
+        self.num_together: list[int] = []
+        self.shares: list[list[float]] = []
+
+    def chunk(self, chunks: list[RequestChunk | None], *, left: list[str] = []) -> int:  # noqa: B006
+        """A chunk of each; returns how much is left."""
+        called = [(one, chunk) for one, chunk in zip(self.configs, chunks, strict=True) if chunk is not None]
+        results = self.host.serve(left, [datum_call(one, "run_chunk", chunk) for one, chunk in called])
+        reports = [result.value for result in results]
+        for (one, _), report in zip(called, reports, strict=True):
+            self.answers[one.name] += report.answers
+        self.num_together.append(reports[0].num_together)
+        self.shares.append([report.token_share for report in reports])
+        assert len({tuple(report.tokens_by_tenant.items()) for report in reports}) == 1
+        return sum(report.num_active + report.num_waiting for report in reports)
+
+    def finish(self, max_seconds: float = 600.0) -> dict[str, dict[str, Any]]:
+        while self.chunk([RequestChunk(max_seconds=max_seconds)] * len(self.configs)):
+            pass
+        return {name: values(answers) for name, answers in self.answers.items()}
+
+
+@pytest.fixture
+def joint_forwards(monkeypatch) -> list[int]:
+    """Models of each joint forward."""
+    calls, score = [], JointForward.score
+
+    def counted(self: JointForward, rows: Any) -> Any:
+        calls.append(len(rows))
+        return score(self, rows)
+
+    monkeypatch.setattr(JointForward, "score", counted)
+    return calls
+
+
+@pytest.mark.parametrize("max_seconds", [0.0, 600.0])
+def test_clients_requests_of_one_call_have_the_losses_logprobs_and_weights_of_alone(
+    configs, tmp_path, joint_forwards, max_seconds
+):
+    clients = Clients(configs)
+    asked = [client(1, (9, 4), tmp_path), client(2, (5,), tmp_path)]
+    clients.chunk([RequestChunk(max_seconds=max_seconds, requests=one) for one in asked])
+    found = clients.finish(max_seconds)
+    assert 2 in joint_forwards
+    assert (clients.num_together[0], sum(clients.shares[0])) == (2, pytest.approx(1.0))
+    weights = [(tmp_path / f"{seed}.safetensors").read_bytes() for seed in (1, 2)]
+    for one, requests in zip(configs, asked, strict=True):
+        assert found[one.name] == trained_alone(one, requests)
+    assert weights == [(tmp_path / f"{seed}.safetensors").read_bytes() for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [replace(loss(5, 3), loss="no such loss"), loss(5, 3, weight=float("nan"))], ids=["bad", "nan"]
+)
+def test_a_request_that_fails_is_an_error_of_its_client_alone(configs, tmp_path, wrong):
+    asked = [[("0", loss(7, 3)), ("1", wrong), ("2", STEP)], client(2, (5,), tmp_path)]
+    clients = Clients(configs)
+    clients.chunk([RequestChunk(max_seconds=600.0, requests=one) for one in asked])
+    found = clients.finish()
+    assert found == {one.name: trained_alone(one, requests) for one, requests in zip(configs, asked, strict=True)}
+    assert "a forward_backward failed" in found[configs[0].name]["2"][1]
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_loss_leaves_the_other_its_bits(configs, tmp_path):
+    asked = [client(1, (9,), tmp_path), client(2, (9,), tmp_path)]
+    clients = Clients(configs)
+    clients.chunk([RequestChunk(max_seconds=0.0, requests=one) for one in asked])
+    assert clients.answers == {one.name: [] for one in configs}, "a loss of several micro-batches"
+    again = client(3, (2,), tmp_path)
+    chunks = [RequestChunk(max_seconds=600.0, requests=again), RequestChunk(max_seconds=600.0)]
+    clients.chunk(chunks, left=[configs[0].name])
+    found = clients.finish()
+    assert found == {
+        configs[0].name: trained_alone(configs[0], again),
+        configs[1].name: trained_alone(configs[1], asked[1]),
+    }
+
+
+def test_a_client_that_is_offloaded_keeps_its_gradients_while_the_other_trains(configs, tmp_path):
+    asked = [client(1, (9,), tmp_path), client(2, (9,), tmp_path)]
+    clients = Clients(configs)
+    clients.chunk([RequestChunk(max_seconds=0.0, requests=one) for one in asked])
+    clients.host.serve([], [datum_call(configs[0], "offload")])
+    while clients.chunk([None, RequestChunk(max_seconds=600.0)]):
+        pass
+    clients.host.serve([], [datum_call(configs[0], "load")])
+    found = clients.finish()
+    assert found == {one.name: trained_alone(one, requests) for one, requests in zip(configs, asked, strict=True)}

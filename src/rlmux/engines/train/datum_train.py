@@ -11,7 +11,6 @@ drops the gradients: momentum would move the weights with a requested gradient m
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
 from pathlib import Path
 
 import torch
@@ -22,10 +21,11 @@ from rlmux.engines.adapters.shared_base import TenantBase, build_trained_model
 from rlmux.engines.model.weight_checksum import CHECKSUM
 from rlmux.engines.train.adamw import AdamWNumbers
 from rlmux.engines.train.datum_batches import DatumBatch, check_datums, datum_batches
+from rlmux.engines.train.stage_work import TrainWork
 from rlmux.engines.train.state.checkpoint import read_checkpoint
 from rlmux.engines.train.state.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train.state.trainer_state import TrainState
-from rlmux.engines.train.train_tensors import Backward, Requests, Score, answered
+from rlmux.engines.train.train_tensors import Backward, Requests, Score
 from rlmux.engines.train.training_forward import prepare_forward
 from rlmux.rl.client_requests import (
     ForwardBackward,
@@ -79,15 +79,14 @@ class DatumTrainEngine:
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def forward_backward(self, request: ForwardBackward) -> Generator[int, None, ForwardBackwardDone]:
-        """A generator that does one micro-batch an item, yields its tokens, and returns the ForwardBackwardDone.
+    def forward_backward(self, request: ForwardBackward) -> TrainWork:
+        """The work of a request, whose result is a ForwardBackwardDone.
 
-        Raises UserError for a request that cannot be trained on.
+        Its error is a UserError for a request that cannot be trained on.
         """
-        return answered(self.requests(request), self._state.answer)
+        return TrainWork(requests=self._requests(request))
 
-    def requests(self, request: ForwardBackward) -> Requests[ForwardBackwardDone]:
-        """What `forward_backward` computes."""
+    def _requests(self, request: ForwardBackward) -> Requests[ForwardBackwardDone]:
         self._state.require_loaded()
         try:
             if request.complaint is not None:

@@ -30,12 +30,11 @@ from rlmux.engines.adapters.shared_base import TenantBase
 from rlmux.engines.train.datum_train import DatumTrainEngine
 from rlmux.engines.train.joint_forward import JointForward, Rows
 from rlmux.engines.train.router_loss import has_experts
-from rlmux.engines.train.stage_work import StageWork
+from rlmux.engines.train.stage_work import TrainWork
 from rlmux.engines.train.state.trainer_state import TrainState
 from rlmux.engines.train.train_engine import TorchTrainEngine
-from rlmux.engines.train.train_tensors import Backward, Requests, Score, deterministic_backward
+from rlmux.engines.train.train_tensors import Backward, Score, deterministic_backward
 from rlmux.engines.train.training_forward import TokenScores
-from rlmux.rl.client_requests import ForwardBackward, ForwardBackwardDone
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.adapter_base import base_name
 from rlmux.rl.origin import Origin
@@ -49,7 +48,7 @@ class JointTraining:
     """The tenants of one worker. See the module docstring.
 
     Tenants     add, add_model, remove
-    Learning    run_stages, run_requests, is_exact_by_rows
+    Learning    run_stages, run_round, is_exact_by_rows
     """
 
     def __init__(self, device: str = "cpu", bases: Path | None = None) -> None:
@@ -127,11 +126,11 @@ class JointTraining:
         the time, by tokens.
         """
         results: dict[str, TrainReport | Exception] = {}
-        works: dict[str, _Work] = {}
+        works: dict[str, TrainWork] = {}
         for name, stage in stages.items():
             try:
                 with self._pipeline(name).stage(stage) as work:
-                    works[name] = _Work(requests=work.requests, stage=work, is_done=work.is_done)
+                    works[name] = TrainWork(requests=work.requests, stage=work, is_done=work.is_done)
             except Exception as error:
                 results[name] = error
         self._run(works, max_seconds)
@@ -150,17 +149,7 @@ class JointTraining:
         assert isinstance(engine, TorchTrainEngine), "a tenant of `add`"
         return engine
 
-    def run_requests(self, requests: Mapping[str, ForwardBackward]) -> dict[str, ForwardBackwardDone | Exception]:
-        """Compute a request of each model; returns the result of each, or its error."""
-        works = {}
-        for name, request in requests.items():
-            engine = self._tenants[name].engine
-            assert isinstance(engine, DatumTrainEngine), "a tenant of `add_model`"
-            works[name] = _Work(requests=engine.requests(request))
-        self._run(works, float("inf"))
-        return {name: work.result if work.error is None else work.error for name, work in works.items()}
-
-    def _run(self, works: Mapping[str, _Work], max_seconds: float) -> None:
+    def _run(self, works: Mapping[str, TrainWork], max_seconds: float) -> None:
         """Rounds until all are done, or until another round like the last would end after `max_seconds`."""
         started = perf_counter()
         elapsed_s = last_s = 0.0
@@ -168,17 +157,18 @@ class JointTraining:
         while not is_over and (active := {name: work for name, work in works.items() if not work.is_over}):
             is_over = elapsed_s + last_s >= max_seconds
             tokens = [work.tokens for work in active.values()]
-            self._run_round(active)
+            self.run_round(active)
             last_s, elapsed_s = perf_counter() - started - elapsed_s, perf_counter() - started
             done = [work.tokens - before for work, before in zip(active.values(), tokens, strict=True)]
             for work, own in zip(active.values(), done, strict=True):
                 work.seconds += last_s * own / max(1, sum(done))
 
-    def _run_round(self, works: Mapping[str, _Work]) -> None:
-        """One micro-batch of each, group by group: a joint model serves one forward until its backward."""
-        asked = {name: work.resume(None) for name, work in works.items()}
-        for names in self._groups({name: each for name, each in asked.items() if isinstance(each, Score)}):
-            requests = {name: asked[name] for name in names}
+    def run_round(self, works: Mapping[str, TrainWork]) -> None:
+        """One micro-batch of each, whose results and errors the works then hold."""
+        first = {name: score for name, work in works.items() if (score := work.take_score()) is not None}
+        # Group by group: a joint model serves one forward until its backward.
+        for names in self._groups(first):
+            requests: dict[str, Score | Backward] = {name: first[name] for name in names}
             while requests:
                 scores = {name: each for name, each in requests.items() if isinstance(each, Score)}
                 backwards = {name: each for name, each in requests.items() if isinstance(each, Backward)}
@@ -335,47 +325,3 @@ class _Tenant:
         """The tenant's part of a joint forward."""
         model, train = self.state.model, self.config.train
         return Rows(model=model, train=train, batch=request.batch, temperature=request.temperature)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Work:
-    """One tenant's stage or request in a call."""
-
-    requests: Requests[Any]
-    """What it computes."""
-    stage: StageWork | None = None
-    """The stage's progress; None for a request."""
-    tokens: int = 0
-    """Tokens of this call."""
-    seconds: float = 0.0
-    """The tenant's part of the time of this call."""
-    is_done: bool = False
-    """Whether nothing is left to compute."""
-    result: Any = None
-    """Result of a request."""
-    error: Exception | None = None
-    """Error that ended it."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is done or has failed."""
-        return self.is_done or self.error is not None
-
-    def resume(self, reply: object) -> Score | Backward | None:
-        """Continue with the reply to its last request, to its next one; None at the end of a micro-batch."""
-        try:
-            item = self.requests.throw(reply) if isinstance(reply, Exception) else self.requests.send(reply)
-            if not isinstance(item, int):
-                return item
-            self.tokens += item
-            if self.stage is not None:
-                self.stage.done += 1
-                if self.stage.done >= self.stage.total:
-                    next(self.requests)
-        except StopIteration as end:
-            self.is_done, self.result = True, end.value
-            if self.stage is not None:
-                self.stage.is_done = True
-        except Exception as error:
-            self.error = error
-        return None

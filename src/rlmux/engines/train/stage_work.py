@@ -1,17 +1,25 @@
-"""A training stage in progress, one micro-batch at a time."""
+"""Training in progress, one micro-batch at a time.
+
+    StageWork   a stage of a step, alone
+    TrainWork   a stage or a request, alone or beside others: joint_training answers what it requests
+
+Both stop after each micro-batch, so they can be cut anywhere.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
-from rlmux.engines.train.train_tensors import Requests, TrainTensors, answered
+from rlmux.engines.train.train_tensors import Backward, Requests, Score, TrainTensors, answered
 from rlmux.rl.types import TrainReport
 
 
 @dataclass(slots=True, kw_only=True)
 class StageWork:
-    """Progress of a stage, a generator that stops after each micro-batch, so it can be cut anywhere."""
+    """Progress of a stage."""
 
     requests: Requests[None]
     """What the stage computes."""
@@ -57,3 +65,75 @@ class StageWork:
             seconds=seconds,
             metrics=dict(self.metrics) if self.is_done else {},
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainWork:
+    """A stage or a request, of which others compute what it requests. Errors end it and are kept."""
+
+    requests: Requests[Any]
+    """What it computes."""
+    stage: StageWork | None = None
+    """The stage's progress; None for a request."""
+    score: Score | None = None
+    """First request of the next micro-batch, if it was made already."""
+    tokens: int = 0
+    """Tokens computed so far."""
+    seconds: float = 0.0
+    """Its part of the time."""
+    is_done: bool = False
+    """Whether nothing is left to compute."""
+    result: Any = None
+    """Result of a request."""
+    error: Exception | None = None
+    """Error that ended it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done or has failed."""
+        return self.is_done or self.error is not None
+
+    def has_score(self) -> bool:
+        """Whether a micro-batch is left; its first request is made."""
+        if self.score is None and not self.is_over:
+            self.score = self.take_score()
+        return self.score is not None
+
+    def take_score(self) -> Score | None:
+        """The first request of the next micro-batch; None where it has none."""
+        score, self.score = self.score, None
+        if score is None:
+            request = self.resume(None)
+            assert not isinstance(request, Backward), "a gradient is of scores"
+            return request
+        return score
+
+    def run_alone(self, answer: Callable[[Score | Backward], object]) -> None:
+        """Compute one micro-batch; `answer`: of the tensors in training."""
+        request: Score | Backward | None = self.take_score()
+        while request is not None:
+            reply: object
+            try:
+                reply = answer(request)
+            except Exception as error:
+                reply = error
+            request = self.resume(reply)
+
+    def resume(self, reply: object) -> Score | Backward | None:
+        """Continue with the reply to its last request, to its next one; None at the end of a micro-batch."""
+        try:
+            item = self.requests.throw(reply) if isinstance(reply, Exception) else self.requests.send(reply)
+            if not isinstance(item, int):
+                return item
+            self.tokens += item
+            if self.stage is not None:
+                self.stage.done += 1
+                if self.stage.done >= self.stage.total:
+                    next(self.requests)
+        except StopIteration as end:
+            self.is_done, self.result = True, end.value
+            if self.stage is not None:
+                self.stage.is_done = True
+        except Exception as error:
+            self.error = error
+        return None

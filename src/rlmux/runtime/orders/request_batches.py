@@ -15,7 +15,7 @@ bits.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -32,8 +32,11 @@ from rlmux.runtime.orders.idle_timeout import IdleTimeout
 from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
 from rlmux.runtime.orders.shared_sampling import SampleQueue, SharedSampler, SharedSamplers, shared_base
-from rlmux.runtime.workers.request_workers import BatchReport, DatumWorker, RequestResult, SampleWorker
-from rlmux.runtime.workers.worker_pool import Worker, Workplace
+from rlmux.runtime.orders.shared_training import SharedTrainers, shared_train_base
+from rlmux.runtime.workers.request_workers import BatchReport, DatumWorker, RequestChunk, RequestResult, SampleWorker
+from rlmux.runtime.workers.tenant_hosts import DatumHost
+from rlmux.runtime.workers.tenant_process import TenantWorkplace
+from rlmux.runtime.workers.worker_pool import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +66,10 @@ class Client(Protocol):
 class Surroundings:
     """What the on-demand pipelines of a run share."""
 
-    workplace: Workplace
+    workplace: TenantWorkplace
     calls: CallLoop
     outbox: Outbox
+    trainers: SharedTrainers
     options: BatchOptions = BatchOptions()
     samplers: SharedSamplers = field(default_factory=SharedSamplers)
 
@@ -91,6 +95,9 @@ class OnDemandPipeline:
         self._calls, self._outbox, self._options = surroundings.calls, surroundings.outbox, surroundings.options
         self._workplace, self._samplers = surroundings.workplace, surroundings.samplers
         self._base = shared_base(config)
+        self._trainers, self._train_base = surroundings.trainers, shared_train_base(config)
+        self._tenancy: str | None = None
+        """`_train_base` while the train worker is in a shared process."""
         self._sampler: SharedSampler | None = None
         self._samples = SampleQueue(pipeline_id, config.adapter, self._on_sample_result)
         self._checkpoint = restore_from
@@ -101,6 +108,10 @@ class OnDemandPipeline:
         """Requests pending at the train worker: the last ones of `_since_checkpoint`."""
         self._answered_since_checkpoint: set[str] = set()
         """Ids of requests of `_since_checkpoint` that some worker has answered."""
+        self._ridden_tokens = 0
+        """Tokens computed in orders of other pipelines and not reported by an order of its own yet."""
+        self._ridden_s = 0.0
+        """Its share by tokens of the seconds of those chunks, not reported either."""
         self._num_losses: Counter[Phase] = Counter()
         """Workers lost in a row, by phase: no new request was answered in between."""
         self._worker_by_phase: dict[Phase, tuple[Worker, DeviceId]] = {}
@@ -165,6 +176,8 @@ class OnDemandPipeline:
     def offload(self, phase: Phase) -> Future | None:
         """Offload a state. None if it can stay, because its worker serves others on the device."""
         worker = self._worker_by_phase.get(phase)
+        if phase is Phase.TRAIN:
+            self._trainers.leave(self.id)
         is_needed = phase is Phase.ROLLOUT and self._sampler is not None and not self._sampler.leave_device(self.id)
         return None if worker is None or is_needed else self._calls.call(worker[0], "offload")
 
@@ -206,18 +219,22 @@ class OnDemandPipeline:
     def _run_training(self, order: RunningOrder) -> Generator[Future, Any, bool]:
         """Returns whether work is left."""
         worker, has_stepped = (yield from self._prepare_worker(order, Phase.TRAIN)), False
+        has_begun = False
         while not order.is_pausing:
             if not self._num_handed_over:
                 taken = list(self._take_segment(has_stepped=has_stepped))
-                if not taken and (self._to_train or not (yield from self._has_more(order, Phase.TRAIN, has_stepped))):
+                may_wait = has_begun and not self._to_train  # else other pipelines' orders have done all the work
+                if not taken and not (may_wait and (yield from self._has_more(order, Phase.TRAIN, has_stepped))):
                     break
                 yield from self._hand_over_training(worker, taken)
                 has_stepped |= any(isinstance(request, OptimizerStep) for _, request in taken)
                 continue
-            report: BatchReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
+            report: BatchReport = yield self._run_train_chunk(worker)
+            has_begun = True
             order.add(seconds=report.seconds, switch_s=0.0, tokens=report.tokens)
-            self._num_handed_over = report.num_active + report.num_waiting
-            self._on_training_results(report.answers)
+            order.add_batch(report.num_together, report.tokens, report.seconds, report.token_share)
+            self._note_others(order, report)
+            self._settle_chunk(report)
             if not self._num_handed_over and (update := self._newest_update()) is not None:
                 if saves := list(self._take_saves()):
                     yield from self._hand_over_training(worker, saves)
@@ -225,7 +242,53 @@ class OnDemandPipeline:
                     yield from self._write_checkpoint(worker, update)
             if order.seconds >= self._longest_train_s():
                 break
+        self._report_rides(order)
         return bool(self._num_handed_over or self._to_train)
+
+    def _run_train_chunk(self, worker: Worker) -> Future:
+        """A chunk of what was handed over; losses of other pipelines are computed beside losses."""
+        has_losses = any(isinstance(request, Loss) for _, request in self._handed_over)
+        own = self._calls.call(worker, "run_chunk", RequestChunk(max_seconds=self._options.chunk_s))
+        return self._trainers.run_chunk(own, self.id, self._options.chunk_s) if has_losses else own
+
+    @property
+    def _handed_over(self) -> Sequence[tuple[str, TrainRequest]]:
+        """Requests pending at the train worker."""
+        return self._since_checkpoint[len(self._since_checkpoint) - self._num_handed_over :]
+
+    def ride(self, max_seconds: float) -> Future | None:
+        """As of `Companion`. An update without a checkpoint gets that first, from its own order."""
+        pending = self._handed_over
+        is_of_losses = all(isinstance(request, Loss) for _, request in pending)
+        if Phase.TRAIN in self._order_by_phase or self._newest_update() is not None or not is_of_losses:
+            return None
+        taken = list(takewhile(lambda one: isinstance(one[1], Loss), self._to_train))
+        if not pending and not taken:
+            return None
+        for _ in taken:
+            self._to_train.popleft()
+        self._since_checkpoint += taken
+        self._num_handed_over += len(taken)
+        worker, _ = self._worker_by_phase[Phase.TRAIN]
+        return self._calls.call(worker, "run_chunk", RequestChunk(max_seconds=max_seconds, requests=taken))
+
+    def settle_ride(self, report: BatchReport) -> None:
+        """As of `Companion`."""
+        self._ridden_tokens += report.tokens
+        self._ridden_s += report.seconds * report.token_share
+        self._settle_chunk(report)
+
+    def _settle_chunk(self, report: BatchReport) -> None:
+        self._num_handed_over = report.num_active + report.num_waiting
+        self._on_training_results(report.answers)
+
+    def _report_rides(self, order: RunningOrder) -> None:
+        """Count what orders of other pipelines computed for this one."""
+        tokens, self._ridden_tokens = self._ridden_tokens, 0
+        charged_s, self._ridden_s = self._ridden_s, 0.0
+        if tokens:
+            order.tokens += tokens
+            order.add_share(BatchShare(num_together=2, tokens=tokens, seconds=0.0, held_s=0.0, charged_s=charged_s))
 
     def _on_training_results(self, results: Sequence[RequestResult]) -> None:
         for result in results:
@@ -333,22 +396,30 @@ class OnDemandPipeline:
                 self._load_s = self._outbox.now_s() - load_from_s
         if phase is Phase.ROLLOUT and self._sampler is not None:
             yield from self._sampler.join(self._samples)
+        if phase is Phase.TRAIN:
+            self._trainers.enter(self._tenancy, device, self)
         order.switch_s += self._outbox.now_s() - start
         return worker
 
     def _spawn(self, phase: Phase, device: DeviceId) -> Worker:
-        make, args = (
-            (SampleWorker, (self._config, self._folder, self._workplace.bases))
-            if phase is Phase.ROLLOUT
-            else (DatumWorker, (self._config, self._checkpoint, self._workplace.bases))
-        )
+        make: Callable[..., object]
+        args: tuple[object, ...]
+        tenancy: str | None = None
+        if phase is Phase.ROLLOUT:
+            make, args = SampleWorker, (self._config, self._folder, self._workplace.bases)
+        else:
+            is_alone = self._num_losses[phase] > 1  # perhaps it is the one that ends the process
+            tenancy = self._tenancy = None if is_alone else self._train_base
+            make = DatumWorker if tenancy is None else DatumHost
+            args = self._config, self._checkpoint, self._workplace.bases
         worker = self._workplace.spawn(
-            f"{self.id} {phase}",
+            f"{self.id}/{phase}",
             make,
             args,
             device=device,
             log_path=self._folder / "workers.log",
             call_limit_s=self._options.call_limit_s,
+            tenancy=tenancy,
         )
         self._worker_by_phase[phase] = worker, device
         if phase is Phase.ROLLOUT:
@@ -396,6 +467,8 @@ class OnDemandPipeline:
 
     def _end_worker(self, phase: Phase) -> None:
         worker, _ = self._worker_by_phase.pop(phase)
+        if phase is Phase.TRAIN:
+            self._trainers.leave(self.id)
         if phase is Phase.TRAIN or self._leave_sampler():
             self._workplace.forget(worker)
             self._calls.fail_calls(worker)

@@ -1,7 +1,7 @@
 """The workers of an on-demand pipeline: they carry out requests, in bounded calls.
 
     SampleWorker   a rollout engine; of each tenant, requests of one file of weights at a time
-    DatumWorker    a train engine; requests in the order they are handed over
+    DatumWorker    a train engine; requests in the order they are handed over (several in a process: tenant_hosts.py)
 
 A request that cannot be carried out is answered with its error and changes nothing else.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.client_requests import (
@@ -35,6 +35,10 @@ from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId
 from rlmux.runtime.workers.heartbeat import beating
 from rlmux.runtime.workers.planned_workers import device_in_use, offload_engine
 
+if TYPE_CHECKING:
+    from rlmux.engines.train.datum_train import DatumTrainEngine
+    from rlmux.engines.train.stage_work import TrainWork
+
 _Key = tuple[str, str]
 """Tenant of a request, and its id."""
 
@@ -54,6 +58,17 @@ class RequestResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestChunk:
+    """A bounded call of a training worker."""
+
+    max_seconds: float
+    requests: Sequence[tuple[str, TrainRequest]] = ()
+    """Requests by id, queued first."""
+    device_fraction: ClassVar[float] = 1.0
+    """Requests are computed with the whole device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
     """Report of a bounded call of either worker."""
 
@@ -67,7 +82,11 @@ class BatchReport:
     load_s: float
     """Seconds of loading state and weights, `seconds` left out."""
     tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of each tenant of a sampling worker."""
+    """Tokens of each tenant of the worker, or of the process of a training worker."""
+    num_together: int = 1
+    """Models that were trained together."""
+    token_share: float = 1.0
+    """Share of this model's tokens in all that were trained together."""
 
 
 class SampleWorker:
@@ -249,11 +268,21 @@ class DatumWorker:
         from rlmux.engines.train.datum_train import DatumTrainEngine
 
         torch.set_num_threads(config.train.num_threads)
-        self._engine = DatumTrainEngine(config, device=device_in_use(), bases=bases)
+        self._take(DatumTrainEngine(config, device=device_in_use(), bases=bases), restore_from)
+
+    @classmethod
+    def over(cls, engine: DatumTrainEngine, restore_from: Path | None) -> DatumWorker:
+        """A worker over a tenant's engine, for `next_work` and calls without a chunk."""
+        worker = cls.__new__(cls)
+        worker._take(engine, restore_from)
+        return worker
+
+    def _take(self, engine: DatumTrainEngine, restore_from: Path | None) -> None:
+        self._engine = engine
         if restore_from is not None:
-            self._engine.restore(restore_from)
+            engine.restore(restore_from)
         self._waiting: deque[tuple[str, TrainRequest]] = deque()
-        self._under_way: tuple[str, Iterator[int], Callable[[ForwardBackwardDone], Any]] | None = None
+        self._under_way: tuple[str, TrainWork, Callable[[ForwardBackwardDone], Any]] | None = None
         """Id and work of a request, and the function that makes its answer."""
 
     def add(self, requests: Sequence[tuple[str, TrainRequest]]) -> None:
@@ -261,21 +290,46 @@ class DatumWorker:
         self._waiting += requests
 
     @beating()
-    def run_chunk(self, max_seconds: float) -> BatchReport:
+    def run_chunk(self, chunk: RequestChunk) -> BatchReport:
         """Carry out requests until none is left or the time is up; at least one micro-batch."""
+        self.add(chunk.requests)
         start = time.perf_counter()
         answers: list[RequestResult] = []
         tokens = 0
-        while (self._under_way or self._waiting) and (not tokens or time.perf_counter() - start < max_seconds):
-            tokens += self._advance(answers)
+        while not tokens or time.perf_counter() - start < chunk.max_seconds:
+            work = self.next_work(answers)
+            if work is None:
+                break
+            before = work.tokens
+            work.run_alone(self._engine.state.answer)
+            tokens += work.tokens - before
+        return self.report(answers, tokens, time.perf_counter() - start)
+
+    def next_work(self, answers: list[RequestResult]) -> TrainWork | None:
+        """The work of the next micro-batch; requests without any are carried out before it."""
+        while self._under_way is not None or self._waiting:
+            if self._under_way is None:
+                self._begin(*self._waiting.popleft(), answers)
+            elif self._under_way[1].has_score():
+                return self._under_way[1]
+            else:
+                answers.append(self._answer(*self._under_way))
+        return None
+
+    def report(self, answers: Sequence[RequestResult], tokens: int, seconds: float) -> BatchReport:
+        """Report of a chunk."""
         return BatchReport(
             answers=answers,
             num_active=int(self._under_way is not None),
             num_waiting=len(self._waiting),
             tokens=tokens,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             load_s=0.0,
         )
+
+    def resident_bytes(self) -> int:
+        """Device bytes of the engine's state."""
+        return self._engine.resident_bytes()
 
     def load(self) -> None:
         """Back to the device. Does nothing when already there."""
@@ -296,26 +350,22 @@ class DatumWorker:
                     shutil.rmtree(old, ignore_errors=True)
             return sha256
 
-    def _advance(self, answers: list[RequestResult]) -> int:
-        """Run one micro-batch, or one request without any; returns its tokens."""
-        if self._under_way is None:
-            name, request = self._waiting.popleft()
-            if isinstance(request, PackedLoss):
-                self._under_way = name, self._engine.forward_backward(request.read(request.body)), request.write
-            elif isinstance(request, ForwardBackward):
-                self._under_way = name, self._engine.forward_backward(request), lambda done: done
-            else:
-                answers.append(self._carry_out(name, request))
-                return 0
-        name, work, write = self._under_way
-        try:
-            return next(work)
-        except StopIteration as end:
-            answers.append(RequestResult(id=name, value=write(end.value)))
-        except (UserError, PipelineError) as error:
-            answers.append(RequestResult(id=name, error=str(error)))
+    def _begin(self, name: str, request: TrainRequest, answers: list[RequestResult]) -> None:
+        if isinstance(request, PackedLoss):
+            self._under_way = name, self._engine.forward_backward(request.read(request.body)), request.write
+        elif isinstance(request, ForwardBackward):
+            self._under_way = name, self._engine.forward_backward(request), lambda done: done
+        else:
+            answers.append(self._carry_out(name, request))
+
+    def _answer(self, name: str, work: TrainWork, write: Callable[[ForwardBackwardDone], Any]) -> RequestResult:
+        """The result of a request that is over."""
         self._under_way = None
-        return 0
+        if work.error is None:
+            return RequestResult(id=name, value=write(work.result))
+        if isinstance(work.error, UserError | PipelineError):
+            return RequestResult(id=name, error=str(work.error))
+        raise work.error
 
     def _carry_out(self, name: str, request: TrainRequest) -> RequestResult:
         value: Any

@@ -6,10 +6,12 @@
 
     RolloutHost   run_chunk   trajectories of all tenants in one batch      engines/rollout/tenants.py
     TrainHost     run_stage   micro-batches of all tenants in one step      engines/train/joint_training.py
+    DatumHost     run_chunk   micro-batches of all clients' requests        engines/train/joint_training.py
 
 Invariant: an error in a call of one tenant is that tenant's alone, and no call changes another tenant's results.
 
-A module of its own: it lives in the worker process, beside `planned_workers`, and the supervisor only names it.
+A module of its own: it lives in the worker process, beside `planned_workers` and `request_workers`; the controller only
+names it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from rlmux.runtime.workers.planned_workers import (
     make_rollout_engine,
 )
 from rlmux.runtime.workers.processes import BUILD, portable_error
+from rlmux.runtime.workers.request_workers import BatchReport, DatumWorker, RequestChunk, RequestResult
 from rlmux.runtime.workers.tenant_process import TenantCall, TenantResult
 from rlmux.runtime.workers.worker_calls import (
     AdapterRoom,
@@ -48,14 +51,15 @@ if TYPE_CHECKING:
     from rlmux.engines.device_fraction import FractionSetter
     from rlmux.engines.rollout.tenants import SharedEngine
     from rlmux.engines.train.joint_training import JointTraining
+    from rlmux.engines.train.stage_work import TrainWork
 
 _SHARED_CHUNK_S = 0.2
 """Longest batch in seconds while another tenant may join it: so long at most a call waits for a batch of others."""
 
-Tenant = TypeVar("Tenant", RolloutWorker, TrainWorker)
-Call = TypeVar("Call", RolloutChunk, TrainCall)
-Inputs = TypeVar("Inputs", ChunkInputs, StageInputs)
-Result = TypeVar("Result", RolloutChunkResult, TrainCallResult)
+Tenant = TypeVar("Tenant", RolloutWorker, TrainWorker, DatumWorker)
+Call = TypeVar("Call", RolloutChunk, TrainCall, RequestChunk)
+Inputs = TypeVar("Inputs", ChunkInputs, StageInputs, None)
+Result = TypeVar("Result", RolloutChunkResult, TrainCallResult, BatchReport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,19 +233,20 @@ class RolloutHost(TenantHost[RolloutWorker, RolloutChunk, ChunkInputs, RolloutCh
         }
 
 
-class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]):
-    """Training of adapters of one base, one rank each."""
-
-    TOGETHER = "run_stage"
+class _TrainingHost(TenantHost[Tenant, Call, Inputs, Result]):
+    """Tenants over one JointTraining."""
 
     def __init__(self) -> None:
         super().__init__()
         self._training: JointTraining | None = None
 
-    @beating()
-    def _join(
-        self, tenant: str, config: TrainingConfig, restore_from: Path | None, origin: Origin | None, bases: Path | None
-    ) -> TrainWorker:
+    @property
+    def _shared(self) -> JointTraining:
+        assert self._training is not None, "the first tenant builds it"
+        return self._training
+
+    def _begin(self, config: TrainingConfig, bases: Path | None) -> JointTraining:
+        """What all tenants share, as the first one builds it."""
         import torch
 
         from rlmux.engines.train.joint_training import JointTraining
@@ -249,16 +254,28 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
         if self._training is None:
             torch.set_num_threads(config.train.num_threads)
             self._training = JointTraining(device_in_use(), bases)
-        engine = self._training.add(tenant, config, origin=origin)
+        return self._training
+
+    def _leave(self, tenant: str) -> None:
+        self._shared.remove(tenant)
+
+
+class TrainHost(_TrainingHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]):
+    """Training of adapters of one base, one rank each."""
+
+    TOGETHER = "run_stage"
+
+    @beating()
+    def _join(
+        self, tenant: str, config: TrainingConfig, restore_from: Path | None, origin: Origin | None, bases: Path | None
+    ) -> TrainWorker:
+        training = self._begin(config, bases)
+        engine = training.add(tenant, config, origin=origin)
         try:
             return TrainWorker.over(engine, origin, restore_from)
         except BaseException:
-            self._training.remove(tenant)
+            training.remove(tenant)
             raise
-
-    def _leave(self, tenant: str) -> None:
-        assert self._training is not None
-        self._training.remove(tenant)
 
     def _state_bytes(self, tenant: str) -> int:
         return self._workers[tenant].resident_bytes()
@@ -270,11 +287,10 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
         self, batch: Mapping[str, tuple[TrainCall, StageInputs]]
     ) -> Mapping[str, Computed[TrainCallResult] | Exception]:
         """A tenant's seconds are those of the whole batch: the orders run beside each other."""
-        assert self._training is not None
         start = perf_counter()
         shared_limit = [_SHARED_CHUNK_S] if len(self._workers) > len(batch) else []
         max_seconds = min([*(call.max_seconds for call, _ in batch.values()), *shared_limit])
-        reports = self._training.run_stages(
+        reports = self._shared.run_stages(
             {tenant: call.stage for tenant, (call, _) in batch.items()}, max_seconds=max_seconds
         )
         seconds = perf_counter() - start
@@ -288,6 +304,71 @@ class TrainHost(TenantHost[TrainWorker, TrainCall, StageInputs, TrainCallResult]
             except Exception as error:
                 found[tenant] = error
         return found
+
+
+class DatumHost(_TrainingHost[DatumWorker, RequestChunk, None, BatchReport]):
+    """Models that clients train by requests: adapters of one base, one rank each."""
+
+    TOGETHER = "run_chunk"
+
+    @beating()
+    def _join(self, tenant: str, config: TrainingConfig, restore_from: Path | None, bases: Path | None) -> DatumWorker:
+        training = self._begin(config, bases)
+        engine = training.add_model(tenant, config)
+        try:
+            return DatumWorker.over(engine, restore_from)
+        except BaseException:
+            training.remove(tenant)
+            raise
+
+    def _state_bytes(self, tenant: str) -> int:
+        return self._workers[tenant].resident_bytes()
+
+    def _take_inputs(self, tenant: str, call: RequestChunk) -> None:
+        self._workers[tenant].add(call.requests)
+
+    @beating()
+    def _run(self, batch: Mapping[str, tuple[RequestChunk, None]]) -> Mapping[str, Computed[BatchReport] | Exception]:
+        """Rounds of a micro-batch of each, until one of them has nothing left or the time is up; at least one round."""
+        start = perf_counter()
+        shared_limit = [_SHARED_CHUNK_S] if len(self._workers) > len(batch) else []
+        max_seconds = min([*(chunk.max_seconds for chunk, _ in batch.values()), *shared_limit])
+        answers: dict[str, list[RequestResult]] = {tenant: [] for tenant in batch}
+        tokens = dict.fromkeys(batch, 0)
+        errors: dict[str, Exception] = {}
+        num_working = 0
+        while not any(tokens.values()) or perf_counter() - start < max_seconds:
+            works = self._next_works(answers, errors)
+            if not works or (any(tokens.values()) and len(works) < num_working):
+                break
+            num_working = len(works)
+            before = {tenant: work.tokens for tenant, work in works.items()}
+            self._shared.run_round(works)
+            for tenant, work in works.items():
+                tokens[tenant] += work.tokens - before[tenant]
+        seconds, computed = perf_counter() - start, {tenant: count for tenant, count in tokens.items() if count}
+        found: dict[str, Computed[BatchReport] | Exception] = dict(errors)
+        for tenant in answers:
+            if tenant not in errors:
+                report = self._workers[tenant].report(answers[tenant], tokens[tenant], seconds)
+                result = replace(report, tokens_by_tenant=computed)
+                found[tenant] = Computed(result=result, tokens=tokens[tenant])
+        return found
+
+    def _next_works(
+        self, answers: Mapping[str, list[RequestResult]], errors: dict[str, Exception]
+    ) -> dict[str, TrainWork]:
+        """The work of each tenant that has one; other requests are carried out before it."""
+        works: dict[str, TrainWork] = {}
+        for tenant, own in answers.items():
+            try:
+                work = None if tenant in errors else self._workers[tenant].next_work(own)
+            except Exception as error:
+                errors[tenant] = error
+            else:
+                if work is not None:
+                    works[tenant] = work
+        return works
 
 
 def _failed(call: TenantCall, error: BaseException) -> TenantResult:

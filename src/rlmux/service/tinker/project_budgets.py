@@ -115,7 +115,7 @@ class Charges:
             self._others_s.pop(order.order, None)
 
     def _share(self, order: OrderId, tokens: Mapping[str, int], seconds: float) -> None:
-        """A chunk of an order sampled these tokens by pipeline."""
+        """A chunk of an order computed these tokens by pipeline."""
         others_s = self._others_s.setdefault(order, defaultdict(float))
         for name, count in tokens.items():
             if name != self._order[order].pipeline:
