@@ -186,8 +186,10 @@ class SampledInTurns:
 def measure_sampling(size: str, num_tenants: int, slots: int, rounds: int) -> dict[str, Any]:
     """Tokens a second and latency of both kinds. Runs in a process of its own."""
     torch.set_num_threads(1)
-    kinds = {"together": SampledTogether, "in turns": SampledInTurns}
-    made = {name: kind(size, num_tenants, slots) for name, kind in kinds.items()}
+    made: dict[str, SampledTogether | SampledInTurns] = {
+        "together": SampledTogether(size, num_tenants, slots),
+        "in turns": SampledInTurns(size, num_tenants, slots),
+    }
     rates: dict[str, list[float]] = {name: [] for name in made}
     latencies: dict[str, list[float]] = {name: [] for name in made}
     for step in range(1, rounds + 2):

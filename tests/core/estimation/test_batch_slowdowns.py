@@ -66,3 +66,9 @@ def test_one_slow_batch_is_no_reason_to_give_up():
 def test_more_slots_each_leave_less_to_gain():
     few, many = (replace(A, dense_threshold=threshold) for threshold in (4, 64))
     assert expected_slowdown(few, Phase.ROLLOUT, 2) < 1.4 < 1.8 < expected_slowdown(many, Phase.ROLLOUT, 2) < 2.0
+
+
+def test_a_tail_alone_does_not_count_as_the_speed_alone_once_an_order_was_alone():
+    """Alone the order takes 2 s. Beside another its first 90 tokens take 2 s, and its tail is as slow as ever."""
+    mixed = (100, 3.0, [share(2, 90, 2.0)])
+    assert observed((100, 2.0, ()), *40 * [mixed]).slowdown(A, Phase.ROLLOUT, 2) == pytest.approx(2.0, abs=0.05)

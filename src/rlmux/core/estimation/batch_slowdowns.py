@@ -2,11 +2,12 @@
 
     an order's end ── BatchShare: pipelines together, tokens, seconds ──▶ BatchSlowdowns ── slowdown ──▶ policies
 
-    sample = tokens/s of the pipeline alone / its tokens/s in batches of k pipelines, at most k: more is what a batch
-             takes once, as when its rows are probed
+    sample = seconds in batches of k pipelines / seconds that the same tokens take alone, at most k: more is what a
+             batch takes once, as when its rows are probed
     slowdown of k = mean of the last samples and of `expected_slowdown`, which has the weight of `_PRIOR_SAMPLES`
 
-A pipeline that was never seen alone gives no sample.
+Alone is the pipeline's last order without batches. The part of an order after its batches is slower, as it is a tail:
+its tokens a second are taken only until an order was alone. A pipeline that was never seen alone gives no sample.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class BatchSlowdowns:
     """Slowdowns by base and number of pipelines in a batch. See the module docstring."""
 
     _alone: dict[tuple[Phase, PipelineId], float] = field(default_factory=dict)
-    """Tokens per second of a pipeline alone, in its last order that had some time alone."""
+    """Tokens per second of a pipeline's last order without batches."""
+    _partly_alone: dict[tuple[Phase, PipelineId], float] = field(default_factory=dict)
+    """Tokens per second outside the batches of its last order with some."""
     _means: dict[tuple[Phase, str, int], _Mean] = field(default_factory=dict)
 
     def slowdown(self, pipeline: Pipeline, phase: Phase, num_together: int) -> float:
@@ -64,13 +67,15 @@ class BatchSlowdowns:
         self, pipeline: Pipeline, phase: Phase, *, tokens: int, seconds: float, batches: Sequence[BatchShare]
     ) -> None:
         """Learn from an order that has ended with so many tokens and seconds, of which `batches` were with others."""
-        alone_tokens = tokens - sum(one.tokens for one in batches)
-        alone_s = seconds - sum(one.seconds for one in batches)
-        if alone_tokens > 0 and alone_s > 0.0:
-            self._alone[phase, pipeline.id] = alone_tokens / alone_s
-        alone = self._alone.get((phase, pipeline.id))
+        key = phase, pipeline.id
+        batch_s = sum(one.seconds for one in batches)
+        alone_s, alone_tokens = seconds - batch_s, tokens - sum(one.tokens for one in batches)
+        if alone_s > 0.0 and alone_tokens > 0:
+            (self._partly_alone if batches else self._alone)[key] = alone_tokens / alone_s
+        rate = self._alone.get(key) or self._partly_alone.get(key)
+        solo_s = 0.0 if rate is None else tokens / rate - alone_s
         for one in batches:
-            if alone is not None and one.tokens > 0 and one.seconds > 0.0:
-                key = phase, pipeline.base_of(phase), one.num_together
-                mean = self._means.setdefault(key, _Mean(expected_slowdown(pipeline, phase, one.num_together)))
-                mean.add(min(alone * one.seconds / one.tokens, one.num_together))
+            if solo_s > 0.0 and one.tokens > 0:
+                expected = expected_slowdown(pipeline, phase, one.num_together)
+                mean = self._means.setdefault((phase, pipeline.base_of(phase), one.num_together), _Mean(expected))
+                mean.add(min(batch_s / solo_s, one.num_together))
