@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.actions import RunStage, SetDeviceFraction
-from rlmux.core.events import BatchShare, StageFinished
+from rlmux.core.events import BatchShare, PipelineCancelled, StageFinished
 from rlmux.core.model import Footprint, Phase, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
+from rlmux.policies.max_min_fairness import FairShares
 
 SMALL = Footprint(rollout_device_bytes=1.0, train_device_bytes=1.0)
 
@@ -57,12 +58,13 @@ def test_batches_that_were_seen_not_to_help_end(driver, builders):
     assert {fraction for _, fraction in rollouts(driver)[before + 2 :]} == {1.0}
 
 
-def test_each_is_charged_by_its_tokens(builders):
-    from rlmux.policies.max_min_fairness import FairShares
-
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_each_is_charged_by_its_tokens_and_all_add_up_to_what_was_held(builders, is_cancelled):
     driver = builders.Driver(Scheduler(builders.cluster(), make_policy("rlmux"), FairShares()))
     driver.submit(*tenants(builders))
     first, second = [action.order for action in driver.actions(RunStage)]
+    if is_cancelled:
+        driver.send(PipelineCancelled(time_s=0.0, pipeline="b"))
     for order, charged_s in ((first, 6.0), (second, 2.0)):
         share = BatchShare(num_together=2, tokens=9, seconds=8.0, held_s=4.0, charged_s=charged_s)
         driver.send(StageFinished(time_s=8.0, order=order, seconds=8.0, batches=(share,)))

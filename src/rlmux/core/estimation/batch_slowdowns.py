@@ -19,12 +19,12 @@ from rlmux.core.events import BatchShare
 from rlmux.core.model import Phase, Pipeline, PipelineId
 
 _FIXED_ROWS = 16
-"""Rows whose computation takes as long as what a decode step does for any number of rows. On one core, two pipelines in
-a batch were 1.24 times as slow as alone with 8 slots each and 1.53 with 16, at a base of 5M parameters; 1.17 and 1.23
-at 60M."""
+"""Rows whose computation takes as long as what a decode step does for any number of rows. By `benchmarks/tenants.py` on
+one core, two pipelines in a batch are 1.67 times as slow as alone with 8 slots each and 1.42 with 16, at a base of 5M
+parameters; 1.22 with 8 at 60M."""
 _EXPECTED_IN_TRAINING = 0.85
-"""What each further pipeline adds to the slowdown of training: 0.7 to 1.1 on one core, by micro-batch; little enough to
-be tried."""
+"""What each further pipeline adds to the slowdown of training: 0.8 to 1.1 by the same benchmark; little enough to be
+tried."""
 _PRIOR_SAMPLES = 2.0
 _MOST_SAMPLES = 16.0
 """Samples after which older ones lose their weight."""

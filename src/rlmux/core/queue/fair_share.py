@@ -22,7 +22,7 @@ project, an urgency or a rank, or shares are set.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rlmux.core.events import BatchShare
@@ -155,10 +155,10 @@ class Shares:
         for device in devices if self.are_set else ():
             self._charge(device)
 
-    def charge_by_tokens(self, order: Order, batches: Iterable[BatchShare]) -> None:
+    def charge_by_tokens(self, order: Order, batches: Sequence[BatchShare]) -> None:
         """Replace what an order that has ended was charged for batches with others by its share of their tokens."""
         since_s, now_s = order.started_s, self._state.now_s
-        if not self.are_set or now_s <= since_s:
+        if not batches or not self.are_set or now_s <= since_s:
             return
         rate = sum(one.charged_s - one.held_s for one in batches) / (now_s - since_s)
         for device in order.devices:

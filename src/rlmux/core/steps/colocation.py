@@ -1,7 +1,7 @@
 """Which sub-stages may share a device, at which device fractions, and how much each slows the others.
 
     rlmux profile / a simulated device ── entries ─▶ SharingTable ── rates_beside(a, (b,)) ─▶ SharedRates or None
-    pipelines of one base ── BaseBatches ─▶ with_batches
+    pipelines of one base ── BaseBatches ─────┘
 
 Sub-stages are named as `SubStage` does. Where no more is measured, `old_logprobs` stands for every forward of training
 and `update` for all of training. A pair is in the table only if it was measured to help: together they do more work in
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, combinations_with_replacement, product
+from itertools import combinations, combinations_with_replacement, pairwise, product, takewhile
+from operator import itemgetter
 
 from rlmux.core.model import SubStage
 
@@ -76,10 +77,8 @@ class BaseBatches:
     def helpful(self) -> tuple[float, ...]:
         """The slowdowns of batches of which each does more work in a second than the one of a pipeline less."""
         gains = [1.0, *(number / slowdown for number, slowdown in enumerate(self.slowdowns, 2))]
-        for place, slowdown in enumerate(self.slowdowns):
-            if slowdown < 1.0 or gains[place + 1] < MIN_GAIN * gains[place]:
-                return self.slowdowns[:place]
-        return self.slowdowns
+        is_worth = [after >= MIN_GAIN * before for before, after in pairwise(gains)]
+        return tuple(slowdown for slowdown, _ in takewhile(itemgetter(1), zip(self.slowdowns, is_worth, strict=True)))
 
 
 def sub_stage_in(sub_stage: SubStage, base: str) -> str:

@@ -22,6 +22,7 @@ from rlmux.core.work import Order, RequestBatch, WorkState
 
 def on_stage_finished(parts: Parts, event: StageFinished) -> list[Action]:
     order, run = _end_named(parts, event.order)
+    parts.shares.charge_by_tokens(order, event.batches)
     if run.status is not PipelineStatus.RUNNING:
         return []
     actions: list[Action] = []
@@ -49,6 +50,7 @@ def on_stage_finished(parts: Parts, event: StageFinished) -> list[Action]:
 
 def on_stage_paused(parts: Parts, event: StagePaused) -> list[Action]:
     order, run = _end_named(parts, event.order)
+    parts.shares.charge_by_tokens(order, event.batches)
     if run.status is not PipelineStatus.RUNNING:
         return []
     solo_s = _measure(parts, run, order, event)
@@ -146,6 +148,4 @@ def _measure(parts: Parts, run: PipelineRun, order: Order, event: StageFinished 
         parts.state.batch_slowdowns.observe(
             run.pipeline, order.phase, tokens=event.tokens, seconds=event.seconds, batches=event.batches
         )
-    if event.batches:
-        parts.shares.charge_by_tokens(order, event.batches)
     return solo_s

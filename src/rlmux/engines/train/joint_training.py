@@ -131,7 +131,7 @@ class JointTraining:
             try:
                 with self._pipeline(name).stage(stage) as work:
                     works[name] = TrainWork(requests=work.requests, stage=work, is_done=work.is_done)
-            except Exception as error:
+            except Exception as error:  # whatever it is, it ends this tenant alone
                 results[name] = error
         self._run(works, max_seconds)
         for name, done in works.items():
@@ -140,7 +140,7 @@ class JointTraining:
                     results[name] = work.report(done.tokens, done.seconds)
                     if done.error is not None:
                         raise done.error
-            except Exception as error:
+            except Exception as error:  # whatever it is, it ends this tenant alone
                 results[name] = error
         return results
 
@@ -224,7 +224,7 @@ class JointTraining:
     def _alone(self, name: str, request: Score | Backward) -> Any:
         try:
             return self._tenants[name].state.answer(request)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it ends this tenant alone
             return error
 
     # --- gradients ------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class JointTraining:
                 with deterministic_backward():
                     request.loss.backward()  # type: ignore[no-untyped-call]
                 joined[name] = tenant.forward
-            except Exception as error:
+            except Exception as error:  # whatever it is, it ends this tenant alone
                 replies[name] = error
         return {**replies, **self._go_back(joined, requests)}
 
@@ -272,7 +272,7 @@ class JointTraining:
             assert isinstance(scores, TokenScores)
             _backward([(scores.logprobs, leaf)])
             state.end_gradient()
-        except Exception as error:
+        except Exception as error:  # whatever it is, it ends this tenant alone
             return error
         return None
 

@@ -301,7 +301,7 @@ class TrainHost(_TrainingHost[TrainWorker, TrainCall, StageInputs, TrainCallResu
                     raise report
                 result = self._workers[tenant].result(*batch[tenant], replace(report, seconds=seconds))
                 found[tenant] = Computed(result=result, tokens=report.tokens)
-            except Exception as error:
+            except Exception as error:  # whatever it is, it ends this tenant alone
                 found[tenant] = error
         return found
 
@@ -363,7 +363,7 @@ class DatumHost(_TrainingHost[DatumWorker, RequestChunk, None, BatchReport]):
         for tenant, own in answers.items():
             try:
                 work = None if tenant in errors else self._workers[tenant].next_work(own)
-            except Exception as error:
+            except Exception as error:  # whatever it is, it ends this tenant alone
                 errors[tenant] = error
             else:
                 if work is not None:
