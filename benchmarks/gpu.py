@@ -342,7 +342,9 @@ def mps_daemon(*, is_wanted: bool) -> Iterator[str]:
         try:
             yield "started for this command"
         finally:
-            subprocess.run([control], input="quit\n", text=True, timeout=60, capture_output=True)
+            # This process is a client itself, so the daemon is not to wait for its clients.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input="quit -t 1\n", text=True, timeout=20, capture_output=True)
             for name in own:
                 del os.environ[name]
 

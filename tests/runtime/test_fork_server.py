@@ -10,6 +10,21 @@ import pytest
 
 from rlmux.runtime.workers.processes import fork_server_address, fork_server_pid
 
+IMPORTED = """
+import sys
+import rlmux.runtime.workers.fork_server_imports
+
+assert {"transformers", "peft"} <= sys.modules.keys()
+assert not any(name.partition(".")[0] == "torchao" for name in sys.modules), "its import initializes CUDA"
+import torchao
+"""
+
+
+def test_the_fork_server_leaves_torchao_to_the_workers_that_need_it() -> None:
+    pytest.importorskip("torchao")
+    subprocess.run([sys.executable, "-c", IMPORTED], check=True, timeout=120)
+
+
 SCRIPT = """
 from multiprocessing import get_context
 from rlmux.runtime.workers import processes

@@ -206,7 +206,7 @@ class BenchmarkProcess:
     def __init__(self, sub_stage: str, sizes: BenchmarkSizes, device: str, core: int | None) -> None:
         self._sub_stage = sub_stage
         context = get_context("forkserver")  # it imports torch once for all of them, and touches no device
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(["rlmux.runtime.workers.fork_server_imports", __name__])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, sub_stage, sizes, device, core), daemon=True)
         self._process.start()

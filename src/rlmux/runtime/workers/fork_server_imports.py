@@ -2,16 +2,22 @@
 
 Imports leave no garbage, and looking for it takes a fifth of their time, so the collector rests meanwhile. What the
 imports have made is not looked at again afterwards either: workers go on sharing its memory with the fork server.
+
+No import may initialize CUDA, which a forked process cannot do again. torchao's does (0.18), and transformers and peft
+import it where it is installed, for models that it has quantized: here both find it absent. A worker that needs it
+(8-bit moments) imports it itself.
 """
 
 import contextlib
 import gc
 import signal
+import sys
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 gc.disable()
+sys.modules["torchao"] = None  # type: ignore[assignment]  # how Python says that a module is absent
 try:
     import torch
 
@@ -28,6 +34,7 @@ try:
     with contextlib.suppress(UserError):  # only pipelines with an adapter need it, and they raise
         rlmux.engines.adapters.lora.load_peft()
 finally:
+    del sys.modules["torchao"]
     gc.enable()
 gc.freeze()
 
