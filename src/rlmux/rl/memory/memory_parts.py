@@ -34,9 +34,9 @@ Parts = dict[str, float]
 """Bytes by the name of a part."""
 
 FLOAT_BYTES = 4
-CUDA_CONTEXT_BYTES = 0.6e9
-"""Bytes that a process takes on a GPU before its first tensor: CUDA's context and the kernels of torch and cuBLAS, with
-their workspaces. An assumption: no GPU was measured. `benchmarks/memory.py --device cuda` prints the true figure."""
+CUDA_CONTEXT_BYTES = 0.9e9
+"""Bytes that a process takes on a GPU besides its own tensors: CUDA's context with the kernels of torch and cuBLAS, 0.7
+GB, and cuBLAS's workspaces, 0.1 to 0.2 GB with CUDA graphs. Measured on one H200 (`benchmarks/memory.py`)."""
 
 _HEAP_SLACK = 0.25
 """Part of the activations by which the allocator's heap is larger: blocks of many sizes come and go there. Measured on
