@@ -67,7 +67,7 @@ LEAST_GAIN = 0.05
 better."""
 _STARTS_PER_STEP_S = 500.0
 """Starts that a decision plays out for each second of a step, where steps take less than a second: the next decision is
-near then, and a device stands still meanwhile (a start takes some 7 µs)."""
+near then, and a device stands still meanwhile (a start takes 3 to 7 µs)."""
 _LEAST_STARTS = 150
 
 

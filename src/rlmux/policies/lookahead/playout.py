@@ -12,7 +12,8 @@ device.
 Score: seconds by which pipelines miss their deadlines, then makespan plus a little mean completion time, so that of
 equal makespans the one with more throughput wins.
 
-This is the kernel of the look-ahead, some 7 µs a start: state is in lists by work item, sets of devices are bits.
+This is the kernel of the look-ahead, 3 to 7 µs a start: state is in lists by work item, sets of devices are bits, and
+the loop over moments does itself what most starts and ends take; methods do what sharing and migrations add.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Setting:
     """What is the same in all playouts of one problem."""
 
     __slots__ = (
-        "begins", "deadlines_s", "devices", "first_sub_stages", "followers", "is_sharing", "masks", "most_together",
-        "num_devices", "num_needs", "problem", "rates",
+        "begins", "deadlines_s", "devices", "first_sub_stages", "followers", "is_sharing", "least_mean_s", "masks",
+        "most_together", "no_begins", "num_devices", "num_needs", "paths_s", "problem", "rates", "seconds", "states",
+        "switches_s", "tails_s", "widths",
     )  # fmt: skip
 
     def __init__(self, problem: Problem) -> None:
@@ -62,7 +64,41 @@ class Setting:
             sub_stage_in(SubStage.TAIL_DECODE if item.seconds <= item.tail_s + _DONE_S else item.sub_stage, item.base)
             for item in work_items
         ]
+        self.no_begins: list[tuple[tuple[float, str], ...]] = [()] * len(work_items)
         self.deadlines_s = [(i, item.deadline_s) for i, item in enumerate(work_items) if item.deadline_s is not None]
+        self.seconds = [item.seconds for item in work_items]
+        self.tails_s = [item.tail_s for item in work_items]
+        self.states = [item.state for item in work_items]
+        self.switches_s = [item.switch_s for item in work_items]
+        self.widths = [len(devices) or 1 for devices in self.devices]
+        least_s = self._least_seconds()
+        self.paths_s = self._paths_from(least_s)
+        """Seconds at least from the start of each item until all that waits for it has ended."""
+        self.least_mean_s = self._least_mean_s(least_s)
+
+    def _least_seconds(self) -> list[float]:
+        """Seconds of each work item in any playout: less what may migrate to a sibling."""
+        least_s = self.seconds.copy()
+        for one in self.problem.sibling_migrations:
+            stays_s = 0.0 if one.is_whole else max(0.0, self.seconds[one.source] - self.tails_s[one.source])
+            least_s[one.source] = min(least_s[one.source], stays_s)
+        return least_s
+
+    def _paths_from(self, least_s: list[float]) -> list[float]:
+        paths_s = least_s.copy()
+        for index in range(len(paths_s) - 1, -1, -1):
+            for need in self.problem.work_items[index].needs:
+                paths_s[need] = max(paths_s[need], least_s[need] + paths_s[index])
+        return paths_s
+
+    def _least_mean_s(self, least_s: list[float]) -> float:
+        """What the mean end of the pipelines is at least: each with all its devices for itself."""
+        ends_s: list[float] = []
+        last_s: dict[int, float] = {}
+        for index, item in enumerate(self.problem.work_items):
+            ends_s.append(max([ends_s[need] for need in item.needs], default=0.0) + least_s[index])
+            last_s[item.pipeline] = max(last_s.get(item.pipeline, 0.0), ends_s[index])
+        return sum(last_s.values()) / max(len(last_s), 1)
 
 
 def _begins(item: WorkItem) -> tuple[tuple[float, str], ...]:
@@ -82,6 +118,7 @@ class Playout:
     __slots__ = (
         "advanced_s",
         "after",
+        "begins",
         "begun",
         "change_s",
         "crowded",
@@ -111,13 +148,11 @@ class Playout:
         "tail_s",
         "taken",
         "unshared",
-        "work_items",
     )  # fmt: skip
 
     def __init__(self, setting: Setting, priorities: Priorities) -> None:
-        work_items = setting.problem.work_items
+        num = len(setting.seconds)
         self.setting = setting
-        self.work_items = work_items
         self.rank = priorities.rank
         self.after = priorities.after
         self.unshared = priorities.unshared
@@ -128,30 +163,33 @@ class Playout:
         self.now_s = 0.0
         self.num_started = 0
         """Starts so far, a work item counting once for each device."""
-        self.left_s = [item.seconds for item in work_items]
+        self.left_s = setting.seconds.copy()
         """Solo seconds left, as of `advanced_s`."""
-        self.tail_s = [item.tail_s for item in work_items]
-        self.sub_stage = list(setting.first_sub_stages)
-        self.begun = [0] * len(work_items)
+        self.tail_s = setting.tails_s.copy()
+        self.sub_stage = setting.first_sub_stages.copy()
+        are_told_apart = setting.is_sharing or bool(priorities.sibling_migrations)
+        self.begins = setting.begins if are_told_apart else setting.no_begins
+        """`Setting.begins`, where anything depends on an item's sub-stage."""
+        self.begun = [0] * num
         """Sub-stages after the first that have begun."""
-        self.grown_s = [0.0] * len(work_items)
+        self.grown_s = [0.0] * num
         """Seconds by which its tail has grown."""
-        self.start_s = [NOT_YET] * len(work_items)
-        self.end_s = [NOT_YET] * len(work_items)
-        self.advanced_s = [0.0] * len(work_items)
-        self.rate = [1.0] * len(work_items)
+        self.start_s = [NOT_YET] * num
+        self.end_s = [NOT_YET] * num
+        self.advanced_s = [0.0] * num
+        self.rate = [1.0] * num
         """Solo seconds per second."""
-        self.rate_on: list[dict[int, float]] = [{} for _ in work_items] if setting.is_sharing else []
+        self.rate_on: list[dict[int, float]] = [{} for _ in range(num)] if setting.is_sharing else []
         """The same on each device that is shared, or was."""
-        self.change_s = [0.0] * len(work_items)
+        self.change_s = [0.0] * num
         """When a running work item ends or begins its next sub-stage."""
         self.kept = list(setting.problem.kept)
-        self.num_missing = list(setting.num_needs)
+        self.num_missing = setting.num_needs.copy()
         """Needs that have not ended."""
         self.ready: list[tuple[int, int]] = []
         """(rank, work item), ascending."""
         self.running: list[int] = []
-        self.holders: list[list[int]] = [[] for _ in range(setting.num_devices)]
+        self.holders: list[list[int]] = [[] for _ in range(setting.num_devices)] if setting.is_sharing else []
         """Work items that hold each device; kept only where devices may be shared."""
         self.taken = 0
         """Bits of the devices that a work item holds; `shared` has those that several hold, `crowded` those that as
@@ -173,64 +211,108 @@ class Playout:
 
     def schedule(self) -> Schedule:
         """Play everything out; to be called once."""
-        schedule = self.schedule_before(math.inf)
-        assert schedule is not None, "without a limit it is played to its end"
+        schedule = self.schedule_before(None)
+        assert schedule is not None, "nothing is to be beaten, so it is played to its end"
         return schedule
 
-    def schedule_before(self, limit_s: float) -> Schedule | None:
-        """The same; None where not everything has ended by then."""
-        for index, item in enumerate(self.work_items):
+    def schedule_before(self, beaten: tuple[float, float] | None) -> Schedule | None:
+        """The same; None where its score is not less than this one, which shows before the end as a rule."""
+        limit_s = math.inf
+        if beaten is not None and not beaten[0]:  # to miss fewer deadlines, a schedule may take longer
+            problem = self.setting.problem
+            limit_s = beaten[1] - problem.mean_weight * self.setting.least_mean_s
+        if not self._play_until(limit_s):
+            return None
+        score, mean_s = self._score()
+        if beaten is not None and not is_less(score, beaten):
+            return None
+        return self._scored_schedule(score, mean_s)
+
+    def _play_until(self, limit_s: float) -> bool:
+        """Play from now on; False where it cannot have ended by then."""
+        setting, running, ready = self.setting, self.running, self.ready
+        change_s, end_s, left_s, masks = self.change_s, self.end_s, self.left_s, self.masks
+        num_missing, followers, rank = self.num_missing, setting.followers, self.rank
+        is_whole = not setting.is_sharing and self.begins is setting.no_begins
+        for index, item in enumerate(setting.problem.work_items):
             if item.is_running:
                 self._begin(index)
                 self.start_s[index] = BEFORE_NOW
-            elif not self.num_missing[index]:
-                insort(self.ready, (self.rank[index], index))
+            elif not num_missing[index]:
+                insort(ready, (rank[index], index))
         while True:
             if self.open_migrations:
                 self._migrate_to_siblings()
-            if self.ready:
-                self._start_ready()
-            if not self.running:
-                if not self.ready:
-                    return self._scored_schedule()
+            if ready and not self._start_ready(limit_s):
+                return False
+            if not running:
+                if not ready:
+                    return True
                 # Only what is held back is left: it may not be held back for ever.
                 self.after, self.open_migrations = {}, []
                 continue
-            change_s = self.change_s
-            now_s = self.now_s = min([change_s[index] for index in self.running])
+            now_s = self.now_s = min(map(change_s.__getitem__, running))
             if now_s > limit_s:
-                return None
-            for index in [index for index in self.running if change_s[index] <= now_s + _DONE_S]:
-                if index in self.running:
+                return False
+            soon_s = now_s + _DONE_S
+            for index in [index for index in running if change_s[index] <= soon_s]:
+                if not is_whole:
                     self._end_or_go_on(index)
+                    continue
+                end_s[index] = now_s
+                left_s[index] = 0.0
+                running.remove(index)
+                self.taken &= ~masks[index]
+                for follower in followers[index]:
+                    num_missing[follower] -= 1
+                    if not num_missing[follower]:
+                        insort(ready, (rank[follower], follower))
 
     # starting and ending
 
-    def _start_ready(self) -> None:
-        """Offer the devices to every ready work item in the order of the list."""
-        masks, after, taken_all = self.masks, self.after, (1 << self.setting.num_devices) - 1
-        is_sharing = self.setting.is_sharing
+    def _start_ready(self, limit_s: float) -> bool:
+        """Offer the devices to every ready work item in the order of the list; False where it, or what waits for it,
+        ends later than that."""
+        setting, ready = self.setting, self.ready
+        masks, after, paths_s = self.masks, self.after, setting.paths_s
+        is_sharing, taken_all = setting.is_sharing, (1 << setting.num_devices) - 1
+        start_s, now_s = self.start_s, self.now_s
+        latest_s = limit_s - now_s
         position = 0
-        ready = self.ready
         while position < len(ready):
             index = ready[position][1]
             mask = masks[index]
             if mask & self.taken:
                 if not is_sharing and self.taken == taken_all:
-                    return
+                    return True
                 if not is_sharing or mask & self.crowded or not self._may_share(index):
                     position += 1
                     continue
             if after and index in after:
                 other = after[index]
-                if self.start_s[other] == NOT_YET and self.end_s[other] == NOT_YET:
+                if start_s[other] == NOT_YET and self.end_s[other] == NOT_YET:
                     position += 1
                     continue
+            if paths_s[index] > latest_s:
+                return False
             del ready[position]
-            self.start_s[index] = self.now_s
-            self._begin(index)
+            start_s[index] = now_s
+            if is_sharing:
+                self._begin(index)
+            else:
+                self.taken |= mask
+                if self.kept:
+                    self._bring_state(index)
+                self.running.append(index)
+                self.num_started += setting.widths[index]
+                self.advanced_s[index] = now_s
+                if self.begins[index]:
+                    self._schedule_end(index)
+                else:
+                    self.change_s[index] = now_s + self.left_s[index]
             if not mask:
                 position = 0
+        return True
 
     def _begin(self, index: int) -> None:
         mask = self.masks[index]
@@ -238,9 +320,9 @@ class Playout:
         self.shared |= both
         self.taken |= mask
         if self.kept:
-            self._bring_state(self.work_items[index], self.devices[index], index)
+            self._bring_state(index)
         self.running.append(index)
-        self.num_started += len(self.devices[index]) or 1
+        self.num_started += self.setting.widths[index]
         self.advanced_s[index] = self.now_s
         if self.setting.is_sharing:
             most = self.setting.most_together
@@ -252,20 +334,24 @@ class Playout:
         if both:
             self._update_rates(index, both)
 
-    def _bring_state(self, item: WorkItem, devices: tuple[int, ...], index: int) -> None:
+    def _bring_state(self, index: int) -> None:
         """The work item's state is there from now on, most recently used; it takes a switch longer if it was not."""
-        state, kept = item.state, self.kept
-        num_kept = self.setting.problem.num_kept
-        if any(state not in kept[device] for device in devices):
-            self.left_s[index] += item.switch_s
-        for device in devices:
-            others = [other for other in kept[device] if other != state]
-            kept[device] = (state, *others)[: int(min(num_kept[device], len(others) + 1))]
+        state, kept, is_there = self.setting.states[index], self.kept, True
+        for device in self.devices[index]:
+            there = kept[device]
+            if there and there[0] == state:
+                continue
+            is_there = is_there and state in there
+            most = self.setting.problem.num_kept[device]
+            others = [other for other in there if other != state] if most > 1.0 else ()
+            kept[device] = (state, *others)[: int(min(most, len(others) + 1))]
+        if not is_there:
+            self.left_s[index] += self.setting.switches_s[index]
 
     def _end_or_go_on(self, index: int) -> None:
         self._advance(index)
         if self.left_s[index] > self._rounding_s():
-            begins, begun = self.setting.begins[index], self.begun[index]
+            begins, begun = self.begins[index], self.begun[index]
             if begun < len(begins):
                 self.sub_stage[index] = begins[begun][1]
                 self.begun[index] = begun + 1
@@ -316,7 +402,7 @@ class Playout:
     def _schedule_end(self, index: int) -> None:
         """Know when it ends at its present rate, or begins its next sub-stage."""
         until_s = self.left_s[index]
-        begins, begun = self.setting.begins[index], self.begun[index]
+        begins, begun = self.begins[index], self.begun[index]
         if begun < len(begins):
             until_s = max(0.0, until_s - begins[begun][0] - self.grown_s[index])
         self.change_s[index] = self.advanced_s[index] + until_s / self.rate[index]
@@ -416,20 +502,25 @@ class Playout:
 
     # the result
 
-    def _scored_schedule(self) -> Schedule:
+    def _score(self) -> tuple[tuple[float, float], float]:
+        """`Schedule.score`, and the mean end."""
         last_s: dict[int, float] = {}
-        for item, at_s in zip(self.work_items, self.end_s, strict=True):
+        for item, at_s in zip(self.setting.problem.work_items, self.end_s, strict=True):
             if at_s > last_s.get(item.pipeline, 0.0):
                 last_s[item.pipeline] = at_s
         missed_s = sum(max(0.0, self.end_s[index] - deadline_s) for index, deadline_s in self.setting.deadlines_s)
         mean_s = sum(last_s.values()) / max(len(last_s), 1)
+        makespan_s = max(last_s.values(), default=0.0)
+        return (missed_s, makespan_s + self.setting.problem.mean_weight * mean_s), mean_s
+
+    def _scored_schedule(self, score: tuple[float, float], mean_s: float) -> Schedule:
         return Schedule(
             start_s=tuple(self.start_s),
             end_s=tuple(self.end_s),
             sibling_migrations=self.sibling_migrations,
             sibling_migrations_now=tuple(self.sibling_migrations_now),
             idle_migrations_now=self._idle_migrations_now(),
-            score=(missed_s, max(self.end_s, default=0.0) + self.setting.problem.mean_weight * mean_s),
+            score=score,
             mean_end_s=mean_s,
             num_tried=1,
         )
@@ -441,3 +532,8 @@ class Playout:
             for number in sorted(self.idle_migrations)
             if self.start_s[migrations[number].item] in (0.0, BEFORE_NOW)
         )
+
+
+def is_less(score: tuple[float, float], than: tuple[float, float]) -> bool:
+    """Whether a schedule with this score is better, beyond rounding."""
+    return score[0] < than[0] - 1e-6 or (score[0] <= than[0] + 1e-6 and score[1] < than[1] - 1e-6)

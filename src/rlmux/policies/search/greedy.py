@@ -28,14 +28,12 @@ class _GreedyPlayout(Playout):
 
     __slots__ = ()
 
-    def _start_ready(self) -> None:
+    def _start_ready(self, limit_s: float) -> bool:
         while True:
             options = [(self._gain(chosen), -place, chosen) for place, chosen in enumerate(self._options())]
-            if not options:
-                return
-            gain, _, chosen = max(options)
+            gain, _, chosen = max(options, default=(0.0, 0, ()))
             if gain <= 0.0:
-                return
+                return True
             for index in chosen:
                 self.ready.remove((self.rank[index], index))
                 self.start_s[index] = self.now_s
@@ -66,7 +64,7 @@ class _GreedyPlayout(Playout):
         added = 0.0
         for device in self.devices[index]:
             added += 1.0
-            for other in self.holders[device]:
+            for other in self.holders[device] if self.setting.is_sharing else ():
                 added += rates[self.sub_stage[index], self.sub_stage[other]] - 1.0
                 added += rates[self.sub_stage[other], self.sub_stage[index]] - self.rate[other]
         return added if self.devices[index] else 1.0
