@@ -161,9 +161,7 @@ def follow_up(folder: Path, policy: str, num_steps: int, ask_after: int) -> list
         then = said["then"]["pipelines"][pipeline]
         alone = "-" if now is None else f"{now:.1f}"
         ends.append(
-            End(
-                said_s=then["ends_s"], low_s=then["low"]["ends_s"], high_s=then["high"]["ends_s"], seen_s=seen_s
-            )
+            End(said_s=then["ends_s"], low_s=then["low"]["ends_s"], high_s=then["high"]["ends_s"], seen_s=seen_s)
         )
         print(f"{pipeline:10} without the third {alone:>6}  with it {ends[-1]}", flush=True)
     return ends
@@ -249,6 +247,9 @@ def recorded(run: Path, ask_after: int) -> list[tuple[End, float]]:
         folder = Path(name)
         cut(run, folder / "cut", at_s)
         now = ongoing(folder / "cut", launch.spec_of(run).cluster)
+        if now.left.notes:
+            print(f"{run}: not asked after step {ask_after}: {'; '.join(now.left.notes)}")
+            return []
         arrivals = with_later(now, timeline)
         said = played(now, arrivals, folder / "said")
         low, high = (played(now, [at_bound(one, bound) for one in arrivals], folder / bound.name) for bound in Bound)

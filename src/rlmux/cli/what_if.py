@@ -10,6 +10,8 @@ from rlmux.cli import inputs, tables
 from rlmux.config import Purpose
 from rlmux.core.errors import UserError
 
+Figures = dict[str, Any]
+
 
 def answer(
     run: Path,
@@ -82,9 +84,6 @@ def show(result: dict[str, Any], *, as_json: bool) -> None:
             print(f"{name}: {one['refused']}")
     for note in result["notes"]:
         print(f"note: {note}")
-
-
-Figures = dict[str, Any]
 
 
 def _row(name: str, now: Figures | None, then: Figures | None, change: Figures | None) -> Figures:

@@ -51,9 +51,7 @@ class Questions:
     def addresses(self) -> tuple[Address, ...]:
         return (
             get(_ADDRESS, self.score, "How far earlier predictions were off"),
-            post(
-                _ADDRESS, self.ask, "What a change would do to the run", scope="submit", long_work=self._asking
-            ),
+            post(_ADDRESS, self.ask, "What a change would do to the run", scope="submit", long_work=self._asking),
         )
 
     def ask(self, caller: Caller, lane: str, body: Question) -> Answer:
