@@ -35,9 +35,10 @@ FIGURES = (
     "cost_usd_per_hour",
 )
 """Figures of a side that have a range."""
-NUM_WORLDS = 1 + len(Bound)
 PIPELINE_FIGURES = "ends_s", "queue_s", "step_slowdown"
 """Figures of a pipeline that have a range."""
+NUM_WORLDS = 1 + len(Bound)
+"""The expected one and the two bounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +164,9 @@ def _with_range(worlds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _range(keys: Sequence[str], worlds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    known = {key: [world[key] for world in worlds if world[key] is not None] for key in keys}
+    """The least and the largest of each figure; None where a world has none."""
+    values = {key: [world[key] for world in worlds] for key in keys}
     return {
-        "low": {key: min(values, default=None) for key, values in known.items()},
-        "high": {key: max(values, default=None) for key, values in known.items()},
+        bound: {key: None if None in own else pick(own) for key, own in values.items()}
+        for bound, pick in (("low", min), ("high", max))
     }

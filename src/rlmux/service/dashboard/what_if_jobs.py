@@ -30,8 +30,8 @@ from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas.usage_schemas import Answer, Question, Score
 
-LIMIT_S = 60.0
-"""Seconds after which an answer is given up."""
+LIMIT_S = 180.0
+"""Seconds after which an answer is given up: it has three simulations of each side."""
 MEMORY_BYTES = 4 << 30
 """Address space of the process that answers."""
 _MOST_WAITING = 4
@@ -137,7 +137,7 @@ def _keep(path: Path, answer: Mapping[str, Any]) -> None:
     ends_s = {
         name: [answer["at_s"] + figures["ends_s"] for figures in (one, one["low"], one["high"])]
         for name, one in answer["now"]["pipelines"].items()
-        if one["ends_s"] is not None
+        if one["low"]["ends_s"] is not None
     }
     with contextlib.suppress(OSError):
         if not path.exists() or path.stat().st_size < _MAX_KEPT_BYTES:
