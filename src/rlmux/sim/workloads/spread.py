@@ -23,7 +23,7 @@ QUANTILES = (0.1, 0.9)
 """Quantiles of the last steps that are taken for the low and the high world."""
 LEAST = 0.25
 """Least distance of both from the mean, as a part of it: steps that happen to be alike do not narrow a range further.
-With 0.15, 76 % of 84 recorded ends of `benchmarks/what_if.py` lay within their range; with 0.25, 85 %."""
+With 0.15, 76 % of 84 recorded ends of `benchmarks/what_if.py` lay within their range; with 0.25, 83 %."""
 UNMEASURED = 0.6
 """The same where fewer than `MEASURED_STEPS` steps were measured: the largest by which a stage of later steps differed
 from the last eight in `benchmarks/what_if.py`."""
