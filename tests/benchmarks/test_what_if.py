@@ -42,5 +42,6 @@ def unpacked(name: str, folder: Path) -> Path:
 def test_the_ends_that_are_said_of_a_recorded_run_come(tmp_path, name, ask_after, num_ends, at_most, at_its_speed):
     found = what_if.recorded(unpacked(name, tmp_path / "run"), ask_after)
     assert len(found) == num_ends
-    assert max(abs(as_said) for as_said, _ in found) <= at_most, found
+    assert max(abs(end.deviation) for end, _ in found) <= at_most, found
+    assert all(end.is_within for end, _ in found), found
     assert max(abs(then) for _, then in found) <= at_its_speed, found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from tests.log_script import AlternatingRun
 
 from rlmux.sim import api
 
@@ -17,6 +19,11 @@ defaults: {steps: 5, slo_slowdown: 1.5}
 pipelines:
   - {name: a, estimate: {rollout_s: 60, train_s: 40}}
   - {name: b, estimate: {rollout_s: 50, train_s: 50, colocated_rollout_s: 70, colocated_train_s: 40}}
+"""
+RUN = """\
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+policy: rollmux
+pipelines: [{name: sort, steps: 30, task: sort}]
 """
 TRACE = """\
 pipeline,submit_s,duration_s,depart_s,profile,rollout_s,train_s,slo_slowdown
@@ -245,6 +252,21 @@ def test_a_question_that_cannot_be_answered_is_one_line(rlmux, folder, words, sa
     assert answer.code == 2
     assert said in answer.err
     assert answer.err.count("\n") == 1
+
+
+def test_a_question_is_answered_with_ranges(rlmux, folder):
+    script = AlternatingRun(num_steps=30).script
+    script.file = RUN
+    script.write(folder / "runs" / "half", len(script.rows) // 2)
+    words = ("whatif", "runs/half", "--add", "1", "--like", "sort")
+    answer = json.loads(rlmux(*words, "--json").out)
+    sort = answer["change"]["pipelines"]["sort"]
+    assert 0.0 < sort["low"]["ends_s"] < sort["ends_s"] < sort["high"]["ends_s"]
+    (row,) = (line for line in rlmux(*words).out.splitlines() if line.startswith("sort "))
+    _, now, then, later_by, *_ = re.split(" {2,}", row)
+    for shown in (now, then, later_by):
+        assert re.fullmatch(r"\S+ to \S+", shown), "no single number"
+    assert later_by == "{:+.3g} to {:+.3g}".format(*(sort[bound]["ends_s"] for bound in ("low", "high")))
 
 
 def test_a_plan_splits_nodes_between_the_phases(rlmux, files):

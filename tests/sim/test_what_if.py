@@ -15,7 +15,8 @@ from rlmux.sim.simulator import simulate
 from rlmux.sim.what_if import WhatIfChange, what_if
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.ongoing import Ongoing, ongoing
-from rlmux.sim.world import SwitchSeconds, TrueSeconds
+from rlmux.sim.workloads.spread import LEAST, UNMEASURED
+from rlmux.sim.world import RandomVariation, SwitchSeconds, TrueSeconds
 
 CLUSTER = Cluster(pools={phase.value: Pool(name=phase.value, phase=phase, num_nodes=1) for phase in list(Phase)[:2]})
 SWITCH = SwitchSeconds(cold_rollout_s=2.0, cold_train_s=3.0, warm_rollout_s=0.1, warm_train_s=0.2)
@@ -139,3 +140,51 @@ def test_a_pipeline_that_has_just_finished_may_be_asked_for_again(tmp_path):
     assert answer["now"]["pipelines"] == {}
     alone_s = ends_of((brief,), "rollmux")["short"]
     assert answer["then"]["pipelines"]["short-2"]["ends_s"] == pytest.approx(alone_s, rel=0.01)
+
+
+# --- ranges -------------------------------------------------------------------------------------------------
+
+
+def varied(seed: int) -> tuple[Arrival, ...]:
+    """The pair with steps that differ."""
+    return tuple(
+        replace(one, world=replace(one.world, variation=RandomVariation(seed=seed + number, cv=0.4)))
+        for number, one in enumerate(PAIR)
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_where_steps_differ_the_end_lies_in_the_range(tmp_path, seed):
+    truth = ends_of(varied(seed), "rollmux")
+    ends_of(varied(seed), "rollmux", tmp_path)
+    run = ongoing(tmp_path, CLUSTER)
+    for name, one in what_if(run, WhatIfChange())["now"]["pipelines"].items():
+        assert one["low"]["ends_s"] < one["ends_s"] < one["high"]["ends_s"]
+        assert one["low"]["ends_s"] <= truth[name] - run.at_s <= one["high"]["ends_s"], name
+
+
+def test_steps_that_happen_to_be_alike_leave_the_least_range(tmp_path):
+    one = what_if(cut_run(tmp_path), WhatIfChange())["now"]["pipelines"]["long"]
+    for bound, factor in (("low", 1.0 - LEAST), ("high", 1.0 + LEAST)):
+        assert one[bound]["ends_s"] == pytest.approx(factor * one["ends_s"], rel=0.02)
+
+
+def test_a_change_is_the_difference_within_each_world(tmp_path):
+    """So its range is narrower than the difference between the ranges of both sides."""
+    run = cut_run(tmp_path)
+    answer = what_if(run, WhatIfChange(added=run.like("long", 1)))
+    assert set(answer["change"]["pipelines"]) == {"long", "short"}
+    now, then, change = (answer[side]["pipelines"]["short"] for side in ("now", "then", "change"))
+    assert change["ends_s"] == then["ends_s"] - now["ends_s"]
+    assert change["low"]["ends_s"] < change["ends_s"] < change["high"]["ends_s"]
+    assert change["low"]["ends_s"] > then["low"]["ends_s"] - now["high"]["ends_s"]
+    assert change["high"]["ends_s"] < then["high"]["ends_s"] - now["low"]["ends_s"]
+    assert answer["change"]["low"]["makespan_s"] > 0.0
+
+
+def test_a_pipeline_that_has_only_an_estimate_has_a_wider_range_and_a_note(tmp_path):
+    added = arrival("third", 4.0, 2.0, estimate=PhaseSeconds(rollout_s=4.0, train_s=2.0))
+    answer = what_if(cut_run(tmp_path), WhatIfChange(added=[added], removed=["long", "short"]))
+    one = answer["then"]["pipelines"]["third"]
+    assert one["high"]["ends_s"] == pytest.approx((1.0 + UNMEASURED) * one["ends_s"], rel=0.02)
+    assert answer["notes"] == ["third: fewer than 3 steps are measured; its range is 60% more or less"]

@@ -10,6 +10,8 @@ from rlmux.cli import inputs, tables
 from rlmux.config import Purpose
 from rlmux.core.errors import UserError
 
+Figures = dict[str, Any]
+
 
 def answer(
     run: Path,
@@ -53,15 +55,15 @@ def answer(
 
 
 def show(result: dict[str, Any], *, as_json: bool) -> None:
-    """One row for each figure, one for each pipeline; now, then, and the difference."""
+    """One row for each figure, one for each pipeline; now, then, and the difference, each as a range."""
     if as_json:
         tables.print_json(result)
         return
-    now, then = result["now"], result["then"]
-    print(f"{result['run']}, {result['about']}\n")
+    now, then, change = result["now"], result["then"], result["change"]
+    print(f"{result['run']}, {result['about']}; a range is from quick to slow steps\n")
     tables.print_rows(
         [
-            {"": what, "now": now[key], "then": then[key], "change": _difference(now[key], then[key])}
+            {"": what, "now": _range(now, key), "then": _range(then, key), "change": _range(change, key, sign="+")}
             for what, key in (
                 ("all ended in s", "makespan_s"),
                 ("slowdown, mean", "mean_step_slowdown"),
@@ -71,12 +73,12 @@ def show(result: dict[str, Any], *, as_json: bool) -> None:
                 ("$", "cost_usd"),
                 ("$ per hour", "cost_usd_per_hour"),
             )
-            if now[key] or then[key]
+            if now["high"][key] or then["high"][key]
         ]
     )
     print()
     names = dict.fromkeys([*now["pipelines"], *then["pipelines"]])
-    tables.print_rows([_row(name, now["pipelines"].get(name), then["pipelines"].get(name)) for name in names])
+    tables.print_rows([_row(name, *(side["pipelines"].get(name) for side in (now, then, change))) for name in names])
     for name, one in then["pipelines"].items():
         if one["refused"]:
             print(f"{name}: {one['refused']}")
@@ -84,16 +86,15 @@ def show(result: dict[str, Any], *, as_json: bool) -> None:
         print(f"note: {note}")
 
 
-def _row(name: str, now: dict[str, Any] | None, then: dict[str, Any] | None) -> dict[str, Any]:
-    ends_now, ends_then = (None if side is None else side["ends_s"] for side in (now, then))
+def _row(name: str, now: Figures | None, then: Figures | None, change: Figures | None) -> Figures:
     return {
         "pipeline": name,
-        "ends in s": ends_now,
-        "then": ends_then,
-        "later by": _difference(ends_now, ends_then),
-        "slowdown": now and now["step_slowdown"],
-        "slowdown then": then and then["step_slowdown"],
-        "queued s": then and then["queue_s"],
+        "ends in s": _range(now, "ends_s"),
+        "then": _range(then, "ends_s"),
+        "later by": _range(change, "ends_s", sign="+"),
+        "slowdown": _range(now, "step_slowdown"),
+        "slowdown then": _range(then, "step_slowdown"),
+        "queued s": _range(then, "queue_s"),
         "SLO": "" if then is None or then["slo_slowdown"] == float("inf") else _SLO[then["keeps_slo"]],
         "": "refused" if then and then["refused"] else "new" if now is None else "gone" if then is None else "",
     }
@@ -102,5 +103,10 @@ def _row(name: str, now: dict[str, Any] | None, then: dict[str, Any] | None) -> 
 _SLO = {True: "kept", False: "missed"}
 
 
-def _difference(now: float | None, then: float | None) -> float | None:
-    return None if now is None or then is None else then - now
+def _range(figures: Figures | None, key: str, *, sign: str = "") -> str:
+    """Both ends with three digits that matter; one where both read the same."""
+    ends = [] if figures is None else [figures["low"][key], figures["high"][key]]
+    if not ends or None in ends:
+        return "-"
+    words = (f"{value:{sign},.0f}" if abs(value) >= 100 else f"{value:{sign}.3g}" for value in ends)
+    return " to ".join(dict.fromkeys(words))

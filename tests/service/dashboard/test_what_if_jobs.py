@@ -15,7 +15,7 @@ from tests.log_script import AlternatingRun, append
 from rlmux.cli.main import run_command_line
 from rlmux.log.run_log import RunLog
 from rlmux.service.dashboard import what_if_jobs
-from rlmux.service.dashboard.schemas.usage_schemas import Side
+from rlmux.service.dashboard.schemas.usage_schemas import SideFigures
 
 FILE = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
@@ -51,6 +51,11 @@ def test_an_answer_is_that_of_the_command_line(half, dashboard, capsys):
     for side in ("now", "then"):  # how long the scheduler thought differs each time
         assert said[side]["pipelines"] == printed[side]["pipelines"]
         assert said[side]["makespan_s"] == printed[side]["makespan_s"]
+        for bound in ("low", "high"):
+            assert said[side][bound] == printed[side][bound]
+    assert said["change"] == printed["change"]
+    sort = said["then"]["pipelines"]["sort"]
+    assert sort["low"]["ends_s"] < sort["ends_s"] < sort["high"]["ends_s"]
     assert set(said["then"]["pipelines"]) - set(said["now"]["pipelines"]) == {"sort-2", "sort-3"}
 
 
@@ -104,6 +109,7 @@ def test_predictions_are_scored_by_what_came(script, half, dashboard):
     score = dashboard(half).get(WHATIF)
     assert score["num_scored"] == 2
     assert 0.0 < score["median_error"] <= score["worst_error"] < 0.2
+    assert score["within_range"] == 1.0
 
 
 def test_questions_that_take_long_hold_no_other_request_up(half, dashboard, monkeypatch):
@@ -111,8 +117,9 @@ def test_questions_that_take_long_hold_no_other_request_up(half, dashboard, monk
 
     def slow(*_: object) -> dict[str, Any]:
         is_let_go.wait()
-        side = dict.fromkeys(Side.model_fields) | {"policy": "solo", "pipelines": {}}
-        return {"run": "", "at_s": 0.0, "about": "", "notes": [], "now": side, "then": side}
+        figures = dict.fromkeys(SideFigures.model_fields)
+        side = figures | {"low": figures, "high": figures, "policy": "solo", "pipelines": {}}
+        return {"run": "", "at_s": 0.0, "about": "", "notes": [], "now": side, "then": side, "change": side}
 
     monkeypatch.setattr(what_if_jobs, "_answer", slow)
     with ThreadPoolExecutor(60) as asking:

@@ -373,7 +373,9 @@ pipelines: [{name: sort, steps: 30, task: sort}]
         page.wait_for_selector("td:has-text('sort-3')", timeout=60_000)
         rows = {line.split()[0]: line for line in page.locator("tbody tr").all_inner_texts()}
         assert "new" in rows["sort-2"]
-        assert "+" in rows["sort"]
+        _, now, then, change, _ = rows["sort"].split("\t")
+        assert all(" s to " in ends for ends in (now, then, change)), "a range, and no single number"
+        assert change.startswith("+")
         assert "rlmux whatif --add=2 --like=sort" in page.inner_text("main")
     finally:
         served.close()

@@ -1,8 +1,8 @@
 """What if: a question about a lane as a process of `rlmux whatif`, and how far earlier predictions were off.
 
 POST lanes/L/whatif ─▶ rlmux whatif DIR ... --json ─▶ now, then, and the same question as a command
-                                └─ when each pipeline would end ─▶ questions.jsonl beside the index
-GET  lanes/L/whatif ─▶ those that have come true, against the index: median and largest error
+                                └─ when each pipeline would end ─▶ predictions.jsonl beside the index
+GET  lanes/L/whatif ─▶ those that have come true, against the index: median and largest error, part within the range
 
 A prediction is scored by pipelines that finished, as long as none was submitted or cancelled between the question and
 their end: what is left of a run is predicted as it is, and not what its users do to it.
@@ -30,14 +30,14 @@ from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas.usage_schemas import Answer, Question, Score
 
-LIMIT_S = 60.0
-"""Seconds after which an answer is given up."""
+LIMIT_S = 180.0
+"""Seconds after which an answer is given up: it has three simulations of each side."""
 MEMORY_BYTES = 4 << 30
 """Address space of the process that answers."""
 _MOST_WAITING = 4
 """Questions that wait for another one to be answered."""
 _ADDRESS = "/lanes/{lane}/whatif"
-_KEPT = "questions.jsonl"
+_KEPT = "predictions.jsonl"
 _MAX_KEPT_BYTES = 4 << 20
 
 
@@ -51,9 +51,7 @@ class Questions:
     def addresses(self) -> tuple[Address, ...]:
         return (
             get(_ADDRESS, self.score, "How far earlier predictions were off"),
-            post(
-                _ADDRESS, self.ask, "What a change would do to the run", scope="submit", long_work=self._asking
-            ),
+            post(_ADDRESS, self.ask, "What a change would do to the run", scope="submit", long_work=self._asking),
         )
 
     def ask(self, caller: Caller, lane: str, body: Question) -> Answer:
@@ -73,12 +71,14 @@ class Questions:
         _, index = self._reads.folders(lane)
         with self._reads.open(lane, SERVER) as reader:
             pipelines = [json.loads(text) for (text,) in reader.rows("SELECT json FROM pipeline")]
-        errors = list(_errors(_kept(index.with_name(_KEPT)), pipelines))
+        ends = list(_ends(_kept(index.with_name(_KEPT)), pipelines))
+        errors = [error for error, _ in ends]
         return Score(
             policies=list(POLICIES),
             num_scored=len(errors),
             median_error=statistics.median(errors) if errors else None,
             worst_error=max(errors, default=None),
+            within_range=statistics.mean(is_within for _, is_within in ends) if ends else None,
         )
 
 
@@ -132,9 +132,13 @@ def _answer(folder: Path, question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep(path: Path, answer: Mapping[str, Any]) -> None:
-    """Note when each pipeline would end if nothing changed. A folder that cannot be written keeps nothing."""
-    now = answer["now"]["pipelines"]
-    ends_s = {name: answer["at_s"] + one["ends_s"] for name, one in now.items() if one["ends_s"] is not None}
+    """Note when each pipeline would end if nothing changed: as expected, at the earliest, at the latest. A folder that
+    cannot be written keeps nothing."""
+    ends_s = {
+        name: [answer["at_s"] + figures["ends_s"] for figures in (one, one["low"], one["high"])]
+        for name, one in answer["now"]["pipelines"].items()
+        if one["low"]["ends_s"] is not None
+    }
     with contextlib.suppress(OSError):
         if not path.exists() or path.stat().st_size < _MAX_KEPT_BYTES:
             with path.open("a", encoding="utf-8") as file:
@@ -148,15 +152,16 @@ def _kept(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _errors(kept: Iterator[Mapping[str, Any]], pipelines: Sequence[Mapping[str, Any]]) -> Iterator[float]:
-    """|came - predicted| over the seconds predicted, of each pipeline of each question that has come true."""
+def _ends(kept: Iterator[Mapping[str, Any]], pipelines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, bool]]:
+    """(|came - predicted| over the seconds predicted, whether it came within its range) of each pipeline of each
+    question that has come true."""
     finished_s = {one["name"]: one["ended_s"] for one in pipelines if one["status"] == "finished"}
     meddled_s = [one["submitted_s"] for one in pipelines]
     meddled_s += [one["ended_s"] for one in pipelines if one["status"] in ("cancelled", "failed")]
     for question in kept:
         at_s = question["at_s"]
         first_s = min((time_s for time_s in meddled_s if time_s is not None and time_s > at_s), default=None)
-        for name, predicted_s in question["ends_s"].items():
+        for name, (predicted_s, low_s, high_s) in question["ends_s"].items():
             ended_s = finished_s.get(name)
             if ended_s is not None and predicted_s > at_s and (first_s is None or ended_s <= first_s):
-                yield abs(ended_s - predicted_s) / (predicted_s - at_s)
+                yield abs(ended_s - predicted_s) / (predicted_s - at_s), low_s <= ended_s <= high_s

@@ -4,7 +4,7 @@ import { post, useData } from "./api";
 import { Trouble } from "./frame";
 import { of, useShown } from "./lane";
 import { Dot } from "./parts";
-import type { Answer, Prediction, Score } from "./shapes";
+import type { Answer, PipelineRange, Prediction, Score } from "./shapes";
 import { NONE, figure, percent, seconds, times } from "./words";
 
 interface Question {
@@ -17,8 +17,9 @@ interface Question {
 }
 const NOTHING: Question = { add: "", like: "", remove: "", policy: "", set: "", file: "" };
 
+type Show = (value: number | null | undefined) => string;
 type FigureKey = "makespan_s" | "mean_step_slowdown" | "max_step_slowdown" | "mean_queue_s" | "slo_attainment" | "cost_usd" | "cost_usd_per_hour";
-const FIGURES: readonly (readonly [string, FigureKey, (value: number | null | undefined) => string])[] = [
+const FIGURES: readonly (readonly [string, FigureKey, Show])[] = [
   ["all ended in", "makespan_s", seconds],
   ["slowdown, mean", "mean_step_slowdown", times],
   ["slowdown, largest", "max_step_slowdown", times],
@@ -100,7 +101,7 @@ function bodyOf(question: Question): Record<string, unknown> {
 
 function scored(score: Score): string {
   if (!score.num_scored) return "No earlier prediction of this lane has come true yet.";
-  return `Earlier predictions of this lane, of pipelines that have ended since: median error ${percent(score.median_error)}, worst ${percent(score.worst_error)} (n = ${score.num_scored}).`;
+  return `Earlier predictions of this lane, of pipelines that have ended since: median error ${percent(score.median_error)}, worst ${percent(score.worst_error)}; ${percent(score.within_range)} ended within their range (n = ${score.num_scored}).`;
 }
 
 function Choice({ label, value, among, none, choose }: { label: string; value: string; among: readonly string[]; none: string; choose: (value: string) => void }) {
@@ -115,13 +116,13 @@ function Choice({ label, value, among, none, choose }: { label: string; value: s
 }
 
 function Answered({ answer, pipelines }: { answer: Answer; pipelines: readonly string[] }) {
-  const { now, then } = answer;
+  const { now, then, change } = answer;
   const names = [...new Set([...Object.keys(now.pipelines), ...Object.keys(then.pipelines)])];
-  const longest_s = Math.max(1e-9, ...[now, then].flatMap((side) => Object.values(side.pipelines).map((one) => one.ends_s ?? 0)));
+  const longest_s = Math.max(1e-9, ...[now, then].flatMap((side) => Object.values(side.pipelines).map((one) => one.high.ends_s ?? 0)));
   return (
     <>
       <h2>
-        {answer.about} <small>now under {now.policy}, then under {then.policy}</small>
+        {answer.about} <small>now under {now.policy}, then under {then.policy}; a range is from quick to slow steps</small>
       </h2>
       <div class="scroll">
         <table class="whatif">
@@ -135,17 +136,17 @@ function Answered({ answer, pipelines }: { answer: Answer; pipelines: readonly s
             </tr>
           </thead>
           <tbody>
-            {FIGURES.filter(([, key]) => now[key] || then[key]).map(([name, key, show]) => (
+            {FIGURES.filter(([, key]) => now.high[key] || then.high[key]).map(([name, key, show]) => (
               <tr>
                 <td>{name}</td>
-                <td class="number">{show(now[key])}</td>
-                <td class="number">{show(then[key])}</td>
-                <td class="number">{difference(now[key], then[key], show)}</td>
+                <td class="number">{range(now.low[key], now.high[key], show)}</td>
+                <td class="number">{range(then.low[key], then.high[key], show)}</td>
+                <td class="number">{range(change.low[key], change.high[key], signed(show))}</td>
                 <td />
               </tr>
             ))}
             {names.map((name) => (
-              <PipelineRow name={name} now={now.pipelines[name]} then={then.pipelines[name]} longest_s={longest_s} pipelines={pipelines} />
+              <PipelineRow name={name} now={now.pipelines[name]} then={then.pipelines[name]} change={change.pipelines[name]} longest_s={longest_s} pipelines={pipelines} />
             ))}
           </tbody>
         </table>
@@ -160,7 +161,16 @@ function Answered({ answer, pipelines }: { answer: Answer; pipelines: readonly s
   );
 }
 
-function PipelineRow({ name, now, then, longest_s, pipelines }: { name: string; now: Prediction | undefined; then: Prediction | undefined; longest_s: number; pipelines: readonly string[] }) {
+interface PipelineRowProps {
+  name: string;
+  now: Prediction | undefined;
+  then: Prediction | undefined;
+  change: PipelineRange | undefined;
+  longest_s: number;
+  pipelines: readonly string[];
+}
+
+function PipelineRow({ name, now, then, change, longest_s, pipelines }: PipelineRowProps) {
   const what = then?.refused ? "refused" : !now ? "new" : !then ? "gone" : "";
   const isBad = what === "refused" || then?.keeps_slo === false;
   return (
@@ -169,20 +179,26 @@ function PipelineRow({ name, now, then, longest_s, pipelines }: { name: string; 
         {pipelines.includes(name) && <Dot name={name} pipelines={pipelines} />}
         <b>{name}</b> <span class={isBad ? "bad" : "muted"}>{[what, then?.keeps_slo === false && "misses its SLO"].filter(Boolean).join(", ")}</span>
       </td>
-      <td class="number">{seconds(now?.ends_s)}</td>
-      <td class="number">{seconds(then?.ends_s)}</td>
-      <td class="number">{difference(now?.ends_s, then?.ends_s, seconds)}</td>
+      <td class="number">{range(now?.low.ends_s, now?.high.ends_s, seconds)}</td>
+      <td class="number">{range(then?.low.ends_s, then?.high.ends_s, seconds)}</td>
+      <td class="number">{range(change?.low.ends_s, change?.high.ends_s, signed(seconds))}</td>
       <td>
-        {[now, then].map((side) => (
-          <i class="bar f-busy" style={{ width: `${(100 * (side?.ends_s ?? 0)) / longest_s}%`, height: "6px", marginBottom: "2px", opacity: side === now ? 0.5 : 1 }} />
-        ))}
+        {[now, then].map((side) => {
+          const [low_s, high_s] = [side?.low.ends_s ?? 0, side?.high.ends_s ?? 0];
+          const [marginLeft, width] = [low_s, high_s - low_s].map((value_s) => `${(100 * value_s) / longest_s}%`);
+          return <i class="bar f-busy" style={{ marginLeft, width, height: "6px", marginBottom: "2px", opacity: side === now ? 0.5 : 1 }} />;
+        })}
       </td>
     </tr>
   );
 }
 
-function difference(before: number | null | undefined, after: number | null | undefined, show: (value: number) => string): string {
-  if (before == null || after == null) return NONE;
-  const change = after - before;
-  return change < 0 ? `−${show(-change)}` : `+${show(change)}`;
+/** Both ends in words; one where they read the same. */
+function range(low: number | null | undefined, high: number | null | undefined, show: Show): string {
+  const [from, to] = [show(low), show(high)];
+  return from === to ? from : `${from} to ${to}`;
+}
+
+function signed(show: Show): Show {
+  return (value) => (value == null ? NONE : value < 0 ? `−${show(-value)}` : `+${show(value)}`);
 }

@@ -23,6 +23,7 @@ from rlmux.report.timeline.build import Timeline
 from rlmux.report.timeline.records import Ending, OrderRecord, PipelineRecord
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.recorded import RecordedSeconds, recorded_arrival
+from rlmux.sim.workloads.spread import spread_of
 from rlmux.sim.world import SwitchSeconds, TrueSeconds
 
 LIKE_STEPS = 8
@@ -131,11 +132,16 @@ def _whole_arrival(record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arr
 def _with_later_steps(world: RecordedSeconds, done: int) -> RecordedSeconds:
     """Recorded steps as they were, and all that follow like the last of them."""
     last = range(max(1, done + 1 - LIKE_STEPS), done + 1)
-    by_stage = {}
-    for stage, mean_s in world.by_stage.items():
-        known = [world.by_step[stage, step] for step in last if (stage, step) in world.by_step]
-        by_stage[stage] = sum(known) / len(known) if known else mean_s
-    return replace(world, by_stage=by_stage, like=tuple(step for step in last if step in world.rollouts))
+    known = {
+        stage: [world.by_step[stage, step] for step in last if (stage, step) in world.by_step]
+        for stage in world.by_stage
+    }
+    return replace(
+        world,
+        by_stage={stage: sum(own) / len(own) if own else world.by_stage[stage] for stage, own in known.items()},
+        like=tuple(step for step in last if step in world.rollouts),
+        spread={stage: spread_of(own) for stage, own in known.items()},
+    )
 
 
 # --- from now on --------------------------------------------------------------------------------------------

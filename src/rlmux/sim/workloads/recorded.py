@@ -56,6 +56,18 @@ class RecordedSeconds(TrueSeconds):
     """Recorded rollouts, by step."""
     like: Sequence[int] = ()
     """Steps whose recorded rollouts stand for other steps; empty: all of them."""
+    spread: Mapping[Stage, tuple[float, float]] = field(default_factory=dict)
+    """(low, high) factors on each stage's seconds, between which those of later steps are expected."""
+
+    def scaled(self, factors: Mapping[Stage, float]) -> RecordedSeconds:
+        """The same with all seconds of each stage times its factor; those of other stages are as they were."""
+        rollout_factor = factors.get(Stage.GENERATE, 1.0)
+        return replace(
+            self,
+            by_stage={stage: factors.get(stage, 1.0) * seconds for stage, seconds in self.by_stage.items()},
+            by_step={key: factors.get(key[0], 1.0) * seconds for key, seconds in self.by_step.items()},
+            rollouts={step: one.scaled(rollout_factor) for step, one in self.rollouts.items()},
+        )
 
     def seconds(self, stage: Stage, step: int) -> float:
         return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))

@@ -112,6 +112,15 @@ class RecordedRollout:
                 fitted = replace(fitted, trajectories=stretched)
         return fitted
 
+    def scaled(self, factor: float) -> RecordedRollout:
+        """The same rollout with all its seconds times this."""
+        return replace(
+            self,
+            trajectories=tuple(_with_waits(one, factor) for one in self.trajectories),
+            iterations=self.iterations.scaled(factor),
+            fixed_s=factor * self.fixed_s,
+        )
+
     def shard(self, index: int, num_devices: int) -> Work:
         """The rollout shard of the `index`-th of so many devices, with nothing of it done."""
         mine = [one for number, one in enumerate(self.trajectories) if number // self.group_size % num_devices == index]

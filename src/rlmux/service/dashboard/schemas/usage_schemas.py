@@ -57,6 +57,8 @@ class Score(Shape):
     median_error: float | None
     """Error as a part of the seconds that were predicted."""
     worst_error: float | None
+    within_range: float | None
+    """Part of the scored ends that lay within their range."""
 
 
 class Question(Taken):
@@ -77,20 +79,30 @@ class Question(Taken):
         return self
 
 
-class Prediction(Shape):
-    """A simulation's prediction for one pipeline; seconds from the moment of the question."""
+class PipelineFigures(Shape):
+    """What is predicted of one pipeline; seconds from the moment of the question."""
 
     ends_s: float | None
     queue_s: float | None
     step_slowdown: float | None
+
+
+class PipelineRange(PipelineFigures):
+    """Figures with steps like the mean of the last ones, and the least and the largest of three simulations."""
+
+    low: PipelineFigures
+    high: PipelineFigures
+
+
+class Prediction(PipelineRange):
+    """One pipeline on one side."""
+
     slo_slowdown: float | None
     keeps_slo: bool | None
     refused: str | None
 
 
-class Side(Open):
-    policy: str
-    pipelines: dict[str, Prediction]
+class SideFigures(Open):
     makespan_s: float | None
     mean_step_slowdown: float | None
     max_step_slowdown: float | None
@@ -100,6 +112,25 @@ class Side(Open):
     cost_usd_per_hour: float | None
 
 
+class SideRange(SideFigures):
+    """Figures as in `PipelineRange`."""
+
+    low: SideFigures
+    high: SideFigures
+
+
+class Side(SideRange):
+    policy: str
+    pipelines: dict[str, Prediction]
+
+
+class Change(SideRange):
+    """Then less now, in each of the simulations."""
+
+    pipelines: dict[str, PipelineRange]
+    """Those that are on both sides."""
+
+
 class Answer(Shape):
     run: str
     at_s: float
@@ -107,4 +138,5 @@ class Answer(Shape):
     notes: list[str]
     now: Side
     then: Side
+    change: Change
     command: str
