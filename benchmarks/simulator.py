@@ -77,7 +77,8 @@ def workload_of(case: str, num_pipelines: int) -> Workload:
         )
     of_300 = [catalog.build("mixed", seed=seed).arrivals for seed in range(-(-num_pipelines // 300))]
     drawn = [each for arrivals in of_300 for each in arrivals][:num_pipelines]
-    moments = sorted(random.Random(0).uniform(0.0, DAY_S) for _ in drawn)
+    generator = random.Random(0)
+    moments = sorted(generator.uniform(0.0, DAY_S) for _ in drawn)
     num_nodes = num_pipelines * 10 // GPUS_OF_A_NODE // 2
     return Workload(
         name="day",

@@ -381,8 +381,10 @@ class StepHistory:
         peak = max(shard.active, default=1)
         seconds = (0.0, *shard.seconds, shard.before_s + solo_s)
         curve = Curve(seconds, (peak, *shard.active, 0), shard.prefill_s or prefill_s)
-        steps = sorted({shard.step, *(step for step, _ in self._curves)})[-WINDOW_STEPS:]
-        self._curves = [one for one in (*self._curves, (shard.step, curve)) if one[0] in steps]
+        self._curves.append((shard.step, curve))
+        if len(self._curves) > WINDOW_STEPS:
+            steps = sorted({step for step, _ in self._curves})[-WINDOW_STEPS:]
+            self._curves = [one for one in self._curves if one[0] in steps]
         self._estimates = None
 
     def end_stage(self, stage: Stage, solo_s: float) -> None:

@@ -62,12 +62,15 @@ class MeasuredSteps:
         """Steps not trained yet in which trajectories migrated."""
         self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
         self._num_devices = 0
+        self._last: PhaseSeconds | None = None
+        """What `last` found; None: it has not looked since something was added."""
 
     def open_rollout(self, step: int, devices: Sequence[DeviceId]) -> None:
         """A step's rollout begins, perhaps again: what was measured of it and of later steps does not count."""
         if len(devices) != self._num_devices:
             self._num_devices = len(devices)
             self._steps.clear()
+            self._last = None
         for later in [known for known in {*self._rollout, *self._train, *self._migrated} if known >= step]:
             self._rollout.pop(later, None)
             self._train.pop(later, None)
@@ -91,6 +94,7 @@ class MeasuredSteps:
     def add_between(self, stage: Stage, seconds: float) -> None:
         """A stage that holds no device took so long."""
         self._between.setdefault(stage, deque(maxlen=WINDOW_STEPS)).append(seconds)
+        self._last = None
 
     def end_step(self, step: int) -> None:
         """The step is trained."""
@@ -102,14 +106,17 @@ class MeasuredSteps:
                 max(shard.solo_s for shard in shards.values()), max(shard.held_s for shard in shards.values())
             )
             self._steps.append(_Step(rollout=rollout, train=train, has_migrated=has_migrated))
+            self._last = None
 
     @property
     def last(self) -> PhaseSeconds | None:
         """Solo seconds of the last whole step, with the sync as its last ones took; None before the first."""
-        if not self._steps:
-            return None
-        last = self._steps[-1]
-        return PhaseSeconds(rollout_s=last.rollout.solo_s, train_s=last.train.solo_s, sync_s=self._between_s())
+        if self._last is None and self._steps:
+            last = self._steps[-1]
+            self._last = PhaseSeconds(
+                rollout_s=last.rollout.solo_s, train_s=last.train.solo_s, sync_s=self._between_s()
+            )
+        return self._last
 
     def is_last_beyond(self, planned: PhaseSeconds | None) -> bool:
         """Whether a phase of the last step differs from the seconds planned with by more than `DRIFT`."""

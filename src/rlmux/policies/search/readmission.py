@@ -67,7 +67,7 @@ def _slowest_first(groups: Iterable[GroupLoad]) -> list[GroupLoad]:
     slowed = (
         group
         for group in groups
-        if group.num_members > 1 and not group.is_colocated and group.period_s > group.cycle_s * (1.0 + _NOTICEABLE)
+        if len(group.members) > 1 and not group.is_colocated and group.period_s > group.cycle_s * (1.0 + _NOTICEABLE)
     )
     return sorted(slowed, key=lambda group: (-group.period_s / group.cycle_s, group.id))
 
