@@ -15,12 +15,14 @@ import sys
 import rlmux.runtime.workers.fork_server_imports
 
 assert {"transformers", "peft"} <= sys.modules.keys()
+workers = {"planned_workers", "request_workers", "tenant_hosts"}
+assert {f"rlmux.runtime.workers.{name}" for name in workers} <= sys.modules.keys(), "each worker would import them"
 assert not any(name.partition(".")[0] == "torchao" for name in sys.modules), "its import initializes CUDA"
 import torchao
 """
 
 
-def test_the_fork_server_leaves_torchao_to_the_workers_that_need_it() -> None:
+def test_the_fork_server_imports_what_every_worker_needs_and_leaves_torchao_to_those_that_need_it() -> None:
     pytest.importorskip("torchao")
     subprocess.run([sys.executable, "-c", IMPORTED], check=True, timeout=120)
 
@@ -42,6 +44,38 @@ if __name__ == "__main__":
     assert pids[0] != pids[1], "the server without our imports was kept"
     assert pids[1] == pids[2], "a good server was thrown away"
 """
+
+
+EARLY = """
+from rlmux.runtime.workers import processes
+from rlmux.runtime.workers.processes import fork_server_pid, warming_up
+
+processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
+def fails():
+    with warming_up():
+        pids.append(fork_server_pid())
+        raise ValueError
+
+def ends_with_error():
+    try:
+        fails()
+    except ValueError:
+        return processes._ending_of_fork_server(pids[-1])
+
+pids = []
+assert ends_with_error() == "killed by SIGKILL", "it would import on, after the end of its process"
+with warming_up():
+    pids.append(fork_server_pid())
+assert ends_with_error() is None, "others use it"
+assert pids[0] != pids[1] == pids[2] == fork_server_pid()
+"""
+
+
+def test_a_fork_server_that_was_started_early_ends_with_a_failed_start(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(EARLY)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 UNGUARDED = """
