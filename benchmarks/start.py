@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rlmux.core.events import ChunkFinished
+from rlmux.core.events import ChunkFinished, StageFinished
 from rlmux.log.run_log import LogReader
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def measure(name: str, source: Path) -> tuple[float, float]:
 def _sampled_before_s(folder: Path) -> float:
     """Seconds from the first sampled token to the first finished step, whose line is printed at once."""
     entries = list(LogReader(folder).entries())
-    first = next(entry.value for entry in entries if isinstance(entry.value, ChunkFinished))
+    first = next(entry.value for entry in entries if isinstance(entry.value, ChunkFinished | StageFinished))
     return next(entry.time_s for entry in entries if entry.type == "step") - (first.time_s - first.seconds)
 
 

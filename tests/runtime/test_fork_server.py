@@ -22,7 +22,7 @@ import torchao
 """
 
 
-def test_the_fork_server_imports_what_every_worker_needs_and_leaves_torchao_to_those_that_need_it() -> None:
+def test_the_fork_server_imports_what_every_worker_needs_and_no_torchao() -> None:
     pytest.importorskip("torchao")
     subprocess.run([sys.executable, "-c", IMPORTED], check=True, timeout=120)
 
