@@ -47,27 +47,26 @@ if __name__ == "__main__":
 
 
 EARLY = """
+import os, signal
 from rlmux.runtime.workers import processes
 from rlmux.runtime.workers.processes import fork_server_pid, warming_up
 
 processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
-def fails():
-    with warming_up():
-        pids.append(fork_server_pid())
-        raise ValueError
-
-def ends_with_error():
+def failed_start():
     try:
-        fails()
+        with warming_up():
+            pid = fork_server_pid()
+            raise ValueError
     except ValueError:
-        return processes._ending_of_fork_server(pids[-1])
+        return pid
 
-pids = []
-assert ends_with_error() == "killed by SIGKILL", "it would import on, after the end of its process"
+first = failed_start()
+ended = os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+assert ended.si_status == signal.SIGKILL, "it would import on, after the end of its process"
 with warming_up():
-    pids.append(fork_server_pid())
-assert ends_with_error() is None, "others use it"
-assert pids[0] != pids[1] == pids[2] == fork_server_pid()
+    second = fork_server_pid()
+assert first != second == failed_start()
+assert os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None, "others use it"
 """
 
 
