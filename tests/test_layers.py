@@ -258,3 +258,37 @@ def test_light_modules_import_nothing_heavy(module):
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+HEAVY = {
+    *("torch", "transformers", "peft", "accelerate", "numpy", "pandas", "ray", "reasoning_gym"),
+    *("fastapi", "starlette", "uvicorn", "httpx", "prometheus_client", "psutil", "pydantic", "rich", "yaml"),
+    *("asyncio", "concurrent", "multiprocessing", "sqlite3", "unittest"),
+}
+"""Packages that take from ten milliseconds to seconds to import."""
+READING = {"pydantic", "psutil", "yaml"}
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy", "most_modules"),
+    [
+        (["--help"], set(), 200),
+        (["run", "--help"], {"pydantic"}, 310),  # typer's, for the types of options
+        (["plan", "examples/07_cluster_what_if.yaml"], {*READING, "rich"}, 590),
+        (
+            ["check", "examples/01_two_pipelines.yaml"],
+            {*READING, "asyncio", "concurrent", "multiprocessing", "sqlite3"},
+            720,
+        ),
+    ],
+    ids=["help", "run-help", "plan", "check"],
+)
+def test_a_command_imports_what_it_needs_and_no_more(words, heavy, most_modules):
+    code = f"import sys\nfrom rlmux.cli import main\ntry: main({words!r})\n"
+    code += f"finally: print([name for name in {sorted(HEAVY)!r} if name in sys.modules], len(sys.modules), sep='\\n')"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=SOURCE.parent.parent
+    )
+    loaded, num_modules = ran.stdout.splitlines()[-2:]
+    assert set(ast.literal_eval(loaded)) <= heavy
+    assert int(num_modules) <= most_modules

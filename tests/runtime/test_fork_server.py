@@ -15,12 +15,14 @@ import sys
 import rlmux.runtime.workers.fork_server_imports
 
 assert {"transformers", "peft"} <= sys.modules.keys()
+workers = {"planned_workers", "request_workers", "tenant_hosts"}
+assert {f"rlmux.runtime.workers.{name}" for name in workers} <= sys.modules.keys(), "each worker would import them"
 assert not any(name.partition(".")[0] == "torchao" for name in sys.modules), "its import initializes CUDA"
 import torchao
 """
 
 
-def test_the_fork_server_leaves_torchao_to_the_workers_that_need_it() -> None:
+def test_the_fork_server_imports_what_every_worker_needs_and_no_torchao() -> None:
     pytest.importorskip("torchao")
     subprocess.run([sys.executable, "-c", IMPORTED], check=True, timeout=120)
 
@@ -42,6 +44,37 @@ if __name__ == "__main__":
     assert pids[0] != pids[1], "the server without our imports was kept"
     assert pids[1] == pids[2], "a good server was thrown away"
 """
+
+
+EARLY = """
+import os, signal
+from rlmux.runtime.workers import processes
+from rlmux.runtime.workers.processes import fork_server_pid, warming_up
+
+processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
+def failed_start():
+    try:
+        with warming_up():
+            pid = fork_server_pid()
+            raise ValueError
+    except ValueError:
+        return pid
+
+first = failed_start()
+ended = os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+assert ended.si_status == signal.SIGKILL, "it would import on, after the end of its process"
+with warming_up():
+    second = fork_server_pid()
+assert first != second == failed_start()
+assert os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None, "others use it"
+"""
+
+
+def test_a_fork_server_that_was_started_early_ends_with_a_failed_start(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(EARLY)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 UNGUARDED = """

@@ -3,7 +3,8 @@
     simulate(workload, policies=..., num_seeds=...)  ─▶ figures by policy: means over seeds, with min and max
     plan(workload, policy=...)                       ─▶ where every pipeline would go, its slowdown, $/h
 
-`progress(done, total)` is called as simulations end. Nothing here prints.
+`progress(done, total)` is called as simulations end. Nothing here prints. What only some calls need is imported there:
+`plan` of a file takes no numpy and no processes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmux.core.actions import Admit, ExpectSteps, Queue, Refuse
 from rlmux.core.errors import UserError
@@ -27,13 +28,13 @@ from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.slos import is_within_slo, phase_fields
 from rlmux.sim.results.metrics import predicted_slowdown
-from rlmux.sim.results.pictures import write_pictures, write_waterfall
 from rlmux.sim.results.plan_costs import PlanCosts, plan_costs
 from rlmux.sim.results.result import SimResult
-from rlmux.sim.results.sweep import Progress, SimRun, sweep
-from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads import spot as spot_trace
 from rlmux.sim.workloads.arrivals import Arrival, Workload, check_ends, notes_of_prices
+
+if TYPE_CHECKING:
+    from rlmux.sim.results.sweep import Progress, SimRun
 
 _MOST_LISTED = 3
 """Most notes of one kind that are listed one by one."""
@@ -58,6 +59,8 @@ def simulate(
     {"workload", "about", "num_seeds", "seeds", "notes",
      "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
     """
+    from rlmux.sim.results.sweep import sweep
+
     if seeds is None:
         if num_seeds < 1:
             raise UserError(f"num_seeds is {num_seeds}; accepted: 1 or more")
@@ -80,6 +83,8 @@ def simulate(
         "policies": {name: over_seeds(runs) for name, runs in by_policy.items()},
     }
     if out is not None:
+        from rlmux.sim.results.pictures import write_pictures
+
         report["pictures"] = [str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)]
     return report
 
@@ -91,11 +96,17 @@ def with_spot(workload: str | Workload | WorkloadMaker, path: Path) -> Workload 
     made = workload
 
     def of_seed(seed: int) -> Workload:
-        one = catalog.load(made, seed=seed) if isinstance(made, str) else made(seed)
+        one = _named(made, seed) if isinstance(made, str) else made(seed)
         return replace(one, spot=spot_trace.load(path, one.cluster))
 
     of_seed(0)  # errors in the file are raised before any simulation
     return of_seed
+
+
+def _named(text: str, seed: int = 0) -> Workload:
+    from rlmux.sim.workloads import catalog
+
+    return catalog.load(text, seed=seed)
 
 
 def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
@@ -210,6 +221,8 @@ def tasks_of(
     workload: str | Workload | WorkloadMaker, policies: Sequence[str], seeds: Sequence[int]
 ) -> tuple[SimRun, ...]:
     """One simulation for each policy and seed."""
+    from rlmux.sim.results.sweep import SimRun
+
     if not policies:
         raise UserError("no policy was named; accepted: one or more of those in docs/how-it-works/policies.md")
     if not seeds:
@@ -221,7 +234,7 @@ def tasks_of(
         if isinstance(workload, Workload):
             made = workload
         else:
-            made = catalog.load(workload, seed=seed) if isinstance(workload, str) else workload(seed)
+            made = _named(workload, seed) if isinstance(workload, str) else workload(seed)
         check_ends(made)
         tasks += [SimRun(workload=made, policy=name) for name in policies]
     return tuple(tasks)
@@ -263,7 +276,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None 
     part of its group's cost, by solo seconds; its `bound_usd_per_hour` is its own work on nodes that are never idle.
     With `out`, a picture goes there.
     """
-    made = catalog.load(workload) if isinstance(workload, str) else workload
+    made = _named(workload) if isinstance(workload, str) else workload
     placed = _place(made, policy)
     query, costs = placed.scheduler.query, _costs(made, policy, placed.scheduler)
     view, pools = query.placement, made.cluster.pools
@@ -287,6 +300,8 @@ def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None 
         ],
     }
     if out is not None:
+        from rlmux.sim.results.pictures import write_waterfall
+
         planned["pictures"] = [
             str(path) for path in write_waterfall(costs.paid_for, out, title=f"{made.name}, {policy}")
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,26 +60,34 @@ def run(
             resume(Path(out or ""), address=address, keep_open=keep_open, profile=profile, json=json)
             return
         overwrite = True  # of a start that was killed before its log was written
-    from rlmux.api import commands
-    from rlmux.cli import inputs
-    from rlmux.cli.live import Live
+    with _warming_up(backend):
+        from rlmux.api import commands
+        from rlmux.cli import inputs
+        from rlmux.cli.live import Live
 
-    if policy is not None:
-        inputs.check_policy("--policy", policy)
-    ended = commands.run(
-        file,
-        policy=policy,
-        overrides=sets or (),
-        out=out,
-        overwrite=overwrite,
-        backend=inputs.backend_name(backend),
-        address=address,
-        profile=profile,
-        keep_open=keep_open,
-        display=partial(Live, is_quiet=json),
-        on_warning=inputs.print_notice,
-    )
+        if policy is not None:
+            inputs.check_policy("--policy", policy)
+        ended = commands.run(
+            file,
+            policy=policy,
+            overrides=sets or (),
+            out=out,
+            overwrite=overwrite,
+            backend=inputs.backend_name(backend),
+            address=address,
+            profile=profile,
+            keep_open=keep_open,
+            display=partial(Live, is_quiet=json),
+            on_warning=inputs.print_notice,
+        )
     _end(ended, json)
+
+
+def _warming_up(backend: str) -> AbstractContextManager[None]:
+    """Start workers' imports before our own and the file's."""
+    from rlmux.runtime.workers.processes import warming_up
+
+    return warming_up() if backend == "local" else nullcontext()
 
 
 def _has_run(

@@ -1,4 +1,4 @@
-"""Imports of the fork server, done once for all workers: torch on one thread, and the engines.
+"""Imports of the fork server, done once for all workers: torch on one thread, the engines, and the workers themselves.
 
 Imports leave no garbage, and looking for it takes a fifth of their time, so the collector rests meanwhile. What the
 imports have made is not looked at again afterwards either: workers go on sharing its memory with the fork server.
@@ -26,9 +26,12 @@ try:
     import_transformers()
 
     import rlmux.engines.adapters.lora
+    import rlmux.engines.determinism_probe
     import rlmux.engines.rollout.slot_engine
     import rlmux.engines.train.train_engine
     import rlmux.rl.user_code.pipeline_env
+    import rlmux.runtime.workers.planned_workers
+    import rlmux.runtime.workers.tenant_hosts
     from rlmux.core.errors import UserError
 
     with contextlib.suppress(UserError):  # only pipelines with an adapter need it, and they raise

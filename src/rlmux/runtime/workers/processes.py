@@ -84,6 +84,22 @@ def warm_up() -> None:
 
 
 @contextlib.contextmanager
+def warming_up() -> Iterator[None]:
+    """Warm up for the body. If it raises, the fork server ends with it where this has started it: imports go on for
+    seconds after the end of the process, with its stdout and stderr open."""
+    before = fork_server_pid()
+    warm_up()
+    try:
+        yield
+    except BaseException:
+        started = fork_server_pid()
+        if started is not None and started != before:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(started, signal.SIGKILL)
+        raise
+
+
+@contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Block Ctrl-C in processes started in the body: a terminal sends it to all its processes.
 
