@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlmux.core.model import PipelineId
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import Simulation
 from rlmux.sim.workloads import catalog
@@ -84,7 +85,7 @@ def workload_of(case: str, num_pipelines: int) -> Workload:
         name="day",
         cluster=h20_h800_cluster(num_rollout_nodes=num_nodes, num_train_nodes=num_nodes),
         arrivals=tuple(
-            replace(each, submit_s=moment, pipeline=replace(each.pipeline, id=f"{number}-{each.pipeline.id}"))
+            replace(each, submit_s=moment, pipeline=replace(each.pipeline, id=PipelineId(f"p{number}")))
             for number, (moment, each) in enumerate(zip(moments, drawn, strict=True))
         ),
         seed=0,

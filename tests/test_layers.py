@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
     ),
     "engines": ({"core.model", "core.errors", "rl", "reaper"}, {*TRAINING, "numpy", "peft", "psutil", "torchao"}),
-    "sim": ({"core", "policies", "log", "report", "config", "plugins", "hidden_main"}, {"numpy"}),
+    "sim": ({"core", "policies", "log", "report", "config", "plugins", "hidden_main"}, {"numpy", "psutil"}),
     "papers": ({"core", "policies", "log", "report", "sim"}, {"numpy"}),
     "runtime": (
         {"core", "policies", "log", "report", "rl", "engines", "config", "plugins", "hidden_main", "reaper"},

@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from tests.waiting import until
 
-from rlmux.sim.results.sweep import spread
+from rlmux.core.errors import UserError
+from rlmux.sim.results.sweep import PIPELINE_BYTES, PROCESS_BYTES, SimRun, num_fitting, spread, sweep
+from rlmux.sim.workloads import catalog
 
 BUSY = """
 import timeit
@@ -25,6 +28,15 @@ print("once")
 print(spread(abs, [-3, -1], num_processes=2))
 """
 LIMIT_S = 120.0
+
+
+def test_a_simulation_too_large_for_the_memory_is_refused_before_it_starts(monkeypatch):
+    available = PROCESS_BYTES + 100 * PIPELINE_BYTES
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    with pytest.raises(UserError, match=r"200 pipelines needs about .* accepted: at most 100 pipelines"):
+        sweep([SimRun(workload=catalog.build("weave"), policy="solo")])
+    assert num_fitting([SimRun(workload=catalog.build("pair"), policy="solo")]) == 1
+
 
 
 def test_results_come_in_the_order_of_the_inputs():

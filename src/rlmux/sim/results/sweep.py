@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+import psutil
+
+from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
 from rlmux.hidden_main import hidden_main
 from rlmux.policies import make_policy
@@ -27,6 +30,10 @@ from rlmux.sim.results.result import SimResult
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Workload
 
+PROCESS_BYTES = 50e6
+PIPELINE_BYTES = 30e3
+"""What a simulation takes for each pipeline of its workload, besides the process: 26 kB in the largest that was
+measured (`benchmarks/simulator.py --cases day`)."""
 T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[int, int], None]
@@ -68,8 +75,30 @@ def run_simulation(task: SimRun) -> SimResult:
 def sweep(
     tasks: Sequence[SimRun], *, progress: Progress | None = None, num_processes: int | None = None
 ) -> tuple[SimResult, ...]:
-    """The results of all tasks, in their order."""
-    return spread(run_simulation, tasks, progress=progress, num_processes=num_processes)
+    """The results of all tasks, in their order; as many at once as the machine has memory for.
+
+    Raises UserError where it has not enough for one of them.
+    """
+    at_once = min(num_processes or len(os.sched_getaffinity(0)), num_fitting(tasks))
+    return spread(run_simulation, tasks, progress=progress, num_processes=at_once)
+
+
+def num_fitting(tasks: Sequence[SimRun]) -> int:
+    """How many of these simulations fit in the memory that is available, whichever they are.
+
+    Raises UserError where the largest does not.
+    """
+    largest = max((task.workload for task in tasks), key=lambda one: len(one.arrivals))
+    need = PROCESS_BYTES + PIPELINE_BYTES * len(largest.arrivals)
+    available = psutil.virtual_memory().available
+    if need > available:
+        most = int((available - PROCESS_BYTES) / PIPELINE_BYTES)
+        raise UserError(
+            f"workload {largest.name!r}: a simulation of {len(largest.arrivals):,} pipelines needs about "
+            f"{need / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are available; accepted: at most {most:,} "
+            "pipelines on this machine"
+        )
+    return int(available / need)
 
 
 def spread(
