@@ -96,12 +96,19 @@ class DecoderWeights:
         return DecoderWeights(self.shape, flat.device, flat=flat)
 
     def refresh(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take weights under their Hugging Face names, each rounded once; all are checked before any changes."""
+        """Take weights under their Hugging Face names, each rounded once; all are checked before any changes.
+
+        They are fused on the device, one of a layer's at a time, and the embeddings in parts: a core is far slower.
+        """
         check_sizes(tensors, self.shape)
-        get = tensors.__getitem__
-        self.embedding.copy_(get("model.embed_tokens.weight"))
+        device = self.embedding.device
+
+        def get(name: str) -> Tensor:
+            return tensors[name].to(device)
+
+        self.embedding.copy_(tensors["model.embed_tokens.weight"])
         head = "model.embed_tokens.weight" if self.shape.has_tied_embeddings else "lm_head.weight"
-        _copy_product(self.head, get(head), get("model.norm.weight"))
+        _copy_product(self.head, tensors[head], get("model.norm.weight"))
         self.gains[-1] = get("model.norm.weight")
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
@@ -142,7 +149,7 @@ def _copy_product(target: Tensor, matrix: Tensor, gain: Tensor) -> None:
     num_rows = max(1, FUSED_AT_ONCE // matrix.shape[1])
     parts = zip(torch.split(matrix, num_rows), torch.split(target, num_rows, dim=1), strict=True)
     for part, columns in parts:
-        columns.copy_((part.float() * gain.float()).T)
+        columns.copy_((part.to(target.device).float() * gain.float()).T)
 
 
 class KvCache:
