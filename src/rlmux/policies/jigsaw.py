@@ -65,10 +65,10 @@ PATIENCE_STEPS = 2
 LEAST_GAIN = 0.05
 """Part of the strict cycle's seconds that another schedule must save before the cycle is left: estimates are no
 better."""
-_STARTS_PER_STEP_S = 500.0
+_STARTS_PER_STEP_S = 250.0
 """Starts that a decision plays out for each second of a step, where steps take less than a second: the next decision is
 near then, and a device stands still meanwhile (a start takes 3 to 7 µs)."""
-_LEAST_STARTS = 150
+_LEAST_STARTS = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@ TensorBoard's own writer is used without TensorFlow or torch; without the packag
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.actions import Action, Release
+from rlmux.core.actions import Action, Admit, Release
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
 from rlmux.runtime.backend import Note
@@ -39,6 +40,8 @@ class MetricsWriter:
             if note.type == "step":
                 self._write(now_s, note.fields["pipeline"], note.fields["step"], note.fields["metrics"])
         for action in actions:
+            if isinstance(action, Admit):
+                _import_writer()  # while its workers start: later a device would wait for its next order meanwhile
             if isinstance(action, Release):  # a run may see thousands of pipelines: none keeps a file open
                 writer = self._writers.pop(action.pipeline, None)
                 self._last_step.pop(action.pipeline, None)
@@ -87,11 +90,19 @@ def _last_whole_step(path: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
+def _import_writer() -> Any:
+    """The class of TensorBoard's writer, or None where the package is not installed."""
+    with contextlib.suppress(ImportError):
+        from tensorboard.summary import Writer
+
+        return Writer
+    return None
+
+
 def _event_writer(folder: Path) -> Any:
     """TensorBoard's writer, or None where the package is not installed."""
-    try:
-        from tensorboard.summary import Writer
-    except ImportError:
+    writer = _import_writer()
+    if writer is None:
         return None
     folder.mkdir(exist_ok=True)  # never its parents, as the writer would: a run that was removed stays removed
-    return Writer(str(folder))
+    return writer(str(folder))
