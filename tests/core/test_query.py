@@ -73,5 +73,6 @@ def test_it_offers_no_way_to_change_the_state(driver):
         query.placement = None
     with pytest.raises(AttributeError):
         query.pipeline(A).published_version = 3
-    query.placement.sandbox().depart(A)
+    with query.placement.trial() as ledger:
+        ledger.depart(A)
     assert A in query.placement

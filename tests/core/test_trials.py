@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -85,7 +86,7 @@ def _relocated(ledger: PlacementLedger, name: PipelineId, choice: object) -> obj
 def contents(ledger: PlacementLedger) -> object:
     """All that is ever read of a ledger, and the nodes that it hands out next."""
     asked = pipeline("asked", random.Random(0))
-    later = ledger.copy()
+    later = deepcopy(ledger)
     nodes = [later._nodes.take(phase, int(ledger.num_free_nodes(phase))) for phase in (Phase.ROLLOUT, Phase.TRAIN)]
     return (
         list(ledger.groups()),
@@ -107,14 +108,14 @@ def test_a_trial_answers_like_a_copy_and_leaves_nothing_behind(seed, before, cou
     ledger, changes = PlacementLedger(cluster()), Changes(seed)
     changes.make(before, ledger)
     start = contents(ledger)
-    twin = ledger.copy()
+    twin = deepcopy(ledger)
 
     def tried(left: list[int], ledger: PlacementLedger, twin: PlacementLedger) -> PlacementLedger:
         """Returns a copy that is like the ledger then."""
         if not left:
             return twin
         is_kept = changes.draw.random() < 0.4
-        around, spare = contents(ledger), twin.copy()
+        around, spare = contents(ledger), deepcopy(twin)
         with ledger.trial() as trial:
             changes.make(left[0], ledger, twin)
             ledger.check()

@@ -30,7 +30,8 @@ class Optimal(RlMux):
         names, found = self.cheapest(view)
         if found is None:
             return ()
-        return relocations_to(targets_of(found.groups, names), view.sandbox(), max_detours=8)
+        with view.trial() as ledger:
+            return relocations_to(targets_of(found.groups, names), ledger, max_detours=8)
 
     def cheapest(self, view: PlacementView) -> tuple[list[PipelineId], Partition | None]:
         """All pipelines that have an SLO, and their cheapest partition if it is cheaper than now."""

@@ -248,10 +248,11 @@ class RlMux:
         )
         if partition is None:
             return ()
-        sandbox = view.sandbox()
-        usd_before = sandbox.usd_per_hour_when_relocated
-        relocations = relocations_to(targets_of(partition.groups, names), sandbox)
-        saved_usd = usd_before - sandbox.usd_per_hour_when_relocated
+        with view.trial() as ledger:
+            relocations = relocations_to(targets_of(partition.groups, names), ledger)
+            after = dict.fromkeys(ledger.placement(name).group for name in names)
+            usd_after = sum(ledger.group(group_id).usd_per_hour for group_id in after)
+        saved_usd = sum(group.usd_per_hour for group in groups) - usd_after
         if not relocations or saved_usd < self.usd_per_hour_per_move * len(relocations):
             return ()
         return relocations

@@ -63,12 +63,10 @@ def b_to_a(view: PlacementView) -> tuple[Relocation, ...]:
 
 
 def both_to_new_nodes(view: PlacementView) -> tuple[Relocation, ...]:
-    sandbox = view.sandbox()
-    sandbox.relocate(A, ON_NEW_NODES)
-    return (
-        Relocation(pipeline=A, choice=ON_NEW_NODES),
-        Relocation(pipeline=B, choice=beside(PlacementView(sandbox), A)),
-    )
+    with view.trial() as ledger:
+        ledger.relocate(A, ON_NEW_NODES)
+        beside_a = beside(PlacementView(ledger), A)
+    return (Relocation(pipeline=A, choice=ON_NEW_NODES), Relocation(pipeline=B, choice=beside_a))
 
 
 def priced(cluster: Cluster, usd_per_second: float = 1.0) -> Cluster:

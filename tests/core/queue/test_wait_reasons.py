@@ -84,14 +84,14 @@ def queues(draw):
     return made
 
 
-def starts_on_a_copy(scheduler: Scheduler, pipeline: Pipeline, change: Change) -> bool:
-    """Whether the policy places the pipeline, changed like this, on a copy of the ledger."""
-    sandbox = scheduler.query.placement.sandbox()
-    if change.key == "without":
-        sandbox.depart(PipelineId(str(change.to)))
+def starts_in_a_trial(scheduler: Scheduler, pipeline: Pipeline, change: Change) -> bool:
+    """Whether the policy places the pipeline, changed like this."""
     field = {"rollout.workers": "num_rollout_nodes", "train.workers": "num_train_nodes"}.get(change.key, change.key)
     changed = pipeline if change.key in ("without", "hold") else replace(pipeline, **{field: change.to})
-    return isinstance(scheduler.policy.place(changed, PlacementView(sandbox)), PlacementChoice)
+    with scheduler.query.placement.trial() as ledger:
+        if change.key == "without":
+            ledger.depart(PipelineId(str(change.to)))
+        return isinstance(scheduler.policy.place(changed, PlacementView(ledger)), PlacementChoice)
 
 
 @pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux"])
@@ -108,10 +108,10 @@ def test_each_change_that_is_told_starts_it_and_a_smaller_raise_of_the_slo_does_
     for pipeline in made:
         wait = asked.scheduler.wait_of(pipeline.id)
         for change in wait.would_start_now_if if wait is not None else ():
-            assert starts_on_a_copy(asked.scheduler, pipeline, change), change
+            assert starts_in_a_trial(asked.scheduler, pipeline, change), change
             if change.key == "slo_slowdown" and wait.token is WaitToken.NO_ROOM:
                 smaller = replace(change, to=max(change.was, round(change.to - 0.1, 6)))
-                assert not starts_on_a_copy(asked.scheduler, pipeline, smaller), change
+                assert not starts_in_a_trial(asked.scheduler, pipeline, smaller), change
     asked.run()
     twin.run()
     assert asked.log == twin.log

@@ -64,7 +64,7 @@ class PlacementLedger:
         """Nodes on which relocated pipelines still work, until their relocation is finished."""
         self._next_group = 0
         self._fruitless_searches: dict[tuple[PipelineId, ...], None] = {}
-        """Groups of pipelines that a policy found no better grouping for, oldest first; a sandbox has none."""
+        """Groups of pipelines that a policy found no better grouping for, oldest first."""
         self._num_dropped = 0
         """Groups that were ever dropped: where a trial dropped one, it does not come back in its place."""
         self._after_leaving: dict[PipelineId, tuple[GroupLoad, GroupLoad, tuple[NodeId, ...]]] = {}
@@ -255,18 +255,6 @@ class PlacementLedger:
                     in_order = sorted(self._groups.items())
                     self._groups.clear()
                     self._groups.update(in_order)
-
-    def copy(self) -> PlacementLedger:
-        """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
-        twin = PlacementLedger(self.cluster, self.work_left, self.num_waiting)
-        twin.rented = dict(self.rented)
-        twin._groups = dict(self._groups)
-        twin._uneven = dict(self._uneven)
-        twin._group_of = dict(self._group_of)
-        twin._vacating = dict(self._vacating)
-        twin._next_group = self._next_group
-        twin._nodes = self._nodes.copy(twin._undo)
-        return twin
 
     def expect_loss(self, node: NodeId) -> None:
         """The node is about to go: no pipeline is placed on it, and those that are there stay until they leave."""

@@ -28,12 +28,6 @@ class PoolNodes:
         self._next = 0
         self._lost: dict[int, None] = {}
 
-    def copy(self, undo: Undo) -> PoolNodes:
-        twin = PoolNodes(self.pool, undo)
-        twin.in_use, twin._returned = dict(self.in_use), list(self._returned)
-        twin._next, twin._lost = self._next, dict(self._lost)
-        return twin
-
     def free_list(self) -> tuple[int, list[int]]:
         """What `take_back` wants besides the trial's changes."""
         return self._next, list(self._returned)
@@ -111,13 +105,6 @@ class ClusterNodes:
         """Uses of each node in use."""
         self.peak_by_pool = dict.fromkeys(cluster.pools, 0)
         """Most nodes that were ever in use at once, by pool."""
-
-    def copy(self, undo: Undo) -> ClusterNodes:
-        twin = ClusterNodes(self._cluster, undo)
-        twin._by_pool = {name: nodes.copy(undo) for name, nodes in self._by_pool.items()}
-        twin._about_to_go = dict(self._about_to_go)
-        twin._num_uses, twin.peak_by_pool = dict(self._num_uses), dict(self.peak_by_pool)
-        return twin
 
     def free_lists(self) -> list[tuple[int, list[int]]]:
         """What `take_back` wants besides the trial's changes, by pool."""

@@ -1,4 +1,4 @@
-"""What policies and displays may read of placements: the ledger's answers, and no way to change it.
+"""What policies and displays may read of placements: the ledger's answers, and no way to change it for good.
 
     PlacementLedger ─▶ PlacementView ─▶ policies, displays
 
@@ -8,6 +8,7 @@ Groups with a node that is about to go are left out of what a policy chooses fro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
 from rlmux.core.placement.group_load import GroupLoad, Member
@@ -15,7 +16,7 @@ from rlmux.core.placement.placement_ledger import PlacementLedger
 
 
 class PlacementView:
-    """What policies and displays may read. It answers from the ledger and offers no way to change it."""
+    """What policies and displays may read. It answers from the ledger and offers no way to change it for good."""
 
     __slots__ = ("_ledger",)
 
@@ -26,9 +27,11 @@ class PlacementView:
     def cluster(self) -> Cluster:
         return self._ledger.cluster
 
-    def sandbox(self) -> PlacementLedger:
-        """A copy of the ledger to try relocations on; the real one does not change."""
-        return self._ledger.copy()
+    @contextmanager
+    def trial(self) -> Iterator[PlacementLedger]:
+        """The ledger itself, to try relocations on: all that is changed in the body is taken back at its end."""
+        with self._ledger.trial():
+            yield self._ledger
 
     def uneven_groups(self) -> tuple[GroupLoad, ...]:
         """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""

@@ -77,10 +77,10 @@ def cheaper_regrouping(
     if partition is None:
         return ()
     names = [member.pipeline.id for member in search.members]
-    sandbox = view.sandbox()
     relocations: list[Relocation] = []
-    for part in _parts(partition.groups, groups, names):
-        relocations += _carry_out(part, names, economy, sandbox)
+    with view.trial() as ledger:
+        for part in _parts(partition.groups, groups, names):
+            relocations += _carry_out(part, names, economy, ledger)
     return tuple(relocations)
 
 

@@ -34,15 +34,15 @@ def place_again(view: PlacementView, place: Place) -> tuple[Relocation | Fruitle
     due = [one for one in alone if one.slo_probability is not None and not view.was_searched_in_vain((one.id,))]
     if not due:
         return ()
-    sandbox = view.sandbox()
     found: list[Relocation | FruitlessSearch] = []
-    for pipeline in due:
-        choice = _group_for(pipeline, sandbox, place)
-        if choice is None:
-            found.append(FruitlessSearch(pipelines=(pipeline.id,)))
-        else:
-            sandbox.relocate(pipeline.id, choice)
-            found.append(Relocation(pipeline=pipeline.id, choice=choice))
+    with view.trial() as ledger:
+        for pipeline in due:
+            choice = _group_for(pipeline, ledger, place)
+            if choice is None:
+                found.append(FruitlessSearch(pipelines=(pipeline.id,)))
+            else:
+                ledger.relocate(pipeline.id, choice)
+                found.append(Relocation(pipeline=pipeline.id, choice=choice))
     return tuple(found)
 
 
@@ -51,15 +51,17 @@ def spread_out(view: PlacementView) -> tuple[Relocation, ...]:
     has_free_nodes = all(view.num_free_nodes(phase) >= 1 for phase in (Phase.ROLLOUT, Phase.TRAIN))
     if view.num_waiting or not has_free_nodes or not _slowest_first(view.groups()):
         return ()
-    sandbox = view.sandbox()
     found: list[Relocation] = []
-    while True:
-        moves = (_to_own_nodes(group, sandbox) for group in _slowest_first(sandbox.groups()))
-        move = next((one for one in moves if one is not None), None)
-        if move is None:
-            return tuple(found)
-        sandbox.relocate(move.pipeline, move.choice)
-        found.append(move)
+    with view.trial() as ledger:
+        while (move := _next_move(ledger)) is not None:
+            ledger.relocate(move.pipeline, move.choice)
+            found.append(move)
+    return tuple(found)
+
+
+def _next_move(ledger: PlacementLedger) -> Relocation | None:
+    moves = (_to_own_nodes(group, ledger) for group in _slowest_first(ledger.groups()))
+    return next((one for one in moves if one is not None), None)
 
 
 def _slowest_first(groups: Iterable[GroupLoad]) -> list[GroupLoad]:

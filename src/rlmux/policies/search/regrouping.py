@@ -84,7 +84,7 @@ def relocations_to(
     max_detours: int = 2,
     accepts: Callable[[GroupLoad], bool] | None = None,
 ) -> tuple[Relocation, ...]:
-    """Moves that lead the ledger, a sandbox of the caller's, to the targets; () where no way is found.
+    """Moves that lead the ledger, in a trial of the caller's, to the targets; () where no way is found.
 
     `accepts`: whether a group may be as a move leaves it; by default, whether its period keeps every SLO.
     """
@@ -92,7 +92,7 @@ def relocations_to(
 
 
 class _Regrouping:
-    """One attempt: it moves pipelines in a sandbox, one at a time, and keeps the relocations that were valid."""
+    """One attempt: it moves pipelines in a trial, one at a time, and keeps the relocations that were valid."""
 
     def __init__(
         self, targets: Sequence[TargetGroup], ledger: PlacementLedger, accepts: Callable[[GroupLoad], bool] | None

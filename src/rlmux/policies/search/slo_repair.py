@@ -46,15 +46,15 @@ def mend_slos(
     groups = [group for group in view.uneven_groups() if takes_steps_back or not group.keeps_slos]
     if not groups:
         return ()
-    sandbox = view.sandbox()
     relocations: list[Relocation] = []
-    for group in groups:
-        found = None if group.keeps_slos else _to_another_place(group, sandbox, place)
-        if found is None and varies_steps_per_cycle:
-            found = _other_steps(group, sandbox)
-        if found is not None:
-            sandbox.relocate(found.pipeline, found.choice)
-            relocations.append(found)
+    with view.trial() as ledger:
+        for group in groups:
+            found = None if group.keeps_slos else _to_another_place(group, ledger, place)
+            if found is None and varies_steps_per_cycle:
+                found = _other_steps(group, ledger)
+            if found is not None:
+                ledger.relocate(found.pipeline, found.choice)
+                relocations.append(found)
     return tuple(relocations)
 
 
