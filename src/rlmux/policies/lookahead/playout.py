@@ -167,8 +167,8 @@ class Playout:
         """Solo seconds left, as of `advanced_s`."""
         self.tail_s = setting.tails_s.copy()
         self.sub_stage = setting.first_sub_stages.copy()
-        are_told_apart = setting.is_sharing or bool(priorities.sibling_migrations)
-        self.begins = setting.begins if are_told_apart else setting.no_begins
+        has_sub_stages = setting.is_sharing or bool(priorities.sibling_migrations)
+        self.begins = setting.begins if has_sub_stages else setting.no_begins
         """`Setting.begins`, where anything depends on an item's sub-stage."""
         self.begun = [0] * num
         """Sub-stages after the first that have begun."""
