@@ -7,8 +7,8 @@
 Both have one new model, a rollout and a train device, 8 answers to each prompt, and end answers as the model does. The
 client samples, then sends a loss, an update and a save of weights for sampling without a wait in between.
 
-Figures are seconds of a step, medians of rounds: `step`, a median of the last half; `computed` by the engines, from the
-log; CPU in the last half: client, the server's first thread (controller), its others (HTTP), workers and the like.
+Figures are seconds of a step, medians of rounds: `step`, a median of the last half of 30 or more; `computed` by the
+engines, from the log; CPU in the last half: client, the server's first thread (controller), its others (HTTP), workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODEL = {"model": {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "i
 TASK = {"task": {"name": "sort", "digits": 5}, "sft_warmup": {"updates": 0}}
 CLUSTER = {"pools": {"rollout": {"devices": 1}, "train": {"devices": 1}}}
 MAX_PROMPT, GROUP_SIZE, SLOTS, LEARNING_RATE = 32, 8, 256, 1e-5  # so low that answers keep their lengths
-DEFAULTS = {"rounds": 3, "steps": 40, "prompts": 32, "tokens": 16}
+DEFAULTS = {"--rounds": 3, "--steps": 40, "--prompts": 32, "--tokens": 16}
 
 
 class Mark(NamedTuple):
@@ -117,7 +117,7 @@ def measure(source: Path, is_served: bool, given: argparse.Namespace, folder: Pa
             return figures(marks(main.stdout or (), main.pid), folder / "out", given.steps)
         url = next(line.strip().partition("=")[2] for line in main.stdout or () if "TINKER_BASE_URL=" in line)
         own |= {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-x", "TINKER_TELEMETRY": "0"}
-        words = [sys.executable, __file__, "--client", *(f"--{key}={getattr(given, key)}" for key in DEFAULTS)]
+        words = [sys.executable, __file__, "--client", *(f"{key}={getattr(given, key[2:])}" for key in DEFAULTS)]
         pipes |= {"stderr": subprocess.DEVNULL, "cwd": folder / "out" / "one" / "tokenizers"}
         with subprocess.Popen(words, env=own, **pipes) as client:
             found = marks(client.stdout or (), main.pid, client.pid)
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="*", type=Path, default=[ROOT / "src"], metavar="SOURCE")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     for name, default in DEFAULTS.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
     if given.client:
         run_client(given.steps, given.prompts, given.tokens)
