@@ -111,6 +111,15 @@ def test_long_bodies_and_heads_in_pieces_are_no_long_heads(echo):
     assert answers.count(b"HTTP/1.1 200 OK") == 2
 
 
+def test_a_body_does_not_wait_for_the_acknowledgement_of_its_head(echo):
+    with contextlib.closing(HTTPConnection(echo.host, echo.port, timeout=30)) as client:
+        client.request("POST", "/", body=b"a")
+        client.getresponse().read()
+        (connection,) = echo._server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_what_follows_a_body_adds_no_header(echo):
     head = HEAD + b"Transfer-Encoding: chunked\r\nTrailer: X-User\r\n\r\n"
     status, told = exchange(echo, head + b"2\r\nhi\r\n0\r\nX-User: root\r\n\r\n")

@@ -37,7 +37,8 @@ class Server:
         """Raises UserError for an address that cannot be had."""
         host, port = listening.host, listening.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends a response's body without waiting for its head's ACK (up to 40 ms) where the protocol is named
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
