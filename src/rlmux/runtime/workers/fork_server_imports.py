@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to an
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 gc.disable()
-sys.modules["torchao"] = None  # type: ignore[assignment]  # how Python says that a module is absent
+sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]  # how Python says that a module is absent
 try:
     import torch
 
@@ -37,7 +37,8 @@ try:
     with contextlib.suppress(UserError):  # only pipelines with an adapter need it, and they raise
         rlmux.engines.adapters.lora.load_peft()
 finally:
-    del sys.modules["torchao"]
+    if sys.modules["torchao"] is None:
+        del sys.modules["torchao"]
     gc.enable()
 gc.freeze()
 
