@@ -105,7 +105,7 @@ def test_in_one_pool_for_both_phases_states_take_turns(real):
     shared = with_machine_memory(pool, submissions, machine(pool, 100))
     assert device_gb(shared) == {"gpus": pytest.approx(95 - CUDA_CONTEXT_BYTES / GB)}
     check_each_fits(shared, submissions)
-    with pytest.raises(RefusedError, match=r"train worker needs 96\.000 GB of device memory, and there are 94\.400 GB"):
+    with pytest.raises(RefusedError, match=r"train worker needs 96\.000 GB of device memory, and there are 94\.100 GB"):
         check_each_fits(shared, [needing(real, train_gb=96)])
 
 

@@ -1,6 +1,7 @@
 """Per-pipeline metrics during the run: `metrics.jsonl` for scripts, TensorBoard events for people.
 
-TensorBoard's own writer is used without TensorFlow or torch; without the package the events are left out.
+Events are TensorBoard's own records, a step each, without TensorFlow or torch; without the package they are left out.
+Its writer's thread opens the file again for each record, and ends with a traceback where the folder was moved.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writers: dict[PipelineId, Any] = {}
+        self._writers: dict[PipelineId, _EventFile | None] = {}
         self._last_step: dict[PipelineId, int] = {}
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
@@ -41,7 +44,7 @@ class MetricsWriter:
                 self._write(now_s, note.fields["pipeline"], note.fields["step"], note.fields["metrics"])
         for action in actions:
             if isinstance(action, Admit):
-                _import_writer()  # while its workers start: later a device would wait for its next order meanwhile
+                _import_records()  # while its workers start: later a device would wait for its next order meanwhile
             if isinstance(action, Release):  # a run may see thousands of pipelines: none keeps a file open
                 writer = self._writers.pop(action.pipeline, None)
                 self._last_step.pop(action.pipeline, None)
@@ -67,10 +70,8 @@ class MetricsWriter:
             self._writers[pipeline] = _event_writer(self._folder / pipeline / "tensorboard")
         writer = self._writers[pipeline]
         if writer is not None:
-            for name, value in metrics.items():
-                if value is None:
-                    continue  # nothing was there to measure in this step
-                writer.add_scalar(tag_of(name), value, step)
+            # None: nothing was there to measure in this step.
+            writer.add(step, {tag_of(name): value for name, value in metrics.items() if value is not None})
 
 
 def tag_of(name: str) -> str:
@@ -90,19 +91,41 @@ def _last_whole_step(path: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def _import_writer() -> Any:
-    """The class of TensorBoard's writer, or None where the package is not installed."""
+def _import_records() -> Any:
+    """TensorBoard's modules for (events, summaries, records), or None where the package is not installed."""
     with contextlib.suppress(ImportError):
-        from tensorboard.summary import Writer
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer import record_writer
 
-        return Writer
+        return event_pb2, summary_pb2, record_writer
     return None
 
 
-def _event_writer(folder: Path) -> Any:
-    """TensorBoard's writer, or None where the package is not installed."""
-    writer = _import_writer()
-    if writer is None:
+def _event_writer(folder: Path) -> _EventFile | None:
+    """A file of events in the folder, or None where TensorBoard is not installed."""
+    modules = _import_records()
+    if modules is None:
         return None
-    folder.mkdir(exist_ok=True)  # never its parents, as the writer would: a run that was removed stays removed
-    return writer(str(folder))
+    folder.mkdir(exist_ok=True)  # never its parents: a run that was removed stays removed
+    return _EventFile(folder, *modules)
+
+
+class _EventFile:
+    """TensorBoard's events of one pipeline."""
+
+    def __init__(self, folder: Path, events: Any, summaries: Any, records: Any) -> None:
+        self._events, self._summaries = events, summaries
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+        self._records = records.RecordWriter((folder / name).open("ab"))
+        self._write(file_version="brain.Event:2")
+
+    def add(self, step: int, value_by_tag: dict[str, float]) -> None:
+        values = [self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in value_by_tag.items()]
+        self._write(step=step, summary=self._summaries.Summary(value=values))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()
