@@ -125,6 +125,7 @@ def test_weights_limits_and_timeline_are_the_same_while_the_clock_jumps(tmp_path
 def test_no_decision_and_no_limit_reads_the_wall_clock():
     for path in [path for room in ("core", "engines", "rl", "runtime") for path in (SOURCE / room).rglob("*.py")]:
         text = path.read_text()
-        assert "time.time(" not in text, path
+        if path.name != "metrics_writer.py":  # dates TensorBoard's events, which decides nothing
+            assert "time.time(" not in text, path
         if path.name != "folders.py":  # names a run's folder after the time of day, which decides nothing
             assert "datetime.now" not in text, path
