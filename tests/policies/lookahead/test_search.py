@@ -154,7 +154,7 @@ def test_a_deadline_comes_before_the_makespan():
 
 def test_the_longest_path_counts_what_waits():
     work_items = (item(0, "dense", (0,), 2.0), item(0, "update", (0,), 3.0, needs=(0,)), item(1, "dense", (1,), 4.0))
-    assert longest_paths(work_items) == [5.0, 3.0, 4.0]
+    assert longest_paths(work_items, [item.seconds for item in work_items]) == [5.0, 3.0, 4.0]
 
 
 def test_a_plan_is_a_function_of_its_problem():

@@ -152,7 +152,7 @@ class Leases:
 
     def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[Resident]:
         """Evict least recently used states until `need` bytes fit beside the rest."""
-        if not device.residents or _fits(device, need):
+        if _fits(device, need):
             return []
         computing = {
             (self._state.orders[other].pipeline, self._state.orders[other].phase_on(device.id))

@@ -443,8 +443,7 @@ class StepMachine:
             self._publish(run, run.step.rollout_step)
             return
         self._open_training(run)
-        if run.pipeline.staleness:  # else the next rollout samples from the version that is trained now
-            self._mark_boundary(run)
+        self._mark_boundary(run)
 
     def _open_training(self, run: PipelineRun) -> None:
         step = run.step.trained_step + 1

@@ -23,7 +23,7 @@ from bisect import insort
 
 from rlmux.core.model import SubStage
 from rlmux.core.steps.colocation import sub_stage_in
-from rlmux.policies.lookahead.priorities import Priorities
+from rlmux.policies.lookahead.priorities import Priorities, longest_paths
 from rlmux.policies.lookahead.problem import BEFORE_NOW, NOT_YET, Problem, Schedule, SiblingMigration, WorkItem
 
 _DONE_S = 1e-9
@@ -72,7 +72,7 @@ class Setting:
         self.switches_s = [item.switch_s for item in work_items]
         self.widths = [len(devices) or 1 for devices in self.devices]
         least_s = self._least_seconds()
-        self.paths_s = self._paths_from(least_s)
+        self.paths_s = longest_paths(work_items, least_s)
         """Seconds at least from the start of each item until all that waits for it has ended."""
         self.least_mean_s = self._least_mean_s(least_s)
 
@@ -83,13 +83,6 @@ class Setting:
             stays_s = 0.0 if one.is_whole else max(0.0, self.seconds[one.source] - self.tails_s[one.source])
             least_s[one.source] = min(least_s[one.source], stays_s)
         return least_s
-
-    def _paths_from(self, least_s: list[float]) -> list[float]:
-        paths_s = least_s.copy()
-        for index in range(len(paths_s) - 1, -1, -1):
-            for need in self.problem.work_items[index].needs:
-                paths_s[need] = max(paths_s[need], least_s[need] + paths_s[index])
-        return paths_s
 
     def _least_mean_s(self, least_s: list[float]) -> float:
         """What the mean end of the pipelines is at least: each with all its devices for itself."""

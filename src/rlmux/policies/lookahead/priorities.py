@@ -53,12 +53,12 @@ def rank_descending(values: Sequence[float]) -> list[int]:
     return rank
 
 
-def longest_paths(work_items: Sequence[WorkItem]) -> list[float]:
-    """Seconds of each work item and of the longest chain that waits for it."""
-    paths = [item.seconds for item in work_items]
+def longest_paths(work_items: Sequence[WorkItem], seconds: Sequence[float]) -> list[float]:
+    """Seconds of each work item, as given, and of the longest chain that waits for it."""
+    paths = list(seconds)
     for index in range(len(work_items) - 1, -1, -1):
         for need in work_items[index].needs:
-            paths[need] = max(paths[need], work_items[need].seconds + paths[index])
+            paths[need] = max(paths[need], seconds[need] + paths[index])
     return paths
 
 

@@ -93,7 +93,7 @@ class _PlayoutSearch:
 def _openings(problem: Problem) -> Iterator[Priorities]:
     """Priorities worth a try whatever the problem: by path, migrations, pipelines first, long and short items first."""
     work_items = problem.work_items
-    paths = longest_paths(work_items)
+    paths = longest_paths(work_items, [item.seconds for item in work_items])
     by_path = Priorities(rank_descending(paths))
     yield by_path
     later = tuple(number for number, one in enumerate(problem.sibling_migrations) if one.is_later)

@@ -79,6 +79,8 @@ def sweep(
 
     Raises UserError where it has not enough for one of them.
     """
+    if not tasks:
+        return ()
     at_once = min(num_processes or len(os.sched_getaffinity(0)), num_fitting(tasks))
     return spread(run_simulation, tasks, progress=progress, num_processes=at_once)
 
@@ -92,7 +94,7 @@ def num_fitting(tasks: Sequence[SimRun]) -> int:
     need = PROCESS_BYTES + PIPELINE_BYTES * len(largest.arrivals)
     available = psutil.virtual_memory().available
     if need > available:
-        most = int((available - PROCESS_BYTES) / PIPELINE_BYTES)
+        most = max(0, int((available - PROCESS_BYTES) / PIPELINE_BYTES))
         raise UserError(
             f"workload {largest.name!r}: a simulation of {len(largest.arrivals):,} pipelines needs about "
             f"{need / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are available; accepted: at most {most:,} "
