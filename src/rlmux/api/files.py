@@ -28,6 +28,7 @@ from rlmux.policies import POLICIES, check_policy, make_policy
 if TYPE_CHECKING:
     from rlmux.profiling.step_estimates import StepEstimates
     from rlmux.runtime.launch import AddCosts
+    from rlmux.sim.api import WorkloadMaker
     from rlmux.sim.workloads.arrivals import Workload
 
 File = str | Path | Mapping[str, Any] | Spec
@@ -134,18 +135,22 @@ def load_workload(
     on_warning: OnWarning = warn,
     *,
     profile: str | Path | None = None,
-) -> Workload | str:
+) -> Workload | WorkloadMaker | str:
     """The workload of a YAML file, or of a CSV file on another cluster; a name is returned for the simulator to look
     up. `profile`: as for `load_file`; raises UserError if the workload is not a YAML file."""
     from rlmux.sim.workloads import spec_file, trace_csv
     from rlmux.sim.workloads.arrivals import Workload, h20_h800_cluster
+    from rlmux.sim.workloads.catalog import file_and_noise
+    from rlmux.sim.workloads.noise import noisy_maker
 
     if isinstance(workload, Workload):
         return workload
-    suffix = Path(workload).suffix if isinstance(workload, str | Path) else ".yaml"
+    path, noise = file_and_noise(str(workload)) if isinstance(workload, str | Path) else (None, 0.0)
+    suffix = path.suffix if path is not None else "" if isinstance(workload, str | Path) else ".yaml"
     if suffix in (".yaml", ".yml"):
-        spec = load_file(workload, purpose=Purpose.PLAN, overrides=overrides, profile=profile, on_warning=on_warning)
-        return spec_file.workload_of(spec)
+        file = workload if path is None else path
+        spec = load_file(file, purpose=Purpose.PLAN, overrides=overrides, profile=profile, on_warning=on_warning)
+        return noisy_maker(spec_file.workload_of(spec), noise)
     text = str(workload)
     if profile is not None:
         raise UserError(f"--profile {profile}: {text!r} has no pipelines to estimate; accepted: a YAML file, or a run")
@@ -158,7 +163,9 @@ def load_workload(
             f"--set {overrides[0]}: only a YAML file takes overrides, and {text!r} is none; a CSV file takes those of "
             f"cluster, and a name takes parameters: {text.partition(':')[0]}:key=value"
         )
-    return trace_csv.load(Path(text), cluster=spec_file.cluster_of(h20_h800_cluster(), overrides, text))
+    assert path is not None
+    made = trace_csv.load(path, cluster=spec_file.cluster_of(h20_h800_cluster(), overrides, str(path)))
+    return noisy_maker(made, noise)
 
 
 def look_for_plugin(policy: str, folder: Path) -> None:

@@ -3,8 +3,9 @@
     TrueSeconds = seconds by stage  x  variation(step)        sync is not scaled: its bytes do not change
 
     Steady          1 at every step
-    Sampled         log-normal of mean 1, a function of (seed, step) only
+    RandomVariation log-normal of mean 1, a function of (seed, step) only
     Drifting        a measured curve over the steps, its excursion stretched by `amplitude`
+    Product         one times the other
 
 A variation is a function of the step and never of when or where the step runs: so every policy meets the same world,
 and two runs of one workload differ by their policies alone. Training time is linear in tokens, so
@@ -67,6 +68,17 @@ class Drifting:
     def factor(self, step: int) -> float:
         index = min((step - 1) // self.steps_per_value, len(self.ratios) - 1)
         return max(0.05, 1.0 + self.amplitude * (self.ratios[index] - 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Two variations at once, such as drift and noise."""
+
+    first: Variation
+    second: Variation
+
+    def factor(self, step: int) -> float:
+        return self.first.factor(step) * self.second.factor(step)
 
 
 STEADY = Steady()

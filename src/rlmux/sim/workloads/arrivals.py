@@ -59,6 +59,8 @@ class Arrival:
     """Seconds from a Pause of a filler's rollout until it stops; 0 for other pipelines, which stop at once."""
     tokens_per_step: float = 0.0
     """Mean prompt and response tokens of a step; 0 where they are unknown."""
+    model: str = ""
+    """Size of its model, such as `7B`; empty where it is unknown."""
 
     def solo_s(self, step: int) -> float:
         """Seconds of a step alone, as a run's summary counts them: with staleness its rollout overlaps the rest."""
@@ -232,6 +234,7 @@ def profiled_arrival(
         world=TrueSeconds.of_phases(profile.disaggregated, sync_s=sync_s, variation=variation, tail=tail),
         colocated_world=TrueSeconds.of_phases(profile.colocated, variation=variation),
         switch=switch,
+        model=profile.model,
     )
 
 

@@ -10,6 +10,8 @@
     FILE.yaml        a file with cluster and pipelines: `spec_file.py`
     module:function  one of the user's own, or a name that an installed package adds: `plugins.py`
 
+Every one takes `noise`, by which steps vary (`noise.py`): NAME:noise=0.1, FILE.csv:noise=measured.
+
 A workload is a frozen value: built once from (name, seed, parameters), simulated under any number of
 policies. SLOs and durations come from generators seeded by `seed` alone, in the order of arrival.
 """
@@ -41,6 +43,7 @@ from rlmux.sim.workloads.arrivals import (
     switch_seconds,
     sync_seconds,
 )
+from rlmux.sim.workloads.noise import with_noise
 from rlmux.sim.workloads.rollout_tails import measured_tail
 from rlmux.sim.world import NO_SWITCH, STEADY, Drifting, TrueSeconds, Variation, drift_curve
 
@@ -52,15 +55,34 @@ def load(text: str, *, seed: int = 0) -> Workload:
 
     A name is built in, one that an installed package adds, or `module:function`.
     """
-    if text.endswith(".csv"):
-        return trace_csv.load(Path(text))
-    if text.endswith((".yaml", ".yml")):
+    path, noise = file_and_noise(text)
+    if path is not None and path.suffix == ".csv":
+        return with_noise(trace_csv.load(path), noise, seed=seed)
+    if path is not None:
         from rlmux.sim.workloads import spec_file  # brings pydantic and YAML along
 
-        return spec_file.load(text)
+        return with_noise(spec_file.load(path), noise, seed=seed)
     name, assignments = name_and_params(text)
-    params = dict(_param(name, item) for item in assignments.split(",") if item)
-    return build(name, seed=seed, **params)
+    return build(name, seed=seed, **_typed(name, assignments))
+
+
+def file_and_noise(text: str) -> tuple[Path | None, float | str]:
+    """(path, noise) of FILE or FILE:noise=0.1; (None, 0.0) for a text that names no .csv or .yaml file.
+
+    Raises UserError for another parameter than noise.
+    """
+    path, _, assignments = (text, "", "") if Path(text).suffix in _FILES else text.rpartition(":")
+    if Path(path).suffix not in _FILES:
+        return None, 0.0
+    params = _typed(path, assignments)
+    unknown = [key for key in params if key != "noise"]
+    if unknown:
+        raise UserError(f"workload {path!r} has no parameter {unknown[0]!r}; accepted: noise")
+    return Path(path), params.get("noise", 0.0)
+
+
+def _typed(name: str, assignments: str) -> dict[str, Any]:
+    return dict(_param(name, item) for item in assignments.split(",") if item)
 
 
 def name_and_params(text: str) -> tuple[str, str]:
@@ -88,7 +110,7 @@ def build(name: str, *, seed: int = 0, **params: Any) -> Workload:
     """The workload of that name. Unknown names and parameters are refused with what there is."""
     if name not in _BUILDERS and plugins.is_plugin("workload", name):
         return _of_user(name, seed, params)
-    builder = _BUILDERS.get(name)
+    builder, noise = _BUILDERS.get(name), params.pop("noise", 0.0)
     if builder is None:
         near = get_close_matches(name, _BUILDERS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -98,17 +120,18 @@ def build(name: str, *, seed: int = 0, **params: Any) -> Workload:
         )
     unknown = [key for key in params if key not in params_of(name)]
     if unknown:
-        accepted = ", ".join(params_of(name))
+        accepted = ", ".join((*params_of(name), "noise"))
         raise UserError(f"workload {name!r} has no parameter {unknown[0]!r}; accepted: {accepted}")
-    return builder(seed=seed, **params)
+    return with_noise(builder(seed=seed, **params), noise, seed=seed)
 
 
-def _of_user(name: str, seed: int, params: Mapping[str, Any]) -> Workload:
+def _of_user(name: str, seed: int, params: dict[str, Any]) -> Workload:
     builder = plugins.find("workload", name, names())
     known = _params_of(builder)
+    noise = 0.0 if "noise" in known else params.pop("noise", 0.0)
     unknown = [key for key in params if key not in known]
     if unknown:
-        raise UserError(f"workload {name!r} has no parameter {unknown[0]!r}; accepted: {', '.join(known) or 'none'}")
+        raise UserError(f"workload {name!r} has no parameter {unknown[0]!r}; accepted: {', '.join((*known, 'noise'))}")
     try:
         made = builder(seed=seed, **params)
     except UserError:
@@ -117,7 +140,7 @@ def _of_user(name: str, seed: int, params: Mapping[str, Any]) -> Workload:
         raise UserError(f"workload {name!r} with seed {seed} raised {plugins.described(error)}") from error
     if not isinstance(made, Workload):
         raise UserError(f"workload {name!r} returned {made!r}; accepted: an rlmux.sim.workloads.arrivals.Workload")
-    return made
+    return with_noise(made, noise, seed=seed)
 
 
 def names() -> tuple[str, ...]:
@@ -292,6 +315,7 @@ def _synthetic_arrival(
         ),
         world=TrueSeconds.of_phases(phases, sync_s=sync_s),
         switch=switch,
+        model=model,
     )
 
 
@@ -376,6 +400,7 @@ def micro_gpus(case: str) -> tuple[int, int]:
 
 
 _DEPARTURES = ("wall", "work")
+_FILES = (".csv", ".yaml", ".yml")
 
 
 def _steps_within(duration_s: float, phases: PhaseSeconds) -> int:

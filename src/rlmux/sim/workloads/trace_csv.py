@@ -200,6 +200,7 @@ def _arrival(row: CsvRow) -> Arrival:
         world=TrueSeconds.of_phases(phases, sync_s=sync_s),
         colocated_world=TrueSeconds.of_phases(colocated) if colocated else None,
         switch=switch,
+        model=model or "",
         tokens_per_step=row.number_of("tokens_per_step", at_least=0, default=0.0),
     )
 
