@@ -233,7 +233,7 @@ class BoundedSteps:
     """Bounds that a pipeline with an `slo_probability` is planned with, and the steps that they follow from."""
 
     bound: PhaseSeconds
-    """Solo seconds that its next step surely stays below, phase by phase: its load beside other pipelines."""
+    """Solo seconds that the mean of its coming steps stays below with the stated probability, phase by phase."""
     seen: tuple[tuple[float, float], ...] = ()
     """Solo seconds of rollout and of training of its last steps, oldest first, on the nodes that it requests."""
     num_rollout_nodes: int = 0
@@ -367,8 +367,10 @@ class Pipeline:
     slo_slowdown: float = math.inf
     """Largest step slowdown that it accepts, 1.0 or more."""
     slo_probability: float | None = None
-    """Probability that a meta-iteration of its group takes no longer than planned (`core/estimation/step_bounds.py`).
-    None: planned with the median of its steps."""
+    """Probability with which the steps that are left keep its SLO as planned (`core/estimation/step_bounds.py`). None:
+    planned with the mean of its steps."""
+    spread: float = 1.0
+    """Factor on its estimate that the mean of its coming steps stays below with that probability, 1.0 or more."""
     limit: PhaseSeconds | None = None
     """Solo seconds of a step whose answers all reach the token limit; None: not known."""
     bounded: BoundedSteps | None = None
@@ -486,6 +488,8 @@ class WorkLeft:
     """Steps that are not trained yet, the open one among them."""
     done_solo_s: float
     """Solo seconds of the steps that are trained, as measured."""
+    has_begun: bool = True
+    """Whether it runs: one that was placed in this event relocates for nothing."""
 
 
 class PipelineStatus(StrEnum):

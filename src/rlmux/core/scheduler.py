@@ -3,9 +3,10 @@
     event ──▶ handle ──▶ apply the fact, which marks what is dirty ──▶ settle, until nothing is ──▶ [actions]
 
     settle    over          pipelines that ended give their nodes back
-              boundaries    between two steps, a pipeline parks, relocates, or opens its next rollout
               queue         waiting pipelines are placed                       Policy.place
               balance       pipelines are chosen to relocate                   Policy.rebalance
+              admitted      pipelines that were placed begin, wherever they are placed by now
+              boundaries    between two steps, a pipeline parks, relocates, or opens its next rollout
               expectations  what is expected of steps, where that is new
               groups        ready work starts, pauses or migrates              Policy.dispatch
               fillers       what no other pipeline wants
@@ -106,17 +107,19 @@ class Scheduler:
     def _settle(self) -> list[Action]:
         """Place, rebalance, dispatch and fill until nothing is dirty."""
         parts, dirty = self._parts, self._parts.state.dirty
-        over, boundaries, groups = dirty.over, dirty.boundaries, dirty.groups
+        over, admitted, boundaries, groups = dirty.over, dirty.admitted, dirty.boundaries, dirty.groups
         actions: list[Action] = []
         while True:
             if over:
                 actions += placer.release(parts, over.pop(next(iter(over))))
-            elif boundaries:
-                actions += placer.pass_boundary(parts, boundaries.pop(next(iter(boundaries))))
             elif dirty.queue or dirty.newcomer is not None:
                 actions += placer.place_waiting(parts)
             elif dirty.balance:
                 placer.rebalance(parts)
+            elif admitted:
+                actions += placer.begin_admitted(parts, *admitted.pop(next(iter(admitted))))
+            elif boundaries:
+                actions += placer.pass_boundary(parts, boundaries.pop(next(iter(boundaries))))
             elif dirty.expectations:
                 dirty.expectations = False
                 actions += parts.expectations.emit()

@@ -22,6 +22,7 @@ from typing import Any
 from rlmux.core.estimation.batch_slowdowns import BatchSlowdowns
 from rlmux.core.model import (
     Account,
+    AdmissionKind,
     DeviceId,
     GroupId,
     OrderId,
@@ -106,14 +107,16 @@ class Dirty:
 
     over: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """Pipelines that have ended and run nothing more: their nodes go back."""
-    boundaries: dict[PipelineId, PipelineRun] = field(default_factory=dict)
-    """Pipelines that may be at a step boundary: they park, relocate, or open their next rollout."""
     newcomer: PipelineRun | None = None
     """Pipeline that was submitted and comes last in the queue: it is tried before the queue is tried as a whole."""
     queue: bool = False
     """The whole queue for admission is to be tried."""
     balance: bool = False
     """Whether the policy is to choose relocations."""
+    admitted: dict[PipelineId, tuple[PipelineRun, AdmissionKind]] = field(default_factory=dict)
+    """Pipelines that were placed in this event: they begin where the relocations of this event leave them."""
+    boundaries: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    """Pipelines that may be at a step boundary: they park, relocate, or open their next rollout."""
     expectations: bool = False
     """What is expected of pipelines may be new."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)
@@ -210,6 +213,7 @@ class SchedulerState:
             submitted_s=run.submitted_s,
             num_left=last_step - max(num_before, run.step.trained_step),
             done_solo_s=run.estimates.done.solo_s(run.step.trained_step),
+            has_begun=pipeline not in self.dirty.admitted,
         )
 
     def can_migrate(self, run: PipelineRun, source: DeviceId, target: DeviceId) -> bool:

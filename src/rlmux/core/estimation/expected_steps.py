@@ -95,7 +95,11 @@ class Expectations:
         if last is None:
             return False
         bounds.add(last, given)
-        planned = bounds.plan(run.pipeline)
+        left = self._state.work_left(run.pipeline.id)
+        planned = bounds.plan(run.pipeline, None if left is None else left.num_left)
+        if planned is not None and not bounds.has_base:
+            measured = run.estimates.measured.seconds()
+            planned = replace(planned, held=measured.held) if measured is not None else planned
         if planned is None:
             return False
         run.estimates.has_left_estimate |= planned.estimate != run.submitted.estimate

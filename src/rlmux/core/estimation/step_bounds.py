@@ -1,19 +1,32 @@
-"""Upper bounds of a pipeline's next step, for pipelines with an `slo_probability`: its load where nodes are shared.
+"""Expected seconds of a pipeline's coming steps, and how far their mean may exceed them: what its SLO keeps in hand.
 
-    at first         the file's seconds of a step whose answers all reach the token limit
-    then             the upper prediction bound of the last `WINDOW_STEPS` steps, never above the limit
+    submitted       the estimate, with its phases in the proportion that they have at the token limit
+    3 steps seen    the mean of the last `_MEAN_STEPS` steps, and a spread: an upper bound on the mean of the coming
+                    steps, as a factor on it
 
-The bound of one phase holds with q = 1 - (1 - p) / MAX_PIPELINES_PER_GROUP for the stated probability p. Both phases of
-a step grow with its tokens, so they are beyond their bounds together; then all of a group's members are within theirs
-with p or more (Bonferroni), whatever ties them together, and no meta-iteration takes longer than planned. More members
-than that, or phases that vary apart, may make it less; that a cycle adds several makes it more: it is measured by
-`benchmarks/slo_probability.py`.
+An SLO binds the mean of a pipeline's steps: of those made beside others over the same steps made alone. A step at the
+token limit is longer on both sides, so before any step is seen the SLO is checked with every member at its limit, over
+T_solo at the limit. Afterwards each side is a mean of several steps, and what may be wrong is how far those of members
+deviate from the means that are planned with: the spread. Plans with means, times the spread, keep within the SLO.
 
-Seconds of a phase are taken to be log-normal, each step like the `WINDOW_STEPS` before it: with mean m and standard
-deviation s of n logarithms the next is below m + t(q, n - 1) s sqrt(1 + 1/n) with probability q. Steps that drift widen
-s, so the bound runs ahead of them; steps that are all alike are their own bound. Ratios to the estimate as submitted
-are kept, so that a pipeline that moves between pools keeps what was seen. The first step starts processes, and counts
-for the SLO alone.
+Seconds of a phase are taken to be log-normal, each step like the `WINDOW_STEPS` before it. With standard deviation s of
+the logarithms of k steps, the mean of the next n is below the mean of these times
+
+    exp(t(q, k - 1 + v) s' sqrt(1 / n + 1 / k)),    s'^2 = (v s0^2 + (k - 1) s^2) / (v + k - 1)
+
+with probability q = 1 - (1 - p) / MAX_PIPELINES_PER_GROUP for the stated p, so that all members of a group are within
+theirs with p or more (Bonferroni). The prior counts for v steps that deviate by s0. n is the number of steps left, at
+most `_MAX_STEPS_AHEAD`: later ones may be unlike these. The spread tightens as steps are done; steps that drift widen
+s, and so the spread. Steps that are all alike have none.
+
+Ratios to the estimate as submitted are kept, so that a pipeline that moves between pools keeps what was seen. A mean
+that differs by less than `_NOTCH`, or by less than two standard errors, is not news. The first step starts processes,
+and counts for the SLO alone. `benchmarks/slo_probability.py` measures how often the bound holds.
+
+Example: steps of 1.0, then 1.2 times a rollout of 100 s, at the stated probability of 0.95.
+    submitted                         rollout_s 100     spread 1.00
+    (1.0) 1.0 1.0 1.0                 rollout_s 100     spread 1.00
+    (1.0) 1.0 1.0 1.0 1.2 1.2 1.2     rollout_s 110     spread 1.34, with 64 or more steps left
 """
 
 from __future__ import annotations
@@ -24,16 +37,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from rlmux.core.estimation.measured_steps import MEASURED_STEPS, over, quantile
+from rlmux.core.estimation.measured_steps import MEASURED_STEPS, over
 from rlmux.core.model import BoundedSteps, PhaseSeconds, Pipeline
 from rlmux.core.placement.group_load import MAX_PIPELINES_PER_GROUP
 
 WINDOW_STEPS = 16
-"""Steps that a bound looks back."""
-_MEDIAN_STEPS = 8
-"""Steps whose median is the estimate."""
+"""Steps that a spread looks back."""
+_MEAN_STEPS = 8
+"""Steps whose mean is the estimate."""
+_MAX_STEPS_AHEAD = 64
+"""Coming steps that are taken to be like the last ones, at most."""
+_PRIOR_STEPS = 3
+"""Steps that the prior of the variation counts for."""
+_PRIOR_DEVIATION = 0.05
+"""Standard deviation of the logarithms of the prior's steps."""
+_STANDARD_ERRORS = 2.0
+"""Standard errors by which a mean differs from the planned one at least."""
 _NOTCH = 1.05
-"""Least factor between two estimates or bounds that count as different: like pipelines stay alike for a search."""
+"""Least factor between two estimates or spreads that count as different: like pipelines stay alike for a search."""
 _ROUNDING = 1e-9
 _ONE_SECOND = PhaseSeconds(rollout_s=1.0, train_s=1.0)
 
@@ -42,7 +63,7 @@ Notches = tuple[int, int]
 
 
 class StepBounds:
-    """What is expected of one pipeline's next step, and what it surely stays below. Fed by the scheduler."""
+    """Expected seconds and spread of one pipeline's coming steps. Fed by the scheduler."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         """`pipeline`: as it was submitted, with an `slo_probability`."""
@@ -52,13 +73,15 @@ class StepBounds:
         """Whether its user gave an estimate; without one ratios are to a second."""
         self._base = pipeline.estimate if pipeline.estimate is not None and self.has_base else _ONE_SECOND
         """Seconds that the ratios are to."""
-        self._level = phase_level(pipeline.slo_probability)
+        self._level = member_level(pipeline.slo_probability)
         self._ratios: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._has_begun = False
         self._num_nodes = 0
         self._is_limit_broken = False
-        self._medians: Notches = (0, 0)
-        self._bounds: Notches | None = None
+        self._means: Notches | None = (0, 0) if self.has_base else None
+        """Planned means; None before any are known."""
+        self._spread: int | None = None
+        """Power of `_NOTCH` that the planned spread is; None before enough steps were seen."""
         if pipeline.bounded is not None:
             self._take_up(pipeline.bounded)
 
@@ -70,24 +93,21 @@ class StepBounds:
 
     @property
     def is_known(self) -> bool:
-        """Whether the bounds hold with their probability: by enough steps, or by a limit that no step was above."""
-        return self._bounds is not None or (self.given.limit is not None and not self._is_limit_broken)
+        """Whether an SLO can be stated with its probability: by enough steps, or by a limit that no step exceeded."""
+        return self._spread is not None or (self.given.limit is not None and not self._is_limit_broken)
 
     def first_plan(self) -> Pipeline:
-        """The pipeline as it is planned with before its first step: its load is that at the token limit, or follows
-        from the steps of an earlier part of the run."""
+        """The pipeline as it is planned with before its first step: by its estimate and token limit, or by the steps of
+        an earlier part of the run."""
         given = self.given
-        planned = self.plan(given)
+        planned = self.plan(given, num_left=given.num_steps)
         if planned is not None:
             return planned
-        if given.estimate is None or given.limit is None:
+        mean, limit = given.estimate, given.limit
+        if mean is None or limit is None or given.held is not None:
             return given
-        loaded = given.held or given.estimate
-        held = PhaseSeconds(
-            rollout_s=max(loaded.rollout_s, given.limit.rollout_s),
-            train_s=max(loaded.train_s, given.limit.train_s),
-            sync_s=loaded.sync_s,
-        )
+        scale = (mean.rollout_s + mean.train_s) / (limit.rollout_s + limit.train_s)
+        held = replace(mean, rollout_s=scale * limit.rollout_s, train_s=scale * limit.train_s)
         return replace(given, held=held)
 
     def add(self, measured: PhaseSeconds, given: PhaseSeconds | None) -> None:
@@ -106,11 +126,11 @@ class StepBounds:
 
     def known(self, planned: Pipeline) -> BoundedSteps | None:
         """What a later part of the run goes on from. `planned`: the pipeline as it is planned with now."""
-        bound, base = planned.held or planned.estimate, self._base
-        if bound is None:
+        mean, base, spread = planned.estimate, self._base, planned.spread
+        if mean is None:
             return None
         return BoundedSteps(
-            bound=bound,
+            bound=replace(mean, rollout_s=spread * mean.rollout_s, train_s=spread * mean.train_s),
             seen=tuple((rollout * base.rollout_s, train * base.train_s) for rollout, train in self._ratios),
             num_rollout_nodes=self._num_nodes,
             is_limit_exceeded=self._is_limit_broken,
@@ -123,43 +143,44 @@ class StepBounds:
                 self._ratios.clear()
             self._num_nodes = num_nodes
 
-    def plan(self, now: Pipeline) -> Pipeline | None:
-        """The pipeline as it is to be planned with from now on; None where that is as it is, or is not known yet."""
+    def plan(self, now: Pipeline, num_left: int | None) -> Pipeline | None:
+        """The pipeline as it is to be planned with from now on; None where that is as it is, or is not known yet.
+
+        `num_left`: steps that are left, None without a number of them.
+        """
         if len(self._ratios) < MEASURED_STEPS:
             return None
-        recent = list(self._ratios)[-_MEDIAN_STEPS:]
-        medians = tuple(round(_notch_of(quantile([one[phase] for one in recent], 0.5)) + _ROUNDING) for phase in (0, 1))
-        bounds = tuple(
-            max(median, math.ceil(_notch_of(self._bound(phase)) - 1e-6))
-            for phase, median in zip((0, 1), medians, strict=True)
-        )
-        if not self._is_news(medians, bounds):
+        num_ahead = max(1, min(num_left or _MAX_STEPS_AHEAD, _MAX_STEPS_AHEAD))
+        (rollout, rollout_spread), (train, train_spread) = (self._phase(phase, num_ahead) for phase in (0, 1))
+        means, spread = (rollout, train), max(rollout_spread, train_spread)
+        is_known = self._spread is not None and self._spread - 1 <= spread <= self._spread
+        if is_known and means == self._means:
             return None
-        self._medians, self._bounds = (medians[0], medians[1]), (bounds[0], bounds[1])
-        given = self.given
+        self._means, self._spread = means, spread
         base = self._base
         known = now.estimate or base
-        estimate = replace(_times(base, self._medians), sync_s=known.sync_s)
-        colocated = given.colocated_estimate
+        estimate = replace(_times(base, means), sync_s=known.sync_s)
+        colocated = self.given.colocated_estimate
         if colocated is not None and self.has_base:
-            colocated = _times(colocated, self._medians)
-        return replace(
-            now,
-            estimate=estimate,
-            held=replace(_times(base, self._bounds), sync_s=known.sync_s),
-            colocated_estimate=colocated,
-        )
+            colocated = _times(colocated, means)
+        held = None if self.has_base else estimate
+        return replace(now, estimate=estimate, held=held, colocated_estimate=colocated, spread=_NOTCH**spread)
 
-    def _is_news(self, medians: Sequence[int], bounds: Sequence[int]) -> bool:
-        """Whether a bound is wider, or anything else has moved by two notches."""
-        if self._bounds is None or any(abs(new - old) > 1 for new, old in zip(medians, self._medians, strict=True)):
-            return True
-        return any(new > old or new < old - 1 for new, old in zip(bounds, self._bounds, strict=True))
-
-    def _bound(self, phase: int) -> float:
-        """Ratio that the phase of the next step is below at the level, if the limit allows as much."""
-        bound = prediction_bound([one[phase] for one in self._ratios], self._level)
-        return bound if self._is_limit_broken else min(bound, self._limits()[phase])
+    def _phase(self, phase: int, num_ahead: int) -> tuple[int, int]:
+        """Powers of `_NOTCH` that the phase's mean and its spread are."""
+        ratios = [one[phase] for one in self._ratios]
+        recent = ratios[-_MEAN_STEPS:]
+        deviation = _deviation(ratios)
+        found = _notch_of(math.fsum(recent) / len(recent))
+        mean = None if self._means is None else self._means[phase]
+        noticeable = max(1.0, _STANDARD_ERRORS * deviation / math.sqrt(len(recent)) / math.log(_NOTCH))
+        if mean is None or abs(found - mean) > noticeable:
+            mean = round(found + _ROUNDING)
+        most = mean + math.ceil(_notch_of(mean_bound(deviation, len(ratios), num_ahead, self._level)) - 1e-6)
+        limit = self._limits()[phase]
+        if limit < math.inf and not self._is_limit_broken:
+            most = min(most, max(mean, math.ceil(_notch_of(limit) - 1e-6)))
+        return mean, most - mean
 
     def _limits(self) -> tuple[float, float]:
         limit = self.given.limit
@@ -169,19 +190,28 @@ class StepBounds:
         return over(limit.rollout_s, base.rollout_s), over(limit.train_s, base.train_s)
 
 
-def phase_level(probability: float) -> float:
-    """Probability with which one phase is to be within its bound, so that a whole meta-iteration is with this one."""
+def member_level(probability: float) -> float:
+    """Probability with which one member is to be within its spread, so that a whole group is with this one."""
     return 1.0 - (1.0 - probability) / MAX_PIPELINES_PER_GROUP
 
 
-def prediction_bound(values: Sequence[float], level: float) -> float:
-    """What the next value is below with this probability, if it is log-normal like these, two or more of them."""
+def mean_bound(deviation: float, num_seen: int, num_ahead: int, level: float) -> float:
+    """Factor on the mean of the steps seen that the mean of the coming ones is below with this probability.
+
+    `deviation`: standard deviation of the logarithms of the steps seen, the prior in it.
+    """
+    degrees = num_seen - 1 + _PRIOR_STEPS
+    return math.exp(student_t(level, degrees) * deviation * math.sqrt(1.0 / num_ahead + 1.0 / num_seen))
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation of the logarithms of two or more values, the prior in it; 0 where all are alike."""
     logs = [math.log(value) for value in values]
     mean = math.fsum(logs) / len(logs)
-    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in logs) / (len(logs) - 1))
-    if deviation < _ROUNDING:
-        return max(values)
-    return math.exp(mean + student_t(level, len(logs) - 1) * deviation * math.sqrt(1.0 + 1.0 / len(logs)))
+    squares = math.fsum((one - mean) ** 2 for one in logs)
+    if squares < _ROUNDING**2:
+        return 0.0
+    return math.sqrt((_PRIOR_STEPS * _PRIOR_DEVIATION**2 + squares) / (_PRIOR_STEPS + len(logs) - 1))
 
 
 @lru_cache(maxsize=1024)

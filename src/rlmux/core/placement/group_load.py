@@ -86,7 +86,7 @@ class GroupLoad:
     period_s: float
     """Seconds of one strict meta-iteration: max(T_cycle, T_load), or more where that is not exact or weights sync."""
     budget_s: float
-    """Longest period that keeps every member's SLO; infinite where none is known."""
+    """Longest period that keeps every member's SLO with its spread in hand; infinite where none is known."""
     free_rollout_bytes: tuple[float, ...]
     """Host memory left in bytes, by rollout node."""
     free_train_bytes: float
@@ -151,8 +151,7 @@ class GroupLoad:
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
         is_narrow = train_nodes is not None and train_nodes != self.train_nodes
-        # With spare bounds, what it is beside others it is not alone.
-        is_exact = is_narrow or self._may_migrate(pipeline) or _has_spare_bounds(self.members)
+        is_exact = is_narrow or self._may_migrate(pipeline) or _is_lighter_alone(self.members)
         if is_exact or pipeline.switch or self.has_switches or self.longest_sync_s or sync_s(pipeline):
             loads = self._loads_with(pipeline, nodes, train_nodes)
             return sum(load.solo_s for load in loads) if self.is_colocated else meta_iteration_s(loads)
@@ -274,7 +273,7 @@ def group_load(
         cycle_s=seconds.cycle_s,
         load_s=seconds.load_s,
         period_s=seconds.period_s,
-        budget_s=min(slo_step_s(member.pipeline) * member.steps_per_cycle for member in members),
+        budget_s=min(slo_budget_s(member.pipeline) * member.steps_per_cycle for member in members),
         free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
         free_train_bytes=min(free[node] for node in train_nodes),
         usd_per_hour=sum(cluster.pools[node.pool].usd_per_node_hour for node in held_bytes),
@@ -328,9 +327,9 @@ def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:
     return usd_seconds / slo_step_s(pipeline) if usd_seconds else 0.0
 
 
-def _has_spare_bounds(members: Sequence[Member]) -> bool:
-    """Whether the one member there is has bounds, which count only beside others: alone, it delays none."""
-    return len(members) == 1 and members[0].pipeline.slo_probability is not None
+def _is_lighter_alone(members: Sequence[Member]) -> bool:
+    """Whether the one member there is has a load of its own beside others: alone, it delays none."""
+    return len(members) == 1 and members[0].pipeline.held is not None
 
 
 def _shortest(members: Sequence[Member], pools: Mapping[str, Pool]) -> tuple[list[PhaseLoad], int]:
@@ -352,8 +351,8 @@ def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool], tail_left
     """Demand of each member on a group of these, switches included."""
     tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
     added = switch_seconds(tenants, pools)
-    has_spare_bounds = _has_spare_bounds(members)
-    own = [one.load_of(one.pipeline.estimate) if has_spare_bounds else one.phase_load for one in members]
+    is_alone = _is_lighter_alone(members)
+    own = [one.load_of(one.pipeline.estimate) if is_alone else one.phase_load for one in members]
     if tail_left:
         own = with_tails(own, [one.pipeline.tail for one in members], tail_left)
     return [
@@ -399,13 +398,19 @@ def slo_step_s(pipeline: Pipeline) -> float:
     return pipeline.slo_slowdown * pipeline.estimate.solo_s if pipeline.estimate else math.inf
 
 
+def slo_budget_s(pipeline: Pipeline) -> float:
+    """The longest step in a plan that keeps its SLO with its spread in hand; at least T_solo, infinite where nothing is
+    known."""
+    return max(solo_s(pipeline), slo_step_s(pipeline) / pipeline.spread)
+
+
 def budget_of(pipeline: Pipeline) -> float:
     """The longest mean step that a newcomer accepts in a group; infinite where nothing is known.
 
     Its SLO counts from its submission, so its n steps share what comes before the first: (n SLO T_solo - cold starts -
     T_solo) / n, where the last term is the wait for its slot in the meta-iteration.
     """
-    longest_s, num_steps = slo_step_s(pipeline), pipeline.num_steps
+    longest_s, num_steps = slo_budget_s(pipeline), pipeline.num_steps
     if num_steps is None or longest_s == math.inf:
         return longest_s
     return longest_s - (cold_start_s(pipeline) + solo_s(pipeline)) / max(1, num_steps - pipeline.first_step + 1)

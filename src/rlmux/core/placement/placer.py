@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 from rlmux.core.actions import Action, Admit, Release, Relocate, Remind
-from rlmux.core.model import PipelineStatus
+from rlmux.core.model import AdmissionKind, PipelineStatus, Placement
 from rlmux.core.parts import Parts
 from rlmux.core.pipeline_run import MoveSavings, PipelineRun
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
@@ -55,6 +55,16 @@ def rebalance(parts: Parts) -> None:
     if relocations:
         _plan_moves(parts, relocations)
         state.dirty.queue = state.dirty.fillers = True
+
+
+def begin_admitted(parts: Parts, run: PipelineRun, kind: AdmissionKind) -> list[Action]:
+    """Begin a pipeline that was placed in this event."""
+    placement = run.nodes.placement
+    if placement is None or run.status is not PipelineStatus.RUNNING:
+        return []
+    begin(parts, run, run.admission.restart_step)
+    parts.state.mark_group(run)
+    return [Admit(pipeline=run.pipeline.id, placement=placement, kind=kind)]
 
 
 def pass_boundary(parts: Parts, run: PipelineRun) -> list[Action]:
@@ -131,17 +141,23 @@ def _try_to_place(parts: Parts, run: PipelineRun) -> list[Action]:
     if parts.turns.are_taken:
         return _give_turns(parts)
     choice = parts.queue.decide(run)
-    return _refuse(parts, run, choice) if isinstance(choice, Refusal) else _admit(parts, run, choice)
+    if isinstance(choice, Refusal):
+        return _refuse(parts, run, choice)
+    _admit(parts, run, choice)
+    return []
 
 
 def _give_turns(parts: Parts) -> list[Action]:
     actions: list[Action] = []
     for run, answer in parts.turns.next():
-        actions += _refuse(parts, run, answer) if isinstance(answer, Refusal) else _admit(parts, run, answer.choice)
+        if isinstance(answer, Refusal):
+            actions += _refuse(parts, run, answer)
+        else:
+            _admit(parts, run, answer.choice)
     return actions
 
 
-def _admit(parts: Parts, run: PipelineRun, choice: PlacementChoice) -> list[Action]:
+def _admit(parts: Parts, run: PipelineRun, choice: PlacementChoice) -> None:
     placement = parts.ledger.admit(run.pipeline, choice)
     parts.queue.start(run)
     parking.forget(run)
@@ -149,10 +165,8 @@ def _admit(parts: Parts, run: PipelineRun, choice: PlacementChoice) -> list[Acti
     parts.expectations.note_placed(run)
     parts.groups.join(run, placement)
     parts.turns.begin(run)
-    begin(parts, run, run.admission.restart_step)
-    parts.state.mark_group(run)
+    parts.state.dirty.admitted[run.pipeline.id] = run, choice.kind
     parts.state.dirty.fillers = True
-    return [Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind)]
 
 
 def _refuse(parts: Parts, run: PipelineRun, refusal: Refusal) -> list[Action]:
@@ -184,11 +198,15 @@ def _plan_moves(parts: Parts, relocations: list[Relocation]) -> None:
     runs = [state.runs[name] for name in dict.fromkeys(relocation.pipeline for relocation in relocations)]
     if is_priced:
         _share_savings(parts, runs, settled_usd - ledger.usd_per_hour_when_relocated, ledger.usd_per_hour - held_usd)
+    kinds = {relocation.pipeline: relocation.choice.kind for relocation in relocations}
     for run in runs:
         if run.nodes.next_placement == run.nodes.placement:
             parts.groups.plan_move(run, None)
             ledger.finish_relocation(run.pipeline.id)
             parts.groups.refresh_cycle(state.group_of(run))
+        elif run.pipeline.id in state.dirty.admitted:
+            state.dirty.admitted[run.pipeline.id] = run, kinds[run.pipeline.id]
+            _switch_nodes(parts, run)
         elif run.pipeline.work_arrives or not run.step.shards:
             state.dirty.boundaries[run.pipeline.id] = run
 
@@ -236,15 +254,8 @@ def _hours_left(parts: Parts, run: PipelineRun) -> float | None:
 
 def _relocate(parts: Parts, run: PipelineRun) -> list[Action]:
     """Leave the old nodes, join the new ones."""
-    placement, savings = run.nodes.next_placement, run.nodes.next_savings
-    assert placement is not None
-    parts.groups.plan_move(run, None)
-    old = unpin(parts, run)
-    parts.ledger.finish_relocation(run.pipeline.id)
-    parts.groups.refresh_cycle(old)
-    parts.groups.join(run, placement)
-    parts.state.dirty.groups[old.id] = old
-    parts.state.dirty.queue = parts.state.dirty.fillers = True
+    savings = run.nodes.next_savings
+    placement = _switch_nodes(parts, run)
     previous_usd, run.nodes.savings = run.nodes.saved_usd, savings
     if savings is not None:
         savings.count(parts.state.now_s, savings.usd_per_hour)
@@ -258,6 +269,20 @@ def _relocate(parts: Parts, run: PipelineRun) -> list[Action]:
             saved_usd=previous_usd,
         )
     ]
+
+
+def _switch_nodes(parts: Parts, run: PipelineRun) -> Placement:
+    """Leave the old nodes, join the planned ones, which are returned."""
+    placement = run.nodes.next_placement
+    assert placement is not None
+    parts.groups.plan_move(run, None)
+    old = unpin(parts, run)
+    parts.ledger.finish_relocation(run.pipeline.id)
+    parts.groups.refresh_cycle(old)
+    parts.groups.join(run, placement)
+    parts.state.dirty.groups[old.id] = old
+    parts.state.dirty.queue = parts.state.dirty.fillers = True
+    return placement
 
 
 def _leave(parts: Parts, run: PipelineRun) -> None:

@@ -106,6 +106,9 @@ class Economy:
 
     def move_once_usd(self, pipeline: Pipeline) -> float:
         """Dollars that moving the pipeline costs: nodes held until its step's end, and cold starts."""
+        left = self.view.work_left(pipeline.id)
+        if left is not None and not left.has_begun:
+            return 0.0
         switch = pipeline.switch
         usd = self.hold_up_usd * pipeline.num_rollout_nodes
         if switch is not None:
@@ -134,7 +137,7 @@ def budget_from(pipeline: Pipeline, left: WorkLeft | None) -> float:
         return slo_step_s(pipeline)
     due_s = _due_s(pipeline, left)
     room_s = (due_s - left.now_s - cold_start_s(pipeline) - alone_s) * (1.0 - _RESERVE)
-    return min(MOST_SLOWDOWN * alone_s, max(alone_s, room_s / max(1, left.num_left)))
+    return min(MOST_SLOWDOWN * alone_s, max(alone_s, room_s / max(1, left.num_left) / pipeline.spread))
 
 
 def keeps_budget_until(pipeline: Pipeline, left: WorkLeft | None, step_s: float) -> float:
@@ -146,7 +149,7 @@ def keeps_budget_until(pipeline: Pipeline, left: WorkLeft | None, step_s: float)
     if left is None or step_s <= alone_s or pipeline.slo_slowdown == math.inf:
         return math.inf
     due_s = _due_s(pipeline, left)
-    room_s = step_s * max(1, left.num_left) / (1.0 - _RESERVE)
+    room_s = step_s * pipeline.spread * max(1, left.num_left) / (1.0 - _RESERVE)
     return due_s - cold_start_s(pipeline) - alone_s - room_s - _TIME_MARGIN_S
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, Pipeline, PipelineId
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.placement.group_load import GroupLoad, Member, slo_step_s
+from rlmux.core.placement.group_load import GroupLoad, Member, slo_budget_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.lookahead.cycle_steps import cycle_rank
@@ -101,7 +101,7 @@ def _other_steps(group: GroupLoad, ledger: PlacementLedger) -> Relocation | None
 
 def _steps_to_try(group: GroupLoad) -> Iterator[Mapping[PipelineId, int]]:
     """Steps per cycle by member in cyclic order, fewest first: in proportion to budgets, one without an SLO."""
-    budgets_s = {member.pipeline.id: slo_step_s(member.pipeline) for member in group.members}
+    budgets_s = {member.pipeline.id: slo_budget_s(member.pipeline) for member in group.members}
     least_s = min(budgets_s.values())
     if least_s in (0.0, math.inf):
         return
@@ -119,7 +119,7 @@ def _rank(member: Member, counts: Mapping[PipelineId, int]) -> tuple[int, float]
 
 def _part_of_slo(group: GroupLoad, steps_per_cycle: Mapping[PipelineId, int]) -> float:
     """Seconds of the meta-iteration over the longest that keeps every SLO: 1 or less where all are kept."""
-    reach_s = [slo_step_s(member.pipeline) * steps_per_cycle[member.pipeline.id] for member in group.members]
+    reach_s = [slo_budget_s(member.pipeline) * steps_per_cycle[member.pipeline.id] for member in group.members]
     return group.period_with_steps(steps_per_cycle) / min(reach_s)
 
 
