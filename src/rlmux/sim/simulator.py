@@ -36,6 +36,7 @@ from rlmux.core.actions import (
     Release,
     Relocate,
     Remind,
+    ReportPolicyFault,
     RunStage,
     SetDeviceFraction,
     Switch,
@@ -156,7 +157,7 @@ class Simulation:
         decision_cost: DecisionCost | None = None,
     ) -> None:
         """`rates`: by default orders do not slow each other."""
-        self.scheduler = Scheduler(workload.cluster, policy, FairShares())
+        self.scheduler = Scheduler(workload.cluster, policy, FairShares(), raises_policy_faults=checks)
         self.pipelines: dict[PipelineId, SimPipeline] = {}
         self.migrations: dict[OrderId, Migration] = {}
         """Migrations by order, until their trajectories arrive."""
@@ -193,6 +194,7 @@ class Simulation:
             MigrateShard: self._migrate,
             SetDeviceFraction: self._set_device_fraction,
             ExpectSteps: lambda _: None,  # the collector reads what is expected from the placements
+            ReportPolicyFault: lambda _: None,  # the result counts all of them, not only those that are reported
         }
         self._nodes = NodeChanges(self._kernel, workload.cluster, workload.spot, failures)
         self._spot_figures = SpotFigures(self.scheduler.query, self._pinned_to)
