@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlmux.core import invariants
@@ -227,9 +228,11 @@ class Simulation:
                 status = self.scheduler.query.status
                 waiting = [name for name in self.pipelines if status(name) is PipelineStatus.WAITING]
                 self.collector.lose_nodes(waiting, self._kernel.now_s)
-        return self.collector.result(
+        result = self.collector.result(
             self._kernel.now_s, num_events, time.perf_counter() - began, spot=self._spot_figures
         )
+        query = self.scheduler.query
+        return replace(result, num_policy_faults=query.num_policy_faults, first_policy_fault=query.first_policy_fault)
 
     def _next_event(self) -> Event | None:
         """What happens next; None when nothing is left to happen."""
