@@ -14,7 +14,7 @@ from rlmux.core.actions import Action, Admit, Queue, Relocate, ReportPolicyFault
 from rlmux.core.errors import PolicyError
 from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import AdmissionKind, Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Pool
-from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Relocation
 from rlmux.core.policy_faults import MAX_REPORTED
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.steps.idle_check import Idling
@@ -46,8 +46,6 @@ class Changed:
     def _call(self, method: str, *given):
         if self._is_deciding and method in self._changes:
             return self._changes[method](*given)
-        if not self._is_deciding and method == "place":  # a pipeline whose placement failed waits though it would fit
-            return Refusal(reason="it has failed before", is_final=False)
         return getattr(self._wrapped, method)(*given)
 
     def place(self, pipeline, view):

@@ -307,7 +307,8 @@ def _policy_faults(history: History) -> Iterator[Alert]:
     """Decisions of the policy failed since the run was last started or resumed."""
     if history.policy_faults:
         first, num_more = history.policy_faults[0], len(history.policy_faults) - 1
-        others = f"; {num_more} more errors are in the log" if num_more else ""
+        more = "1 more error is" if num_more == 1 else f"{num_more} more errors are"
+        others = f"; {more} in the log" if num_more else ""
         yield Alert(
             rule="policy_fault",
             level="warning",
