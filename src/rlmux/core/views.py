@@ -502,8 +502,9 @@ class GroupView:
         begun, cycle = _num_begun(mine, key, planned), mine.cycle
         steps_per_cycle, cycle_index = cycle.steps_per_cycle, cycle.cycle_index
         for pipeline_id, run in pinned.items():
+            other_begun = _num_begun(run, key, planned) if planned.begun else run.cycle.phases_started[key]
             # Positive: the other's next slot comes first.
-            lead = begun * run.cycle.steps_per_cycle - _num_begun(run, key, planned) * steps_per_cycle
+            lead = begun * run.cycle.steps_per_cycle - other_begun * steps_per_cycle
             if (
                 (lead > 0 or (lead == 0 and run.cycle.cycle_index < cycle_index))
                 and pipeline_id != work.pipeline

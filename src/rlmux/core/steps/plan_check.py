@@ -11,6 +11,7 @@ A module of its own: what is checked here is all that carrying choices out (`dis
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId
@@ -44,12 +45,12 @@ def _enter_start(parts: Parts, group: GroupState, planned: Planned, choice: RunW
         raise parts.journal.illegal_choice(f"starts {work}, which is not ready")
     _check_slowdown(parts, choice.slowdown)
     for device in work.devices:
-        held = _fractions(parts, planned, device)
-        if not _is_free(choice.device_fraction, sum(held.values()) + planned.held.get(device, 0.0)):
-            others = planned.held.get(device, 0.0)
+        held, others = _fractions(parts, planned, device), planned.held.get(device, 0.0)
+        if not _is_free(choice.device_fraction, sum(held.values()) + others):
             beside = f"{held}" + (f", and {others} by the same plan" if others else "")
             raise parts.journal.illegal_choice(f"leases {choice.device_fraction} of {device}, held by {beside}")
-        _check_memory(parts, planned, work, device)
+        if held or others:
+            _check_memory(parts, planned, work, device)
     planned.gone.add(work.sequence)
     for device in work.devices:
         planned.held[device] = planned.held.get(device, 0.0) + choice.device_fraction
@@ -105,10 +106,12 @@ def _check_slowdown(parts: Parts, slowdown: float) -> None:
         raise parts.journal.illegal_choice(f"expects a slowdown of {slowdown!r}; accepted: a number above 0")
 
 
-def _fractions(parts: Parts, planned: Planned, device: DeviceId) -> dict[OrderId, float]:
+def _fractions(parts: Parts, planned: Planned, device: DeviceId) -> Mapping[OrderId, float]:
     """What orders hold of the device once the plan is carried out."""
-    held = parts.state.devices[device].orders.items()
-    return {order: planned.fractions.get(order, fraction) for order, fraction in held}
+    held = parts.state.devices[device].orders
+    if not planned.fractions:
+        return held
+    return {order: planned.fractions.get(order, fraction) for order, fraction in held.items()}
 
 
 def _is_free(device_fraction: float, held: float) -> bool:
@@ -116,7 +119,7 @@ def _is_free(device_fraction: float, held: float) -> bool:
 
 
 def _check_memory(parts: Parts, planned: Planned, work: ReadyWork, device: DeviceId) -> None:
-    """All states that compute on the device at once must fit; one alone always does."""
+    """All states that compute on the device at once must fit. One alone always does."""
     mine = (work.pipeline, work.phase_on(device))
     computing = {mine: _device_bytes(parts, mine), **planned.states.get(device, {})}
     kept = parts.state.devices[device].residents
