@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -21,6 +21,7 @@ from rlmux.core.steps.idle_check import Idling
 from rlmux.core.views import ChangeFraction, MigrateWork, PauseOrder, RunWork
 from rlmux.policies import make_policy
 from rlmux.policies.baselines import Fifo, Solo
+from rlmux.policies.gavel import Gavel
 
 METHODS = ("place", "rebalance", "dispatch")
 OWN_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)
@@ -313,6 +314,22 @@ def test_of_relocations_of_which_the_third_is_impossible_none_is_made(builders, 
     assert not scheduler.query.placement.was_searched_in_vain(searched.pipelines)
     driver.run()
     assert not driver.actions(Relocate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaisingTurns(Gavel):
+    def give_turns(self, *given):
+        raise ValueError("no turn")
+
+
+def test_where_giving_turns_fails_pipelines_have_nodes_of_their_own_one_after_another(builders):
+    scheduler = Scheduler(builders.cluster(), RaisingTurns())
+    driver = builders.Driver(scheduler, raises_policy_faults=False)
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    driver.run()
+    assert [one.pipeline for one in driver.actions(Admit)] == ["a", "b"]
+    assert {one.method for one in faults(driver)} == {"give_turns"}
+    assert {scheduler.query.status(one) for one in scheduler.query.pipelines()} == {PipelineStatus.FINISHED}
 
 
 def test_no_more_errors_are_reported_than_people_would_read(builders):
