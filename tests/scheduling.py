@@ -40,8 +40,16 @@ def cluster(*, rollout: int | None = 1, train: int | None = 1, devices_per_node:
 class Driver:
     """Carries out orders in virtual time; the fewest lines that can end every order with an event."""
 
-    def __init__(self, scheduler: Scheduler, seconds: Callable[[RunStage], float] | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        seconds: Callable[[RunStage], float] | None = None,
+        *,
+        raises_policy_faults: bool = True,
+    ) -> None:
         self.scheduler = scheduler
+        if raises_policy_faults:
+            scheduler.raise_policy_faults()
         self.now_s = 0.0
         self.log: list[tuple[float, Action]] = []
         self.events: list[Event] = []

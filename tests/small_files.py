@@ -18,3 +18,17 @@ defaults:
   rollout: {{max_new_tokens: 6, slots: 8}}
 pipelines:
 """ + "".join(f"  - {pipeline}\n" for pipeline in pipelines)
+
+
+RAISING_POLICY = """\
+from dataclasses import dataclass
+from rlmux.policies.baselines import Fifo
+
+@dataclass(frozen=True, kw_only=True)
+class Raising(Fifo):
+    name: str = "raising"
+
+    def dispatch(self, view):
+        return [view.no_such_thing]
+"""
+"""A module with a policy `Raising` of a user's own, of which no decision to start work succeeds."""

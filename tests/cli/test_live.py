@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.cli.live import Live
 from rlmux.config import load_spec
-from rlmux.core.actions import RunStage
+from rlmux.core.actions import ReportPolicyFault, RunStage
 from rlmux.core.events import ChunkFinished, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
 from rlmux.runtime.backend import Note
@@ -80,3 +80,9 @@ def test_quiet_is_quiet(folder, capsys):
         live.update(2.0, [PipelineFailed(time_s=2.0, pipeline=A, reason="NaN")], [], [step(1, 0.25)])
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+def test_a_decision_of_the_policy_that_failed_is_a_line(live, capsys):
+    live.update(1.0, [], [ReportPolicyFault(policy="own:Policy", method="place", error="KeyError: 1")], [])
+    line = "rlmux: policy own:Policy failed in place, and the plain order of work stands in: KeyError: 1"
+    assert capsys.readouterr().err.splitlines() == [line]

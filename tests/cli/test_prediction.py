@@ -7,6 +7,7 @@ import re
 
 import pytest
 from tests.log_script import AlternatingRun
+from tests.small_files import RAISING_POLICY
 
 from rlmux.sim import api
 
@@ -292,3 +293,15 @@ def test_a_policy_that_relocates_says_what_it_was_to_save_and_what_it_saved(rlmu
     moves = f"moves: {figures['rlmux']['num_moves']:g}"
     assert f"rlmux: {moves}, expected to save ${expected:,.2f}, saved ${saved:,.2f}" in out
     assert "solo: moves" not in out
+
+
+def test_a_simulation_says_how_many_decisions_of_a_policy_failed(rlmux, files):
+    (files / "raising.py").write_text(RAISING_POLICY)
+    said = rlmux("simulate", "plan.yaml", "--policies", "fifo,raising:Raising")
+    assert said.code == 0, said.err
+    (note,) = [line for line in said.out.splitlines() if "failed" in line]
+    assert re.match(
+        r"note: \d+ decisions of policy raising:Raising failed and were replaced by the plain order of work: "
+        r"policy raising:Raising: dispatch raised AttributeError: ",
+        note,
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.command_line import command
-from tests.small_files import REVERSE, SORT, small_file
+from tests.small_files import RAISING_POLICY, REVERSE, SORT, small_file
 from tests.waiting import until
 
 from rlmux.api.run_handle import open_run
@@ -171,3 +171,18 @@ def test_a_reward_module_beside_the_file_is_found_and_its_failure_is_its_pipelin
     assert summary["pipelines"]["a"]["status"] == "failed"
     assert summary["pipelines"]["b"]["status"] == "finished"
     assert summary["pipelines"]["b"]["reward_last"] > 1
+
+
+def test_a_run_under_a_policy_that_raises_trains_every_step_and_says_so(tmp_path):
+    (tmp_path / "raising.py").write_text(RAISING_POLICY, encoding="utf-8")
+    (tmp_path / "small.yaml").write_text(f"policy: raising:Raising\n{SMALL}", encoding="utf-8")
+    code, _, err = finish(start(tmp_path, "run", "small.yaml", "--out", "one"))
+    assert code == 0, err
+    (line,) = [line for line in err.splitlines() if "plain order" in line]
+    assert line.startswith("rlmux: policy raising:Raising failed in dispatch, and the plain order of work stands in: ")
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert [(one["status"], one["steps"]) for one in summary["pipelines"].values()] == [("finished", 2)] * 2
+    code, out, err = finish(start(tmp_path, "status", "one", "--json"))
+    assert code == 0, err
+    (alert,) = [one for one in json.loads(out)["alerts"] if one["rule"] == "policy_fault"]
+    assert "AttributeError" in alert["text"]

@@ -7,7 +7,9 @@ import textwrap
 
 import pytest
 
+from rlmux.core.actions import ReportPolicyFault
 from rlmux.core.errors import PolicyError, UserError
+from rlmux.core.model import PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 
@@ -49,10 +51,11 @@ def made(tmp_path, monkeypatch):
     sys.modules.pop("my_policies", None)
 
 
-def drive(builders, policy) -> None:
-    driver = builders.Driver(Scheduler(builders.cluster(rollout=1), policy))
+def drive(builders, policy, **options):
+    driver = builders.Driver(Scheduler(builders.cluster(rollout=1), policy), **options)
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
     driver.run()
+    return driver
 
 
 def test_a_policy_that_keeps_its_promises_runs_under_the_name_that_was_typed(builders, made):
@@ -104,3 +107,20 @@ def test_a_policy_that_breaks_a_promise_is_told_which(builders, made, body, line
     with pytest.raises(PolicyError, match="policy my_policies:Own") as broken:
         drive(builders, policy)
     assert line in str(broken.value)
+
+
+@pytest.mark.parametrize("method", ["place", "rebalance", "dispatch"])
+def test_a_policy_that_raises_in_a_run_is_reported_once_and_the_run_goes_on(builders, made, method):
+    arguments = "self, pipeline, view" if method == "place" else "self, view"
+    policy = made(f"""
+        class Own(Base):
+            def {method}({arguments}):
+                return view.no_such_thing
+    """)
+    driver = drive(builders, policy, raises_policy_faults=False)
+    (fault,) = driver.actions(ReportPolicyFault)
+    assert (fault.policy, fault.method) == ("my_policies:Own", method)
+    assert fault.error.startswith(f"policy my_policies:Own: {method} raised AttributeError: ")
+    assert fault.error.endswith("(my_policies.py, line 25)")
+    query = driver.scheduler.query
+    assert {query.status(one) for one in query.pipelines()} == {PipelineStatus.FINISHED}

@@ -11,6 +11,8 @@ import pytest
 from tests.log_script import LogScript
 
 from rlmux.config.tree import AlertRule
+from rlmux.core.actions import ReportPolicyFault
+from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import Stage, Urgency
 from rlmux.report.alerts import LOOKED_AT, RULES, Alerts, MetricHistory, disk_alert
 from rlmux.report.slos import StepTime
@@ -196,3 +198,16 @@ def test_a_filler_that_scores_alike_and_waits_raises_no_alarm():
         metrics = {"reward_mean": 0.9 if step < 20 else 0.0, "reward_std": 0.0}
         script.note(float(step), "step", pipeline="eval", step=step, metrics=metrics)
     assert Alerts().look(script.history(), {"eval": []}, now_s=1e6, is_going_on=True) == []
+
+
+def test_a_policy_whose_decisions_fail_is_one_alert_until_the_run_is_resumed():
+    script = LogScript()
+    script.submit(0.0, "sort", num_steps=10)
+    for error in ("KeyError: 1", "KeyError: 2"):
+        fault = ReportPolicyFault(policy="own:Policy", method="dispatch", error=error)
+        script.event(PipelineCancelled(time_s=1.0, pipeline="another"), fault)
+    (alert,) = alerts_of(script.history())
+    assert (alert.rule, alert.level, alert.pipeline) == ("policy_fault", "warning", None)
+    assert alert.text == "policy own:Policy failed in dispatch: KeyError: 1; 1 more error is in the log"
+    script.note(2.0, "resumed")
+    assert alerts_of(script.history()) == []

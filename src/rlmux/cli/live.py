@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rlmux.cli.output import check_is_read
 from rlmux.config import Spec
-from rlmux.core.actions import Action, ExpectSteps, MigrateShard, RunStage
+from rlmux.core.actions import Action, ExpectSteps, MigrateShard, ReportPolicyFault, RunStage
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -118,6 +118,8 @@ class Live:
                 self._rows[action.pipeline].doing = "migrating its tail"
             elif isinstance(action, ExpectSteps):
                 self._take_expectation(action)
+            elif isinstance(action, ReportPolicyFault):
+                self._print_line(f"rlmux: {_fault_words(action)}")
         for note in notes:
             self._take_note(note)
 
@@ -265,6 +267,11 @@ def _row(config: TrainingConfig) -> _PipelineRow:
 def _words(action: RunStage) -> str:
     stage = action.stage.value.replace("_", " ")
     return f"{stage} {action.step}" if action.step else stage
+
+
+def _fault_words(action: ReportPolicyFault) -> str:
+    failed = f"policy {action.policy} failed in {action.method}"
+    return f"{failed}, and the plain order of work stands in: {action.error}"
 
 
 def _unequal(note: Note) -> str:

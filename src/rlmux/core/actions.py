@@ -101,6 +101,18 @@ class ExpectSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportPolicyFault:
+    """A decision of the policy failed, and the plain order of work stands in for it: for people and reports, a driver
+    has nothing to do. The same error of the same method is reported once."""
+
+    policy: str
+    method: str
+    """`place`, `rebalance` or `dispatch`; `give_turns` of a policy whose pipelines hold nodes by turns."""
+    error: str
+    """What it raised, or chose that is not allowed, in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Park:
     """The pipeline gives its nodes back and waits: end its processes. It goes on from a checkpoint where it is admitted
     next, and `PipelineRestarted` names it."""
@@ -190,6 +202,7 @@ Action = (
     | Refuse
     | Queue
     | ExpectSteps
+    | ReportPolicyFault
     | Park
     | Remind
     | ExpectLoss

@@ -184,5 +184,7 @@ def _check_queue(scheduler: Scheduler) -> None:
     assert run.admission.promised_s <= reservation.start_s, (
         f"{reservation} was promised a start by {run.admission.promised_s}"
     )
+    if state.num_policy_faults:
+        return  # a pipeline whose placement has failed waits, though it may fit
     choice = scheduler.policy.place(run.pipeline, scheduler.query.placement)
     assert isinstance(choice, Refusal), f"{run.pipeline.id} waits, and its policy would place it: {choice}"

@@ -10,6 +10,7 @@ Parts ─▶ StepMachine       each pipeline's life and steps, by tables of lega
       ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
       ─▶ Shares            what accounts have used, and who is offered room first for it
       ─▶ TimeSlices             who holds nodes next, where pipelines hold them by turns
+      ─▶ PolicyFaults      decisions of the policy that failed
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rlmux.core.placement.groups import Groups
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.policy import Policy
+from rlmux.core.policy_faults import PolicyFaults
 from rlmux.core.queue.admission import AdmissionQueue
 from rlmux.core.queue.fair_share import Shares
 from rlmux.core.queue.queue_order import QueueOrder
@@ -56,9 +58,12 @@ class Parts:
     batches: RequestBatches
     expectations: Expectations
     turns: TimeSlices
+    faults: PolicyFaults
 
     @classmethod
-    def of(cls, cluster: Cluster, policy: Policy, queue_order: QueueOrder | None) -> Parts:
+    def of(
+        cls, cluster: Cluster, policy: Policy, queue_order: QueueOrder | None, *, raises_policy_faults: bool = False
+    ) -> Parts:
         """The parts of a scheduler to which nothing was submitted yet."""
         state, journal = SchedulerState(), Journal(policy.name)
         ledger = PlacementLedger(cluster, state.work_left, lambda: len(state.waiting))
@@ -67,6 +72,7 @@ class Parts:
         orders = Orders(state, leases, shares, journal)
         groups = Groups(cluster, state, ledger, leases, shares)
         steps = StepMachine(state, orders, journal)
+        faults = PolicyFaults(state, policy.name, raises=raises_policy_faults)
         return cls(
             cluster=cluster,
             policy=policy,
@@ -78,11 +84,12 @@ class Parts:
             leases=leases,
             orders=orders,
             groups=groups,
-            queue=AdmissionQueue(state, ledger, policy, shares),
+            queue=AdmissionQueue(state, ledger, policy, shares, faults),
             steps=steps,
             batches=RequestBatches(state, orders, steps, groups, journal),
             expectations=Expectations(state, ledger, journal),
-            turns=TimeSlices(state, ledger, policy, shares),
+            turns=TimeSlices(state, ledger, policy, shares, faults),
+            faults=faults,
         )
 
     def run(self, pipeline: PipelineId) -> PipelineRun:

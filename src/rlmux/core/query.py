@@ -36,6 +36,16 @@ class SchedulerQuery:
         """Time of the last event."""
         return self._state.now_s
 
+    @property
+    def num_policy_faults(self) -> int:
+        """Decisions of the policy that failed, and that the plain order of work stood in for."""
+        return self._state.num_policy_faults
+
+    @property
+    def first_policy_fault(self) -> str:
+        """Error of the first of them, in one line; empty where there is none."""
+        return next((text for _, text in self._state.policy_faults), "")
+
     # pipelines
 
     def pipelines(self) -> tuple[PipelineId, ...]:

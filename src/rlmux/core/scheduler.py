@@ -10,10 +10,12 @@
               expectations  what is expected of steps, where that is new
               groups        ready work starts, pauses or migrates              Policy.dispatch
               fillers       what no other pipeline wants
+              faults        decisions of the policy that failed are reported
 
 Two tiers. *Placement* pins a pipeline to nodes and thereby to a co-execution group. *Dispatch* decides, inside one
 group, which ready work starts on which free device. A policy answers both questions and touches nothing: every
-choice is checked, recorded as intended, and becomes an action.
+choice is checked, recorded as intended, and becomes an action. A decision that fails changes nothing: the plain order
+of work stands in for it (`policy_faults.py`).
 
 No stage calls another: it marks, and the first stage with something marked is next. So every event ends with the same
 same questions in the same order, whatever it was.
@@ -82,15 +84,24 @@ _OF_WORK = frozenset({events.StageFinished, events.StagePaused, events.ChunkFini
 class Scheduler:
     """Decides for a whole cluster; see the module's picture.
 
-    Raises IllegalTransitionError, with the recent events, when an event does not fit the state or a policy
-    chooses what is not allowed; the state is then not to be used further.
+    Raises IllegalTransitionError, with the recent events, when an event does not fit the state, which is then not to
+    be used further.
     """
 
-    def __init__(self, cluster: Cluster, policy: Policy, queue_order: QueueOrder | None = None) -> None:
-        """`queue_order`: in which order waiting pipelines are offered room; without, that of submission."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        policy: Policy,
+        queue_order: QueueOrder | None = None,
+        *,
+        raises_policy_faults: bool = False,
+    ) -> None:
+        """`queue_order`: in which order waiting pipelines are offered room; without, that of submission.
+        `raises_policy_faults`: for tests, a decision of the policy that fails raises its error.
+        """
         self.cluster = cluster
         self.policy = policy
-        self._parts = Parts.of(cluster, policy, queue_order)
+        self._parts = Parts.of(cluster, policy, queue_order, raises_policy_faults=raises_policy_faults)
         self.query = SchedulerQuery(self._parts.state, self._parts.placement)
         """All that drivers, displays and tests may read."""
 
@@ -127,6 +138,8 @@ class Scheduler:
                 actions += dispatch(parts, groups.pop(next(iter(groups))))
             elif dirty.fillers:
                 actions += filler_placement.place(parts)
+            elif dirty.policy_faults:
+                actions += parts.faults.take()
             elif parts.state.fillers.ready:
                 return actions + filler_placement.start(parts)
             else:
@@ -135,14 +148,15 @@ class Scheduler:
     def wait_of(self, pipeline: PipelineId) -> Wait | None:
         """Why this pipeline waits, and what would start it now; None where it does not wait. Decides nothing."""
         parts = self._parts
-        return wait_of(
-            parts.state.runs[pipeline], state=parts.state, ledger=parts.ledger, queue=parts.queue, shares=parts.shares
-        )
+        run, state, shares = parts.state.runs[pipeline], parts.state, parts.shares
+        with parts.faults.uncounted():
+            return wait_of(run, state=state, ledger=parts.ledger, queue=parts.queue, shares=shares)
 
     def waits(self, limit: int) -> list[tuple[PipelineId, Wait]]:
         """Why each of the first of the queue waits, in the order of offers; those that are held come last."""
         parts = self._parts
-        found = waits(state=parts.state, queue=parts.queue, shares=parts.shares, limit=limit)
+        with parts.faults.uncounted():
+            found = waits(state=parts.state, queue=parts.queue, shares=parts.shares, limit=limit)
         return [(run.pipeline.id, wait) for run, wait in found]
 
     def accounts(self) -> tuple[AccountRow, ...]:
@@ -160,6 +174,10 @@ class Scheduler:
     def spent(self) -> tuple[AccountSpent, ...]:
         """As `usage`, of the dollars of budgets. Decides nothing."""
         return self._parts.shares.spent()
+
+    def raise_policy_faults(self) -> None:
+        """From now on a decision of the policy that fails raises its error: for tests."""
+        self._parts.faults.raises = True
 
     @property
     def state(self) -> SchedulerState:

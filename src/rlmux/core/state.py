@@ -123,6 +123,8 @@ class Dirty:
     """Groups whose policy is to choose what starts."""
     fillers: bool = False
     """Nodes, or what is pinned to them, may have changed: fillers are placed again."""
+    policy_faults: list[tuple[str, str]] = field(default_factory=list)
+    """Method and error of failed decisions of the policy that are to be reported."""
 
     def mark_nodes(self) -> None:
         """Nodes are free that were not: all tiers of placement look again."""
@@ -182,6 +184,10 @@ class SchedulerState:
     """Devices whose seconds are being charged: all that a pipeline is pinned to, once accounts are counted."""
     batch_slowdowns: BatchSlowdowns = field(default_factory=BatchSlowdowns)
     """What pipelines of one base lose in one batch."""
+    num_policy_faults: int = 0
+    """Decisions of the policy that failed."""
+    policy_faults: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Methods and errors of these that were reported, in order."""
     clock: Any = None
     """What a policy counts that gives nodes by turns, and that it alone reads; None under any other."""
     now_s: float = 0.0

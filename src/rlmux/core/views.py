@@ -1,6 +1,7 @@
 """What a policy sees of a group, and the choices that it returns.
 
 A view is live and read-only. Its properties give frozen values or plain numbers, with no way from them to the state.
+While a policy chooses, its view answers as if what it has chosen so far had been done (`steps/planned.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rlmux.core.placement.group_load import sync_s
 from rlmux.core.placement.group_snapshot import GroupLook
 from rlmux.core.state import GroupState, SchedulerState
 from rlmux.core.steps.cycle_slots import CycleSlot, has_phase_to_begin
+from rlmux.core.steps.planned import NOTHING_PLANNED, Planned
 from rlmux.core.steps.switches import num_fitting
 from rlmux.core.work import Order, ReadyWork, RolloutShard, WorkState
 
@@ -70,10 +72,11 @@ Choice = RunWork | ChangeFraction | PauseOrder | MigrateWork | MarkPlanned
 class OrderView:
     """A running order."""
 
-    __slots__ = ("_order",)
+    __slots__ = ("_order", "_planned")
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, planned: Planned = NOTHING_PLANNED) -> None:
         self._order = order
+        self._planned = planned
 
     @property
     def id(self) -> OrderId:
@@ -101,7 +104,7 @@ class OrderView:
 
     @property
     def device_fraction(self) -> float:
-        return self._order.device_fraction
+        return self._planned.fractions.get(self._order.id, self._order.device_fraction)
 
     @property
     def started_s(self) -> float:
@@ -113,13 +116,15 @@ class OrderView:
 
     @property
     def is_pausing(self) -> bool:
-        return self._order.is_pausing
+        return self._order.is_pausing or self._order.id in self._planned.pauses
 
     @property
     def migrate_to(self) -> DeviceId | None:
         """The device to which its shard migrates once it has paused; None where it goes on where it is."""
         work = self._order.work
-        return work.migrate_to if isinstance(work, RolloutShard) else None
+        if not isinstance(work, RolloutShard):
+            return None
+        return self._planned.pauses.get(self._order.id, work.migrate_to)
 
     @property
     def num_active(self) -> int | None:
@@ -145,10 +150,11 @@ class OrderView:
 class MemberView:
     """A pipeline of the group."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_planned", "_run")
 
-    def __init__(self, run: PipelineRun) -> None:
+    def __init__(self, run: PipelineRun, planned: Planned = NOTHING_PLANNED) -> None:
         self._run = run
+        self._planned = planned
 
     @property
     def pipeline(self) -> Pipeline:
@@ -208,7 +214,7 @@ class MemberView:
 
     def cycle_place(self, phase: Phase, device: DeviceId, num_later: int = 0) -> tuple[float, int]:
         """Where its next phase there has its slot in the meta-iteration, or the one so many later; the lesser first."""
-        num_begun = self._run.cycle.phases_started[phase, device] + num_later
+        num_begun = _num_begun(self._run, (phase, device), self._planned) + num_later
         return num_begun / self._run.cycle.steps_per_cycle, self._run.cycle.cycle_index
 
     def live_shard(self, device: DeviceId) -> tuple[int | None, float]:
@@ -236,11 +242,13 @@ class MemberView:
 class GroupView:
     """One co-execution group at one moment."""
 
-    __slots__ = ("_group", "_state")
+    __slots__ = ("_group", "_planned", "_state")
 
-    def __init__(self, state: SchedulerState, group: GroupState) -> None:
+    def __init__(self, state: SchedulerState, group: GroupState, planned: Planned = NOTHING_PLANNED) -> None:
+        """`planned`: what the decision under way has chosen so far."""
         self._state = state
         self._group = group
+        self._planned = planned
 
     @property
     def id(self) -> GroupId:
@@ -253,12 +261,15 @@ class GroupView:
     @property
     def ready(self) -> tuple[ReadyWork, ...]:
         """Everything that could start, in the order in which it became ready."""
-        return tuple(self._group.ready.values())
+        gone = self._planned.gone
+        if not gone:
+            return tuple(self._group.ready.values())
+        return tuple(work for sequence, work in self._group.ready.items() if sequence not in gone)
 
     @property
     def members(self) -> tuple[MemberView, ...]:
         """Pipelines of the group, in cyclic order."""
-        return tuple(MemberView(run) for run in self._group.members.values())
+        return tuple(MemberView(run, self._planned) for run in self._group.members.values())
 
     @property
     def num_members(self) -> int:
@@ -286,10 +297,13 @@ class GroupView:
     @property
     def look(self) -> GroupLook:
         """What a plan of the group depends on."""
-        running = self._group.running.values()
+        running, pauses = self._group.running.values(), self._planned.pauses
         return GroupLook(
-            ready=tuple((work.sequence, work.is_waiting) for work in self._group.ready.values()),
-            running=tuple((order.id, order.is_pausing, (order.num_active or 0).bit_length()) for order in running),
+            ready=tuple((work.sequence, work.is_waiting) for work in self.ready),
+            running=tuple(
+                (order.id, order.is_pausing or order.id in pauses, (order.num_active or 0).bit_length())
+                for order in running
+            ),
             num_idle=sum(order.num_active == 0 and order.num_waiting_for_env > 0 for order in running),
             num_migrating=len(self.migrating),
         )
@@ -311,33 +325,39 @@ class GroupView:
 
     @property
     def running(self) -> tuple[OrderView, ...]:
-        """Running and pausing orders that compute, in the order they were given."""
-        return tuple(OrderView(order) for order in self._group.running.values())
+        """Running and pausing orders that compute, in the order they were given. Work that has been chosen to start is
+        not among them, but holds its devices."""
+        return tuple(OrderView(order, self._planned) for order in self._group.running.values())
 
     @property
     def migrating(self) -> tuple[tuple[PipelineId, DeviceId], ...]:
-        """Pipeline and source device of every migration under way."""
+        """Pipeline and source device of every migration under way, or chosen."""
         under_way = [
             (order.id, order.pipeline, order.migrates_from)
             for run in self._group.members.values()
             for order in run.step.orders.values()
             if order.migrates_from is not None
         ]
-        return tuple((pipeline, source) for _, pipeline, source in sorted(under_way, key=itemgetter(0)))
+        ordered = tuple((pipeline, source) for _, pipeline, source in sorted(under_way, key=itemgetter(0)))
+        return ordered + tuple(self._planned.targets)
 
     def can_migrate(self, pipeline: PipelineId, source: DeviceId, target: DeviceId) -> bool:
         """Whether the shard of the open rollout on the source may migrate to the target now: no trajectories are on
         their way to the source, and none leave the target."""
-        return self._state.can_migrate(self._group.members[pipeline], source, target)
+        return self._planned.allows_migration(pipeline, source, target) and self._state.can_migrate(
+            self._group.members[pipeline], source, target
+        )
 
     def is_free(self, devices: Iterable[DeviceId]) -> bool:
         """No order computes on any of these."""
-        states = self._state.devices
-        return not any([states[device].orders for device in devices])  # noqa: C419 - a generator takes twice as long
+        states, held = self._state.devices, self._planned.held
+        return not any([states[device].orders or device in held for device in devices])  # noqa: C419 - a generator takes twice as long
 
     def free_fraction(self, device: DeviceId) -> float:
         """Part of the device that no order holds."""
-        return max(0.0, 1.0 - sum(self._state.devices[device].orders.values()))
+        fractions, held = self._planned.fractions, self._planned.held.get(device, 0.0)
+        orders = self._state.devices[device].orders.items()
+        return max(0.0, 1.0 - sum(fractions.get(order, fraction) for order, fraction in orders) - held)
 
     def batch_slowdown(self, pipeline: Pipeline, phase: Phase, num_together: int) -> float:
         """Expected seconds of a member in one batch of so many of its base, over its seconds alone."""
@@ -397,12 +417,11 @@ class GroupView:
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
         mine = pinned[work.pipeline]
-        own_rank = (mine.cycle.phases_started[key] / mine.cycle.steps_per_cycle, mine.cycle.cycle_index)
+        own_rank = self._rank(mine, key)
         ranked = [
             (rank, run)
             for run in pinned.values()
-            if (rank := (run.cycle.phases_started[key] / run.cycle.steps_per_cycle, run.cycle.cycle_index)) < own_rank
-            and has_phase_to_begin(run, key)
+            if (rank := self._rank(run, key)) < own_rank and has_phase_to_begin(run, key, self._planned.gone)
         ]
         ranked.sort(key=itemgetter(0))
         slots = []
@@ -479,19 +498,30 @@ class GroupView:
         pinned = self._group.members_by_device[key]
         if len(pinned) == 1:
             return True
-        mine = pinned[work.pipeline]
-        begun, cycle = mine.cycle.phases_started[key], mine.cycle
+        planned, mine = self._planned, pinned[work.pipeline]
+        begun, cycle = _num_begun(mine, key, planned), mine.cycle
         steps_per_cycle, cycle_index = cycle.steps_per_cycle, cycle.cycle_index
         for pipeline_id, run in pinned.items():
+            other_begun = _num_begun(run, key, planned) if planned.begun else run.cycle.phases_started[key]
             # Positive: the other's next slot comes first.
-            lead = begun * run.cycle.steps_per_cycle - run.cycle.phases_started[key] * steps_per_cycle
+            lead = begun * run.cycle.steps_per_cycle - other_begun * steps_per_cycle
             if (
                 (lead > 0 or (lead == 0 and run.cycle.cycle_index < cycle_index))
                 and pipeline_id != work.pipeline
-                and has_phase_to_begin(run, key)
+                and has_phase_to_begin(run, key, planned.gone)
             ):
                 return False
         return True
+
+    def _rank(self, run: PipelineRun, key: tuple[Phase, DeviceId]) -> tuple[float, int]:
+        """Where its next phase has its slot in the meta-iteration; the lesser first."""
+        return _num_begun(run, key, self._planned) / run.cycle.steps_per_cycle, run.cycle.cycle_index
+
+
+def _num_begun(run: PipelineRun, key: tuple[Phase, DeviceId], planned: Planned) -> int:
+    """Phases that it has begun on the device, with the one that begins by the decision under way."""
+    num_begun = run.cycle.phases_started[key]
+    return num_begun + ((run.pipeline.id, *key) in planned.begun) if planned.begun else num_begun
 
 
 def _phase_s(run: PipelineRun, phase: Phase) -> float:

@@ -9,7 +9,8 @@
     a choice is a value of `core/views.py`   anything else                           at that choice
     a choice is allowed                      work that is not ready, a held device   by the scheduler
 
-Each is one line that names the policy and the promise. The run stops and can be resumed.
+Each is one line that names the policy and the promise. A promise that is broken in a run fails that decision alone: the
+plain order of work stands in for it, and the run goes on.
 """
 
 from __future__ import annotations

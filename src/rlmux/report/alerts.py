@@ -2,6 +2,7 @@
 
     steps of each pipeline ──▶ RULES ──▶ Alert: rule, level, since which step, numbers, advice        one each at most
     times of its steps, the disk ──▶ stands still, SLO at risk, disk full
+    the policy's faults ──▶ policy fault
 
 A rule decides from a pipeline's steps so far whether the newest is bad. It fires after a number of bad steps in a row,
 and ends with the first good one. Thresholds are starting points: smoothing over 10 steps, noise as the median of the
@@ -276,7 +277,7 @@ class Alerts:
         self._folds: dict[PipelineId, _Fold] = {}
 
     def look(self, history: History, times: StepTimes, *, now_s: float, is_going_on: bool) -> list[Alert]:
-        """What is wrong as of the last row, by pipeline in the log's order.
+        """What is wrong as of the last row: with the policy, then by pipeline in the log's order.
 
         `now_s`: time of the run's clock. `is_going_on`: a process carries the run on.
         """
@@ -290,7 +291,7 @@ class Alerts:
                 own += _slow(record, times.get(name, ()))
                 own += _still(record, times.get(name, ()), now_s)
             found += _at_own_levels(own, rules)
-        return found
+        return [*_policy_faults(history), *found]
 
     def _fold_of(self, name: PipelineId, record: PipelineRecord) -> _Fold:
         fold = self._folds.get(name)
@@ -300,6 +301,22 @@ class Alerts:
         for step in steps[fold.num_steps :]:
             fold.add(step, record.metrics[step])
         return fold
+
+
+def _policy_faults(history: History) -> Iterator[Alert]:
+    """Decisions of the policy failed since the run was last started or resumed."""
+    if history.policy_faults:
+        first, num_more = history.policy_faults[0], len(history.policy_faults) - 1
+        more = "1 more error is" if num_more == 1 else f"{num_more} more errors are"
+        others = f"; {more} in the log" if num_more else ""
+        yield Alert(
+            rule="policy_fault",
+            level="warning",
+            pipeline=None,
+            step=None,
+            text=f"policy {first.policy} failed in {first.method}: {first.error}{others}",
+            advice="The plain order of work stood in: the run goes on, not as planned. Mend the policy, then resume.",
+        )
 
 
 def _at_own_levels(alerts: Sequence[Alert], own: OwnRules) -> Iterator[Alert]:

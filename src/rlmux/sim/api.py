@@ -79,7 +79,7 @@ def simulate(
         "about": tasks[0].workload.about,
         "num_seeds": len(seeds),
         "seeds": list(seeds),
-        "notes": [*notes_of(tasks[0].workload, policies), *_refusals(by_policy)],
+        "notes": [*notes_of(tasks[0].workload, policies), *_refusals(by_policy), *_policy_faults(by_policy)],
         "policies": {name: over_seeds(runs) for name, runs in by_policy.items()},
     }
     if out is not None:
@@ -142,6 +142,21 @@ def _refusals(by_policy: Mapping[str, Sequence[SimResult]]) -> list[str]:
                 policies_by_reason.setdefault(pipeline.refused, []).append(policy)
     notes = [f"refused by {', '.join(named)}: {reason}" for reason, named in policies_by_reason.items()]
     return _first(notes, "reasons why pipelines were refused")
+
+
+def _policy_faults(by_policy: Mapping[str, Sequence[SimResult]]) -> list[str]:
+    """A line for each policy of which decisions failed, over all seeds."""
+    return [
+        _policy_fault_note(policy, sum(run.num_policy_faults for run in runs), error)
+        for policy, runs in by_policy.items()
+        if (error := next((run.first_policy_fault for run in runs if run.num_policy_faults), None)) is not None
+    ]
+
+
+def _policy_fault_note(policy: str, num_faults: int, error: str) -> str:
+    decisions = "1 decision" if num_faults == 1 else f"{num_faults} decisions"
+    verb = "was" if num_faults == 1 else "were"
+    return f"{decisions} of policy {policy} failed and {verb} replaced by the plain order of work: {error}"
 
 
 def _first(notes: list[str], what: str) -> list[str]:
@@ -280,6 +295,9 @@ def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None 
     placed = _place(made, policy)
     query, costs = placed.scheduler.query, _costs(made, policy, placed.scheduler)
     view, pools = query.placement, made.cluster.pools
+    notes = [*notes_of(made, [policy]), *([] if costs.paid_for else [_NO_PRICE])]
+    if query.num_policy_faults:
+        notes.append(_policy_fault_note(policy, query.num_policy_faults, query.first_policy_fault))
     planned = {
         "policy": policy,
         "usd_per_hour": view.usd_per_hour,
@@ -290,7 +308,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None 
         "paid_for": dict(costs.paid_for),
         "gpus": {name: view.num_nodes_in_use(name) * pool.gpus_per_node for name, pool in pools.items()},
         "num_groups": view.num_groups,
-        "notes": [*notes_of(made, [policy]), *([] if costs.paid_for else [_NO_PRICE])],
+        "notes": notes,
         "pipelines": [
             {
                 **_planned(view, one, placed, str(query.status(one.id)), costs.bound_by_pipeline.get(one.id)),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlmux.core import invariants
@@ -36,6 +37,7 @@ from rlmux.core.actions import (
     Release,
     Relocate,
     Remind,
+    ReportPolicyFault,
     RunStage,
     SetDeviceFraction,
     Switch,
@@ -156,7 +158,7 @@ class Simulation:
         decision_cost: DecisionCost | None = None,
     ) -> None:
         """`rates`: by default orders do not slow each other."""
-        self.scheduler = Scheduler(workload.cluster, policy, FairShares())
+        self.scheduler = Scheduler(workload.cluster, policy, FairShares(), raises_policy_faults=checks)
         self.pipelines: dict[PipelineId, SimPipeline] = {}
         self.migrations: dict[OrderId, Migration] = {}
         """Migrations by order, until their trajectories arrive."""
@@ -193,6 +195,7 @@ class Simulation:
             MigrateShard: self._migrate,
             SetDeviceFraction: self._set_device_fraction,
             ExpectSteps: lambda _: None,  # the collector reads what is expected from the placements
+            ReportPolicyFault: lambda _: None,  # the result counts all of them, not only those that are reported
         }
         self._nodes = NodeChanges(self._kernel, workload.cluster, workload.spot, failures)
         self._spot_figures = SpotFigures(self.scheduler.query, self._pinned_to)
@@ -225,9 +228,11 @@ class Simulation:
                 status = self.scheduler.query.status
                 waiting = [name for name in self.pipelines if status(name) is PipelineStatus.WAITING]
                 self.collector.lose_nodes(waiting, self._kernel.now_s)
-        return self.collector.result(
+        result = self.collector.result(
             self._kernel.now_s, num_events, time.perf_counter() - began, spot=self._spot_figures
         )
+        query = self.scheduler.query
+        return replace(result, num_policy_faults=query.num_policy_faults, first_policy_fault=query.first_policy_fault)
 
     def _next_event(self) -> Event | None:
         """What happens next; None when nothing is left to happen."""

@@ -143,7 +143,7 @@ def migrate(builders, *pairs: tuple[int, int]) -> tuple[Migrates, Scheduler]:
     """The policy and the scheduler of a rollout on three devices, after these migrations at once."""
     pool = Pool(name="gpu", phase=Phase.TRAIN, num_nodes=3)
     policy = Migrates(*pairs)
-    scheduler = Scheduler(Cluster(pools={"gpu": pool}), policy)
+    scheduler = Scheduler(Cluster(pools={"gpu": pool}), policy, raises_policy_faults=True)
     scheduler.handle(PipelineSubmitted(time_s=0.0, pipeline=builders.pipeline("a", num_steps=1)))
     return policy, scheduler
 

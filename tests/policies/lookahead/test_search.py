@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
+from rlmux.core.steps.colocation import NO_SHARING, SharingEntry, SharingTable, SharingTriple
 from rlmux.policies.lookahead.priorities import longest_paths
 from rlmux.policies.lookahead.problem import IdleMigration, Problem, SiblingMigration, WorkItem
 from rlmux.policies.lookahead.search import plan
@@ -109,6 +109,41 @@ def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
         work_items=(item(0, "update", (0, 1), 4.0), item(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
     )
     assert plan(problem).end_s[0] == pytest.approx(4.6)
+
+
+@pytest.mark.parametrize("table", [NO_SHARING, TABLE])
+def test_running_items_that_share_a_device_go_on_together_whatever_the_table_says(table):
+    """A tail that left the rest of its node, beside the next rollout: no pair of them is in either table."""
+    problem = Problem(
+        work_items=(
+            item(0, "tail", (0,), 2.0, tail_s=2.0, is_running=True),
+            item(1, "tail", (0,), 5.0, tail_s=5.0, is_running=True),
+            item(0, "update", (1,), 1.0, needs=(0,)),
+            item(2, "prefill", (0,), 3.0),
+        ),
+        sharing=table,
+    )
+    for made in (plan(problem), greedy(problem)):
+        assert made.end_s == pytest.approx((4.0, 7.0, 5.0, 10.0))
+        assert made.start_s[3] == pytest.approx(7.0)
+
+
+def test_three_running_items_that_no_table_has_take_a_third_of_their_device_each():
+    items = tuple(item(number, "prefill", (0,), 1.0 + number, is_running=True) for number in range(3))
+    assert plan(Problem(work_items=items)).end_s == pytest.approx((3.0, 5.0, 6.0))
+
+
+def test_a_running_item_that_migrates_off_a_shared_device_leaves_the_other_alone():
+    problem = Problem(
+        work_items=(
+            item(0, "dense", (0,), 4.0, is_running=True),
+            item(1, "dense", (0,), 4.0, is_running=True),
+        ),
+        idle_migrations=(IdleMigration(item=0, device=1, cost_s=0.5),),
+    )
+    made = plan(problem)
+    assert made.idle_migrations_now == (0,)
+    assert made.end_s == pytest.approx((4.5, 4.0))
 
 
 def test_a_playout_of_years_ends_where_a_rounding_error_is_more_than_the_seconds_left():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.log_script import LogScript
 
+from rlmux.core.actions import ReportPolicyFault
 from rlmux.core.errors import LogError
 from rlmux.core.events import PipelineRestarted, PipelineSubmitted, WorkerLost
 from rlmux.core.model import DeviceId, Stage
@@ -37,7 +38,8 @@ def flat(times: StepTimes) -> list[float]:
 
 
 def with_faults(rows: list[Entry]) -> list[Entry]:
-    """A worker is lost, a pipeline goes back to its first step, the process dies and another one goes on."""
+    """A worker is lost, decisions of the policy fail, a pipeline goes back to its first step, the process dies and
+    another one goes on."""
     found: list[Entry] = []
     for number, row in enumerate(rows):
         found.append(row)
@@ -47,6 +49,9 @@ def with_faults(rows: list[Entry]) -> list[Entry]:
         elif number == len(rows) // 2:
             back = PipelineRestarted(time_s=row.time_s, pipeline="sort", restored_step=1)
             found.append(Entry(0, row.time_s, "event", "PipelineRestarted", back))
+        elif number in (len(rows) // 3, len(rows) - 1):
+            fault = ReportPolicyFault(policy="own:Policy", method="dispatch", error="KeyError: 'a'")
+            found.append(Entry(0, row.time_s, "action", "ReportPolicyFault", fault))
         elif number == 2 * len(rows) // 3:
             found.append(Entry(0, row.time_s, "note", "resumed", {}))
             again: list[Entry] = [each for each in rows[:20] if isinstance(each.value, PipelineSubmitted)]

@@ -161,12 +161,16 @@ class PlacementLedger:
 
     def admit(self, pipeline: Pipeline, choice: PlacementChoice) -> Placement:
         """Pin the pipeline as chosen. A choice that does not hold raises and changes nothing."""
+        self.check_admission(pipeline, choice)
+        return self._pin(pipeline, choice)
+
+    def check_admission(self, pipeline: Pipeline, choice: PlacementChoice) -> None:
+        """Raises IllegalTransitionError where the pipeline cannot be pinned as chosen."""
         if pipeline.id in self._group_of:
             raise IllegalTransitionError(
                 f"pipeline {pipeline.id} is already placed in group {self._group_of[pipeline.id]}"
             )
         self._check(pipeline, choice)
-        return self._pin(pipeline, choice)
 
     def depart(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
         """Unpin the pipeline, which is placed; returns the nodes that are free now."""

@@ -11,6 +11,7 @@ is marked in `state.dirty`: no function here calls another stage of `Scheduler.s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rlmux.core.actions import Action, Admit, Release, Relocate, Remind
 from rlmux.core.model import AdmissionKind, PipelineStatus, Placement
@@ -47,7 +48,7 @@ def rebalance(parts: Parts) -> None:
         for group in state.groups.values():
             parts.groups.refresh_tails(group)
     relocations = []
-    for choice in parts.policy.rebalance(parts.placement):
+    for choice in _chosen_relocations(parts):
         if isinstance(choice, FruitlessSearch):
             ledger.note_fruitless_search(choice.pipelines)
         else:
@@ -183,6 +184,27 @@ def _remind(parts: Parts, run: PipelineRun) -> list[Action]:
         return []
     state.reminders = {at_s: None for at_s in state.reminders if at_s > state.now_s} | {again_s: None}
     return [Remind(at_s=again_s)]
+
+
+def _chosen_relocations(parts: Parts) -> Sequence[Relocation | FruitlessSearch]:
+    """What the policy chooses, where all of it can be done; nothing where it fails."""
+    try:
+        choices = tuple(parts.policy.rebalance(parts.placement))
+        _check_relocations(parts, choices)
+    except Exception as error:  # a policy, a user's above all, may raise anything
+        parts.faults.note("rebalance", error)
+        return ()
+    return choices
+
+
+def _check_relocations(parts: Parts, choices: Sequence[Relocation | FruitlessSearch]) -> None:
+    """Try the relocations one after another, each beside those before it. Raises for one that cannot be done."""
+    with parts.ledger.trial():
+        for choice in choices:
+            if isinstance(choice, Relocation):
+                parts.ledger.relocate(choice.pipeline, choice.choice)
+            elif not isinstance(choice, FruitlessSearch) or not isinstance(choice.pipelines, tuple):
+                raise parts.journal.illegal_choice(f"answers {choice!r}; accepted: Relocation and FruitlessSearch")
 
 
 def _plan_moves(parts: Parts, relocations: list[Relocation]) -> None:

@@ -23,14 +23,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlmux.core.actions import Action, Queue, Refuse
+from rlmux.core.errors import PolicyError
 from rlmux.core.estimation.estimates import StepEstimates
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.group_load import GroupLoad, Member
+from rlmux.core.placement.own_nodes import on_nodes_of_its_own
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.policy import Policy
+from rlmux.core.policy_faults import PolicyFaults
 from rlmux.core.queue.fair_share import Shares
 from rlmux.core.queue.queue_order import PipelineWait
 from rlmux.core.state import Reservation, SchedulerState
@@ -47,11 +50,14 @@ HELD = Refusal(reason="its user holds it", is_final=False)
 class AdmissionQueue:
     """Says whether a waiting pipeline starts now, and where, or why it waits."""
 
-    def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares) -> None:
+    def __init__(
+        self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares, faults: PolicyFaults
+    ) -> None:
         self._state = state
         self._ledger = ledger
         self._policy = policy
         self._shares = shares
+        self._faults = faults
         self._view = PlacementView(ledger)
         self._step_s_of: dict[PipelineId, tuple[GroupLoad, StepEstimates, float]] = {}
         """Seconds of a step of pipelines in groups that are estimated, with what they follow from: a cache."""
@@ -157,7 +163,7 @@ class AdmissionQueue:
 
     def decide(self, run: PipelineRun) -> PlacementChoice | Refusal:
         """The policy's answer, unless it would let the pipeline start before its turn."""
-        choice = self._policy.place(run.pipeline, self._view)
+        choice = self._answer(run.pipeline)
         reservation = self._state.reservation
         if isinstance(choice, PlacementChoice):
             return (
@@ -177,7 +183,7 @@ class AdmissionQueue:
 
     def would_start(self, pipeline: Pipeline, reservation: Reservation | None) -> bool:
         """Whether a waiting pipeline, changed like this, would be admitted now beside what is reserved."""
-        choice = self._policy.place(pipeline, self._view)
+        choice = self._answer(pipeline)
         if isinstance(choice, Refusal):
             return False
         if reservation is None or reservation.pipeline == pipeline.id:
@@ -238,7 +244,25 @@ class AdmissionQueue:
 
     def fits(self, pipeline: Pipeline) -> bool:
         """Whether the policy would place the pipeline now, were no other before it."""
-        return isinstance(self._policy.place(pipeline, self._view), PlacementChoice)
+        return isinstance(self._answer(pipeline), PlacementChoice)
+
+    def _answer(self, pipeline: Pipeline) -> PlacementChoice | Refusal:
+        """The policy's answer, where it can be done; where it fails, nodes of its own or a refusal that says so."""
+        try:
+            answer = self._policy.place(pipeline, self._view)
+            self._check(pipeline, answer)
+        except Exception as error:  # a policy, a user's above all, may raise anything
+            return on_nodes_of_its_own(pipeline, self._ledger, self._faults.note("place", error))
+        return answer
+
+    def _check(self, pipeline: Pipeline, answer: PlacementChoice | Refusal) -> None:
+        """Raises where the ledger would not take the policy's answer."""
+        if isinstance(answer, PlacementChoice):
+            with self._ledger.trial():
+                self._ledger.admit(pipeline, answer)
+        elif not isinstance(answer, Refusal):
+            accepted = "accepted: a PlacementChoice or a Refusal"
+            raise PolicyError(f"policy {self._policy.name} answers {answer!r} in place; {accepted}")
 
     def _depart(self, pipelines: Sequence[PipelineId]) -> None:
         for name in pipelines:

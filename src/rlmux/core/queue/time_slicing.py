@@ -15,9 +15,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus, Placement
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.choice import PlacementChoice, Refusal
+from rlmux.core.placement.own_nodes import on_nodes_of_its_own
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.policy import Policy
+from rlmux.core.policy_faults import PolicyFaults
 from rlmux.core.queue.fair_share import Shares
 from rlmux.core.state import SchedulerState
 
@@ -63,12 +65,15 @@ class TakesTurns(Protocol):
 class TimeSlices:
     """Asks the policy who is next; see the module."""
 
-    def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares) -> None:
+    def __init__(
+        self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, shares: Shares, faults: PolicyFaults
+    ) -> None:
         self._state = state
         self._ledger = ledger
         self._view = PlacementView(ledger)
         self._policy = policy if isinstance(policy, TakesTurns) else None
         self._shares = shares
+        self._faults = faults
         if self._policy is not None:
             state.clock = self._policy.new_clock()
 
@@ -82,7 +87,7 @@ class TimeSlices:
         waiting = self._shares.in_order()
         if self._policy is None or not waiting:
             return []
-        answers = self._ask(self._policy, waiting)
+        answers = self._answers(self._policy, waiting)
         return [(run, answers[run.pipeline.id]) for run in waiting]
 
     def is_over(self, run: PipelineRun) -> bool:
@@ -96,7 +101,7 @@ class TimeSlices:
             return False
         with self._ledger.trial():
             self._ledger.depart(run.pipeline.id)
-            answer = self._ask(policy, [*waiting, run])[run.pipeline.id]
+            answer = self._answers(policy, [*waiting, run])[run.pipeline.id]
         return isinstance(answer, Refusal) or not answer.is_as_before
 
     def begin(self, run: PipelineRun) -> None:
@@ -108,6 +113,31 @@ class TimeSlices:
         """The pipeline leaves its nodes."""
         if self._policy is not None:
             self._policy.end_turn(self._state.clock, run.pipeline.id, self._state.now_s)
+
+    def _answers(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, TimeSlice | Refusal]:
+        """The policy's answers, where all can be done; where it fails, nodes of their own in the order of offers."""
+        try:
+            answers = self._ask(policy, runs)
+            with self._ledger.trial():
+                for run in runs:
+                    answer = answers[run.pipeline.id]
+                    if not isinstance(answer, Refusal):
+                        self._ledger.admit(run.pipeline, answer.choice)
+        except Exception as error:  # a policy may raise anything
+            return self._on_nodes_of_their_own(runs, self._faults.note("give_turns", error))
+        return answers
+
+    def _on_nodes_of_their_own(self, runs: list[PipelineRun], why: str) -> dict[PipelineId, TimeSlice | Refusal]:
+        answers: dict[PipelineId, TimeSlice | Refusal] = {}
+        with self._ledger.trial():
+            for run in runs:
+                choice = on_nodes_of_its_own(run.pipeline, self._ledger, why)
+                if isinstance(choice, Refusal):
+                    answers[run.pipeline.id] = choice
+                else:
+                    self._ledger.admit(run.pipeline, choice)
+                    answers[run.pipeline.id] = TimeSlice(choice, is_as_before=True)
+        return answers
 
     def _ask(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, TimeSlice | Refusal]:
         claimants = tuple((run.pipeline, run.nodes.placement) for run in sorted(runs, key=lambda run: run.sequence))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from rlmux.core.model import DeviceId, Phase
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.work import WorkState
+from rlmux.core.work import ReadyWork, WorkState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +26,26 @@ class CycleSlot:
     """Seconds that its step may still wait in all without breaking the SLO; negative: it is late already."""
 
 
-def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
-    """Whether this pipeline will begin another such phase on this device, and not once its user code is done."""
+def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId], gone: Container[int] = ()) -> bool:
+    """Whether this pipeline will begin another such phase on this device, and not once its user code is done.
+
+    `gone`: sequence numbers of ready work that starts or migrates by the decision under way.
+    """
     phase, device = key
     if run.pipeline.work_arrives:
         batch = run.step.batches.get((phase,))
-        return batch is not None and batch.state is WorkState.READY and not batch.is_begun
+        return batch is not None and batch.state is WorkState.READY and _begins_phase(batch.work, gone)
     last = run.pipeline.num_steps
     if phase is Phase.ROLLOUT:
         shard = run.step.shards.get(device)
-        is_next_open = shard is not None and shard.is_ready and not shard.work.is_continuation
+        is_next_open = shard is not None and shard.is_ready and _begins_phase(shard.work, gone)
         has_another = last is None or run.step.rollout_step < last
     else:
         training = run.step.training
-        is_ready = training.state is WorkState.READY and training.work is not None
-        is_next_open = is_ready and training.work is not None and not training.work.is_continuation
+        is_next_open = training.state is WorkState.READY and _begins_phase(training.work, gone)
         has_another = last is None or run.step.train_step < last
     return is_next_open or (has_another and not run.waits_for_user_code)
+
+
+def _begins_phase(work: ReadyWork | None, gone: Container[int]) -> bool:
+    return work is not None and not work.is_continuation and work.sequence not in gone

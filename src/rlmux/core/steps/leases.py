@@ -22,7 +22,7 @@ from rlmux.core.pipeline_run import PipelineRun, device_keys
 from rlmux.core.state import DeviceState, SchedulerState
 from rlmux.core.work import Order
 
-_FRACTION_TOLERANCE = 1e-9
+FRACTION_TOLERANCE = 1e-9
 
 
 class Leases:
@@ -63,8 +63,10 @@ class Leases:
             here = Phase.ROLLOUT if device_id in rollout_devices else phase
             key = (run.pipeline.id, here)
             need = footprint.rollout_device_bytes if here is Phase.ROLLOUT else footprint.train_device_bytes
-            if device_fraction <= 0.0 or sum(device.orders.values()) + device_fraction > 1.0 + _FRACTION_TOLERANCE:
-                raise self._journal.illegal_choice(f"leases {device_fraction} of {device_id}, held by {device.orders}")
+            if device_fraction <= 0.0 or sum(device.orders.values()) + device_fraction > 1.0 + FRACTION_TOLERANCE:
+                raise self._journal.illegal(
+                    f"order {order} leases {device_fraction} of {device_id}, held by {device.orders}"
+                )
             device.orders[order] = device_fraction
             if key in device.residents:
                 device.residents[key] = device.residents.pop(key)  # most recently used last
@@ -122,9 +124,9 @@ class Leases:
         """Give a running order another fraction of its devices. Raises IllegalTransitionError where it is not free."""
         for device in order.devices:
             others = sum(held for other, held in self._state.devices[device].orders.items() if other != order.id)
-            is_free = device_fraction > 0.0 and others + device_fraction <= 1.0 + _FRACTION_TOLERANCE
+            is_free = device_fraction > 0.0 and others + device_fraction <= 1.0 + FRACTION_TOLERANCE
             if not is_free or order.device_fraction == 0.0:
-                raise self._journal.illegal_choice(f"gives order {order.id} {device_fraction} of {device}")
+                raise self._journal.illegal(f"order {order.id} gets {device_fraction} of {device}")
         if device_fraction != order.device_fraction:
             order.device_fraction = device_fraction
             is_apart = order.phase is Phase.ROLLOUT and is_tail(

@@ -10,11 +10,12 @@ prefer continuations, so that no other pipeline slips in between and pays two sw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import DeviceId, Phase
 from rlmux.core.steps.cycle_slots import CycleSlot
+from rlmux.core.steps.plain_order import age, devices_kept_for_batches, may_take
 from rlmux.core.views import GroupView, RunWork
 from rlmux.core.work import ReadyWork
 
@@ -150,30 +151,7 @@ def free_fraction(view: GroupView, work: ReadyWork) -> float:
     return free if all(is_tail(view.pipeline(order.pipeline), order.device_fraction) for order in beside) else 0.0
 
 
-def devices_kept_for_batches(view: GroupView) -> dict[DeviceId, int]:
-    """Devices kept for request batches that wait for further devices, each with the ready number of the oldest such
-    batch. Otherwise those would wait for ever while shorter work alternates on each device."""
-    kept: dict[DeviceId, int] = {}
-    for work in view.ready if view.has_arriving_work else ():
-        if work.is_batch and len(work.devices) > 1 and not view.is_free(work.devices):
-            for device in work.devices:
-                kept[device] = min(kept.get(device, work.sequence), work.sequence)
-    return kept
-
-
-def may_take(work: ReadyWork, kept: Mapping[DeviceId, int]) -> bool:
-    """Whether no older batch keeps the work's devices. A phase that has begun goes on."""
-    if not kept or work.is_continuation:
-        return True
-    return all(kept.get(device, work.sequence) >= work.sequence for device in work.devices)
-
-
 def _by_age(view: GroupView) -> Sequence[ReadyWork]:
     """The group's ready work: continuations first, then what became ready first."""
     ready = view.ready
     return ready if len(ready) < 2 else sorted(ready, key=age)
-
-
-def age(work: ReadyWork) -> tuple[bool, int]:
-    """Sort key: continuations first, then what became ready first."""
-    return (not work.is_continuation, work.sequence)

@@ -54,7 +54,8 @@ class Setting:
         for index, item in enumerate(work_items):
             for need in item.needs:
                 self.followers[need].append(index)
-        self.is_sharing = problem.sharing.allows_any
+        self.is_sharing = problem.sharing.allows_any or _is_device_shared(problem)
+        """Whether a device may have several work items at once in a playout."""
         self.most_together = problem.sharing.most_together
         self.rates = problem.sharing.rates
         self.begins = [_begins(item) for item in work_items]
@@ -92,6 +93,14 @@ class Setting:
             ends_s.append(max([ends_s[need] for need in item.needs], default=0.0) + least_s[index])
             last_s[item.pipeline] = max(last_s.get(item.pipeline, 0.0), ends_s[index])
         return sum(last_s.values()) / max(len(last_s), 1)
+
+
+def _is_device_shared(problem: Problem) -> bool:
+    """Whether running work items have a device together, or would if shards migrated: they stay there whatever the
+    table says, such as a tail that left the rest of its node beside the next rollout."""
+    there = [device for item in problem.work_items if item.is_running for device in item.devices]
+    there += [one.device for one in problem.idle_migrations if problem.work_items[one.item].is_running]
+    return len(set(there)) < len(there)
 
 
 def _begins(item: WorkItem) -> tuple[tuple[float, str], ...]:

@@ -17,11 +17,12 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from rlmux.core.actions import ReportPolicyFault
 from rlmux.core.errors import LogError
 from rlmux.core.model import OrderId, PipelineId
 from rlmux.log import value_codec
@@ -32,7 +33,7 @@ from rlmux.report.timeline.records import OrderRecord, Pin, PipelineRecord, Stan
 from rlmux.report.timeline.step_work import StepWork
 
 CACHE_NAME = ".status.cache"
-_VERSION = 3
+_VERSION = 4
 _KEPT_APART = {
     OrderRecord: {"chunks"},
     PipelineRecord: {"metrics", "rollouts", "deliveries"},
@@ -99,14 +100,13 @@ class CondensedHistory(History):
             "last_s": self.last_s,
             "control_s": self.control_s,
             "alert_rules": self.alert_rules,
+            "policy_faults": [asdict(one) for one in self.policy_faults],
             "first_order": self._first_order,
             "last_order": self._last_order,
             "orders": [_fields_of(order) for order in self.orders],
             "running": list(self._running),
             "pins": [_fields_of(pin) for pin in self.pins],
-            "pipelines": [
-                [_fields_of(record), list(record.metrics.items())] for record in self.pipelines.values()
-            ],
+            "pipelines": [[_fields_of(record), list(record.metrics.items())] for record in self.pipelines.values()],
             "reports": [list(order.chunks) for order in self.orders],
             "standstills": [_fields_of(one) for one in self.standstills],
             "past": {name: work.as_json() for name, work in self._past.items()},
@@ -129,6 +129,7 @@ class CondensedHistory(History):
     def _take(self, described: dict[str, Any]) -> None:
         for name in ("start_s", "last_s", "control_s", "alert_rules"):
             setattr(self, name, described[name])
+        self.policy_faults = [ReportPolicyFault(**one) for one in described["policy_faults"]]
         self._first_order, self._last_order = described["first_order"], described["last_order"]
         for fields_of_one, metrics in described["pipelines"]:
             record: PipelineRecord = _record(PipelineRecord, fields_of_one)

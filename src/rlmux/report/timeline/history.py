@@ -25,6 +25,7 @@ from rlmux.core.actions import (
     Refuse,
     Release,
     Relocate,
+    ReportPolicyFault,
     RunStage,
     SetDeviceFraction,
 )
@@ -96,6 +97,8 @@ class History:
         self.last_s = 0.0
         self.alert_rules: dict[PipelineId, dict[str, dict[str, Any]]] = {}
         """Rules of alerts that a pipeline's file has otherwise."""
+        self.policy_faults: list[ReportPolicyFault] = []
+        """Errors of the policy's decisions since the run was last started or resumed, in order."""
         self.control_s: float | None = None
         """CPU seconds of the controller, over all its processes; None before the run has ended."""
         self._running: dict[OrderId, OrderRecord] = {}
@@ -123,6 +126,7 @@ class History:
             Admit: self._on_admit,
             Relocate: self._on_admit,
             ExpectSteps: self._on_expect_steps,
+            ReportPolicyFault: self._on_policy_fault,
             Park: self._on_park,
             Refuse: self._on_refuse,
             Queue: self._on_queue,
@@ -248,6 +252,10 @@ class History:
         record.expected = action
         if is_news:
             self.instants.append(Instant(time_s, "slo", action.pipeline, text=action.reason))
+
+    def _on_policy_fault(self, time_s: float, action: ReportPolicyFault) -> None:
+        self.policy_faults.append(action)
+        self.instants.append(Instant(time_s, "policy fault", text=f"{action.method}: {action.error}"))
 
     def _unpin(self, time_s: float, pipeline: PipelineId) -> None:
         pin = self._pin_by_pipeline.pop(pipeline, None)
@@ -469,6 +477,7 @@ class History:
 
     def _on_resumed(self, time_s: float) -> None:
         self.ready_s.append(math.inf)
+        self.policy_faults.clear()
         for order in list(self._running.values()):
             order.end_s, order.ending = self.last_s, Ending.LOST
         self._running.clear()

@@ -189,7 +189,7 @@ class Instant:
     time_s: float
     what: str
     """`failure`, `loss`, `restart`, `migration`, `refused`, `cancelled`, `node lost`, `node joined`, `notice`,
-    `resumed`, `slo` (it cannot be promised)."""
+    `resumed`, `slo` (it cannot be promised), `policy fault` (a decision failed)."""
     pipeline: PipelineId | None = None
     device: DeviceId | None = None
     text: str = ""

@@ -137,6 +137,10 @@ class SimResult:
     admissions: Mapping[str, int]
     utilization: Mapping[str, float]
     num_refused: int
+    num_policy_faults: int = 0
+    """Decisions of the policy that failed, and that the plain order of work stood in for."""
+    first_policy_fault: str = ""
+    """Error of the first of them, in one line."""
     num_migrations: int
     num_moves: int
     moves_expected_usd: float | None
