@@ -22,7 +22,7 @@ from rlmux.core.placement.group_load import (
     MAX_PIPELINES_PER_GROUP,
     has_footprint,
     phases_of,
-    safe_step_s,
+    slo_budget_s,
     solo_s,
     sync_s,
 )
@@ -90,7 +90,7 @@ def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
     footprint, switch = pipeline.footprint, pipeline.switch
     rollout_s, train_s = phases_of(pipeline)
     alone_s = max(solo_s(pipeline), rollout_s + train_s + sync_s(pipeline))
-    budget_s = safe_step_s(pipeline)
+    budget_s = slo_budget_s(pipeline)
     return PipelineDemand(
         rollout_s=rollout_s,
         train_s=train_s,
