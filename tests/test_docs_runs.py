@@ -28,6 +28,7 @@ from tests.test_plugins import installed  # noqa: F401  the package that the pag
 from rlmux.sim.workloads import catalog
 
 LIMIT_S = 1500
+BUILT_PAGES = ROOT / "src" / "rlmux" / "service" / "pages" / "dist" / "index.html"
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )?(?:rlmux (?:simulate|reproduce|plan) .*|python benchmarks/\w+\.py.*)")
 PLACEHOLDER = re.compile(r"[A-Z|]{1,}(?::key=value.*)?|\.\.\.|<.*")
 """A word that stands for another: such a line explains a command, and is none."""
@@ -39,9 +40,9 @@ b,60,36000,14B_8k,2
 SMALLEST_PARAMETERS = {"num_pipelines": "6", "num_steps": "2"}
 SMALLEST = {
     "--quick": None,
-    "--rounds": "2",
+    "--rounds": "1",
     "--repeats": "1",
-    "--steps": "16",
+    "--steps": "12",
     "--ask-after": "2",
     "--filler-steps": "20",
     "--rows": "20000",
@@ -67,6 +68,7 @@ NEEDS: tuple[tuple[str, str, Callable[[], bool]], ...] = (
     (r"--vllm-python", "an environment with vLLM", lambda: (ROOT / ".venv-vllm").is_dir()),
     (r"against_trl\.py", "TRL", lambda: importlib.util.find_spec("trl") is not None),
     (r"benchmarks/pages\.py", "a browser", lambda: shutil.which("chromium") is not None),
+    (r"benchmarks/pages\.py", "the built pages (make pages)", lambda: BUILT_PAGES.is_file()),
     (r"--recorded", "the runs of an earlier command", lambda: False),
 )
 """(pattern of a command, what it needs, whether that is here)."""
@@ -144,10 +146,11 @@ def short_workload(word: str) -> str:
 
 def short_benchmark(words: list[str]) -> list[str]:
     taken = options_of(ROOT / words[0])
-    for option in sorted(taken & SMALLEST.keys()):
+    for option in sorted(taken.keys() & SMALLEST.keys()):
         words = with_option(words, option, SMALLEST[option])
-    for option in sorted(taken & set(LISTS) & set(words)):
-        words = with_option(words, option, words[words.index(option) + 1].partition(",")[0])
+    for option in sorted(taken.keys() & set(LISTS)):
+        given = words[words.index(option) + 1].partition(",")[0] if option in words else taken[option]
+        words = with_option(words, option, given) if given else words
     return words
 
 
@@ -161,11 +164,33 @@ def with_option(words: list[str], option: str, value: str | None) -> list[str]:
     return [*words[:at], value, *words[at + 1 :]]
 
 
-def options_of(script: Path) -> set[str]:
-    """The options that the script's parser is told of."""
-    calls = [node for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-    made = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    return {arg.value for call in made for arg in call.args if isinstance(arg, ast.Constant) and arg.value[:2] == "--"}
+def options_of(script: Path) -> dict[str, str]:
+    """The options that the script's parser is told of, each with the first entry of its default."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    made = [call for call in calls if call.func.attr == "add_argument" and call.args]
+    return {
+        arg.value: first_entry({key.arg: key.value for key in call.keywords}.get("default"), constants)
+        for call in made
+        for arg in call.args
+        if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")
+    }
+
+
+def first_entry(default: ast.expr | None, constants: Mapping[str, ast.expr]) -> str:
+    """The first entry of a default such as "a,b", [1, 2] or ",".join(NAMES); "" where there is none."""
+    nodes = [] if default is None else list(ast.walk(default))
+    named = [constants[node.id] for node in nodes if isinstance(node, ast.Name) and node.id in constants]
+    nodes = [node for value in named for node in ast.walk(value)] or nodes
+    first = next((node.value for node in nodes if isinstance(node, ast.Constant)), None)
+    return "" if first is None else str(first).partition(",")[0]
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +237,8 @@ def test_commands_of_every_kind_are_found():
         ("rlmux simulate weave:tails=copied --seeds 5  # all", "-m rlmux simulate weave:tails=copied --seeds 1"),
         ("rlmux reproduce rivals", "-m rlmux reproduce rivals --seeds 1"),
         ("rlmux plan examples/07.yaml --split 4", "-m rlmux plan examples/07.yaml --split 4"),
-        ("python benchmarks/fillers.py --repeats 2", "benchmarks/fillers.py --repeats 1 --filler-steps 20 --steps 16"),
-        ("python benchmarks/start.py OLD/src src", "benchmarks/start.py src --rounds 2"),
+        ("python benchmarks/fillers.py --repeats 2", "benchmarks/fillers.py --repeats 1 --filler-steps 20 --steps 12"),
+        ("python benchmarks/start.py OLD/src src", "benchmarks/start.py src --rounds 1"),
     ],
 )
 def test_a_short_form_follows_from_the_names_of_options(line, short):
