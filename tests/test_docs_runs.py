@@ -203,7 +203,7 @@ def environment(installed: Path) -> Mapping[str, str]:  # noqa: F811
 def folder(tmp_path_factory: pytest.TempPathFactory, environment: Mapping[str, str]) -> Path:
     """A folder like the repository's, with a trace, a run and a profile of the reader's; commands may write there."""
     made = tmp_path_factory.mktemp("reader")
-    for name in ("examples", "benchmarks", "src", "data"):
+    for name in ("examples", "benchmarks", "src", "tests", "data"):
         if (ROOT / name).exists():
             (made / name).symlink_to(ROOT / name)
     (made / "my_trace.csv").write_text(TRACE, encoding="utf-8")
