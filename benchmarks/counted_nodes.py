@@ -1,6 +1,6 @@
 """Clusters as teams have them: so many nodes with a price, paid whether held or not.
 
-    python benchmarks/counted_nodes.py [--seed 7]
+    python benchmarks/counted_nodes.py [--seed 7] [--quick]
 
 Synthetic mixes whose pipelines come ten times as close together, of at most 200 steps, one or three for each node pair,
 with their SLOs and without. A cell: dollars of all nodes until the last step, hours, SLOs kept, mean step slowdown.
@@ -27,8 +27,11 @@ CLOSER = 0.1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="the smallest clusters and one mix")
     args = parser.parse_args()
     cases = [(nodes, mix, each, slo) for nodes in NODES for mix in MIXES for each in (1, 3) for slo in (True, False)]
+    if args.quick:
+        cases = [case for case in cases if case[:2] == (NODES[0], MIXES[0])]
     workloads = [workload_of(*case, seed=args.seed) for case in cases]
     results = sweep([SimRun(workload=made, policy=name) for made in workloads for name in POLICIES])
     print(f"{'nodes':6}{'mix':7}{'pipelines':>9}  {'SLOs':5}" + "".join(f"{name:>30}" for name in POLICIES))

@@ -1,11 +1,11 @@
 """Both grains against each of them alone, and what each mechanism of `rlmux` is worth, on recorded workloads.
 
-    python benchmarks/grains.py [--only TEXT] [--ablate] [--traces] [--plot FILE.svg] [--json FILE]
+    python benchmarks/grains.py [--only TEXT] [--ablate] [--traces] [--quick] [--plot FILE.svg] [--json FILE]
 
 A policy is judged by what is not given: where departures are, by the dollars until then; where the steps are, by the
 dollars of nodes that are paid as they are used, else by how soon they are done. Only if it keeps the SLOs and refuses
 no work. `--ablate`: each mechanism off alone, then all of them, over the same with all on. `--traces`: the eight whole
-traces as well, some minutes each.
+traces as well, some minutes each. `--quick`: one case of three small pipelines.
 """
 
 from __future__ import annotations
@@ -82,10 +82,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--traces", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="the first of the small mixes alone")
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     cases = [*CASES, *SMALL, *(Case(name) for name in TRACES if args.traces)]
+    cases = [*SMALL[:1]] if args.quick else cases
     cases = [case for case in cases if args.only in str(case)]
     policies = (*POLICIES, *(ABLATED if args.ablate else ()))
     results = sweep([SimRun(workload=case.load(), policy=name) for case in cases for name in policies])

@@ -108,6 +108,7 @@ def search_p95_ms(client: httpx.Client, word: str) -> float:
         begin_s = time.perf_counter()
         client.get("/api/v1/search", params={"q": word}).raise_for_status()
         taken_ms.append((time.perf_counter() - begin_s) * 1e3)
+        time.sleep(0.03)  # the service takes 50 requests a second of one caller
     return statistics.quantiles(taken_ms, n=20)[-1]
 
 

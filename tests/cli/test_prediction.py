@@ -284,15 +284,27 @@ def test_a_split_of_one_node_and_a_run_without_a_split_are_refused(rlmux, files)
     assert (alone.code, alone.err.strip()) == (2, "rlmux: --from-run runs/demo: goes with --split only")
 
 
-def test_a_policy_that_relocates_says_what_it_was_to_save_and_what_it_saved(rlmux, files):
+def test_what_moves_saved_is_printed_as_the_difference_of_two_bills(rlmux, files):
+    words = ("simulate", "bl-s:num_pipelines=6", "--policies", "rlmux,solo", "--seeds", "2", "--moves-saved")
+    figures = json.loads(rlmux(*words, "--json").out)["policies"]
+    saved, paid = figures["rlmux"]["moves_saved_usd"], figures["rlmux"]["paid_usd"]
+    (line,) = (line for line in rlmux(*words).out.splitlines() if line.startswith("rlmux: moves: "))
+    num_moves, *printed = [float(number.replace(",", "")) for number in re.findall(r"(?<=[ $-])[\d,]+(?:\.\d+)?", line)]
+    assert num_moves == figures["rlmux"]["num_moves"] > 0
+    least, most = (figures["rlmux"][bound]["moves_saved_usd"] for bound in ("min", "max"))
+    assert printed == [pytest.approx(abs(usd), abs=0.006) for usd in (saved, paid, paid + saved, least, most)]
+    assert 2 * saved == pytest.approx(least + most)
+    assert figures["solo"]["moves_saved_usd"] == 0
+
+
+def test_without_the_flag_nothing_is_said_of_what_moves_saved(rlmux, files):
     words = ("simulate", "bl-s:num_pipelines=6", "--policies", "rlmux,solo")
     figures = json.loads(rlmux(*words, "--json").out)["policies"]
-    assert figures["solo"]["moves_saved_usd"] == 0
-    expected, saved = (figures["rlmux"][key] for key in ("moves_expected_usd", "moves_saved_usd"))
     out = rlmux(*words).out
-    moves = f"moves: {figures['rlmux']['num_moves']:g}"
-    assert f"rlmux: {moves}, expected to save ${expected:,.2f}, saved ${saved:,.2f}" in out
+    assert f"\nrlmux: moves: {figures['rlmux']['num_moves']:g}\n" in out
+    assert "saved" not in out
     assert "solo: moves" not in out
+    assert [one["moves_saved_usd"] for one in figures.values()] == [None, None]
 
 
 def test_a_simulation_says_how_many_decisions_of_a_policy_failed(rlmux, files):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from rlmux.core.actions import Action, Admit, RunStage, Switch
+from rlmux.core.actions import Action, Admit, Release, RunStage, Switch
 from rlmux.core.errors import LogError
 from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineSubmitted, StageFinished
 from rlmux.core.model import (
@@ -23,6 +23,7 @@ from rlmux.core.model import (
     NodeId,
     PhaseSeconds,
     Pipeline,
+    PipelineId,
     Placement,
     Stage,
     Urgency,
@@ -130,6 +131,16 @@ def test_unknown_type_is_named() -> None:
 def test_unknown_field_is_named() -> None:
     with pytest.raises(LogError, match="unknown field 'colour' of NodeLost"):
         decode('{"type":"NodeLost","time_s":1.0,"node":["a",0],"colour":"red"}')
+
+
+def test_fields_that_are_gone_and_decided_nothing_are_passed_over() -> None:
+    assert decode('{"type":"Release","pipeline":"a","saved_usd":0.95}') == Release(pipeline=PipelineId("a"))
+    placement = '{"group":1,"rollout_nodes":[["r",0]],"train_nodes":[["t",0]]}'
+    dollars = '"saves_usd_per_hour":2.0,"expected_saving_usd":1.2,"saved_usd":null'
+    old = f'{{"type":"Relocate","pipeline":"a","placement":{placement},"expected_step_s":3.5,{dollars}}}'
+    assert decode(old) == decode(old.replace(f",{dollars}", ""))
+    with pytest.raises(LogError, match="unknown field 'saved_usd' of Admit"):
+        decode(f'{{"type":"Admit","pipeline":"a","placement":{placement},"kind":"new","saved_usd":1.0}}')
 
 
 def test_missing_field_is_named_unless_it_has_a_default() -> None:

@@ -21,7 +21,7 @@ from rlmux.core.model import (
     Pipeline,
     Stage,
 )
-from rlmux.report.slos import move_words, slo_attainment, slo_words
+from rlmux.report.slos import NOT_ESTIMATED, move_words, slo_attainment, slo_words
 from rlmux.report.status import status
 from rlmux.report.summary import summarize
 
@@ -48,9 +48,9 @@ def done(time_s: float, number: int, seconds: float, **fields: Any) -> StageFini
     return StageFinished(time_s=time_s, order=number, seconds=seconds, **fields)
 
 
-def two_steps(script: Any, make_order: Order, *then: Action, saved_usd: float | None = None) -> Any:
+def two_steps(script: Any, make_order: Order, *then: Action) -> Any:
     """Twice 2 s of rollout, 1 s of update and 0.5 s of publishing; 1.5 s pass before the second rollout. `then`: what
-    is ordered between the two; `saved_usd`: what the last move saved."""
+    is ordered between the two."""
     start = make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD)
     script.submit(0.0, "a", start, num_steps=2, slo_slowdown=1.4)
     script.event(done(3.0, 1, 2.0, tokens=100), make_order(2, "a", UPDATE, TRAIN))
@@ -62,7 +62,7 @@ def two_steps(script: Any, make_order: Order, *then: Action, saved_usd: float | 
     script.event(done(8.0, 4, 2.0, tokens=140), make_order(5, "a", UPDATE, TRAIN, step=2))
     script.event(done(9.0, 5, 1.0), make_order(6, "a", PUBLISH, step=2))
     script.note(9.5, "step", pipeline="a", step=2, metrics={"reward_mean": 0.5, "trajectories": 8})
-    script.event(done(9.5, 6, 0.0), Release(pipeline="a", saved_usd=saved_usd))
+    script.event(done(9.5, 6, 0.0), Release(pipeline="a"))
     return script
 
 
@@ -239,31 +239,13 @@ def test_a_move_shows_the_step_that_was_expected_and_the_steps_that_came(script:
     }  # fmt: skip
 
 
-def test_a_move_shows_the_dollars_that_the_next_move_or_the_release_says_it_saved(
-    script: Any, make_order: Order
-) -> None:
-    dollars = {"saves_usd_per_hour": 2.0, "expected_saving_usd": 1.2}
-    moves = [
-        Relocate(pipeline="a", placement=script.whole(), **dollars),
-        Relocate(pipeline="a", placement=script.whole(), **dollars, saved_usd=0.95),
-    ]
-    summary = summarize(two_steps(script, make_order, *moves, saved_usd=-0.5).timeline())
-    assert [move["saved_usd"] for move in summary["pipelines"]["a"]["moves"]] == [0.95, -0.5]
-    assert (summary["num_moves"], summary["moves_expected_usd"]) == (2, 2.4)
-    assert summary["moves_saved_usd"] == pytest.approx(0.45)
-    assert move_words(summary) == "moves: 2, expected to save $2.40, saved $0.45"
-
-
-def test_a_move_that_lasts_has_no_saved_dollars_and_one_without_prices_no_dollars_at_all(
-    script: Any, make_order: Order
-) -> None:
-    move = Relocate(pipeline="a", placement=script.whole())
-    summary = summarize(two_steps(script, make_order, move).timeline())
-    assert (summary["num_moves"], summary["moves_expected_usd"], summary["moves_saved_usd"]) == (1, None, None)
-    assert move_words(summary) == "moves: 1"
-    assert move_words({"num_moves": 1, "moves_expected_usd": -1.5, "moves_saved_usd": None}) == (
-        "moves: 1, expected to save -$1.50"
-    )
+def test_what_moves_saved_is_not_estimated_and_its_keys_stay(script: Any, make_order: Order) -> None:
+    moves = [Relocate(pipeline="a", placement=script.whole()) for _ in range(2)]
+    summary = summarize(two_steps(script, make_order, *moves).timeline())
+    for move in summary["pipelines"]["a"]["moves"]:
+        assert {key: move[key] for key in NOT_ESTIMATED} == dict.fromkeys(NOT_ESTIMATED)
+    assert (summary["num_moves"], summary["moves_expected_usd"], summary["moves_saved_usd"]) == (2, None, None)
+    assert (move_words(2), move_words(0)) == ("moves: 2", "")
 
 
 def test_attainment_is_a_share_of_the_pipelines_with_an_slo(script: Any, make_order: Order) -> None:

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from rlmux.core.actions import Release, Relocate
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.steps.colocation import SharingTable
 from rlmux.papers.rollmux import WEAVE_ACCOUNTING
-from rlmux.policies import POLICIES, make_policy
+from rlmux.policies import POLICIES, make_policy, with_sharing
 from rlmux.policies.baselines import Solo
 from rlmux.policies.rollmux import RollMux
+from rlmux.policies.without_moves import without_moves
+from rlmux.sim import api
 from rlmux.sim.node_changes import NodeFailure
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads import catalog
@@ -249,13 +251,22 @@ def test_replaying_the_events_gives_the_same_orders():
         assert all(again.handle(event) == actions for event, actions in seen), name
 
 
-def test_the_figures_of_moves_are_the_dollars_that_the_actions_name():
-    actions = []
+@pytest.mark.parametrize("name", POLICIES)
+def test_without_moves_a_policy_keeps_its_other_abilities(name):
+    made = without_moves(make_policy(name))
+    assert (made.name, made.rebalance(None)) == (make_policy(name).name, ())
+    assert isinstance(made, type(make_policy(name)))
+    assert with_sharing(made, SharingTable()).rebalance(None) == ()
+
+
+def test_what_moves_saved_is_the_bill_without_them_less_the_bill():
     made = catalog.build("bl-m", seed=3, num_pipelines=12)
-    result = simulate(made, make_policy("rlmux"), observer=lambda _, found: actions.extend(found))
-    moves = [one for one in actions if isinstance(one, Relocate)]
-    expected = [one.expected_saving_usd for one in moves if one.expected_saving_usd is not None]
-    saved = [one.saved_usd for one in actions if isinstance(one, Relocate | Release) and one.saved_usd is not None]
-    assert result.num_moves == len(moves) == len(saved) > 0
-    assert result.moves_expected_usd == pytest.approx(math.fsum(expected))
-    assert result.moves_saved_usd == pytest.approx(math.fsum(saved))
+    moved = simulate(made, make_policy("rlmux"))
+    unmoved = simulate(made, without_moves(make_policy("rlmux")), checks=True)
+    assert moved.num_moves > unmoved.num_moves == 0
+    known = api.simulate(made, policies=["rlmux", "solo"], prices_moves=True)["policies"]
+    assert known["rlmux"]["moves_saved_usd"] == unmoved.paid_usd - moved.paid_usd
+    assert known["solo"]["moves_saved_usd"] == 0.0
+    unknown = api.simulate(made, policies=["rlmux"])["policies"]["rlmux"]
+    assert (unknown["moves_saved_usd"], unknown["moves_expected_usd"]) == (None, None)
+    assert known["rlmux"]["cost_usd"] == unknown["cost_usd"]

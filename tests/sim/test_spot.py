@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlmux.core.errors import UserError
 from rlmux.core.events import Event, PoolPriced
 from rlmux.core.model import Cluster, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.policies import make_policy
@@ -133,3 +134,29 @@ def test_a_node_that_fails_before_its_time_is_lost_once():
     failure = NodeFailure(node=NodeId("rollout", 0), at_s=260.0, down_s=5000.0)
     result = simulate(made, make_policy("solo"), failures=[failure], checks=True)
     assert (result.spot.num_caught, result.pipelines[0].steps) == (1, 10)
+
+
+def test_overlapping_failures_lose_a_node_once():
+    first = NodeFailure(node=NodeId("rollout", 0), at_s=250.0, down_s=100.0)
+    failures = [first, replace(first, at_s=300.0), replace(first, at_s=320.0, down_s=500.0)]
+    result = simulate(workload("a"), make_policy("solo"), failures=failures, checks=True)
+    assert (result.spot.num_caught, result.pipelines[0].steps) == (0, 10), "spot figures are of a trace"
+
+
+@pytest.mark.parametrize(
+    ("node", "accepted"),
+    [(NodeId("rollout", 7), "rollout-0 to rollout-"), (NodeId("gpu", 0), "rollout-0 to rollout-")],
+)
+def test_a_node_that_is_not_there_is_one_line_before_anything_is_simulated(node, accepted):
+    failure = NodeFailure(node=node, at_s=250.0, down_s=10.0)
+    with pytest.raises(UserError, match=f"a failure at 250 s names node {node}, .*accepted: {accepted}"):
+        simulate(workload("a"), make_policy("solo"), failures=[failure])
+    taken = Reclaim(at_s=5.0, node=node, notice_s=1.0)
+    with pytest.raises(UserError, match=f"a reclaim at 5 s names node {node}, .*accepted: {accepted}"):
+        simulate(workload("a", spot=SpotTrace(reclaims=(taken,))), make_policy("solo"))
+
+
+def test_a_price_of_no_pool_is_one_line():
+    price = PriceChange(at_s=0.0, pool="gpu", usd_per_gpu_hour=1.0)
+    with pytest.raises(UserError, match=r"a price at 0 s names pool 'gpu', .*accepted: rollout, train"):
+        simulate(workload("a", spot=SpotTrace(prices=(price,))), make_policy("solo"))

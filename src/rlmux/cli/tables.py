@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import memory_rows
-from rlmux.report.slos import move_totals, move_words, slo_words
+from rlmux.report.slos import move_words, slo_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,7 +79,7 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
             print(f"{name}: {one['slo_reason']}")
         if words := slo_words(one):
             print(f"{name}: {words}")
-        if words := move_words(move_totals(one["moves"])):
+        if words := move_words(len(one["moves"])):
             print(f"{name}: {words}")
         if "rounds" in one:
             print(f"{name}: {rounds_text(one['rounds'])}")
@@ -181,9 +181,7 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     )
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("peak GPUs and busy: rollout/train")
-    for policy, figures in result["policies"].items():
-        if words := move_words(figures):
-            print(f"{policy}: {words}")
+    _show_moves(result)
     _show_fillers(result)
     _show_spot(result)
     _show_parts(result)
@@ -191,6 +189,28 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     _show_notes(result)
     for picture in result.get("pictures", ()):
         print(picture)
+
+
+def _show_moves(result: Row) -> None:
+    """The relocations under each policy, and what they saved where that was simulated."""
+    for policy, figures in result["policies"].items():
+        words = move_words(figures["num_moves"])
+        if words and figures["moves_saved_usd"] is not None:
+            words += f", saved {_saved_usd(figures, result['num_seeds'])}"
+        if words:
+            print(f"{policy}: {words}")
+
+
+def _saved_usd(figures: Row, num_seeds: int) -> str:
+    saved, paid = figures["moves_saved_usd"], figures["paid_usd"]
+    words = f"{_usd(saved)}: {_usd(paid)} paid, {_usd(paid + saved)} without them"
+    if num_seeds > 1:
+        words += f"; by seed {_usd(figures['min']['moves_saved_usd'])} to {_usd(figures['max']['moves_saved_usd'])}"
+    return words
+
+
+def _usd(dollars: float) -> str:
+    return f"{'-' if dollars <= -0.005 else ''}${abs(dollars):,.2f}"
 
 
 def _show_fillers(result: Row) -> None:
@@ -296,6 +316,8 @@ def _show_predictions(result: Row) -> None:
         for policy, figures in result["policies"].items()
     ]
     print_rows([{**dict.fromkeys(rows[0]), **first}, *rows])
+    if any(figures["moves_saved_usd"] is not None for figures in result["policies"].values()):
+        _show_moves(result)
     _show_ablations(result)
     for picture in result.get("pictures", ()):
         print(picture)

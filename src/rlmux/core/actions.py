@@ -53,15 +53,6 @@ class Relocate:
     placement: Placement
     expected_step_s: float | None = None
     """Expected seconds of its steps there, for people and reports; None where nothing is known of them."""
-    saves_usd_per_hour: float | None = None
-    """Dollars per hour that it saves against staying: an equal part of what all relocations of one choice of the
-    policy save; negative where it costs more. None where nodes have no price."""
-    expected_saving_usd: float | None = None
-    """Dollars that it was expected to save when the policy chose it: until the first member of the groups that it
-    touches has made its steps, at solo speed. None where nodes have no price or steps are not counted."""
-    saved_usd: float | None = None
-    """Dollars that the pipeline's previous relocation saved while the pipeline was there, less those of new nodes held
-    before its step boundary; None without one, and where nodes have no price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +135,6 @@ class Release:
     """The pipeline is over: end its processes; its nodes are free."""
 
     pipeline: PipelineId
-    saved_usd: float | None = None
-    """Dollars that its last relocation saved, as in `Relocate`; None without one, and where nodes have no price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

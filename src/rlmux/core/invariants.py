@@ -10,8 +10,7 @@
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
 6. A requested migration belongs to a rollout that is pausing, and its target has a shard of the same step.
    No trajectories are on their way to a shard that is migrating itself.
-7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now. Only a pipeline
-   that is to relocate has savings to come.
+7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now.
 8. The first pipeline in the queue for admission waits because its policy does not place it, and a start is reserved for
    it if others are to make room for it.
 9. A filler computes alone on its device, and leaves it where a group wants it.
@@ -43,7 +42,6 @@ def check(scheduler: Scheduler) -> None:
             _check_run(state, run)
         waiting = state.waiting_fillers if run.pipeline.is_filler else state.waiting
         assert (run.status is PipelineStatus.WAITING) == (run.pipeline.id in waiting), f"{run.pipeline.id} waits"
-        assert run.nodes.next_savings is None or run.nodes.next_placement, f"{run.pipeline.id} saves without a move"
         if run.pipeline.id in scheduler.ledger:
             assert scheduler.ledger.pipeline(run.pipeline.id) == run.pipeline, f"{run.pipeline.id} is planned otherwise"
     scheduler.ledger.check()

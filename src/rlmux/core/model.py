@@ -118,7 +118,6 @@ ARRIVING_KINDS: tuple[tuple[Phase, ...], ...] = (
 """The kinds of work that can arrive: for the devices of one phase, or of both, which are then granted together."""
 
 
-
 def dense_threshold_of(num_slots: int) -> int:
     """Sequences in one engine iteration from which decode counts as dense rather than as a tail: half of the slots
     (JigsawRL cuts at 128 of 256)."""
@@ -192,10 +191,25 @@ class Cluster:
         """The pool whose nodes do this phase's work: the one kept for it, or else the training pool."""
         return self.pool_for(phase) or self.pool_for(Phase.TRAIN)
 
+    def has_node(self, node: NodeId) -> bool:
+        """Whether there is such a node; an uncounted pool has every number."""
+        pool = self.pools.get(node.pool)
+        return pool is not None and 0 <= node.index < (math.inf if pool.num_nodes is None else pool.num_nodes)
+
+    def node_names(self) -> str:
+        """The names of all nodes, in words: `rollout-0 to rollout-3, train-0`."""
+        return ", ".join(_node_names(pool) for pool in self.pools.values() if pool.num_nodes != 0)
+
     @property
     def is_one_pool(self) -> bool:
         """Whether its nodes serve both phases, in one pool."""
         return any(pool.serves_both_phases for pool in self.pools.values())
+
+
+def _node_names(pool: Pool) -> str:
+    if pool.num_nodes is None:
+        return f"{pool.name}-0 and all that follow"
+    return f"{pool.name}-0" + (f" to {pool.name}-{pool.num_nodes - 1}" if pool.num_nodes > 1 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,26 +59,6 @@ class Parking:
 
 
 @dataclass(slots=True)
-class MoveSavings:
-    """Dollars that one relocation saves, against staying."""
-
-    usd_per_hour: float
-    """Dollars per hour that it saves once it is carried out."""
-    expected_usd: float | None
-    """Dollars that it is expected to save in all; None where that is unknown."""
-    counted_to_s: float
-    """Time up to which `saved_usd` is counted."""
-    usd_per_hour_now: float
-    """Dollars per hour that it saves at present: negative while nodes are held twice, 0 once its nodes are left."""
-    saved_usd: float = 0.0
-
-    def count(self, now_s: float, usd_per_hour: float) -> None:
-        """Count what was saved until now, and save so much from now on."""
-        self.saved_usd += self.usd_per_hour_now * (now_s - self.counted_to_s) / 3600.0
-        self.counted_to_s, self.usd_per_hour_now = now_s, usd_per_hour
-
-
-@dataclass(slots=True)
 class PinnedNodes:
     """Where a pipeline is pinned."""
 
@@ -86,21 +66,12 @@ class PinnedNodes:
     """Nodes and group; None while it is not placed."""
     next_placement: Placement | None = None
     """Placement from its next step boundary on, which the ledger counts already; None: it stays where it is."""
-    next_savings: MoveSavings | None = None
-    """Savings of the relocation to `next_placement`; None without one, and where nodes have no price."""
-    savings: MoveSavings | None = None
-    """Savings of its last relocation; None without one, and where nodes have no price."""
     rollout_devices: tuple[DeviceId, ...] = ()
     """Devices of its rollout nodes, one shard each."""
     train_devices: tuple[DeviceId, ...] = ()
     """Devices of its training nodes; a training stage takes all of them."""
     host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
     """Devices to which a load is warm, as state was there before (membership tests only)."""
-
-    @property
-    def saved_usd(self) -> float | None:
-        """Dollars that its last relocation has saved, as counted; None without one, and where nodes have no price."""
-        return None if self.savings is None else self.savings.saved_usd
 
 
 @dataclass(slots=True)

@@ -72,7 +72,8 @@ from rlmux.log.segments import (
 SCHEMA_VERSION = 5
 """Version of the files: raised when a table changes, or an event, an action or a field its name or its meaning.
 
-A reader takes logs of its own version only. New fields with a default and new notes leave the version as it is.
+A reader takes logs of its own version only. New fields with a default, new notes, and
+the end of a field that decided nothing leave the version as it is.
 """
 
 LOG_NAME = "run.db"

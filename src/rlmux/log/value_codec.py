@@ -8,7 +8,7 @@ other named tuples are arrays, enums are their values, a float that JSON cannot 
 "nan". Every field is written, so that a later change of a default does not change an old log's meaning.
 Reading is strict about what it knows (an unknown type or field, or a value of the wrong kind, is a LogError
 that names it) and lenient about what it may not know yet: a field that the text lacks takes its default, so a
-log outlives additive changes of the core.
+log outlives additive changes of the core. A field that is gone and decided nothing (`_GONE_FIELDS`) is passed over.
 
 The fast path of `encode` is one pass of the C encoder over a flat dict: events have no nested values.
 """
@@ -106,6 +106,12 @@ _TYPE_BY_NAME: dict[str, type] = {kind.__name__: kind for kind in typing.get_arg
 _FIELDS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _TYPE_BY_NAME.values()
 }
+
+_GONE_FIELDS: dict[str, tuple[str, ...]] = {
+    "Relocate": ("saves_usd_per_hour", "expected_saving_usd", "saved_usd"),
+    "Release": ("saved_usd",),
+}
+"""Fields of logs of this schema that told people something and decided nothing, and which no reader knows any more."""
 
 Reader = Callable[[Any, str], Any]
 """Turns a JSON value, and the path to it for an error's text, into the typed value."""
@@ -291,6 +297,8 @@ def _read_fields(kind: Any, value: dict[str, Any], path: str) -> dict[str, Any]:
     fields = {}
     for name, item in value.items():
         reader = readers.get(name)
+        if reader is None and name in _GONE_FIELDS.get(kind.__name__, ()):
+            continue
         if reader is None:
             raise LogError(f"unknown field {name!r} of {kind.__name__} in the log")
         try:

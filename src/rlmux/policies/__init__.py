@@ -8,7 +8,7 @@ The name of a built-in policy may switch mechanisms off: `rlmux-no-tails`, `rlmu
 ablation, and shows what the mechanism is worth.
 
 Reading order: baselines, rollmux, jigsaw, rlmux, optimal, static_sharing, gavel, max_min_fairness, time_slice_clock,
-time_slice_shares, user_policy.
+time_slice_shares, user_policy, without_moves.
 """
 
 from __future__ import annotations

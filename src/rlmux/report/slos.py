@@ -8,8 +8,7 @@
     slo_probability     with which a cycle of its group takes no longer than planned, as last stated; null where none
                         was requested, or none can be stated
     bound               solo seconds of its phases that it is planned with beside others; null where it states none
-    moves               of each relocation the seconds of a step that were expected there, and those that came; the
-                        dollars that it was expected to save, and those that it saved
+    moves               of each relocation the seconds of a step that were expected there, and those that came
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps
 
 A pipeline that ended, or was stopped, without one step missed its SLO. Where nothing is known yet, a value is null.
@@ -27,6 +26,9 @@ from rlmux.report.timeline.records import PipelineRecord
 
 SLO_TOLERANCE = 1e-3
 """Relative, for rounding: a slowdown this far above the SLO still keeps it."""
+NOT_ESTIMATED = ("saves_usd_per_hour", "expected_saving_usd", "saved_usd")
+"""Keys of a relocation that are null: what moves save is the difference of two bills, which a run alone does not have
+(`rlmux simulate --moves-saved`)."""
 _PHASES = ("rollout_s", "train_s")
 
 
@@ -63,28 +65,13 @@ def slo_words(one: Mapping[str, Any]) -> str:
 
 
 def move_totals(moves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Number of relocations and sums of their dollars; None where there are relocations and none has dollars."""
-    return {
-        "num_moves": len(moves),
-        "moves_expected_usd": _known_sum(moves, "expected_saving_usd"),
-        "moves_saved_usd": _known_sum(moves, "saved_usd"),
-    }
+    """The number of relocations; their dollars are null, as those of each (`NOT_ESTIMATED`)."""
+    return {"num_moves": len(moves), "moves_expected_usd": None, "moves_saved_usd": None}
 
 
-def move_words(totals: Mapping[str, Any]) -> str:
-    """The keys of `move_totals` in a line; "" without relocations."""
-    if not totals["num_moves"]:
-        return ""
-    words = [f"moves: {totals['num_moves']:g}"]
-    for key, verb in (("moves_expected_usd", "expected to save"), ("moves_saved_usd", "saved")):
-        if totals[key] is not None:
-            words.append(f"{verb} {'-' if totals[key] <= -0.005 else ''}${abs(totals[key]):,.2f}")
-    return ", ".join(words)
-
-
-def _known_sum(moves: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    known = [move[key] for move in moves if move[key] is not None]
-    return math.fsum(known) if known or not moves else None
+def move_words(num_moves: float) -> str:
+    """The relocations in a line; "" without any."""
+    return f"moves: {num_moves:g}" if num_moves else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +141,7 @@ def _moves(record: PipelineRecord, steps: Sequence[StepTime]) -> list[dict[str, 
                 "expected_step_s": move.expected_step_s,
                 "step_s": math.fsum(there) / len(there) if there else None,
                 "num_steps": len(there),
-                "saves_usd_per_hour": move.saves_usd_per_hour,
-                "expected_saving_usd": move.expected_saving_usd,
-                "saved_usd": move.saved_usd,
+                **dict.fromkeys(NOT_ESTIMATED),
             }
         )
     return rows

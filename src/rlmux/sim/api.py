@@ -52,9 +52,11 @@ def simulate(
     num_processes: int | None = None,
     out: Path | None = None,
     counts_decisions: bool = False,
+    prices_moves: bool = False,
 ) -> dict[str, Any]:
     """Figures of every policy over `seeds`, by default 0 to num_seeds - 1; with `out`, pictures and a page go there.
-    `counts_decisions`: decisions take the time that they take on this machine, instead of none.
+    `counts_decisions`: decisions take the time that they take on this machine, instead of none. `prices_moves`: what
+    relocations saved, from a second simulation without them.
 
     {"workload", "about", "num_seeds", "seeds", "notes",
      "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
@@ -71,6 +73,8 @@ def simulate(
     if out is not None:
         tasks = tuple(replace(task, spans_until_s=_first_steps_s(task.workload)) for task in tasks)
     results = sweep(tasks, progress=progress, num_processes=num_processes)
+    if prices_moves:
+        results = _with_moves_saved(tasks, results, progress, num_processes)
     by_policy: dict[str, list[SimResult]] = {name: [] for name in policies}
     for task, result in zip(tasks, results, strict=True):
         by_policy[str(task.policy)].append(result)
@@ -87,6 +91,21 @@ def simulate(
 
         report["pictures"] = [str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)]
     return report
+
+
+def _with_moves_saved(
+    tasks: Sequence[SimRun], results: Sequence[SimResult], progress: Progress | None, num_processes: int | None
+) -> tuple[SimResult, ...]:
+    """The results with the bill without relocations. A simulation that had none would be the same again."""
+    from rlmux.sim.results.sweep import sweep
+
+    moved = [index for index, result in enumerate(results) if result.num_moves]
+    repeated = [replace(tasks[index], without_moves=True) for index in moved]
+    unmoved = sweep(repeated, progress=progress, num_processes=num_processes)
+    usd_by_index = {index: one.paid_usd for index, one in zip(moved, unmoved, strict=True)}
+    return tuple(
+        replace(result, unmoved_usd=usd_by_index.get(index, result.paid_usd)) for index, result in enumerate(results)
+    )
 
 
 def with_spot(workload: str | Workload | WorkloadMaker, path: Path) -> Workload | WorkloadMaker:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlmux.core.actions import ExpectLoss
+from rlmux.core.errors import UserError
 from rlmux.core.events import Event, NodeJoined, NodeLost, NoticeGiven, PipelineParked, PoolPriced
 from rlmux.core.model import Cluster, NodeId, PipelineId
 from rlmux.core.query import SchedulerQuery
@@ -48,7 +49,9 @@ class NodeChanges:
     def __init__(
         self, kernel: Kernel, cluster: Cluster, trace: SpotTrace | None, failures: Sequence[NodeFailure]
     ) -> None:
+        """Raises UserError for a node or pool that the cluster does not have."""
         self._kernel = kernel
+        _check_nodes(cluster, failures, trace or SpotTrace())
         for failure in failures:
             kernel.schedule(failure.at_s, NODE_CHANGE, NodeLost(time_s=failure.at_s, node=failure.node))
             back_s = failure.at_s + failure.down_s
@@ -85,6 +88,22 @@ class NodeChanges:
     def forget(self, node: NodeId) -> None:
         """The node is lost, or there."""
         self._expected.pop(node, None)
+
+
+def _check_nodes(cluster: Cluster, failures: Sequence[NodeFailure], trace: SpotTrace) -> None:
+    for what, changes in (("a failure", failures), ("a reclaim", trace.reclaims)):
+        for change in changes:
+            if not cluster.has_node(change.node):
+                raise UserError(
+                    f"{what} at {change.at_s:g} s names node {change.node}, which is not there; "
+                    f"accepted: {cluster.node_names()}"
+                )
+    for price in trace.prices:
+        if price.pool not in cluster.pools:
+            raise UserError(
+                f"a price at {price.at_s:g} s names pool {price.pool!r}, which is not there; "
+                f"accepted: {', '.join(cluster.pools)}"
+            )
 
 
 class SpotFigures:

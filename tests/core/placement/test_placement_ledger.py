@@ -223,7 +223,7 @@ def test_a_relocated_pipeline_keeps_its_old_nodes_until_it_has_really_left():
     assert (placement.rollout_nodes, released) == ((R0,), (R1, T1))
     ledger.check()
     assert ledger.num_free_nodes(Phase.TRAIN) == 0
-    assert (ledger.usd_per_hour, ledger.usd_per_hour_when_relocated) == (8.0, 4.0)
+    assert ledger.usd_per_hour == 8.0
     assert ledger.finish_relocation(PipelineId("b")) == (R1, T1)
     assert ledger.num_free_nodes(Phase.TRAIN) == 1
     ledger.check()
@@ -254,7 +254,7 @@ def test_a_new_price_counts_for_groups_nodes_in_use_and_searches():
     ledger.admit(pipeline("a", slo_slowdown=2.0), new())
     ledger.note_fruitless_search((PipelineId("a"),))
     ledger.set_price("t", 6.0)
-    assert (only_group(ledger).usd_per_hour, ledger.usd_per_hour, ledger.usd_per_hour_when_relocated) == (7.0,) * 3
+    assert (only_group(ledger).usd_per_hour, ledger.usd_per_hour) == (7.0, 7.0)
     assert only_group(ledger).least_usd_per_hour == pytest.approx((1.0 * 2.0 + 6.0 * 1.0) / 6.0)
     assert not ledger.was_searched_in_vain((PipelineId("a"),))
     ledger.check()

@@ -32,6 +32,10 @@ def simulate(
     count_decisions: Annotated[
         bool, typer.Option("--count-decisions", help="Count the seconds that decisions take here, instead of none.")
     ] = False,
+    moves_saved: Annotated[
+        bool,
+        typer.Option("--moves-saved", help="Simulate again without relocations, for the dollars that they saved."),
+    ] = False,
     spot: Annotated[
         Path | None,
         typer.Option("--spot", metavar="FILE", help="Spot prices and reclaims of nodes (docs/how-it-works/spot.md)."),
@@ -69,6 +73,7 @@ def simulate(
             progress=report_progress,
             out=out,
             counts_decisions=count_decisions,
+            prices_moves=moves_saved,
         )
     result = with_worth(simulated)
     if from_run is not None:

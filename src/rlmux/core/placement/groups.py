@@ -69,8 +69,6 @@ class Groups:
             del self._views[group.id]
         self._leases.forget_states(run)
         run.nodes.placement = None
-        if run.nodes.savings is not None:
-            run.nodes.savings.count(self._state.now_s, 0.0)
         run.cycle.phases_started.clear()
         run.cycle.steps_per_cycle = 1
         return group
@@ -88,8 +86,6 @@ class Groups:
     def plan_move(self, run: PipelineRun, placement: Placement | None) -> None:
         """Have the pipeline relocate there at its next step boundary; None: it stays."""
         run.nodes.next_placement = placement
-        if placement is None:
-            run.nodes.next_savings = None
 
     def count_begun(self, run: PipelineRun, phase: Phase, device: DeviceId) -> None:
         """The pipeline begins its phase on the device, which is one slot of its cycle."""

@@ -5,6 +5,9 @@
 NodeLost ─▶ pipelines pinned there wait, from their last published version ─▶ placed elsewhere, or later
 NodeJoined ─▶ waiting pipelines are tried again
 PoolPriced ─▶ waiting pipelines are tried again, and the policy regroups at the new price
+
+Several sources report a node: Ray, a notice that has expired, a user. An event that tells of a node what is known
+already changes nothing; one about a node that the cluster does not have is an error.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from rlmux.core.steps.step_machine import PipelineInput
 
 def on_notice_given(parts: Parts, event: NoticeGiven) -> list[Action]:
     """Pipelines leave the node while they can. An on-demand one has no step boundary: it stays to the end."""
+    _check_exists(parts, event.node)
+    if _is_gone(parts, event.node):
+        return []
     actions: list[Action] = [ExpectLoss(node=event.node, at_s=event.gone_at_s)]
     if parts.ledger.is_about_to_go(event.node):
         return actions  # it goes at another time
@@ -37,6 +43,9 @@ def on_node_lost(parts: Parts, event: NodeLost) -> list[Action]:
 
     So does one that was about to move there: its processes, which are elsewhere, are ended.
     """
+    _check_exists(parts, event.node)
+    if _is_gone(parts, event.node):
+        return []
     state = parts.state
     actions = filler_placement.lose_node(parts, event.node)
     lost = dict.fromkeys(parts.ledger.lose_node(event.node))
@@ -68,6 +77,9 @@ def _wait_without(parts: Parts, run: PipelineRun, node: NodeId) -> list[Action]:
 
 
 def on_node_joined(parts: Parts, event: NodeJoined) -> list[Action]:
+    _check_exists(parts, event.node)
+    if not parts.ledger.is_lost(event.node):
+        return []
     was_about_to_go = parts.ledger.is_about_to_go(event.node)
     parts.ledger.regain_node(event.node)
     parts.state.dirty.queue = True
@@ -80,6 +92,16 @@ def on_pool_priced(parts: Parts, event: PoolPriced) -> list[Action]:
     parts.ledger.set_price(event.pool, event.usd_per_gpu_hour)
     parts.state.dirty.queue = parts.state.dirty.balance = True
     return []
+
+
+def _check_exists(parts: Parts, node: NodeId) -> None:
+    if not parts.cluster.has_node(node):
+        raise parts.journal.illegal(f"no node {node}; nodes: {parts.cluster.node_names()}")
+
+
+def _is_gone(parts: Parts, node: NodeId) -> bool:
+    """Whether it is lost, and not only about to go."""
+    return parts.ledger.is_lost(node) and not parts.ledger.is_about_to_go(node)
 
 
 def _is_on(run: PipelineRun, node: NodeId) -> bool:

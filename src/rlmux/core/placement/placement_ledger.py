@@ -143,11 +143,6 @@ class PlacementLedger:
         pools = self.cluster.pools.items()
         return sum(self.num_nodes_in_use(name) * pool.usd_per_node_hour for name, pool in pools)
 
-    @property
-    def usd_per_hour_when_relocated(self) -> float:
-        """Price of the nodes in use once every relocation under way is finished."""
-        return sum(group.usd_per_hour for group in self._groups.values())
-
     def was_searched_in_vain(self, pipelines: tuple[PipelineId, ...]) -> bool:
         return pipelines in self._fruitless_searches
 

@@ -10,15 +10,13 @@ is marked in `state.dirty`: no function here calls another stage of `Scheduler.s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rlmux.core.actions import Action, Admit, Release, Relocate, Remind
 from rlmux.core.model import AdmissionKind, PipelineStatus, Placement
 from rlmux.core.parts import Parts
-from rlmux.core.pipeline_run import MoveSavings, PipelineRun
+from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
-from rlmux.core.placement.group_load import solo_s
 from rlmux.core.queue import filler_placement, parking
 from rlmux.core.state import GroupState
 from rlmux.core.steps.step_machine import PipelineInput
@@ -104,7 +102,7 @@ def release(parts: Parts, run: PipelineRun) -> list[Action]:
     An older version may still be on its way to rollout workers when the last one is published: that ends here too.
     """
     _leave(parts, run)
-    return [Release(pipeline=run.pipeline.id, saved_usd=run.nodes.saved_usd)]
+    return [Release(pipeline=run.pipeline.id)]
 
 
 def begin(parts: Parts, run: PipelineRun, restored_step: int) -> None:
@@ -210,16 +208,12 @@ def _check_relocations(parts: Parts, choices: Sequence[Relocation | FruitlessSea
 def _plan_moves(parts: Parts, relocations: list[Relocation]) -> None:
     """Carry the relocations out in the ledger; the pipelines follow at their step boundaries."""
     state, ledger = parts.state, parts.ledger
-    is_priced = any(pool.usd_per_node_hour for pool in parts.cluster.pools.values())
-    settled_usd, held_usd = ledger.usd_per_hour_when_relocated, ledger.usd_per_hour
     for relocation in relocations:  # all in the ledger first: later ones count on the nodes of earlier ones
         run = state.runs[relocation.pipeline]
         placement, _ = ledger.relocate(relocation.pipeline, relocation.choice)
         parts.groups.plan_move(run, placement)
         parts.expectations.note_placed(run)
     runs = [state.runs[name] for name in dict.fromkeys(relocation.pipeline for relocation in relocations)]
-    if is_priced:
-        _share_savings(parts, runs, settled_usd - ledger.usd_per_hour_when_relocated, ledger.usd_per_hour - held_usd)
     kinds = {relocation.pipeline: relocation.choice.kind for relocation in relocations}
     for run in runs:
         if run.nodes.next_placement == run.nodes.placement:
@@ -233,64 +227,11 @@ def _plan_moves(parts: Parts, relocations: list[Relocation]) -> None:
             state.dirty.boundaries[run.pipeline.id] = run
 
 
-def _share_savings(parts: Parts, runs: list[PipelineRun], saved_usd: float, held_usd: float) -> None:
-    """Share what a choice saves equally among the pipelines that it relocates.
-
-    `saved_usd`: dollars per hour saved once all of them are relocated. `held_usd`: dollars per hour of new nodes that
-    are held beside the old ones until then. A relocation that is replaced before its step boundary counts as part of
-    the choice.
-    """
-    now_s, counted_usd = parts.state.now_s, 0.0
-    moving = [run for run in runs if run.nodes.next_placement != run.nodes.placement]
-    for replaced in [run.nodes.next_savings for run in runs if run.nodes.next_savings is not None]:
-        saved_usd, held_usd = saved_usd + replaced.usd_per_hour, held_usd - replaced.usd_per_hour_now
-        replaced.count(now_s, 0.0)
-        counted_usd += replaced.saved_usd
-    for run in moving:
-        usd_per_hour, hours = saved_usd / len(moving), _hours_left(parts, run)
-        run.nodes.next_savings = MoveSavings(
-            usd_per_hour=usd_per_hour,
-            expected_usd=None if hours is None else usd_per_hour * hours,
-            counted_to_s=now_s,
-            usd_per_hour_now=-held_usd / len(moving),
-            saved_usd=counted_usd / len(moving),
-        )
-
-
-def _hours_left(parts: Parts, run: PipelineRun) -> float | None:
-    """Hours that the pipeline's relocation can last: the least solo time of the steps left, over the members of the
-    groups that it leaves and joins. None where a member's steps are not counted, or have no estimate.
-
-    The time to its step boundary, while nodes may be held twice, is unknown here and left out.
-    """
-    ledger, old = parts.ledger, parts.state.group_of(run).id
-    groups = [ledger.group_of(run.pipeline.id), *([ledger.group(old)] if ledger.has_group(old) else [])]
-    hours = math.inf
-    for pipeline in (member.pipeline for group in groups for member in group.members):
-        left = parts.state.work_left(pipeline.id)
-        if left is None or not solo_s(pipeline):
-            return None
-        hours = min(hours, left.num_left * solo_s(pipeline) / 3600.0)
-    return hours
-
-
 def _relocate(parts: Parts, run: PipelineRun) -> list[Action]:
     """Leave the old nodes, join the new ones."""
-    savings = run.nodes.next_savings
     placement = _switch_nodes(parts, run)
-    previous_usd, run.nodes.savings = run.nodes.saved_usd, savings
-    if savings is not None:
-        savings.count(parts.state.now_s, savings.usd_per_hour)
-    return [
-        Relocate(
-            pipeline=run.pipeline.id,
-            placement=placement,
-            expected_step_s=parts.expectations.step_s(run),
-            saves_usd_per_hour=None if savings is None else savings.usd_per_hour,
-            expected_saving_usd=None if savings is None else savings.expected_usd,
-            saved_usd=previous_usd,
-        )
-    ]
+    expected_s = parts.expectations.step_s(run)
+    return [Relocate(pipeline=run.pipeline.id, placement=placement, expected_step_s=expected_s)]
 
 
 def _switch_nodes(parts: Parts, run: PipelineRun) -> Placement:

@@ -19,7 +19,7 @@ from typing import Any
 from rlmux.core.model import PipelineId
 from rlmux.report.figures.device_chart import Chart
 from rlmux.report.figures.svg import PALETTE, percent_text, seconds_text, tag
-from rlmux.report.slos import move_totals, move_words, slo_words
+from rlmux.report.slos import move_words, slo_words
 from rlmux.report.summary import StepTimes, step_times, summarize
 from rlmux.report.timeline.build import DeviceTimeline, Timeline
 from rlmux.report.timeline.device_rows import CLASS_BY_CAUSE
@@ -223,7 +223,7 @@ class _View:
         stated = "".join(
             tag("p", f"{escape(name)}: {escape(words)}")
             for name, p in pipelines.items()
-            for words in (slo_words(p), move_words(move_totals(p["moves"])), (p["delivery"] or {}).get("says"))
+            for words in (slo_words(p), move_words(len(p["moves"])), (p["delivery"] or {}).get("says"))
             if words
         )
         return f'<h2>Pipelines</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>{stated}'

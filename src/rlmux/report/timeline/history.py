@@ -12,7 +12,6 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from rlmux.core.actions import (
@@ -224,10 +223,7 @@ class History:
             if record.admitted_s is None:
                 record.admitted_s = time_s
             if isinstance(action, Relocate):
-                self._end_move(record, action.saved_usd)
-                record.moves.append(
-                    Move(time_s, action.expected_step_s, action.saves_usd_per_hour, action.expected_saving_usd)
-                )
+                record.moves.append(Move(time_s, action.expected_step_s))
             self._note_thinking(time_s, record)
 
     def _on_release(self, time_s: float, action: Release) -> None:
@@ -238,11 +234,6 @@ class History:
         if record.status == PipelineStatus.RUNNING:
             record.status = PipelineStatus.FINISHED
         record.ended_s = time_s
-        self._end_move(record, action.saved_usd)
-
-    def _end_move(self, record: PipelineRecord, saved_usd: float | None) -> None:
-        if saved_usd is not None:
-            record.moves[-1] = replace(record.moves[-1], saved_usd=saved_usd)
 
     def _on_expect_steps(self, time_s: float, action: ExpectSteps) -> None:
         record = self.pipelines.get(action.pipeline)

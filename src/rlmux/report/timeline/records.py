@@ -98,12 +98,6 @@ class Move:
     time_s: float
     expected_step_s: float | None
     """Seconds that its steps were expected to take there; None where nothing was known of them."""
-    saves_usd_per_hour: float | None = None
-    """Dollars per hour that it saves against staying; None where nodes have no price."""
-    expected_saving_usd: float | None = None
-    """Dollars that it was expected to save; None where nodes have no price or steps are not counted."""
-    saved_usd: float | None = None
-    """Dollars that it saved; None while it lasts, and where nodes have no price."""
 
 
 @dataclass(slots=True)

@@ -42,9 +42,4 @@ def node_of(cluster: Cluster, text: str) -> NodeId:
     num_nodes = 0 if known is None else known.num_nodes or 0
     if index.isdecimal() and int(index) < num_nodes:
         return NodeId(pool, int(index))
-    names = [
-        f"{name}-0" + (f" to {name}-{one.num_nodes - 1}" if (one.num_nodes or 0) > 1 else "")
-        for name, one in cluster.pools.items()
-        if one.num_nodes
-    ]
-    raise UserError(f"no node {text!r}; accepted: {', '.join(names)}")
+    raise UserError(f"no node {text!r}; accepted: {cluster.node_names()}")

@@ -26,7 +26,7 @@ from rlmux.core.actions import Admit, Release, Relocate
 from rlmux.core.model import Cluster, DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId
 from rlmux.core.placement.group_load import GroupLoad, cold_start_s, solo_s
 from rlmux.core.placement.view import PlacementView
-from rlmux.report.slos import is_within_slo, move_totals
+from rlmux.report.slos import is_within_slo
 from rlmux.sim.bounds import are_own_pools, work_usd
 from rlmux.sim.fillers import FillerFigures
 from rlmux.sim.node_changes import SpotFigures
@@ -78,8 +78,7 @@ class Collector:
         self._placement = placement
         self._progress: dict[PipelineId, _Progress] = {}
         self._admissions = {"direct": 0, "scaled": 0, "new": 0}
-        self._moves: list[dict[str, float | None]] = []
-        self._last_move: dict[PipelineId, dict[str, float | None]] = {}
+        self._num_moves = 0
         pools = workload.cluster.pools
         self._gpus_per_node = {name: pool.gpus_per_node for name, pool in pools.items()}
         self._devices_per_node = {name: pool.devices_per_node for name, pool in pools.items()}
@@ -124,9 +123,7 @@ class Collector:
         self._pin(action.pipeline, action.placement.nodes)
         self._change(now_s, (before, action.placement.group))
         if isinstance(action, Relocate):
-            self._end_move(action)
-            self._last_move[action.pipeline] = {"expected_saving_usd": action.expected_saving_usd, "saved_usd": None}
-            self._moves.append(self._last_move[action.pipeline])
+            self._num_moves += 1
         elif progress.admitted_s is None:
             progress.admitted_s = now_s
             self._admissions[action.kind] += 1
@@ -141,11 +138,6 @@ class Collector:
         self._book(now_s)
         self._pin(action.pipeline, ())
         self._change(now_s, (self._group_of.pop(action.pipeline, None),))
-        self._end_move(action)
-
-    def _end_move(self, action: Relocate | Release) -> None:
-        if action.saved_usd is not None:
-            self._last_move[action.pipeline]["saved_usd"] = action.saved_usd
 
     def lose_nodes(self, pipelines: Iterable[PipelineId], now_s: float) -> None:
         """These pipelines lost their nodes and wait; a failure may have ended any number of groups."""
@@ -345,7 +337,7 @@ class Collector:
             utilization=self._utilization(),
             num_refused=sum(bool(p.refused) for p in pipelines),
             num_migrations=self.num_migrations,
-            **move_totals(self._moves),
+            num_moves=self._num_moves,
             mean_wait_s=sum(waits) / len(waits) if waits else 0.0,
             mean_queue_s=sum(p.queue_s for p in taken) / len(taken) if taken else 0.0,
             events=num_events,

@@ -24,6 +24,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
 from rlmux.hidden_main import hidden_main
 from rlmux.policies import make_policy
+from rlmux.policies.without_moves import without_moves
 from rlmux.sim.models.interference import InterferenceTable
 from rlmux.sim.results.decision_cost import DecisionCost, Stopwatch
 from rlmux.sim.results.result import SimResult
@@ -51,6 +52,8 @@ class SimRun:
     spans_until_s: float = 0.0
     counts_decisions: bool = False
     """Whether decisions take what they take on this machine, on whose speed the result then depends."""
+    without_moves: bool = False
+    """Whether no pipeline is relocated: for the bill that relocations are compared with."""
 
 
 def run_simulation(task: SimRun) -> SimResult:
@@ -58,6 +61,8 @@ def run_simulation(task: SimRun) -> SimResult:
     policy = task.policy
     if isinstance(policy, str):
         policy = make_policy(policy, seed=task.workload.seed)
+    if task.without_moves:
+        policy = without_moves(policy)
     decision_cost = None
     if task.counts_decisions:
         watch, neighbours = Stopwatch(), task.workload.neighbours
