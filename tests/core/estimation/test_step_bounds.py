@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.actions import ExpectSteps
-from rlmux.core.estimation.step_bounds import WINDOW_STEPS, StepBounds, phase_level, prediction_bound, student_t
+from rlmux.core.estimation.step_bounds import WINDOW_STEPS, StepBounds, mean_bound, member_level, student_t
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.core.placement.group_load import MAX_PIPELINES_PER_GROUP
 from rlmux.core.scheduler import Scheduler

@@ -54,7 +54,9 @@ _PRIOR_DEVIATION = 0.05
 _STANDARD_ERRORS = 2.0
 """Standard errors by which a mean differs from the planned one at least."""
 _NOTCH = 1.05
-"""Least factor between two estimates or spreads that count as different: like pipelines stay alike for a search."""
+"""Least factor between two estimates that count as different: like pipelines stay alike for a search."""
+_NOTICEABLE = 0.01
+"""Least change of a spread that counts."""
 _ROUNDING = 1e-9
 _ONE_SECOND = PhaseSeconds(rollout_s=1.0, train_s=1.0)
 
@@ -80,8 +82,8 @@ class StepBounds:
         self._is_limit_broken = False
         self._means: Notches | None = (0, 0) if self.has_base else None
         """Planned means; None before any are known."""
-        self._spread: int | None = None
-        """Power of `_NOTCH` that the planned spread is; None before enough steps were seen."""
+        self._spread: float | None = None
+        """Planned spread; None before enough steps were seen."""
         if pipeline.bounded is not None:
             self._take_up(pipeline.bounded)
 
@@ -153,7 +155,7 @@ class StepBounds:
         num_ahead = max(1, min(num_left or _MAX_STEPS_AHEAD, _MAX_STEPS_AHEAD))
         (rollout, rollout_spread), (train, train_spread) = (self._phase(phase, num_ahead) for phase in (0, 1))
         means, spread = (rollout, train), max(rollout_spread, train_spread)
-        is_known = self._spread is not None and self._spread - 1 <= spread <= self._spread
+        is_known = self._spread is not None and abs(spread - self._spread) < _NOTICEABLE
         if is_known and means == self._means:
             return None
         self._means, self._spread = means, spread
@@ -164,10 +166,10 @@ class StepBounds:
         if colocated is not None and self.has_base:
             colocated = _times(colocated, means)
         held = None if self.has_base else estimate
-        return replace(now, estimate=estimate, held=held, colocated_estimate=colocated, spread=_NOTCH**spread)
+        return replace(now, estimate=estimate, held=held, colocated_estimate=colocated, spread=spread)
 
-    def _phase(self, phase: int, num_ahead: int) -> tuple[int, int]:
-        """Powers of `_NOTCH` that the phase's mean and its spread are."""
+    def _phase(self, phase: int, num_ahead: int) -> tuple[int, float]:
+        """Power of `_NOTCH` that the phase's mean is, and its spread."""
         ratios = [one[phase] for one in self._ratios]
         recent = ratios[-_MEAN_STEPS:]
         deviation = _deviation(ratios)
@@ -176,11 +178,11 @@ class StepBounds:
         noticeable = max(1.0, _STANDARD_ERRORS * deviation / math.sqrt(len(recent)) / math.log(_NOTCH))
         if mean is None or abs(found - mean) > noticeable:
             mean = round(found + _ROUNDING)
-        most = mean + math.ceil(_notch_of(mean_bound(deviation, len(ratios), num_ahead, self._level)) - 1e-6)
+        spread = mean_bound(deviation, len(ratios), num_ahead, self._level)
         limit = self._limits()[phase]
         if limit < math.inf and not self._is_limit_broken:
-            most = min(most, max(mean, math.ceil(_notch_of(limit) - 1e-6)))
-        return mean, most - mean
+            spread = min(spread, max(1.0, limit / _NOTCH**mean))
+        return mean, spread
 
     def _limits(self) -> tuple[float, float]:
         limit = self.given.limit
