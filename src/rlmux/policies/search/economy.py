@@ -43,6 +43,7 @@ class Economy:
     rollout_usd: float = field(init=False)
     train_usd: float = field(init=False)
     _budgets_s: dict[PipelineId, float] = field(init=False, default_factory=dict)
+    _staying_budgets_s: dict[PipelineId, float] = field(init=False, default_factory=dict)
     _slowness_usd: dict[PipelineId, float] = field(init=False, default_factory=dict)
     _group_budgets: dict[GroupId, tuple[GroupLoad, float]] = field(init=False, default_factory=dict)
 
@@ -78,11 +79,19 @@ class Economy:
             + train_s * pipeline.num_train_nodes * self.train_usd
         ) / alone_s
 
+    def staying_budget_s(self, pipeline: Pipeline) -> float:
+        """The same for a pipeline that stays where it is: nothing is kept for a move."""
+        known = self._staying_budgets_s.get(pipeline.id)
+        if known is None:
+            known = budget_from(pipeline, self.view.work_left(pipeline.id), is_staying=True)
+            self._staying_budgets_s[pipeline.id] = known
+        return known
+
     def budget_of_group(self, group: GroupLoad) -> float:
-        """Longest period that keeps every member within its budget."""
+        """Longest period that keeps every member within its budget where it is."""
         known = self._group_budgets.get(group.id)
         if known is None or known[0] is not group:
-            budget_s = min(self.budget_s(member.pipeline) * member.steps_per_cycle for member in group.members)
+            budget_s = min(self.staying_budget_s(member.pipeline) * member.steps_per_cycle for member in group.members)
             known = (group, budget_s)
             self._group_budgets[group.id] = known
         return known[1]
@@ -126,17 +135,18 @@ class Economy:
         return usd / hours
 
 
-def budget_from(pipeline: Pipeline, left: WorkLeft | None) -> float:
+def budget_from(pipeline: Pipeline, left: WorkLeft | None, *, is_staying: bool = False) -> float:
     """Seconds of the longest mean step from now on that keeps the SLO, between T_solo and `MOST_SLOWDOWN` of it.
 
-    Kept in reserve: a cold start and one solo step, which a move may cost. SLO times T_solo where the work left is
-    not known.
+    Kept in reserve, unless it is where it will stay: a cold start and one solo step, which a move may cost. SLO times
+    T_solo where the work left is not known.
     """
     alone_s = solo_s(pipeline)
     if left is None or not alone_s or pipeline.slo_slowdown == math.inf:
         return slo_step_s(pipeline)
     due_s = _due_s(pipeline, left)
-    room_s = (due_s - left.now_s - cold_start_s(pipeline) - alone_s) * (1.0 - _RESERVE)
+    reserve_s = 0.0 if is_staying and left.has_begun else cold_start_s(pipeline) + alone_s
+    room_s = (due_s - left.now_s - reserve_s) * (1.0 - _RESERVE)
     return min(MOST_SLOWDOWN * alone_s, max(alone_s, room_s / max(1, left.num_left) / pipeline.spread))
 
 
@@ -150,7 +160,7 @@ def keeps_budget_until(pipeline: Pipeline, left: WorkLeft | None, step_s: float)
         return math.inf
     due_s = _due_s(pipeline, left)
     room_s = step_s * pipeline.spread * max(1, left.num_left) / (1.0 - _RESERVE)
-    return due_s - cold_start_s(pipeline) - alone_s - room_s - _TIME_MARGIN_S
+    return due_s - room_s - _TIME_MARGIN_S
 
 
 def _due_s(pipeline: Pipeline, left: WorkLeft) -> float:
