@@ -41,12 +41,12 @@ from rlmux.core.steps.idle_check import Idling
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
-from rlmux.policies.search.candidates import founding, impossible, joining, may_join, newcomer, queue
+from rlmux.policies.search.candidates import as_of_now, founding, impossible, joining, may_join, newcomer, queue
 from rlmux.policies.search.economic_placement import cheapest_place
 from rlmux.policies.search.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
 from rlmux.policies.search.economy import Economy
 from rlmux.policies.search.ranking import GroupRanking
-from rlmux.policies.search.readmission import spread_out
+from rlmux.policies.search.readmission import place_again, spread_out
 from rlmux.policies.search.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_nodes
 from rlmux.policies.search.slo_repair import mend_slos
@@ -117,7 +117,7 @@ class RlMux:
         own, is_sunk = founding(pipeline, view), _are_nodes_sunk_cost(view)
         if is_sunk and own is not None:
             return own
-        joiner = newcomer(pipeline, has_own_nodes=own is not None)
+        joiner = newcomer(pipeline, view, has_own_nodes=own is not None)
         best: PlacementChoice | None = None
         best_rank = (math.inf, math.inf)
         rollout_usd = view.usd_per_new_node_hour(Phase.ROLLOUT)
@@ -126,6 +126,7 @@ class RlMux:
         for group in view.groups_with_room(joiner):
             if not may_join(group, joiner):
                 continue
+            group = as_of_now(group, joiner, view)
             nodes, num_new = _emptiest_nodes(group, joiner, num_free) if is_sunk else _best_nodes(group, joiner)
             rank = (num_new * rollout_usd, _misfit(group, joiner))
             if rank < best_rank and num_new <= num_free and self._takes(group, joiner, nodes, num_new):
@@ -142,7 +143,7 @@ class RlMux:
             return cheaper_regrouping(view, self._economy(view), self._caches, self.limits)
         mended = mend_slos(view, self.place, varies_steps_per_cycle=self.varies_steps_per_cycle)
         if mended or _are_nodes_sunk_cost(view):
-            return mended or spread_out(view)
+            return mended or (place_again(view, self.place) if view.num_waiting else spread_out(view))
         by_waste = self._by_waste.ranked(tuple(view.groups()), _waste)
         fruitless: list[FruitlessSearch] = []
         for seed in by_waste:

@@ -33,7 +33,7 @@ from rlmux.core.views import Choice, GroupView
 from rlmux.policies.lookahead.dispatching import start_in_cycle_order
 from rlmux.policies.lookahead.measured_tails import migrate_tails
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
-from rlmux.policies.search.candidates import direct, founding, impossible, may_join, newcomer, queue, scaled
+from rlmux.policies.search.candidates import as_of_now, direct, founding, impossible, may_join, newcomer, queue, scaled
 from rlmux.policies.search.readmission import place_again
 from rlmux.policies.search.shared_placement import place_on_shared_nodes
 from rlmux.policies.search.slo_repair import mend_slos
@@ -57,11 +57,12 @@ class RollMux:
         if refusal is not None:
             return refusal
         own = founding(pipeline, view)
-        joiner = newcomer(pipeline, has_own_nodes=own is not None)
+        joiner = newcomer(pipeline, view, has_own_nodes=own is not None)
         best: PlacementChoice | None = None
         for group in view.groups_with_room(joiner):
             if self._is_skipped(group) or not may_join(group, joiner):
                 continue
+            group = as_of_now(group, joiner, view)
             packed = next(direct(group, joiner), None)
             if packed is not None:
                 return packed
@@ -91,7 +92,7 @@ class RollMux:
         for group in view.groups_with_room(pipeline):
             if not may_join(group, pipeline):
                 continue
-            for choice in direct(group, pipeline):
+            for choice in direct(as_of_now(group, pipeline, view), pipeline):
                 period_s = group.period_with(pipeline, choice.rollout_nodes, 0)
                 if period_s < best_period_s:
                     best, best_period_s = choice, period_s

@@ -18,8 +18,9 @@ from itertools import combinations
 
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, Pool
 from rlmux.core.placement.choice import PlacementChoice, Refusal
-from rlmux.core.placement.group_load import GroupLoad, budget_of, solo_s
+from rlmux.core.placement.group_load import GroupLoad, budget_of, cold_start_s, solo_s
 from rlmux.core.placement.view import PlacementView
+from rlmux.policies.search.economy import budget_left_s
 
 
 def direct(group: GroupLoad, pipeline: Pipeline) -> Iterator[PlacementChoice]:
@@ -77,10 +78,26 @@ def founding(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
     )
 
 
-def newcomer(pipeline: Pipeline, *, has_own_nodes: bool) -> Pipeline:
+def newcomer(pipeline: Pipeline, view: PlacementView, *, has_own_nodes: bool) -> Pipeline:
     """The pipeline as groups are judged for it: without nodes of its own to found one, it would wait longer in the
-    queue than for its first slot, so that wait is not held against a group (`budget_of`)."""
-    return pipeline if has_own_nodes or pipeline.num_steps is None else replace(pipeline, num_steps=None)
+    queue than for its first slot, so that wait is not held against a group (`budget_of`); what it has waited is."""
+    alone_s = solo_s(pipeline)
+    if has_own_nodes or pipeline.num_steps is None:
+        return pipeline
+    if pipeline.slo_probability is None or pipeline.slo_slowdown == math.inf or not alone_s:
+        return replace(pipeline, num_steps=None)
+    budget_s = budget_left_s(pipeline, view.work_left(pipeline.id), reserve_s=cold_start_s(pipeline))
+    return replace(pipeline, num_steps=None, slo_slowdown=max(1.0, budget_s * pipeline.spread / alone_s))
+
+
+def as_of_now(group: GroupLoad, joiner: Pipeline, view: PlacementView) -> GroupLoad:
+    """The group with the budget that its members have left when the joiner comes, whose cold starts delay them once."""
+    delay_s = cold_start_s(joiner)
+    budget_s = min(
+        budget_left_s(member.pipeline, view.work_left(member.pipeline.id), reserve_s=delay_s) * member.steps_per_cycle
+        for member in group.members
+    )
+    return replace(group, budget_s=budget_s) if budget_s < group.budget_s else group
 
 
 def any_room(group: GroupLoad, pipeline: Pipeline) -> Iterator[PlacementChoice]:

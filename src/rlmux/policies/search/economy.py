@@ -17,7 +17,14 @@ import math
 from dataclasses import dataclass, field
 
 from rlmux.core.model import GroupId, Phase, Pipeline, PipelineId, WorkLeft
-from rlmux.core.placement.group_load import GroupLoad, cold_start_s, phases_of, slo_step_s, solo_s
+from rlmux.core.placement.group_load import (
+    GroupLoad,
+    cold_start_s,
+    phases_of,
+    slo_budget_s,
+    slo_step_s,
+    solo_s,
+)
 from rlmux.core.placement.view import PlacementView
 
 MOST_SLOWDOWN = 3.0
@@ -83,7 +90,7 @@ class Economy:
         """The same for a pipeline that stays where it is: nothing is kept for a move."""
         known = self._staying_budgets_s.get(pipeline.id)
         if known is None:
-            known = budget_from(pipeline, self.view.work_left(pipeline.id), is_staying=True)
+            known = budget_from(pipeline, self.view.work_left(pipeline.id), reserve_s=0.0)
             self._staying_budgets_s[pipeline.id] = known
         return known
 
@@ -135,19 +142,37 @@ class Economy:
         return usd / hours
 
 
-def budget_from(pipeline: Pipeline, left: WorkLeft | None, *, is_staying: bool = False) -> float:
+def move_reserve_s(pipeline: Pipeline) -> float:
+    """Seconds that a move may cost the pipeline: its cold starts, and one solo step until its first slot."""
+    return cold_start_s(pipeline) + solo_s(pipeline)
+
+
+def budget_from(pipeline: Pipeline, left: WorkLeft | None, *, reserve_s: float | None = None) -> float:
     """Seconds of the longest mean step from now on that keeps the SLO, between T_solo and `MOST_SLOWDOWN` of it.
 
-    Kept in reserve, unless it is where it will stay: a cold start and one solo step, which a move may cost. SLO times
-    T_solo where the work left is not known.
+    `reserve_s`: seconds kept in reserve; by default what a move may cost. SLO times T_solo where the work left is not
+    known.
     """
     alone_s = solo_s(pipeline)
     if left is None or not alone_s or pipeline.slo_slowdown == math.inf:
         return slo_step_s(pipeline)
     due_s = _due_s(pipeline, left)
-    reserve_s = 0.0 if is_staying and left.has_begun else cold_start_s(pipeline) + alone_s
+    if reserve_s is None or not left.has_begun:
+        reserve_s = move_reserve_s(pipeline)
     room_s = (due_s - left.now_s - reserve_s) * (1.0 - _RESERVE)
     return min(MOST_SLOWDOWN * alone_s, max(alone_s, room_s / max(1, left.num_left) / pipeline.spread))
+
+
+def budget_left_s(pipeline: Pipeline, left: WorkLeft | None, *, reserve_s: float | None = None) -> float:
+    """As `budget_from`, and never more than its SLO allows for the mean of all its steps. The SLO alone counts where no
+    probability is stated, and where it is lost: steps as fast as alone would come too late.
+    """
+    longest_s = slo_budget_s(pipeline)
+    if left is None or pipeline.slo_probability is None or longest_s == math.inf:
+        return longest_s
+    budget_s = budget_from(pipeline, left, reserve_s=reserve_s)
+    is_lost = _due_s(pipeline, left) - left.now_s < left.num_left * solo_s(pipeline)
+    return longest_s if is_lost else min(longest_s, budget_s)
 
 
 def keeps_budget_until(pipeline: Pipeline, left: WorkLeft | None, step_s: float) -> float:

@@ -1,6 +1,6 @@
 """Placed pipelines that are placed again: together with others, or by themselves.
 
-    place_again   admitted at the token limit: no group took so long a step ─▶ its bound follows from its steps now
+    place_again   no group took it when it came ─▶ what is expected of its steps is known now, or others wait for nodes
     spread_out    nodes that are paid anyway have become free, and none waits for them
 """
 
@@ -15,6 +15,7 @@ from rlmux.core.placement.group_load import GroupLoad, cold_start_s, solo_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.search.candidates import founding
+from rlmux.policies.search.economy import budget_left_s
 from rlmux.policies.search.slo_repair import Place
 
 MOVE_WORTH = 4.0
@@ -28,10 +29,14 @@ _NOTICEABLE = 0.02
 def place_again(view: PlacementView, place: Place) -> tuple[Relocation | FruitlessSearch, ...]:
     """Relocations of pipelines that are alone to the groups where the policy places them now.
 
-    One that stays alone is tried again when its bound has changed.
+    One that stays alone is tried again when what is expected of it has changed.
     """
     alone = [group.members[0].pipeline for group in view.groups() if group.num_members == 1]
-    due = [one for one in alone if one.slo_probability is not None and not view.was_searched_in_vain((one.id,))]
+    due = [
+        one
+        for one in alone
+        if (one.slo_probability is not None or view.num_waiting) and not view.was_searched_in_vain((one.id,))
+    ]
     if not due:
         return ()
     found: list[Relocation | FruitlessSearch] = []
@@ -65,33 +70,41 @@ def _next_move(ledger: PlacementLedger) -> Relocation | None:
 
 
 def _slowest_first(groups: Iterable[GroupLoad]) -> list[GroupLoad]:
-    """Those in which sharing makes the meta-iteration noticeably longer."""
-    slowed = (
-        group
-        for group in groups
-        if len(group.members) > 1 and not group.is_colocated and group.period_s > group.cycle_s * (1.0 + _NOTICEABLE)
-    )
-    return sorted(slowed, key=lambda group: (-group.period_s / group.cycle_s, group.id))
+    """Those in which sharing makes a member's steps noticeably longer."""
+    slowed = []
+    for group in groups:
+        if len(group.members) > 1 and not group.is_colocated:
+            slowdown = max(group.slowdown_of(member.pipeline.id) for member in group.members)
+            if slowdown > 1.0 + _NOTICEABLE:
+                slowed.append((-slowdown, group.id, group))
+    return [group for *_, group in sorted(slowed)]
 
 
 def _to_own_nodes(group: GroupLoad, ledger: PlacementLedger) -> Relocation | None:
-    """The youngest member that has enough work left, to free nodes."""
+    """The member that gains most of those with enough work left, the youngest of equals, to free nodes."""
+    best, best_gain_s = None, 0.0
     for member in reversed(group.members):
         pipeline, left = member.pipeline, ledger.work_left(member.pipeline.id)
         choice = founding(pipeline, PlacementView(ledger))
-        gain_s = (group.slowdown_of(pipeline.id) - 1.0) * solo_s(pipeline)
+        slowed_s = (group.slowdown_of(pipeline.id) - 1.0) * solo_s(pipeline)
         num_left = math.inf if left is None else left.num_left
         cold_s = UNKNOWN_COLD_S if pipeline.switch is None else cold_start_s(pipeline)
-        if choice is not None and num_left * gain_s > MOVE_WORTH * (cold_s + solo_s(pipeline)):
-            return Relocation(pipeline=pipeline.id, choice=choice)
-    return None
+        gain_s = num_left * slowed_s - MOVE_WORTH * (cold_s + solo_s(pipeline))
+        if choice is not None and gain_s > best_gain_s:
+            best, best_gain_s = Relocation(pipeline=pipeline.id, choice=choice), gain_s
+    return best
 
 
 def _group_for(pipeline: Pipeline, ledger: PlacementLedger, place: Place) -> PlacementChoice | None:
-    """Where the pipeline joins others; None where it does not, or others have joined it."""
+    """Where the pipeline joins others with time for the move; None where it does not, or others have joined it."""
     if ledger.group_of(pipeline.id).num_members > 1:
         return None
     with ledger.trial():
         ledger.set_aside(pipeline.id)
         choice = place(pipeline, PlacementView(ledger))
-    return choice if isinstance(choice, PlacementChoice) and choice.group is not None else None
+    if not isinstance(choice, PlacementChoice) or choice.group is None:
+        return None
+    with ledger.trial():
+        ledger.relocate(pipeline.id, choice)
+        period_s = ledger.group_of(pipeline.id).period_s
+    return choice if period_s <= budget_left_s(pipeline, ledger.work_left(pipeline.id)) else None

@@ -29,7 +29,7 @@ def place_on_shared_nodes(
         return refusal
     free = {phase: view.num_free_nodes(phase) for phase in needs}
     has_own_nodes = all(count <= free[phase] for phase, count in needs.items())
-    joiner = newcomer(pipeline, has_own_nodes=has_own_nodes)
+    joiner = newcomer(pipeline, view, has_own_nodes=has_own_nodes)
     for group in view.groups():
         if (
             group.is_shared
