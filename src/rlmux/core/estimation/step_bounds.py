@@ -106,11 +106,14 @@ class StepBounds:
         if planned is not None:
             return planned
         mean, limit = given.estimate, given.limit
-        if mean is None or limit is None or given.held is not None:
+        if mean is None or given.held is not None:
             return given
+        now = replace(given, spread=prior_bound(_steps_ahead(given.num_steps), self._level))
+        if limit is None:
+            return now
         scale = (mean.rollout_s + mean.train_s) / (limit.rollout_s + limit.train_s)
         held = replace(mean, rollout_s=scale * limit.rollout_s, train_s=scale * limit.train_s)
-        return replace(given, held=held)
+        return replace(now, held=held)
 
     def add(self, measured: PhaseSeconds, given: PhaseSeconds | None) -> None:
         """A step is trained. `measured`: its solo seconds; `given`: those that were given for the nodes where it ran,
@@ -152,7 +155,7 @@ class StepBounds:
         """
         if len(self._ratios) < MEASURED_STEPS:
             return None
-        num_ahead = max(1, min(num_left or _MAX_STEPS_AHEAD, _MAX_STEPS_AHEAD))
+        num_ahead = _steps_ahead(num_left)
         (rollout, rollout_spread), (train, train_spread) = (self._phase(phase, num_ahead) for phase in (0, 1))
         means, spread = (rollout, train), max(rollout_spread, train_spread)
         is_known = self._spread is not None and abs(spread - self._spread) < _NOTICEABLE
@@ -195,6 +198,16 @@ class StepBounds:
 def member_level(probability: float) -> float:
     """Probability with which one member is to be within its spread, so that a whole group is with this one."""
     return 1.0 - (1.0 - probability) / MAX_PIPELINES_PER_GROUP
+
+
+def _steps_ahead(num_left: int | None) -> int:
+    """Coming steps that a spread is of."""
+    return max(1, min(num_left or _MAX_STEPS_AHEAD, _MAX_STEPS_AHEAD))
+
+
+def prior_bound(num_ahead: int, level: float) -> float:
+    """As `mean_bound` before any step is seen: the coming ones deviate from the given mean as the prior's do."""
+    return math.exp(student_t(level, _PRIOR_STEPS) * _PRIOR_DEVIATION / math.sqrt(num_ahead))
 
 
 def mean_bound(deviation: float, num_seen: int, num_ahead: int, level: float) -> float:
