@@ -3,12 +3,12 @@
 Each file of tests/data/decisions is one run of 0.1.0 under one policy: a first row with cluster, policy, seed and
 sharing table, then one row for each event with the actions that followed. `micro-*`, `pair` and `weave` were simulated,
 `run-*` are real runs of the examples. The rows have the names that the log had then; `renamed` gives them today's.
-0.1.0 minimised dollars per hour also where steps are given: `rlmux` does with `slowness_price=0`. It took decode for
-dense from 128 sequences on. `Queue` rows are today's: a wait is explained with what would end it. Runs in which the
+It took decode for dense from 128 sequences on. `Queue` rows are today's: a wait is explained with what would end it. Runs in which the
 look-ahead of `jigsaw` and `rlmux` decides otherwise today, by the whole Sub-Stage Graph, are left out, and those of
 `rlmux` and `optimal` on counted nodes with prices, which are sunk cost today. Pipelines are
 placed before any group is dispatched: a `Queue` stands before the `RunStage` of its instant in one event each of
-`micro-b`.
+`micro-b`. A pipeline begins where the relocations of its instant leave it: so runs of `rlmux` with relocations are left
+out, too, and a `Queue` may stand before an `Admit` of its instant.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from rlmux.policies import make_policy
 RECORDINGS = sorted((Path(__file__).parent.parent / "data" / "decisions").glob("*.jsonl.xz"))
 NEW_POLICIES = {"gavel": "gavel-steps"}
 """Names of policies that have another one since 0.1.0."""
-OPTIONS = {
-    "weave.rlmux": {"slowness_price": 0.0},
-}
-"""Options of today's policies under which they are those of 0.1.0, where that is not the default."""
 CHECK_EVERY = 60
 """Events between two checks of every invariant: each takes longer than a decision."""
 
@@ -85,12 +81,15 @@ def sharing_of(rows: list[dict[str, Any]] | None) -> SharingTable | None:
     return SharingTable.of(entries)
 
 
+def queued_last(actions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(actions, key=lambda action: action["type"] == "Queue")
+
+
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name.removesuffix(".jsonl.xz"))
 def test_recorded_events_give_the_recorded_actions(path):
     first, *rows = map(json.loads, lzma.decompress(path.read_bytes()).decode("utf-8").splitlines())
     sharing = sharing_of(first["sharing"])
     options = {} if sharing is None else {"sharing": sharing}
-    options |= OPTIONS.get(path.name.removesuffix(".jsonl.xz"), {})
     name = NEW_POLICIES.get(first["policy"], first["policy"])
     policy = make_policy(name, seed=first["seed"], **options)
     scheduler = Scheduler(cluster_of(first["cluster"]), policy)
@@ -101,7 +100,8 @@ def test_recorded_events_give_the_recorded_actions(path):
             action.pop("expected_step_s", None)
             action.pop("probability", None)  # 0.1.0 stated none
             action.pop("bounded", None)
-        assert actions == [renamed(action) for action in row["actions"]], f"after event {number}: {row['event']}"
+        recorded = [renamed(action) for action in row["actions"]]
+        assert queued_last(actions) == queued_last(recorded), f"after event {number}: {row['event']}"
         if number % CHECK_EVERY == 0:
             invariants.check(scheduler)
 

@@ -95,9 +95,9 @@ def test_switches_of_a_shared_node_are_a_part():
     assert costs["paid_for"]["switches"] == pytest.approx((2 * 2.0 * ROLLOUT_USD + 2 * 3.0 * TRAIN_USD) / 126.0)
 
 
-def test_time_for_steps_up_to_their_bound_is_a_part():
-    limit = PhaseSeconds(rollout_s=15.0, train_s=60.0)
-    both = [pipeline(name, estimate=LONG, limit=limit, slo_slowdown=9.0, slo_probability=0.9) for name in "ab"]
+def test_time_for_hand_overs_is_a_part():
+    held = PhaseSeconds(rollout_s=15.0, train_s=60.0)
+    both = [pipeline(name, estimate=LONG, held=held, slo_slowdown=9.0) for name in "ab"]
     costs = planned(*both, policy="rollmux")
     assert costs["num_groups"] == 1
     assert costs["paid_for"]["slow_steps"] > 0.0

@@ -1,6 +1,7 @@
 """Expected seconds of a pipeline's coming steps, and how far their mean may exceed them: what its SLO keeps in hand.
 
-    submitted       the estimate, with its phases in the proportion that they have at the token limit
+    submitted       the estimate, with its phases in the proportion that they have at the token limit, and the prior's
+                    spread
     3 steps seen    the mean of the last `_MEAN_STEPS` steps, and a spread: an upper bound on the mean of the coming
                     steps, as a factor on it
 
@@ -14,19 +15,20 @@ the logarithms of k steps, the mean of the next n is below the mean of these tim
 
     exp(t(q, k - 1 + v) s' sqrt(1 / n + 1 / k)),    s'^2 = (v s0^2 + (k - 1) s^2) / (v + k - 1)
 
-with probability q = 1 - (1 - p) / MAX_PIPELINES_PER_GROUP for the stated p, so that all members of a group are within
-theirs with p or more (Bonferroni). The prior counts for v steps that deviate by s0. n is the number of steps left, at
-most `_MAX_STEPS_AHEAD`: later ones may be unlike these. The spread tightens as steps are done; steps that drift widen
-s, and so the spread. Steps that are all alike have none.
+with probability q, if s0 is what such steps deviate by; the prior counts for v of them. Before any step is seen only
+the coming ones deviate: exp(t(q, v) s0 sqrt(1 / n)). For the stated probability p, q = 1 - (1 - p) /
+MAX_PIPELINES_PER_GROUP: that leaves room for the other members of a group (Bonferroni), and for steps that vary more
+than the prior's. n is the number of steps left, at most `_MAX_STEPS_AHEAD`: later ones may be unlike these. The spread
+tightens as steps are done; steps that drift widen s, and so the spread. Steps that are all alike have none.
 
 Ratios to the estimate as submitted are kept, so that a pipeline that moves between pools keeps what was seen. A mean
 that differs by less than `_NOTCH`, or by less than two standard errors, is not news. The first step starts processes,
 and counts for the SLO alone. `benchmarks/slo_probability.py` measures how often the bound holds.
 
-Example: steps of 1.0, then 1.2 times a rollout of 100 s, at the stated probability of 0.95.
-    submitted                         rollout_s 100     spread 1.00
+Example: steps of 1.0, then 1.2 times a rollout of 100 s, 64 or more steps left, a stated probability of 0.95.
+    submitted                         rollout_s 100     spread 1.03
     (1.0) 1.0 1.0 1.0                 rollout_s 100     spread 1.00
-    (1.0) 1.0 1.0 1.0 1.2 1.2 1.2     rollout_s 110     spread 1.34, with 64 or more steps left
+    (1.0) 1.0 1.0 1.0 1.2 1.2 1.2     rollout_s 110     spread 1.11
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ class StepBounds:
         """Power of `_NOTCH` that the phase's mean is, and its spread."""
         ratios = [one[phase] for one in self._ratios]
         recent = ratios[-_MEAN_STEPS:]
-        deviation = _deviation(ratios)
+        deviation = deviation_of(ratios)
         found = _notch_of(math.fsum(recent) / len(recent))
         mean = None if self._means is None else self._means[phase]
         noticeable = max(1.0, _STANDARD_ERRORS * deviation / math.sqrt(len(recent)) / math.log(_NOTCH))
@@ -219,7 +221,7 @@ def mean_bound(deviation: float, num_seen: int, num_ahead: int, level: float) ->
     return math.exp(student_t(level, degrees) * deviation * math.sqrt(1.0 / num_ahead + 1.0 / num_seen))
 
 
-def _deviation(values: Sequence[float]) -> float:
+def deviation_of(values: Sequence[float]) -> float:
     """Standard deviation of the logarithms of two or more values, the prior in it; 0 where all are alike."""
     logs = [math.log(value) for value in values]
     mean = math.fsum(logs) / len(logs)

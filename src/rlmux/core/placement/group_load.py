@@ -328,8 +328,8 @@ def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:
 
 
 def _is_lighter_alone(members: Sequence[Member]) -> bool:
-    """Whether the one member there is has a load of its own beside others: alone, it delays none."""
-    return len(members) == 1 and members[0].pipeline.held is not None
+    """Whether the one member there is, planned by its token limit or bounds, is a load beside others only."""
+    return len(members) == 1 and members[0].pipeline.slo_probability is not None
 
 
 def _shortest(members: Sequence[Member], pools: Mapping[str, Pool]) -> tuple[list[PhaseLoad], int]:

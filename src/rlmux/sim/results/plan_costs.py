@@ -30,7 +30,7 @@ PAID_FOR: Mapping[str, str] = {
     "compute": "work on nodes never idle",
     "dearer_nodes": "work on dearer nodes",
     "switches": "switches",
-    "slow_steps": "time kept for slow steps",
+    "slow_steps": "time kept for hand-overs",
     "bubble_rollout": "rollout nodes wait",
     "bubble_train": "training nodes wait",
     "imbalance": "a busier node takes longer",
