@@ -165,9 +165,7 @@ def _arrival(generator: random.Random, name: str, steps: str, has_costs: bool) -
             limit=PhaseSeconds(rollout_s=limit * rollout_s, train_s=limit * train_s),
             switch=switch.estimate if has_costs else None,
         ),
-        world=TrueSeconds.of_phases(
-            estimate, sync_s=sync_s, variation=_variation(generator, steps, num_steps)
-        ),
+        world=TrueSeconds.of_phases(estimate, sync_s=sync_s, variation=_variation(generator, steps, num_steps)),
         switch=switch,
     )
 

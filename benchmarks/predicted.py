@@ -49,9 +49,7 @@ NEIGHBOUR_ROUNDS = 2
 def train(spec: Spec, policy: str, folder: Path, chunk_s: float) -> bool:
     """Whether every pipeline finished."""
     options = RunOptions(workers=WorkerOptions(chunk_s=chunk_s))
-    result = run_pipelines(
-        spec.cluster, submissions(spec), make_policy(policy), folder, options, spec=header(spec)
-    )
+    result = run_pipelines(spec.cluster, submissions(spec), make_policy(policy), folder, options, spec=header(spec))
     return all(fields["status"] == "finished" for fields in result.summary["pipelines"].values())
 
 

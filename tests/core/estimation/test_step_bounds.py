@@ -60,9 +60,7 @@ def test_quantiles_of_students_t_are_those_of_the_tables(level, degrees, expecte
     ("deviation", "num_seen", "num_ahead"),
     [(0.05, 4, 4), (0.1, 4, 4), (0.1, 8, 16), (0.3, 8, 16), (0.3, 16, 64)],
 )
-def test_the_mean_of_the_coming_steps_is_within_its_bound_as_often_as_is_stated_or_more(
-    deviation, num_seen, num_ahead
-):
+def test_the_mean_of_the_coming_steps_is_within_its_bound_as_often_as_is_stated_or_more(deviation, num_seen, num_ahead):
     """Also where steps vary six times as much as the prior's. What they vary is known from few of them."""
     generator = random.Random(5)
     probability, num_tries, within = 0.95, 2000, 0
@@ -89,9 +87,7 @@ def test_two_pipelines_with_a_limit_of_many_times_the_mean_share_nodes_as_soon_a
     """A step at the limit is longer on both sides of the ratio that an SLO binds."""
     for limit in (1.5, 10.0):
         pair = [bounded(name, limit=times(limit), slo_slowdown=1.5) for name in "ab"]
-        arrivals = tuple(
-            Arrival(submit_s=0.0, pipeline=one, world=TrueSeconds.of_phases(MEAN)) for one in pair
-        )
+        arrivals = tuple(Arrival(submit_s=0.0, pipeline=one, world=TrueSeconds.of_phases(MEAN)) for one in pair)
         cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1)
         result = simulate(Workload(name="pair", cluster=cluster, arrivals=arrivals), make_policy("rlmux"))
         assert result.admissions == {"direct": 1, "scaled": 0, "new": 1}

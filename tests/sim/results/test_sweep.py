@@ -38,7 +38,6 @@ def test_a_simulation_too_large_for_the_memory_is_refused_before_it_starts(monke
     assert num_fitting([SimRun(workload=catalog.build("pair"), policy="solo")]) == 1
 
 
-
 def test_results_come_in_the_order_of_the_inputs():
     told: list[tuple[int, int]] = []
     assert spread(abs, [-3, -1, -2], num_processes=2, progress=lambda *done: told.append(done)) == (3, 1, 2)

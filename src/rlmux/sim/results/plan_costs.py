@@ -5,7 +5,7 @@ In one meta-iteration of T seconds, each node of a group
     computes          compute: what that work costs where it is cheapest; dearer_nodes: what it costs beyond that, on
                       dearer nodes or beside tails
     switches          switches
-    is kept free      slow_steps: for steps up to the bound that the pipeline is planned with
+    is kept free      slow_steps: for hand-overs, where those of a pipeline were measured
     is idle           imbalance: a busier node of the group takes longer than T_cycle
                       bubble_rollout, bubble_train: the rest, for its pipelines' other phase or their weight sync
 
