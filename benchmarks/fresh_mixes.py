@@ -1,4 +1,4 @@
-"""Small mixes that nobody chose: is `rlmux` ever dearer than `solo` and `rollmux`, or does it miss an SLO that `solo` keeps?
+"""Small mixes that nobody chose: is `rlmux` dearer than `solo` or `rollmux`, does it miss an SLO that `solo` keeps?
 
     python benchmarks/fresh_mixes.py [--mixes 1000] [--seed N] [--quick]
 
@@ -100,6 +100,8 @@ def _row(kind: str, judged: Sequence[Judged]) -> str:
 def judge(mixes: Sequence[Workload]) -> list[Judged]:
     """Simulate each mix under the three policies, and compare."""
     results = sweep([SimRun(workload=one, policy=name) for one in mixes for name in POLICIES])
+    for one in results:
+        assert not one.num_policy_faults, f"mix {one.seed}: {one.first_policy_fault}"
     rows = zip(mixes, *(results[number :: len(POLICIES)] for number in range(len(POLICIES))), strict=True)
     return [_judged(one, solo, rollmux, rlmux) for one, solo, rollmux, rlmux in rows]
 

@@ -15,11 +15,42 @@ from rlmux.core.placement.choice import PlacementChoice
 from rlmux.core.placement.group_load import GroupLoad, colocated_step_s, phases_of, solo_s
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.search.candidates import founding, joining
+from rlmux.policies.search.economic_regrouping import MOST_PLAYED_OUT, usd_to_the_end
 from rlmux.policies.search.economy import Economy
 
 
 def cheapest_place(pipeline: Pipeline, view: PlacementView, economy: Economy) -> PlacementChoice | None:
-    """The place that adds fewest dollars per hour; None where no node is free."""
+    """The place that adds fewest dollars per hour, or in all, where few pipelines are placed; None where no node is
+    free."""
+    if view.num_pipelines < MOST_PLAYED_OUT:
+        places = [*_places(pipeline, view, economy)]
+        alone, _ = _alone(pipeline, view, economy)
+        if alone is None or not places:
+            return alone
+        return min((alone, *places), key=lambda choice: _usd_in_all(choice, pipeline, view))
+    return _cheapest_per_hour(pipeline, view, economy)
+
+
+def _usd_in_all(choice: PlacementChoice, pipeline: Pipeline, view: PlacementView) -> float:
+    before_usd = usd_to_the_end(view.group(choice.group), view) if choice.group is not None else 0.0
+    with view.trial() as ledger:
+        placement = ledger.admit(pipeline, choice)
+        return usd_to_the_end(ledger.group(placement.group), view) - before_usd
+
+
+def _places(pipeline: Pipeline, view: PlacementView, economy: Economy) -> Iterator[PlacementChoice]:
+    own_budget_s = economy.budget_s(pipeline)
+    for group in view.groups():
+        budget_s = min(economy.budget_of_group(group), own_budget_s)
+        if not _has_room(group, pipeline, budget_s):
+            continue
+        train_nodes = _train_nodes(group, pipeline)
+        for nodes, num_new in _nodes(group, pipeline):
+            if group.has_memory_for(pipeline, nodes) and group.period_with(pipeline, nodes, num_new, train_nodes) <= budget_s:
+                yield replace(joining(group, nodes, num_new), train_nodes=train_nodes)
+
+
+def _cheapest_per_hour(pipeline: Pipeline, view: PlacementView, economy: Economy) -> PlacementChoice | None:
     best, best_usd = _alone(pipeline, view, economy)
     own_budget_s = economy.budget_s(pipeline)
     for group in view.groups():

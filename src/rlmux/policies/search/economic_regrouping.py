@@ -337,11 +337,11 @@ def _saves_to_the_end(
     if view.num_pipelines > MOST_PLAYED_OUT:
         return True
     once_usd = sum(economy.move_once_usd(view.pipeline(one.pipeline)) for one in relocations)
-    after_usd = once_usd + sum(_usd_to_the_end(group, view) for group in after)
-    return after_usd <= sum(_usd_to_the_end(group, view) for group in before)
+    after_usd = once_usd + sum(usd_to_the_end(group, view) for group in after)
+    return after_usd <= sum(usd_to_the_end(group, view) for group in before)
 
 
-def _usd_to_the_end(group: GroupLoad, view: PlacementView) -> float:
+def usd_to_the_end(group: GroupLoad, view: PlacementView) -> float:
     """Dollars of the group's nodes until its members' work is done, if none moves; infinite where that has no end."""
     lefts = {member.pipeline.id: view.work_left(member.pipeline.id) for member in group.members}
     num_left = {name: float(max(1, left.num_left)) if left else math.inf for name, left in lefts.items()}
