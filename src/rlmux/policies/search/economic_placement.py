@@ -20,25 +20,19 @@ from rlmux.policies.search.economy import Economy
 
 
 def cheapest_place(pipeline: Pipeline, view: PlacementView, economy: Economy) -> PlacementChoice | None:
-    """The place that adds fewest dollars per hour, or in all, where few pipelines are placed; None where no node is
-    free."""
-    if view.num_pipelines < MOST_PLAYED_OUT:
-        places = [*_places(pipeline, view, economy)]
-        alone, _ = _alone(pipeline, view, economy)
-        if alone is None or not places:
-            return alone
-        return min((alone, *places), key=lambda choice: _usd_in_all(choice, pipeline, view))
-    return _cheapest_per_hour(pipeline, view, economy)
+    """The place that adds fewest dollars; None where no node is free.
 
-
-def _usd_in_all(choice: PlacementChoice, pipeline: Pipeline, view: PlacementView) -> float:
-    before_usd = usd_to_the_end(view.group(choice.group), view) if choice.group is not None else 0.0
-    with view.trial() as ledger:
-        placement = ledger.admit(pipeline, choice)
-        return usd_to_the_end(ledger.group(placement.group), view) - before_usd
+    Dollars per hour, or in all where so few pipelines are placed that they can be played out to the end of their work.
+    """
+    if view.num_pipelines >= MOST_PLAYED_OUT:
+        return _cheapest_per_hour(pipeline, view, economy)
+    alone, _ = _alone(pipeline, view, economy)
+    places = [*([] if alone is None else [alone]), *_places(pipeline, view, economy)]
+    return min(places, key=lambda choice: _usd_in_all(choice, pipeline, view), default=None)
 
 
 def _places(pipeline: Pipeline, view: PlacementView, economy: Economy) -> Iterator[PlacementChoice]:
+    """Every place beside others that keeps all members and the newcomer within their budgets."""
     own_budget_s = economy.budget_s(pipeline)
     for group in view.groups():
         budget_s = min(economy.budget_of_group(group), own_budget_s)
@@ -46,8 +40,17 @@ def _places(pipeline: Pipeline, view: PlacementView, economy: Economy) -> Iterat
             continue
         train_nodes = _train_nodes(group, pipeline)
         for nodes, num_new in _nodes(group, pipeline):
-            if group.has_memory_for(pipeline, nodes) and group.period_with(pipeline, nodes, num_new, train_nodes) <= budget_s:
+            period_s = group.period_with(pipeline, nodes, num_new, train_nodes)
+            if period_s <= budget_s and group.has_memory_for(pipeline, nodes):
                 yield replace(joining(group, nodes, num_new), train_nodes=train_nodes)
+
+
+def _usd_in_all(choice: PlacementChoice, pipeline: Pipeline, view: PlacementView) -> float:
+    """Dollars that the choice adds until the work of its group's members is done, if no other pipeline comes."""
+    before_usd = 0.0 if choice.group is None else usd_to_the_end(view.group(choice.group), view)
+    with view.trial() as ledger:
+        placement = ledger.admit(pipeline, choice)
+        return usd_to_the_end(ledger.group(placement.group), view) - before_usd
 
 
 def _cheapest_per_hour(pipeline: Pipeline, view: PlacementView, economy: Economy) -> PlacementChoice | None:

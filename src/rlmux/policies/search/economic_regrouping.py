@@ -30,7 +30,7 @@ from rlmux.policies.search.set_partition import cheapest_partition
 _ROUNDING = 1e-9
 _MAX_DETOURS = 6
 MOST_PLAYED_OUT = 8
-"""Placed pipelines up to which a regrouping is played out to the end of their work."""
+"""Placed pipelines up to which a regrouping or a placement is played out to the end of their work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
