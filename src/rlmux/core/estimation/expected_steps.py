@@ -117,8 +117,9 @@ class Expectations:
 
     def _for_alike(self, run: PipelineRun) -> AlikeSeconds | None:
         """What its steps took where it is, for pipelines alike; None where it has no key, or too few steps."""
-        measured, placement = run.estimates.measured.seconds(), run.nodes.placement
-        if not run.pipeline.alike or measured is None or placement is None:
+        measured = run.estimates.measured.seconds() if run.pipeline.alike else None
+        placement = run.nodes.placement
+        if measured is None or placement is None:
             return None
         return AlikeSeconds(
             alike=run.pipeline.alike,

@@ -40,8 +40,8 @@ def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
         pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do
     state.has_tails = state.has_tails or pipeline.tail is not None
     youngest = parts.placement.youngest_group()
-    is_shared = youngest is not None and youngest.is_shared
-    of_alike = state.alike.of(pipeline, len(youngest.rollout_nodes) if youngest and is_shared else None)
+    num_shared = len(youngest.rollout_nodes) if youngest is not None and youngest.is_shared else None
+    of_alike = state.alike.of(pipeline, num_shared)
     if of_alike is not None:
         pipeline = replace(pipeline, estimate=of_alike.median, held=of_alike.held)
     run = PipelineRun(pipeline, event.time_s, state.next_in_sequence())
