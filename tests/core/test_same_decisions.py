@@ -100,6 +100,7 @@ def test_recorded_events_give_the_recorded_actions(path):
             action.pop("expected_step_s", None)
             action.pop("probability", None)  # 0.1.0 stated none
             action.pop("bounded", None)
+            action.pop("alike", None)
         recorded = [renamed(action) for action in row["actions"]]
         assert queued_last(actions) == queued_last(recorded), f"after event {number}: {row['event']}"
         if number % CHECK_EVERY == 0:

@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from rlmux.core.actions import Pause
+from rlmux.core.actions import ExpectSteps, Pause
 from rlmux.core.errors import LogError
+from rlmux.core.estimation.alike_seconds import MAX_KEPT
 from rlmux.core.events import ChunkFinished, NodeJoined, StageFinished
-from rlmux.core.model import NodeId
+from rlmux.core.model import AlikeSeconds, MeasuredSeconds, NodeId, PhaseSeconds, PipelineId
 from rlmux.log import segments, value_codec
 from rlmux.log.block_codec import pack, unpack
 from rlmux.log.progress_rows import Progress, Report, Reports
@@ -100,6 +101,23 @@ def test_a_state_read_from_a_snapshot_equals_the_fold_from_the_first_row_at_ever
             assert reader.state() == from_start
     assert reader_state(tmp_path).ended.keys() == {"sort", "tools"}
     assert [fields["source"] for fields in reader_state(tmp_path).submitted] == ["late.yaml"]
+
+
+def test_of_pipelines_alike_the_newest_seconds_are_kept_the_oldest_key_first() -> None:
+    def expected(alike: str, seconds: float) -> ExpectSteps:
+        step = PhaseSeconds(rollout_s=seconds, train_s=seconds)
+        measured = MeasuredSeconds(num_steps=3, low=step, median=step, high=step, held=step)
+        known = AlikeSeconds(alike=alike, num_rollout_nodes=1, num_train_nodes=1, is_colocated=False, measured=measured)
+        return ExpectSteps(pipeline=PipelineId("a"), measured=None, step_slowdown=1.0, reason="", alike=known)
+
+    state = RunState()
+    for seq, action in enumerate([expected("x", 1.0), expected("y", 2.0), expected("x", 3.0)], 1):
+        state.add(seq, 0.0, "action", "ExpectSteps", action)
+    kept = value_codec.reader(tuple[AlikeSeconds, ...])(RunState(**state.as_json()).alike, "alike")
+    assert [(one.alike, one.measured.median.rollout_s) for one in kept] == [("y", 2.0), ("x", 3.0)]
+    for seq in range(MAX_KEPT):
+        state.add(4 + seq, 0.0, "action", "ExpectSteps", expected(str(seq), 1.0))
+    assert [one["alike"] for one in state.alike] == [str(number) for number in range(MAX_KEPT)]
 
 
 def reader_state(folder: Path) -> RunState:

@@ -22,7 +22,7 @@ from tests.waiting import until
 
 from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import IllegalTransitionError, UserError
-from rlmux.core.events import PipelineSubmitted, StageFinished
+from rlmux.core.events import AlikeRestored, PipelineSubmitted, StageFinished
 from rlmux.core.model import OrderId, PhaseSeconds, PipelineStatus
 from rlmux.core.queue.queue_order import PipelineWait
 from rlmux.core.scheduler import Scheduler
@@ -195,6 +195,22 @@ def test_a_resumed_pipeline_is_planned_with_the_bounds_that_it_had(real, tmp_pat
     assert next(bounded.bound for at, bounded in told if at > again) == before[-1].bound
 
 
+@pytest.mark.slow
+def test_a_resumed_run_knows_what_pipelines_alike_took_before(real, tmp_path):
+    first, second = (real.submission(name, num_steps=8) for name in ("first", "second"))
+    first, second = (replace(one, pipeline=replace(one.pipeline, alike="sort")) for one in (first, second))
+    stopped = run(real, [first], tmp_path / "run", listeners=[InterruptsAt("first", 6)])
+    assert not stopped.is_complete
+    assert resume(real, [first, second], tmp_path / "run").is_complete
+    with LogReader(tmp_path / "run") as reader:
+        values = [entry.value for entry in reader.entries()]
+    (restored,) = [value for value in values if isinstance(value, AlikeRestored)]
+    kept = [value.alike for value in values[: values.index(restored)] if isinstance(value, ExpectSteps) and value.alike]
+    assert restored.seconds == (kept[-1],)
+    known = next(value for value in values if isinstance(value, ExpectSteps) and value.pipeline == "second")
+    assert known.measured == kept[-1].measured
+
+
 def test_a_pipeline_that_waited_goes_on_waiting_where_it_stood(real, tmp_path):
     """The log tells a resumed run since when it has waited, and which start it was promised."""
     estimate = PhaseSeconds(rollout_s=0.2, train_s=0.2)
@@ -245,9 +261,7 @@ def newest_step(folder: Path) -> int:
     ("of_sort", "of_tool"),
     [
         ((truncate, "model.safetensors"), (flip_a_bit, "optimizer.safetensors")),
-        pytest.param(
-            (Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json"), marks=pytest.mark.slow
-        ),
+        pytest.param((Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json"), marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from dataclasses import asdict
 
 from rlmux.config.tree import (
     BOTH,
@@ -29,6 +32,7 @@ from rlmux.core.model import (
     Visibility,
     dense_threshold_of,
 )
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.adapter_base import rollout_base, train_base
 
 BYTES_PER_GB = 1e9
@@ -77,12 +81,37 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         staleness=config.versions_behind,
         rollout_base="" if trained is None else rollout_base(trained),
         train_base="" if trained is None else train_base(trained),
+        alike="" if trained is None else _alike(trained),
         user=config.user or "",
         project=config.project or "",
         urgency=Urgency(config.urgency),
         rank=config.rank,
         visibility=Visibility(config.visibility),
     )
+
+
+def _alike(config: TrainingConfig) -> str:
+    """Hash of what decides how long a step takes: all but names, seeds, and what only the update computes with."""
+    algorithm, model = config.algorithm, asdict(config.model)
+    del model["seed"]
+    content = {
+        "model": model,
+        "adapter": config.adapter and asdict(config.adapter),
+        "task": asdict(config.task),
+        "sft_warmup": asdict(config.sft_warmup),
+        "algorithm": {
+            "staleness": algorithm.staleness,
+            "prompts_per_step": algorithm.prompts_per_step,
+            "group_size": algorithm.group_size,
+            "num_epochs": algorithm.num_epochs,
+            "num_minibatches": algorithm.num_minibatches,
+            "micro_batch_size": algorithm.micro_batch_size,
+            "has_reference": algorithm.kl_coef > 0,
+        },
+        "rollout": asdict(config.rollout),
+        "train": asdict(config.train),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _probability(config: PipelineConfig) -> float | None:

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from rlmux.core.model import (
     AdmissionKind,
+    AlikeSeconds,
     BoundedSteps,
     DeviceId,
     MeasuredSeconds,
@@ -77,8 +78,8 @@ class ExpectSteps:
 
     pipeline: PipelineId
     measured: MeasuredSeconds | None
-    """Solo seconds that its own steps took, which it is planned with; None where they are near the estimate that its
-    user gave."""
+    """Solo seconds that its own steps took, before the third those of pipelines alike, which it is planned with; None
+    where they are near the estimate that its user gave."""
     step_slowdown: float
     """Expected step slowdown in the meta-iteration of its group."""
     reason: str
@@ -89,6 +90,8 @@ class ExpectSteps:
     pace; 1 where it is alone; None if none was requested, or none can be stated."""
     bounded: BoundedSteps | None = None
     """Bounds that it is planned with; None for a pipeline without a probability, and where nothing is known of it."""
+    alike: AlikeSeconds | None = None
+    """What the next pipelines alike that come without an estimate are planned with; None: as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

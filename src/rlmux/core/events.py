@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlmux.core.model import ARRIVING_KINDS, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
+from rlmux.core.model import ARRIVING_KINDS, AlikeSeconds, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
 from rlmux.core.queue.queue_order import AccountSpent, AccountUsage, PipelineWait, ShareSettings
 
 UNDATED = math.nan
@@ -90,6 +90,14 @@ class WaitsRestored:
 
     time_s: float = UNDATED
     waits: tuple[PipelineWait, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeRestored:
+    """What steps of pipelines took in earlier parts of the run, for those alike: the oldest first."""
+
+    time_s: float = UNDATED
+    seconds: tuple[AlikeSeconds, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +330,7 @@ Event = (
     | SharesSet
     | UsageRestored
     | WaitsRestored
+    | AlikeRestored
     | TimeReached
     | PipelineFailed
     | WorkArrived

@@ -243,6 +243,19 @@ class MeasuredSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeSeconds:
+    """What the steps of pipelines alike took, as the newest of them measured it."""
+
+    alike: str
+    """Their `Pipeline.alike`."""
+    num_rollout_nodes: int
+    num_train_nodes: int
+    is_colocated: bool
+    """Whether the training nodes were rollout nodes, too."""
+    measured: MeasuredSeconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedSteps:
     """Bounds that a pipeline with an `slo_probability` is planned with, and the steps that they follow from."""
 
@@ -372,7 +385,7 @@ class Pipeline:
     num_rollout_nodes: int = 1
     num_train_nodes: int = 1
     estimate: PhaseSeconds | None = None
-    """Solo seconds of a step; None: nothing is known before it runs, and its own first steps are measured."""
+    """Solo seconds of a step; None: what steps of pipelines alike took, and its own first steps are measured."""
     held: PhaseSeconds | None = None
     """Seconds for which each phase holds its devices, hand-overs included, where they were measured; None: as
     `estimate`. They are its load in a meta-iteration; its budget is by what it computes."""
@@ -387,6 +400,8 @@ class Pipeline:
     """Factor on its estimate that the mean of its coming steps stays below with that probability, 1.0 or more."""
     limit: PhaseSeconds | None = None
     """Solo seconds of a step whose answers all reach the token limit; None: not known."""
+    alike: str = ""
+    """Key of the pipelines whose steps are expected to take as long, on as many nodes; empty: none are known."""
     bounded: BoundedSteps | None = None
     """Bounds that an earlier part of its run planned it with last; None: there was none, or it had no bounds."""
     footprint: Footprint = field(default_factory=Footprint)

@@ -20,7 +20,17 @@ from rlmux.core.estimation.estimates import StepHistory
 from rlmux.core.estimation.measured_steps import DoneSteps, MeasuredSteps
 from rlmux.core.estimation.on_demand_seconds import RequestBatchSeconds
 from rlmux.core.estimation.step_bounds import StepBounds
-from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
+from rlmux.core.model import (
+    DeviceId,
+    MeasuredSeconds,
+    OrderId,
+    Phase,
+    Pipeline,
+    PipelineId,
+    PipelineStatus,
+    Placement,
+    Stage,
+)
 from rlmux.core.work import Order, RequestBatch, RolloutShard, TrainingStage, WorkState
 
 
@@ -125,6 +135,8 @@ class StepBeliefs:
     """Whether its user gave an estimate, which stands until its steps drift; one with `held` was measured before."""
     has_left_estimate: bool = False
     """Whether its steps have drifted from that estimate."""
+    of_alike: MeasuredSeconds | None = None
+    """What pipelines alike took, while it is planned with that."""
     measured: MeasuredSteps = field(default_factory=MeasuredSteps)
     """Solo seconds of its last whole steps, which it is planned with where its user gave no estimate."""
     batch_seconds: RequestBatchSeconds = field(default_factory=RequestBatchSeconds)

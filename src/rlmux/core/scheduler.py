@@ -74,6 +74,7 @@ _APPLY: dict[type, Callable[[Parts, Any], list[Action]]] = {
     events.SharesSet: admin_events.on_shares_set,
     events.UsageRestored: admin_events.on_usage_restored,
     events.WaitsRestored: admin_events.on_waits_restored,
+    events.AlikeRestored: lifecycle_events.on_alike_restored,
     events.TimeReached: admin_events.on_time_reached,
 }
 """How each event is applied: the state that it is a fact of, and what is dirty then; the orders that are part of it."""

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlmux.core.estimation.alike_seconds import KeptSeconds
 from rlmux.core.estimation.batch_slowdowns import BatchSlowdowns
 from rlmux.core.model import (
     Account,
@@ -184,6 +185,8 @@ class SchedulerState:
     """Devices whose seconds are being charged: all that a pipeline is pinned to, once accounts are counted."""
     batch_slowdowns: BatchSlowdowns = field(default_factory=BatchSlowdowns)
     """What pipelines of one base lose in one batch."""
+    alike: KeptSeconds = field(default_factory=KeptSeconds)
+    """What steps of pipelines took, for the next ones alike."""
     num_policy_faults: int = 0
     """Decisions of the policy that failed."""
     policy_faults: dict[tuple[str, str], None] = field(default_factory=dict)

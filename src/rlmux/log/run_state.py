@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rlmux.core.estimation.alike_seconds import MAX_KEPT
 from rlmux.log.value_codec import dumps, encode, loads
 
 _WAITS = ("PipelineSubmitted", "Queue", "PipelineParked")
@@ -42,6 +43,10 @@ class RunState:
     bounded: dict[str, Any] = field(default_factory=dict)
     """Bounds that each pipeline with a probability was last planned with, as the log writes `Pipeline.bounded`."""
 
+    alike: list[dict[str, Any]] = field(default_factory=list)
+    """What steps of pipelines took, for those alike, as the log writes `AlikeSeconds`: one of each key and numbers of
+    nodes, the oldest first."""
+
     waits: dict[str, dict[str, float]] = field(default_factory=dict)
     """`since_s` of each pipeline that waits, and `promised_s` of one with a promised start (note `start_promised`)."""
 
@@ -65,6 +70,8 @@ class RunState:
             self.measured[str(value.pipeline)] = seconds
         if type == "ExpectSteps" and value.bounded is not None:
             self.bounded[str(value.pipeline)] = loads(dumps(value.bounded))
+        if type == "ExpectSteps" and value.alike is not None:
+            self._keep_for_alike(loads(dumps(value.alike)))
         if type == "SharesSet":
             self.shares = loads(encode(value))
         if type in _WAITS:
@@ -96,6 +103,15 @@ class RunState:
             for name in value.get("retried", ()):
                 self.ended.pop(name, None)
 
+    def _keep_for_alike(self, newest: dict[str, Any]) -> None:
+        """As the scheduler keeps it (`core/estimation/alike_seconds.py`)."""
+
+        def key(seconds: dict[str, Any]) -> tuple[Any, ...]:
+            return tuple(seconds[name] for name in ("alike", "num_rollout_nodes", "num_train_nodes", "is_colocated"))
+
+        others = [seconds for seconds in self.alike if key(seconds) != key(newest)]
+        self.alike = [*others, newest][-MAX_KEPT:]
+
     def as_json(self) -> dict[str, Any]:
         return {
             "seq": self.seq,
@@ -107,6 +123,7 @@ class RunState:
             "standings": self.standings,
             "measured": self.measured,
             "bounded": self.bounded,
+            "alike": self.alike,
             "waits": self.waits,
             "usage": self.usage,
             "accounts": self.accounts,

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Action, Queue, Refuse, Release
 from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, RlmuxError, StorageError, ThreadDiedError
-from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
-from rlmux.core.model import BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
+from rlmux.core.events import AlikeRestored, ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
+from rlmux.core.model import AlikeSeconds, BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
 from rlmux.core.policy import Policy
 from rlmux.core.queue.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
@@ -221,9 +221,10 @@ def resume_pipelines(
             listener.update(log.last_time_s, (), (), notes)
         backend = options.make_backend(cluster, folder, options=options.workers, start_s=log.last_time_s)
         shares = shares_events(state.shares or options.shares, state.usage, log.last_time_s)
+        first = [*shares, *_waits_events(state), *_alike_events(state)]
         prepared = Prepared(
             cluster=cluster, submissions=unfinished, policy=policy, folder=folder, log=log, backend=backend,
-            run_id=run_id, is_gpu=_has_gpus(machine), ended=ended, first=[*shares, *_waits_events(state)],
+            run_id=run_id, is_gpu=_has_gpus(machine), ended=ended, first=first,
             taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
         )  # fmt: skip
         return drive(prepared, options)
@@ -300,6 +301,12 @@ def _waits_events(state: RunState) -> list[Event]:
     """A scheduler's events about pipelines that waited when the run was stopped or killed."""
     waits = tuple(PipelineWait(pipeline=PipelineId(name), **fields) for name, fields in sorted(state.waits.items()))
     return [WaitsRestored(waits=waits)] if waits else []
+
+
+def _alike_events(state: RunState) -> list[Event]:
+    """A scheduler's events about what steps took for pipelines alike."""
+    seconds = value_codec.reader(tuple[AlikeSeconds, ...])(state.alike, "alike")
+    return [AlikeRestored(seconds=seconds)] if seconds else []
 
 
 def drive(run: Prepared, options: RunOptions) -> RunResult:

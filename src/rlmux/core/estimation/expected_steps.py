@@ -3,9 +3,10 @@
     a step is trained ─▶ learn ─▶ Pipeline.estimate in run and ledger ─▶ the policy's rebalance ─▶ emit ─▶ ExpectSteps
 
 With the estimate come a budget (SLO times solo step), a load in its group's meta-iteration and due times, as if the
-user had given it. It can change when and where things run, never what is trained. An estimate that the user gave stands
-as long as the steps are near it; where a phase has drifted from it, both of its estimates, apart and colocated, drift
-along, in steps of a tenth: pipelines that were alike so stay alike for a search.
+user had given it. It can change when and where things run, never what is trained. Before its own steps are measured a
+pipeline has the seconds of the last one alike, where there was one (`alike_seconds.py`). An estimate that the user gave
+stands as long as the steps are near it; where a phase has drifted from it, both of its estimates, apart and colocated,
+drift along, in steps of a tenth: pipelines that were alike so stay alike for a search.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlmux.core.actions import Action, ExpectSteps
 from rlmux.core.estimation.measured_steps import has_drifted
 from rlmux.core.estimation.step_bounds import StepBounds
 from rlmux.core.journal import Journal
-from rlmux.core.model import MeasuredSeconds, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
+from rlmux.core.model import AlikeSeconds, MeasuredSeconds, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.group_load import GroupLoad, budget_of, cold_start_s, slo_step_s, solo_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
@@ -38,8 +39,9 @@ class Expectations:
         self._state = state
         self._ledger = ledger
         self._journal = journal
-        self._learned: dict[PipelineId, None] = {}
-        """Pipelines with seconds that were learned in this event and not emitted yet."""
+        self._learned: dict[PipelineId, AlikeSeconds | None] = {}
+        """Pipelines with seconds that were learned in this event and not emitted yet, and what is kept of them for
+        pipelines alike."""
         self._placed: dict[PipelineId, None] = {}
         """Pipelines that came in this event to a group where a probability was requested."""
 
@@ -73,8 +75,7 @@ class Expectations:
             run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
         if not run.pipeline.work_arrives:
             run.estimates.history.plan_with(run.pipeline)
-        self._ledger.revise(run.pipeline)
-        self._learned[run.pipeline.id] = None
+        self._note_learned(run)
         return True
 
     def _submitted_seconds(self, run: PipelineRun) -> PhaseSeconds | None:
@@ -105,12 +106,34 @@ class Expectations:
         run.estimates.has_left_estimate |= planned.estimate != run.submitted.estimate
         run.pipeline = planned
         run.estimates.history.plan_with(planned)
-        self._ledger.revise(planned)
-        self._learned[planned.id] = None
+        self._note_learned(run)
         return True
 
+    def _note_learned(self, run: PipelineRun) -> None:
+        """It is planned with seconds of its own from now on."""
+        self._ledger.revise(run.pipeline)
+        run.estimates.of_alike = None
+        self._learned[run.pipeline.id] = self._for_alike(run)
+
+    def _for_alike(self, run: PipelineRun) -> AlikeSeconds | None:
+        """What its steps took where it is, for pipelines alike; None where it has no key, or too few steps."""
+        measured = run.estimates.measured.seconds() if run.pipeline.alike else None
+        placement = run.nodes.placement
+        if measured is None or placement is None:
+            return None
+        return AlikeSeconds(
+            alike=run.pipeline.alike,
+            num_rollout_nodes=len(placement.rollout_nodes),
+            num_train_nodes=len(placement.train_nodes),
+            is_colocated=set(placement.train_nodes) <= set(placement.rollout_nodes),
+            measured=measured,
+        )
+
     def note_placed(self, run: PipelineRun) -> None:
-        """It has a place in the ledger: the next `emit` states the probabilities that were requested in its group."""
+        """It has a place in the ledger: the next `emit` states the probabilities that were requested in its group, and
+        the seconds of pipelines alike that it is planned with."""
+        if run.estimates.of_alike is not None:
+            self._learned[run.pipeline.id] = None
         members = self._ledger.group_of(run.pipeline.id).members
         if any(member.pipeline.slo_probability is not None for member in members):
             self._placed[run.pipeline.id] = None
@@ -158,7 +181,10 @@ class Expectations:
                 run.estimates.emitted_slowdown, run.estimates.emitted_probability = step_slowdown, probability
                 seen = run.estimates.batch_seconds if run.pipeline.work_arrives else run.estimates.measured
                 is_given = run.estimates.has_given_estimate and not run.estimates.has_left_estimate
-                measured = None if is_given else seen.seconds()
+                measured = None if is_given else seen.seconds() or run.estimates.of_alike
+                alike = learned.get(pipeline)
+                if alike is not None:
+                    self._state.alike.keep(alike)
                 actions.append(
                     ExpectSteps(
                         pipeline=pipeline,
@@ -167,6 +193,7 @@ class Expectations:
                         reason=reason,
                         probability=probability,
                         bounded=run.estimates.bounds.known(run.pipeline) if run.estimates.bounds is not None else None,
+                        alike=alike,
                     )
                 )
             if reason:

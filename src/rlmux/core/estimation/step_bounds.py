@@ -108,10 +108,10 @@ class StepBounds:
         if planned is not None:
             return planned
         mean, limit = given.estimate, given.limit
-        if mean is None or given.held is not None:
+        if mean is None:
             return given
         now = replace(given, spread=prior_bound(_steps_ahead(given.num_steps), self._level))
-        if limit is None:
+        if limit is None or given.held is not None:
             return now
         scale = (mean.rollout_s + mean.train_s) / (limit.rollout_s + limit.train_s)
         held = replace(mean, rollout_s=scale * limit.rollout_s, train_s=scale * limit.train_s)

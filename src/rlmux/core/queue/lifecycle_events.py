@@ -1,6 +1,7 @@
 """Pipelines come, end and break: how each of these facts is applied.
 
-PipelineSubmitted ─▶ it waits
+PipelineSubmitted ─▶ it waits, with the seconds of pipelines alike where its user gave none
+AlikeRestored ─▶ what such pipelines took in earlier parts of the run is known
 PipelineCancelled, ClientFinished ─▶ what runs is paused; the last order that ends leaves it over
 PipelineFailed ─▶ its orders end, and it is over
 WorkerLost ─▶ what the worker had is to be done again
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 from rlmux.core.actions import Action
 from rlmux.core.events import (
+    AlikeRestored,
     ClientFinished,
     PipelineCancelled,
     PipelineFailed,
@@ -37,7 +39,13 @@ def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
     if pipeline.tail is not None and not getattr(parts.policy, "tails", False):
         pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do
     state.has_tails = state.has_tails or pipeline.tail is not None
+    youngest = parts.placement.youngest_group()
+    num_shared = len(youngest.rollout_nodes) if youngest is not None and youngest.is_shared else None
+    of_alike = state.alike.of(pipeline, num_shared)
+    if of_alike is not None:
+        pipeline = replace(pipeline, estimate=of_alike.median, held=of_alike.held)
     run = PipelineRun(pipeline, event.time_s, state.next_in_sequence())
+    run.estimates.of_alike = of_alike
     state.runs[pipeline.id] = run
     parts.queue.enter(run)
     parts.shares.note_submitted(pipeline)
@@ -49,6 +57,12 @@ def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
             state.dirty.newcomer = run
         else:
             state.dirty.queue = True
+    return []
+
+
+def on_alike_restored(parts: Parts, event: AlikeRestored) -> list[Action]:
+    for seconds in event.seconds:
+        parts.state.alike.keep(seconds)
     return []
 
 
