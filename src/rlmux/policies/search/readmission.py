@@ -52,9 +52,9 @@ def place_again(view: PlacementView, place: Place) -> tuple[Relocation | Fruitle
 
 
 def spread_out(view: PlacementView) -> tuple[Relocation, ...]:
-    """Relocations of members of the slowest groups to free nodes of their own, if that outlasts the move."""
+    """Relocations of members to free nodes of their own, who gains most first, if that outlasts the move."""
     has_free_nodes = all(view.num_free_nodes(phase) >= 1 for phase in (Phase.ROLLOUT, Phase.TRAIN))
-    if view.num_waiting or not has_free_nodes or not _slowest_first(view.groups()):
+    if view.num_waiting or not has_free_nodes or not _slowed(view.groups()):
         return ()
     found: list[Relocation] = []
     with view.trial() as ledger:
@@ -65,34 +65,37 @@ def spread_out(view: PlacementView) -> tuple[Relocation, ...]:
 
 
 def _next_move(ledger: PlacementLedger) -> Relocation | None:
-    moves = (_to_own_nodes(group, ledger) for group in _slowest_first(ledger.groups()))
-    return next((one for one in moves if one is not None), None)
-
-
-def _slowest_first(groups: Iterable[GroupLoad]) -> list[GroupLoad]:
-    """Those in which sharing makes a member's steps noticeably longer."""
-    slowed = []
-    for group in groups:
-        if len(group.members) > 1 and not group.is_colocated:
-            slowdown = max(group.slowdown_of(member.pipeline.id) for member in group.members)
-            if slowdown > 1.0 + _NOTICEABLE:
-                slowed.append((-slowdown, group.id, group))
-    return [group for *_, group in sorted(slowed)]
-
-
-def _to_own_nodes(group: GroupLoad, ledger: PlacementLedger) -> Relocation | None:
-    """The member that gains most of those with enough work left, the youngest of equals, to free nodes."""
+    """The member that gains most from free nodes of its own, the youngest of equals; None where none gains enough."""
     best, best_gain_s = None, 0.0
-    for member in reversed(group.members):
-        pipeline, left = member.pipeline, ledger.work_left(member.pipeline.id)
-        choice = founding(pipeline, PlacementView(ledger))
-        slowed_s = (group.slowdown_of(pipeline.id) - 1.0) * solo_s(pipeline)
-        num_left = math.inf if left is None else left.num_left
-        cold_s = UNKNOWN_COLD_S if pipeline.switch is None else cold_start_s(pipeline)
-        gain_s = num_left * slowed_s - MOVE_WORTH * (cold_s + solo_s(pipeline))
-        if choice is not None and gain_s > best_gain_s:
-            best, best_gain_s = Relocation(pipeline=pipeline.id, choice=choice), gain_s
+    for group in _slowed(ledger.groups()):
+        for member in reversed(group.members):
+            gain_s = _gain_s(group, member.pipeline, ledger)
+            choice = founding(member.pipeline, PlacementView(ledger)) if gain_s > best_gain_s else None
+            if choice is not None:
+                best, best_gain_s = Relocation(pipeline=member.pipeline.id, choice=choice), gain_s
     return best
+
+
+def _slowed(groups: Iterable[GroupLoad]) -> list[GroupLoad]:
+    """Groups in which sharing makes a member's steps noticeably longer."""
+    return [
+        group
+        for group in groups
+        if len(group.members) > 1
+        and not group.is_colocated
+        and any(group.slowdown_of(member.pipeline.id) > 1.0 + _NOTICEABLE for member in group.members)
+    ]
+
+
+def _gain_s(group: GroupLoad, pipeline: Pipeline, ledger: PlacementLedger) -> float:
+    """Seconds by which its work that is left ends sooner alone, less what its move must gain at least."""
+    left = ledger.work_left(pipeline.id)
+    num_left = math.inf if left is None else left.num_left
+    cold_s = UNKNOWN_COLD_S if pipeline.switch is None else cold_start_s(pipeline)
+    slowed_s = (group.slowdown_of(pipeline.id) - 1.0) * solo_s(pipeline)
+    if slowed_s <= 0.0:
+        return 0.0
+    return num_left * slowed_s - MOVE_WORTH * (cold_s + solo_s(pipeline))
 
 
 def _group_for(pipeline: Pipeline, ledger: PlacementLedger, place: Place) -> PlacementChoice | None:
