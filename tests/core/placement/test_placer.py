@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from rlmux.core.actions import Admit, Relocate
-from rlmux.core.events import PipelineCancelled
+from rlmux.core.events import PipelineCancelled, PipelineSubmitted
 from rlmux.core.model import AdmissionKind, Pipeline, PipelineId
 from rlmux.core.placement.choice import PlacementChoice, Relocation
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import GroupView, RunWork
 from rlmux.log import value_codec
+from rlmux.policies import make_policy
 from rlmux.policies.lookahead.dispatching import start_oldest_first
+from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads import catalog
 
 A, B = PipelineId("a"), PipelineId("b")
 ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)
@@ -127,3 +131,20 @@ def test_replaying_a_log_gives_the_same_actions(start):
     events = [value_codec.decode(value_codec.encode(event)) for event in driver.events]
     replayed = [action for event in events for action in again.handle(event)]
     assert [value_codec.encode(one) for one in replayed] == [value_codec.encode(one) for one in driver.actions()]
+
+
+def test_a_newcomer_begins_where_the_relocations_of_its_instant_leave_it():
+    """It is admitted once, to its final place, and makes no start on nodes that it leaves at once."""
+    made = catalog.build("weave", seed=3)
+    made = replace(made, arrivals=made.arrivals[:24])
+    kinds: list[str] = []
+
+    def observe(event, actions):
+        admitted = {action.pipeline: action for action in actions if isinstance(action, Admit)}
+        assert not [action for action in actions if isinstance(action, Relocate) and action.pipeline in admitted]
+        if isinstance(event, PipelineSubmitted):
+            kinds.append(admitted[event.pipeline.id].kind)
+
+    result = simulate(made, make_policy("rlmux"), observer=observe)
+    assert result.slo_attainment == 1.0
+    assert sum(kind != "new" for kind in kinds) >= 6

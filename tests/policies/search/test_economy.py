@@ -31,7 +31,7 @@ from rlmux.core.placement.group_load import Member, group_load
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.policies.rlmux import RlMux
-from rlmux.policies.search.economy import MOST_SLOWDOWN, Economy, budget_from
+from rlmux.policies.search.economy import MOST_SLOWDOWN, Economy, budget_from, budget_left_s, move_reserve_s
 from rlmux.policies.search.layouts import LayoutBook, MemberKind
 from rlmux.policies.search.partition import NodePrices, demand_of
 from rlmux.sim.simulator import simulate
@@ -86,6 +86,25 @@ def test_a_pipeline_that_was_fast_may_be_slower_and_one_that_was_delayed_may_not
 
 def test_without_a_number_of_steps_the_budget_is_the_slo():
     assert budget_from(pipeline(slo=1.5), None) == 150.0
+
+
+def test_a_pipeline_keeps_its_spread_in_hand_and_one_that_stays_needs_no_reserve_for_a_move():
+    one = pipeline(slo=1.5)
+    left = left_of(one, now_s=7_000.0, num_left=50)
+    assert budget_from(replace(one, spread=1.1), left) == pytest.approx(budget_from(one, left) / 1.1)
+    reserved_s = budget_from(one, left, reserve_s=0.0) - budget_from(one, left)
+    assert reserved_s == pytest.approx(0.995 * move_reserve_s(one) / 50)
+    placed_now = replace(left, has_begun=False)
+    assert budget_from(one, placed_now, reserve_s=0.0) == budget_from(one, left)
+
+
+def test_a_budget_from_what_is_left_is_at_most_the_slo_and_counts_while_the_slo_can_hold():
+    one = pipeline(slo=1.5, slo_probability=0.95)
+    fast, late, lost = (left_of(one, now_s=now_s, num_left=50) for now_s in (5_000.0, 9_000.0, 11_000.0))
+    assert budget_left_s(one, fast) == 150.0 < budget_from(one, fast)
+    assert budget_left_s(one, late) == budget_from(one, late) < 150.0
+    assert budget_left_s(one, lost) == 150.0
+    assert budget_left_s(replace(one, slo_probability=None), late) == 150.0
 
 
 # layouts

@@ -78,6 +78,25 @@ def test_pipelines_use_counted_nodes_before_they_share_and_those_that_become_fre
     assert groups_of(ledger) == [["a"], ["c"]]
 
 
+def test_free_nodes_go_to_the_member_whose_work_gains_most_however_short_the_cycle():
+    """`long` makes the cycle; `short` is slowed to it, though no device is busier by it."""
+    ledger, policy = ledger_of(2), RlMux()
+    admit(ledger, policy, "long", estimate=PhaseSeconds(rollout_s=300.0, train_s=300.0))
+    admit(ledger, policy, "other", "short")
+    assert groups_of(ledger) == [["long", "short"], ["other"]]
+    ledger.depart(PipelineId("other"))
+    carry_out(ledger, policy.rebalance(PlacementView(ledger)))
+    assert groups_of(ledger) == [["long"], ["short"]]
+
+
+def test_pipelines_that_are_alone_join_each_other_for_one_that_waits():
+    ledger, policy = ledger_of(2, num_waiting=1), RlMux()
+    admit(ledger, policy, "a", "b", slo_slowdown=1.3)
+    assert groups_of(ledger) == [["a"], ["b"]]
+    carry_out(ledger, policy.rebalance(PlacementView(ledger)))
+    assert groups_of(ledger) == [["b", "a"]]
+
+
 @pytest.mark.parametrize("reason", [{"num_waiting": 1}, {"num_left": 3}], ids=["another waits", "little is left"])
 def test_members_stay_where_the_free_nodes_are_anothers_or_the_move_would_not_pay(reason):
     ledger, policy = ledger_of(2, **reason), RlMux()
