@@ -40,7 +40,7 @@ class RunState:
     as in `Pipeline`."""
 
     bounded: dict[str, Any] = field(default_factory=dict)
-    """Bounds that each pipeline with a probability was last planned with, as the log writes `Pipeline.bounded`."""
+    """Newest bounds and steps of each pipeline with a probability, as the log writes `Pipeline.bounded`."""
 
     waits: dict[str, dict[str, float]] = field(default_factory=dict)
     """`since_s` of each pipeline that waits, and `promised_s` of one with a promised start (note `start_promised`)."""

@@ -76,7 +76,7 @@ def test_all_members_of_a_full_group_are_within_their_bounds_with_the_stated_pro
     assert 1.0 - MAX_PIPELINES_PER_GROUP * (1.0 - member_level(0.95)) == pytest.approx(0.95)
 
 
-def test_before_its_first_steps_a_pipeline_has_the_proportion_of_its_phases_at_the_token_limit():
+def test_before_its_first_steps_phases_are_in_the_proportion_of_the_token_limit():
     limit = PhaseSeconds(rollout_s=9.0, train_s=3.0)
     planned = StepBounds(bounded(limit=limit)).first_plan()
     assert planned.estimate == MEAN
