@@ -1,4 +1,4 @@
-"""Small mixes that nobody chose: is `rlmux` ever dearer than `solo` and `rollmux`, or does it miss an SLO that `solo` keeps?
+"""Small mixes that nobody chose: is `rlmux` dearer than `solo` and `rollmux`, or misses an SLO that `solo` keeps?
 
     python benchmarks/fresh_mixes.py [--mixes 1000] [--seed N] [--quick]
 

@@ -79,9 +79,7 @@ def attained(kind: str, size: int, probability: float, num_groups: int, num_step
                 members = list(zip(plans, planned, coming, strict=True))
                 count += 1
                 within += all(own <= mean * plan.spread * (1 + 1e-9) for plan, mean, own in members)
-                kept += all(
-                    slower / own <= planned_s / mean * plan.spread * (1 + 1e-9) for plan, mean, own in members
-                )
+                kept += all(slower / own <= planned_s / mean * plan.spread * (1 + 1e-9) for plan, mean, own in members)
                 spreads += _mean([plan.spread for plan in plans])
             for index, one in enumerate(bounds):
                 one.add(_times(factors[index][done]), MEAN)
@@ -91,9 +89,7 @@ def attained(kind: str, size: int, probability: float, num_groups: int, num_step
 
 def _pipeline(probability: float, num_steps: int) -> Pipeline:
     limit = at_token_limit(MEAN)
-    return Pipeline(
-        id=PipelineId("a"), num_steps=num_steps, estimate=MEAN, limit=limit, slo_probability=probability
-    )
+    return Pipeline(id=PipelineId("a"), num_steps=num_steps, estimate=MEAN, limit=limit, slo_probability=probability)
 
 
 def _times(factor: float) -> PhaseSeconds:
@@ -119,9 +115,7 @@ def _noise(generator: random.Random, num_steps: int) -> Factor:
 def _drift(generator: random.Random, num_steps: int) -> Factor:
     curve = drift_curve(generator.choice(("7B", "14B")))
     amplitude = generator.choice((-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5))
-    return Drifting(
-        ratios=curve, amplitude=amplitude, steps_per_value=max(1, round(num_steps / len(curve)))
-    ).factor
+    return Drifting(ratios=curve, amplitude=amplitude, steps_per_value=max(1, round(num_steps / len(curve)))).factor
 
 
 def _both(generator: random.Random, num_steps: int) -> Factor:

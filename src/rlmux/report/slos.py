@@ -49,10 +49,9 @@ def bound_words(bound: Mapping[str, float] | None, mean: Mapping[str, Any] | Non
     """The upper bounds on the mean of a pipeline's coming steps, beside its estimate; "" where nothing is in hand."""
     if bound is None or (mean is not None and all(bound[key] <= mean[key] * (1 + SLO_TOLERANCE) for key in _PHASES)):
         return ""
-    most = f"mean of its coming steps: at most {bound['rollout_s']:.3g} s of rollout and {bound['train_s']:.3g} s of training"
-    if mean is None:
-        return most
-    return f"{most} (estimate: {mean['rollout_s']:.3g} s and {mean['train_s']:.3g} s)"
+    most = f"at most {bound['rollout_s']:.3g} s of rollout and {bound['train_s']:.3g} s of training"
+    estimate = "" if mean is None else f" (estimate: {mean['rollout_s']:.3g} s and {mean['train_s']:.3g} s)"
+    return f"mean of its coming steps: {most}{estimate}"
 
 
 def slo_words(one: Mapping[str, Any]) -> str:

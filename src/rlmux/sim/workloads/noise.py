@@ -57,8 +57,8 @@ def _check(workload: Workload, noise: float | str) -> None:
     sampled = next((one for one in workload.arrivals if type(one.world) is not TrueSeconds), None)
     if noise != 0.0 and sampled is not None:
         raise UserError(
-            f"workload {workload.name!r}: noise is {noise!r}, and the steps of {sampled.pipeline.id} vary already, with "
-            "their recorded response lengths; accepted: 0"
+            f"workload {workload.name!r}: noise is {noise!r}, and the steps of {sampled.pipeline.id} vary already, "
+            "with their recorded response lengths; accepted: 0"
         )
 
 
