@@ -180,10 +180,13 @@ def test_a_probability_is_above_0_and_below_1(probability):
 
 @pytest.fixture
 def driver(builders):
-    def make(*pipelines: Pipeline, policy: str = "rollmux", **nodes):
+    def make(*pipelines: Pipeline, policy: str = "rollmux", varies: float = 0.0, **nodes):
+        """`varies`: part by which odd steps are longer, and even ones shorter."""
         made = builders.Driver(
             Scheduler(builders.cluster(**nodes), make_policy(policy)),
-            lambda action: {Stage.GENERATE: 2.0, Stage.UPDATE: 1.0}[action.stage],
+            lambda action: (
+                {Stage.GENERATE: 2.0, Stage.UPDATE: 1.0}[action.stage] * (1.0 + varies * (-1.0) ** (action.step + 1))
+            ),
         )
         made.submit(*pipelines)
         return made
@@ -203,6 +206,17 @@ def test_two_that_fit_at_the_token_limit_share_from_the_start_and_state_what_was
     run = driver(bounded("a", slo_slowdown=3.0), bounded("b", slo_slowdown=3.0))
     assert run.scheduler.query.placement.num_groups == 1
     assert [stated(run, name)[-1] for name in "ab"] == [0.95, 0.95]
+
+
+def test_no_probability_is_stated_while_the_plan_keeps_an_slo_by_means_alone(driver):
+    """Two rollouts of 2 s are a cycle of 4 s, 1.33 times a step alone."""
+    tight = [bounded(name, slo_slowdown=1.42) for name in "ab"]
+    steady, varying = driver(*tight), driver(*tight, varies=0.2)
+    for run in (steady, varying):
+        assert run.scheduler.query.placement.num_groups == 1
+        run.run()
+    assert set(stated(steady, "b")) == {0.95}
+    assert {None, 0.95} <= set(stated(varying, "b"))
 
 
 def test_two_that_fit_by_their_means_alone_share_once_their_steps_were_seen(driver):
