@@ -97,6 +97,7 @@ def test_two_pipelines_with_a_limit_of_many_times_the_mean_share_nodes_as_soon_a
 def test_a_pipeline_with_few_steps_keeps_more_in_hand_before_they_are_seen():
     few, many = (StepBounds(bounded(num_steps=number)).first_plan().spread for number in (4, 64))
     assert 1.0 < many < 1.05 < few < 1.2
+    assert StepBounds(bounded(num_steps=64, first_step=61)).first_plan().spread == few
 
 
 def test_steps_that_are_alike_have_no_spread():
