@@ -247,9 +247,7 @@ def newest_step(folder: Path) -> int:
     ("of_sort", "of_tool"),
     [
         ((truncate, "model.safetensors"), (flip_a_bit, "optimizer.safetensors")),
-        pytest.param(
-            (Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json"), marks=pytest.mark.slow
-        ),
+        pytest.param((Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json"), marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
