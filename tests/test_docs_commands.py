@@ -222,8 +222,9 @@ def test_the_parameters_of_each_workload_are_documented_and_no_others():
     rows = [
         [re.findall(r"`([\w-]+)`", re.sub(r"\(.*?\)", "", cell)) for cell in row.split("|")]
         for row in table.splitlines()
+        if row.startswith("|")
     ]
-    parameters_by_name = {name: row[3] for row in rows[4:] for name in row[1]}
+    parameters_by_name = {name: row[3] for row in rows[2:] for name in row[1]}
     assert set(parameters_by_name) <= set(catalog.names())
     for name, parameters in parameters_by_name.items():
         is_drift = name.startswith("drift-")

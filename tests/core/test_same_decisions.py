@@ -1,14 +1,14 @@
 """The scheduler decides as version 0.1.0 did: its recorded events, fed in again, give its recorded actions.
 
 Each file of tests/data/decisions is one run of 0.1.0 under one policy: a first row with cluster, policy, seed and
-sharing table, then one row for each event with the actions that followed. `micro-*`, `pair` and `weave` were simulated,
-`run-*` are real runs of the examples. The rows have the names that the log had then; `renamed` gives them today's.
-It took decode for dense from 128 sequences on. `Queue` rows are today's: a wait is explained with what would end it.
-Runs in which the look-ahead of `jigsaw` and `rlmux` decides otherwise today, by the whole Sub-Stage Graph, are left
-out, and those of `rlmux` and `optimal` on counted nodes with prices, which are sunk cost today. Pipelines are
+sharing table, then one row for each event with the actions that followed. `micro-*`, `pair` and `weave` were
+simulated, `run-*` are real runs of the examples. The rows have the names that the log had then; `renamed` gives them
+today's. It took decode for dense from 128 sequences on. `Queue` rows are today's: a wait is explained with what would
+end it. Runs in which the look-ahead of `jigsaw` and `rlmux` decides otherwise today, by the whole Sub-Stage Graph, are
+left out, and those of `rlmux` and `optimal` on counted nodes with prices, which are sunk cost today. Pipelines are
 placed before any group is dispatched: a `Queue` stands before the `RunStage` of its instant in one event each of
-`micro-b`. A pipeline begins where the relocations of its instant leave it: so runs of `rlmux` with relocations are left
-out, too, and a `Queue` may stand before an `Admit` of its instant.
+`micro-b`. A pipeline begins where the relocations of its instant leave it: so runs of `rlmux` with relocations are
+left out, too, and a `Queue` may stand before an `Admit` of its instant.
 """
 
 from __future__ import annotations

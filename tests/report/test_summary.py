@@ -274,8 +274,8 @@ def test_a_stated_probability_is_shown_with_the_bound_beside_the_mean(script: An
     a = summarize(script.timeline())["pipelines"]["a"]
     assert (a["slo_probability"], a["bound"]) == (0.9, {"rollout_s": 3.0, "train_s": 1.25})
     assert slo_words(a) == (
-        "keeps its SLO if cycles of its group are as planned, as 90 of 100 are, or more; "
-        "planned with at most 3 s of rollout and 1.25 s of training, 2 s and 1 s in the middle"
+        "keeps its SLO over the steps that are left, with a probability of 0.9; "
+        "mean of its coming steps: at most 3 s of rollout and 1.25 s of training (estimate: 2 s and 1 s)"
     )
 
 

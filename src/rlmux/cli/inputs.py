@@ -16,6 +16,7 @@ from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlmux.config.broker_file import BrokerSpec
+    from rlmux.sim.api import WorkloadMaker
     from rlmux.sim.models.neighbour_slowdown import Neighbours
     from rlmux.sim.workloads.arrivals import Workload
 
@@ -118,7 +119,7 @@ def check_choice(what: str, value: str, known: Sequence[str]) -> None:
 
 def workload_or_run(
     text: str | None, run: Path | None, sets: Sequence[str] | None, profile: Path | None = None
-) -> Workload | str:
+) -> Workload | WorkloadMaker | str:
     """What is to be simulated: a workload, or the pipelines of a finished run as they were measured."""
     if (text is None) == (run is None):
         raise UserError("accepted: either FILE|WORKLOAD or --from-run DIR")

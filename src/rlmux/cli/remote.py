@@ -238,7 +238,7 @@ def _tables(shown: Mapping[str, Any]) -> Table:
 
 
 def _slo_lines(shown: Mapping[str, Any]) -> list[str]:
-    """What is stated of each pipeline's SLO, and the bounds that it is planned with."""
+    """Stated probability of each pipeline's SLO, and the bounds on the mean of its coming steps."""
     return [f"{name}: {words}" for name, one in shown["pipelines"].items() if (words := slo_words(one))]
 
 

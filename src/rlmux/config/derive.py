@@ -115,7 +115,7 @@ def _alike(config: TrainingConfig) -> str:
 
 
 def _probability(config: PipelineConfig) -> float | None:
-    """None for a pipeline that is planned with the middle of its steps, or is promised nothing."""
+    """None for a pipeline that is planned with means alone, or is promised nothing."""
     if config.is_filler or config.slo_probability == MEAN:
         return None
     return DEFAULT_SLO_PROBABILITY if config.slo_probability is None else float(config.slo_probability)

@@ -220,9 +220,9 @@ class PipelineConfig(PipelineKeys):
     slo_slowdown: Annotated[float, Ge(1)] | None = None
     """Largest accepted slowdown of a step against running alone; without: any."""
     slo_probability: SloProbability | None = None
-    """Probability with which a cycle of its group is to take no longer than planned, so that slo_slowdown is kept
-    (docs/how-it-works/policies.md); without: 0.95. mean: it is planned with the median of its steps, and no probability
-    is stated."""
+    """Probability with which the mean of the steps that are left is to keep slo_slowdown
+    (docs/how-it-works/policies.md); without: 0.95. mean: it is planned with means alone, nothing is kept in hand, and
+    no probability is stated."""
     user: Name | None = None
     """User of the pipeline. Waiting pipelines of several users take turns
     (docs/how-it-works/shares.md)."""

@@ -86,10 +86,11 @@ class ExpectSteps:
     """Why its SLO cannot be promised where it is, in one line with the numbers; empty where it can, or there is
     none."""
     probability: float | None = None
-    """Probability with which a meta-iteration of its group takes no longer than planned, where its SLO is kept at that
-    pace; 1 where it is alone; None if none was requested, or none can be stated."""
+    """Probability with which the mean of the steps that are left keeps its SLO in its group as planned; 1 where it is
+    alone; None if none was requested, or none can be stated."""
     bounded: BoundedSteps | None = None
-    """Bounds that it is planned with; None for a pipeline without a probability, and where nothing is known of it."""
+    """Upper bounds on the mean of its coming steps, and the steps that they follow from; None for a pipeline without a
+    probability, and where nothing is known of it."""
     alike: AlikeSeconds | None = None
     """What the next pipelines alike that come without an estimate are planned with; None: as before."""
 

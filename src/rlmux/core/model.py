@@ -257,10 +257,10 @@ class AlikeSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedSteps:
-    """Bounds that a pipeline with an `slo_probability` is planned with, and the steps that they follow from."""
+    """Upper bounds on the mean of a pipeline's coming steps, and the steps that they follow from."""
 
     bound: PhaseSeconds
-    """Solo seconds that the mean of its coming steps stays below with the stated probability, phase by phase."""
+    """Solo seconds of each phase that the mean of its coming steps stays below with the stated probability."""
     seen: tuple[tuple[float, float], ...] = ()
     """Solo seconds of rollout and of training of its last steps, oldest first, on the nodes that it requests."""
     num_rollout_nodes: int = 0
@@ -369,7 +369,7 @@ class Account(NamedTuple):
 DEFAULT_SLO_PROBABILITY = 0.95
 """`Pipeline.slo_probability` where its user asks for none."""
 MEAN = "mean"
-"""What a user asks for who wants pipelines planned with the middle of their steps, and no probability."""
+"""`slo_probability` in a file that plans with means alone: nothing is kept in hand, no probability is stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,7 +403,7 @@ class Pipeline:
     alike: str = ""
     """Key of the pipelines whose steps are expected to take as long, on as many nodes; empty: none are known."""
     bounded: BoundedSteps | None = None
-    """Bounds that an earlier part of its run planned it with last; None: there was none, or it had no bounds."""
+    """Bounds and steps of an earlier part of its run; None: there was none, or it had no bounds."""
     footprint: Footprint = field(default_factory=Footprint)
     dense_threshold: int | None = None
     """Sequences from which a decode iteration counts as dense; None: half of those that its shards begin with."""

@@ -130,7 +130,7 @@ class StepBeliefs:
     done: DoneSteps
     """What its steps that are done took alone."""
     bounds: StepBounds | None
-    """Bounds of its next step, which it is planned with where it states a probability."""
+    """Mean and spread of its coming steps, which it is planned with where it has a probability; None: it has none."""
     has_given_estimate: bool
     """Whether its user gave an estimate, which stands until its steps drift; one with `held` was measured before."""
     has_left_estimate: bool = False

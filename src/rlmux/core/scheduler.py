@@ -18,7 +18,7 @@ choice is checked, recorded as intended, and becomes an action. A decision that 
 of work stands in for it (`policy_faults.py`).
 
 No stage calls another: it marks, and the first stage with something marked is next. So every event ends with the same
-same questions in the same order, whatever it was.
+questions in the same order, whatever it was.
 
 The same object serves the simulator (virtual time) and the runtime's controller (real time); they are its only
 callers. It reads no clock: time is a field of the event. Replaying the events of a log gives the same

@@ -41,7 +41,7 @@ class RunState:
     as in `Pipeline`."""
 
     bounded: dict[str, Any] = field(default_factory=dict)
-    """Bounds that each pipeline with a probability was last planned with, as the log writes `Pipeline.bounded`."""
+    """Newest bounds and steps of each pipeline with a probability, as the log writes `Pipeline.bounded`."""
 
     alike: list[dict[str, Any]] = field(default_factory=list)
     """What steps of pipelines took, for those alike, as the log writes `AlikeSeconds`: one of each key and numbers of

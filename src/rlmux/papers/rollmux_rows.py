@@ -31,8 +31,8 @@ BASELINES = ("random", "most-idle")
 DRIFTS = ("up", "down", "mixed")
 PRINTED = "rollmux with the printed saturation test"
 """Algorithm 1 as it is printed: a group that is saturated before an insertion is skipped."""
-BOUNDED = "rollmux planned by upper bounds"
-"""Our default: the token limit first, then what steps were like."""
+BOUNDED = "rollmux with a spread in hand"
+"""Our default: means, and what the steps that are left may vary."""
 PUBLISHED_STAY_H = 14.4
 """Mean stay of the paper's sample of Philly's jobs, hours (8.3)."""
 

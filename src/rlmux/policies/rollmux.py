@@ -12,8 +12,8 @@ Inside a group the strict meta-iteration decides what begins, and the tail of a 
 pipeline waits for (`lookahead/measured_tails.py`).
 
 In the paper, durations are given before placement. If they are measured only afterwards, and a group turns out to break
-an SLO, a member is placed again, or those with an SLO make several steps in a cycle. A pipeline that no group took at
-the token limit is placed again once its own steps bound it.
+an SLO, a member is placed again, or those with an SLO make several steps in a cycle. A pipeline that no group took is
+placed again when its mean or spread has changed, or while others wait.
 """
 
 from __future__ import annotations

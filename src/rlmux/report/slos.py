@@ -5,9 +5,10 @@
                         within the SLO; `simulate` judges so, too, and has no processes to start in a first step
     queue_s             seconds from its submission to its admission, or to the end where there was none
     expected_slowdown   what the scheduler expected where the pipeline was last
-    slo_probability     with which a cycle of its group takes no longer than planned, as last stated; null where none
+    slo_probability     with which the mean of the steps that are left keeps its SLO, as last stated; null where none
                         was requested, or none can be stated
-    bound               solo seconds of its phases that it is planned with beside others; null where it states none
+    bound               solo seconds of each phase that the mean of its coming steps stays below with the probability
+                        that was requested; null where none was
     moves               of each relocation the seconds of a step that were expected there, and those that came
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps
 
@@ -38,26 +39,24 @@ def is_within_slo(spent_s: float, solo_s: float, slo_slowdown: float) -> bool:
 
 
 def probability_words(probability: float) -> str:
-    """What is stated of a pipeline's SLO with this probability, in a line."""
+    """The probability that is stated of a pipeline's SLO, in a line."""
     if probability == 1.0:
         return "alone in its group, so no other pipeline can break its SLO"
-    return f"keeps its SLO if cycles of its group are as planned, as {100.0 * probability:.6g} of 100 are, or more"
+    return f"keeps its SLO over the steps that are left, with a probability of {probability:.6g}"
 
 
 def bound_words(bound: Mapping[str, float] | None, mean: Mapping[str, Any] | None) -> str:
-    """What a pipeline is planned with beside others, next to what its steps take in the middle; "" where that is the
-    same."""
+    """The upper bounds on the mean of a pipeline's coming steps, beside its estimate; "" where nothing is in hand."""
     if bound is None or (mean is not None and all(bound[key] <= mean[key] * (1 + SLO_TOLERANCE) for key in _PHASES)):
         return ""
-    most = f"{bound['rollout_s']:.3g} s of rollout and {bound['train_s']:.3g} s of training"
-    if mean is None:
-        return f"planned with at most {most}"
-    return f"planned with at most {most}, {mean['rollout_s']:.3g} s and {mean['train_s']:.3g} s in the middle"
+    most = f"at most {bound['rollout_s']:.3g} s of rollout and {bound['train_s']:.3g} s of training"
+    estimate = "" if mean is None else f" (estimate: {mean['rollout_s']:.3g} s and {mean['train_s']:.3g} s)"
+    return f"mean of its coming steps: {most}{estimate}"
 
 
 def slo_words(one: Mapping[str, Any]) -> str:
-    """The probability that is stated of a pipeline and its bounds, from its keys of summary, status or plan; "" for one
-    without an SLO."""
+    """The stated probability of a pipeline and its bounds, from its keys of summary, status or plan; "" without an
+    SLO."""
     if not math.isfinite(one["slo_slowdown"] or math.inf):
         return ""
     stated = "" if one["slo_probability"] is None else probability_words(one["slo_probability"])

@@ -140,15 +140,15 @@ def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
 
 
 def _without_limit(workload: Workload) -> list[str]:
-    """That pipelines with an SLO are planned with means at first, as nothing is known of the token limit."""
+    """Pipelines with an SLO whose proportion of phases at the token limit is not known, in a line."""
     bound = [one.pipeline for one in workload.arrivals if one.pipeline.slo_probability is not None]
     bound = [one for one in bound if one.slo_slowdown < math.inf]
     num_without = sum(one.limit is None for one in bound)
     if not num_without:
         return []
     return [
-        f"{num_without} of {len(bound)} pipelines with an SLO are planned with means until three steps are seen: "
-        "limit_rollout_s and limit_train_s are missing, which `rlmux profile FILE` measures"
+        f"{num_without} of {len(bound)} pipelines with an SLO have no limit_rollout_s and limit_train_s: until three "
+        "steps are seen, their phases are in the proportion of the means; `rlmux profile FILE` measures both"
     ]
 
 
@@ -306,7 +306,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None 
 
     `usd_per_hour`: nodes in use, those that a relocation vacates included. `paid_usd_per_hour`: the groups' nodes and
     the other nodes that the cluster counts, the sum of `paid_for` (`results/plan_costs.py`). `bound`: solo seconds of
-    its phases that it is planned with beside others, where it states a probability. A pipeline's `usd_per_hour` is its
+    each phase that the mean of its coming steps stays below with its probability. A pipeline's `usd_per_hour` is its
     part of its group's cost, by solo seconds; its `bound_usd_per_hour` is its own work on nodes that are never idle.
     With `out`, a picture goes there.
     """
@@ -391,7 +391,7 @@ def _without_slos(workload: Workload) -> Workload:
 
 
 def _stated(pipeline: Pipeline, expected: ExpectSteps | None) -> dict[str, Any]:
-    """Its probability and bounds beside its mean, as a run's status has them."""
+    """Its probability, and the bounds beside the estimate, as in a run's status."""
     bounded, estimate = expected.bounded if expected else None, pipeline.estimate
     return {
         "slo_probability": expected.probability if expected else None,

@@ -97,6 +97,7 @@ def test_two_pipelines_with_a_limit_of_many_times_the_mean_share_nodes_as_soon_a
 def test_a_pipeline_with_few_steps_keeps_more_in_hand_before_they_are_seen():
     few, many = (StepBounds(bounded(num_steps=number)).first_plan().spread for number in (4, 64))
     assert 1.0 < many < 1.05 < few < 1.2
+    assert StepBounds(bounded(num_steps=64, first_step=61)).first_plan().spread == few
 
 
 def test_steps_that_are_alike_have_no_spread():
@@ -180,10 +181,13 @@ def test_a_probability_is_above_0_and_below_1(probability):
 
 @pytest.fixture
 def driver(builders):
-    def make(*pipelines: Pipeline, policy: str = "rollmux", **nodes):
+    def make(*pipelines: Pipeline, policy: str = "rollmux", varies: float = 0.0, **nodes):
+        """`varies`: part by which odd steps are longer, and even ones shorter."""
         made = builders.Driver(
             Scheduler(builders.cluster(**nodes), make_policy(policy)),
-            lambda action: {Stage.GENERATE: 2.0, Stage.UPDATE: 1.0}[action.stage],
+            lambda action: (
+                {Stage.GENERATE: 2.0, Stage.UPDATE: 1.0}[action.stage] * (1.0 + varies * (-1.0) ** (action.step + 1))
+            ),
         )
         made.submit(*pipelines)
         return made
@@ -203,6 +207,17 @@ def test_two_that_fit_at_the_token_limit_share_from_the_start_and_state_what_was
     run = driver(bounded("a", slo_slowdown=3.0), bounded("b", slo_slowdown=3.0))
     assert run.scheduler.query.placement.num_groups == 1
     assert [stated(run, name)[-1] for name in "ab"] == [0.95, 0.95]
+
+
+def test_no_probability_is_stated_while_the_plan_keeps_an_slo_by_means_alone(driver):
+    """Two rollouts of 2 s are a cycle of 4 s, 1.33 times a step alone."""
+    tight = [bounded(name, slo_slowdown=1.42) for name in "ab"]
+    steady, varying = driver(*tight), driver(*tight, varies=0.2)
+    for run in (steady, varying):
+        assert run.scheduler.query.placement.num_groups == 1
+        run.run()
+    assert set(stated(steady, "b")) == {0.95}
+    assert {None, 0.95} <= set(stated(varying, "b"))
 
 
 def test_two_that_fit_by_their_means_alone_share_once_their_steps_were_seen(driver):

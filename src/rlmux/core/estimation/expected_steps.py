@@ -89,7 +89,7 @@ class Expectations:
     def _plan_with_bounds(
         self, run: PipelineRun, bounds: StepBounds, last: PhaseSeconds | None, given: PhaseSeconds | None
     ) -> bool:
-        """Tighten or widen the bounds by the last step, and plan with them."""
+        """Learn mean and spread from the last step, and plan with them."""
         if run.status is not PipelineStatus.RUNNING or run.nodes.placement is None:
             return False
         bounds.forget(len(run.nodes.placement.rollout_nodes))
@@ -203,13 +203,13 @@ class Expectations:
         return actions
 
     def _probability(self, run: PipelineRun) -> float | None:
-        """Probability with which a meta-iteration of its group takes no longer than it is planned with, where all its
-        steps keep its SLO at that pace; None where they do not, or a member has no bounds that hold with as much."""
+        """Probability with which the mean of the steps that are left keeps its SLO in its group as planned; 1 where it
+        is alone. None where the plan does not keep it with its spread in hand, or a member states no probability."""
         pipeline = run.pipeline
         if run.estimates.bounds is None or pipeline.slo_slowdown == math.inf or pipeline.estimate is None:
             return None
         group = self._ledger.group_of(pipeline.id)
-        if not self._keeps_slo_at_pace(run, group):
+        if not self._keeps_slo_as_planned(run, group):
             return None
         if group.num_members == 1:
             return 1.0
@@ -217,12 +217,13 @@ class Expectations:
         bounds = [self._state.runs[member.pipeline.id].estimates.bounds for member in group.members]
         return min(probabilities) if all(one and one.is_known for one in bounds) else None
 
-    def _keeps_slo_at_pace(self, run: PipelineRun, group: GroupLoad) -> bool:
-        """Whether its SLO is kept if all steps that are left take what they are planned with: by each of them, or by
-        the mean of all, those that are done included."""
+    def _keeps_slo_as_planned(self, run: PipelineRun, group: GroupLoad) -> bool:
+        """Whether its SLO is kept if the steps that are left take its spread times what is planned: by their mean, or
+        by the mean of all steps, those that are done included. Alone, its steps deviate on both sides of the ratio."""
         pipeline = run.pipeline
-        step_s = group.period_s / self._ledger.member(pipeline.id).steps_per_cycle
-        budget_s = slo_step_s(pipeline) if run.estimates.measured.last else budget_of(pipeline)
+        spread = pipeline.spread if group.num_members > 1 else 1.0
+        step_s = spread * group.period_s / self._ledger.member(pipeline.id).steps_per_cycle
+        budget_s = slo_step_s(pipeline) if run.estimates.measured.last else spread * budget_of(pipeline)
         if step_s <= budget_s * (1.0 + _ROUNDING):
             return True
         left = self._state.work_left(pipeline.id)

@@ -104,13 +104,14 @@ class StepBounds:
         """The pipeline as it is planned with before its first step: by its estimate and token limit, or by the steps of
         an earlier part of the run."""
         given = self.given
-        planned = self.plan(given, num_left=given.num_steps)
+        num_left = None if given.num_steps is None else given.num_steps - given.first_step + 1
+        planned = self.plan(given, num_left)
         if planned is not None:
             return planned
         mean, limit = given.estimate, given.limit
         if mean is None:
             return given
-        now = replace(given, spread=prior_bound(_steps_ahead(given.num_steps), self._level))
+        now = replace(given, spread=prior_bound(_steps_ahead(num_left), self._level))
         if limit is None or given.held is not None:
             return now
         scale = (mean.rollout_s + mean.train_s) / (limit.rollout_s + limit.train_s)

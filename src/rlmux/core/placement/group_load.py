@@ -328,7 +328,7 @@ def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:
 
 
 def _is_lighter_alone(members: Sequence[Member]) -> bool:
-    """Whether the one member there is, planned by its token limit or bounds, is a load beside others only."""
+    """Whether the one member there is holds its nodes as at its token limit beside others only."""
     return len(members) == 1 and members[0].pipeline.slo_probability is not None
 
 

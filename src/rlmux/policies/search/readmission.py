@@ -1,6 +1,6 @@
 """Placed pipelines that are placed again: together with others, or by themselves.
 
-place_again   no group took it when it came ─▶ what is expected of its steps is known now, or others wait for nodes
+place_again   no group took it when it came ─▶ its mean or spread has changed, or others wait for nodes
 spread_out    nodes that are paid anyway have become free, and none waits for them
 """
 

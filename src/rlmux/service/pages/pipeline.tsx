@@ -152,14 +152,14 @@ function Figures({ detail }: { detail: Detail }) {
   );
 }
 
-/** What is stated of its SLO, and the bounds that it is planned with beside what is usual; none without `slo_probability`. */
+/** The stated probability of its SLO, and the bounds on the mean of its coming steps beside the estimate. */
 function boundTiles({ slo_probability, bound, estimate }: Detail): [string, ComponentChildren][] {
   if (bound === null) return [];
-  const stated = slo_probability === 1 ? "alone" : slo_probability === null ? "–" : `≥ ${+(100 * slo_probability).toFixed(4)} %`;
+  const stated = slo_probability === 1 ? "alone" : slo_probability === null ? "–" : `${+(100 * slo_probability).toFixed(4)} %`;
   return [
-    ["cycles as planned", stated],
-    ["planned rollout", <>≤ {seconds(bound.rollout_s)}{estimate && <small>usually {seconds(estimate.rollout_s)}</small>}</>],
-    ["planned training", <>≤ {seconds(bound.train_s)}{estimate && <small>usually {seconds(estimate.train_s)}</small>}</>],
+    ["keeps its SLO", stated],
+    ["mean rollout", <>≤ {seconds(bound.rollout_s)}{estimate && <small>estimate {seconds(estimate.rollout_s)}</small>}</>],
+    ["mean training", <>≤ {seconds(bound.train_s)}{estimate && <small>estimate {seconds(estimate.train_s)}</small>}</>],
   ];
 }
 

@@ -12,6 +12,7 @@ estimates as without noise. A pipeline whose model is unknown varies as 14B does
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,8 +24,8 @@ from rlmux.sim.world import STEADY, Product, RandomVariation, TrueSeconds, Varia
 
 MEASURED = "measured"
 MAX_NOISE = 2.0
-_LOG_OF_MODEL = {"32B": "32B", "30B": "32B", "14B": "14B", "": "14B"}
-"""Log that a model's variation is taken from; 7B's for smaller models."""
+_UNKNOWN_SIZE = 14.0
+"""Billions of parameters of a model whose size is not known."""
 
 
 def with_noise(workload: Workload, noise: float | str, *, seed: int) -> Workload:
@@ -81,5 +82,9 @@ def _scaled(world: TrueSeconds, factors: Variation) -> TrueSeconds:
 
 def measured_cv(model: str) -> float:
     """Coefficient of variation of the published log nearest to the model, such as `8B`; "" for an unknown one."""
-    log = _LOG_OF_MODEL.get(model, "7B")
-    return next(float(row["cv"]) for row in data_tables.rows("step_noise") if row["model"] == log)
+    cvs = {float(row["model"].removesuffix("B")): float(row["cv"]) for row in data_tables.rows("step_noise")}
+    try:
+        size = float(model.removesuffix("B"))
+    except ValueError:
+        size = _UNKNOWN_SIZE
+    return cvs[min(cvs, key=lambda known: abs(math.log(known / size)))]

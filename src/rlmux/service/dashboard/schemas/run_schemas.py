@@ -387,11 +387,11 @@ class Detail(Pipeline):
     train_nodes: list[str]
     expected_slowdown: float | None
     slo_probability: float | None
-    """Probability with which a cycle of its group takes no longer than planned; null: none is stated."""
+    """Probability with which the mean of the steps that are left keeps its SLO; null: none is stated."""
     bound: Phases | None
-    """Solo seconds of its phases that it is planned with beside others."""
+    """Solo seconds of each phase that the mean of its coming steps stays below with the requested probability."""
     estimate: Phases | None
-    """Those that its steps take in the middle."""
+    """Solo seconds of each phase: given in the file, or the median of its last steps."""
     slo_reason: str
     weights_sha256: str | None
     trajectories: int
