@@ -86,7 +86,7 @@ def story(policy: str, seed: int) -> list[Any]:
     return heard.told
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 2])  # in which pipelines relocate under `rlmux`
 @pytest.mark.parametrize("policy", ["rollmux", "rlmux"])
 def test_a_change_relocates_each_other_pipeline_once_at_most_and_pauses_none(policy, seed):
     pipeline_by_order: dict[int, str] = {}
