@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from rlmux.core.estimation.measured_steps import DoneSteps
-from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
+from rlmux.core.estimation.measured_steps import DoneSteps, MeasuredSteps
+from rlmux.core.model import DeviceId, PhaseSeconds, Pipeline, PipelineId
 
 MEAN = PhaseSeconds(rollout_s=2.0, train_s=1.0, sync_s=0.5)
 
 
 def done_steps(**fields) -> DoneSteps:
     return DoneSteps(Pipeline(id=PipelineId("a"), num_steps=9, **{"estimate": MEAN, **fields}))
+
+
+def test_a_rollout_counts_as_alone_where_one_device_computed_the_shards_of_two():
+    """SLOs are judged by the step alone: the whole of one shard migrated, so its target took twice as long."""
+    devices = tuple(DeviceId("rollout", node, 0) for node in (0, 1))
+    measured = MeasuredSteps()
+    for step, factor in enumerate((1.0, 1.2, 1.5), 1):
+        measured.open_rollout(step, devices)
+        has_migrated = step == 3
+        if has_migrated:
+            measured.add_migration(step)
+            measured.add_rollout(step, devices[0], 2 * factor * 20.0, 2 * factor * 20.0)
+        for device in () if has_migrated else devices:
+            measured.add_rollout(step, device, factor * 20.0, factor * 20.0)
+        measured.add_train(step, factor * 10.0, factor * 10.0)
+        measured.end_step(step)
+        assert measured.last == PhaseSeconds(rollout_s=factor * 20.0, train_s=factor * 10.0)
 
 
 def test_what_was_trained_again_counts_once():

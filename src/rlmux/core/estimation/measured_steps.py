@@ -61,6 +61,8 @@ class MeasuredSteps:
         self._migrated: dict[int, None] = {}
         """Steps not trained yet in which trajectories migrated."""
         self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+        self._proportions: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """Rollout over training, in solo seconds, of the last steps without a migration."""
         self._num_devices = 0
         self._last: PhaseSeconds | None = None
         """What `last` found; None: it has not looked since something was added."""
@@ -70,6 +72,7 @@ class MeasuredSteps:
         if len(devices) != self._num_devices:
             self._num_devices = len(devices)
             self._steps.clear()
+            self._proportions.clear()
             self._last = None
         for later in [known for known in {*self._rollout, *self._train, *self._migrated} if known >= step]:
             self._rollout.pop(later, None)
@@ -106,16 +109,23 @@ class MeasuredSteps:
                 max(shard.solo_s for shard in shards.values()), max(shard.held_s for shard in shards.values())
             )
             self._steps.append(_Step(rollout=rollout, train=train, has_migrated=has_migrated))
+            if not has_migrated and train.solo_s > 0.0:
+                self._proportions.append(rollout.solo_s / train.solo_s)
             self._last = None
 
     @property
     def last(self) -> PhaseSeconds | None:
-        """Solo seconds of the last whole step, with the sync as its last ones took; None before the first."""
+        """Solo seconds of the last whole step, with the sync as its last ones took; None before the first.
+
+        Where trajectories migrated, a device computed those of others, too: the rollout then counts as long as its
+        training makes expect, since both grow with the step's tokens.
+        """
         if self._last is None and self._steps:
             last = self._steps[-1]
-            self._last = PhaseSeconds(
-                rollout_s=last.rollout.solo_s, train_s=last.train.solo_s, sync_s=self._between_s()
-            )
+            rollout_s = last.rollout.solo_s
+            if last.has_migrated and self._proportions:
+                rollout_s = min(rollout_s, quantile(self._proportions, 0.5) * last.train.solo_s)
+            self._last = PhaseSeconds(rollout_s=rollout_s, train_s=last.train.solo_s, sync_s=self._between_s())
         return self._last
 
     def is_last_beyond(self, planned: PhaseSeconds | None) -> bool:
