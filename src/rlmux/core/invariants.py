@@ -184,5 +184,8 @@ def _check_queue(scheduler: Scheduler) -> None:
     )
     if state.num_policy_faults:
         return  # a pipeline whose placement has failed waits, though it may fit
+    has_moving_budgets = any(other.pipeline.slo_probability is not None for other in state.runs.values())
+    if has_moving_budgets and state.head_tried_s < state.now_s:
+        return  # it is tried again when a step ends
     choice = scheduler.policy.place(run.pipeline, scheduler.query.placement)
     assert isinstance(choice, Refusal), f"{run.pipeline.id} waits, and its policy would place it: {choice}"

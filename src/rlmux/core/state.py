@@ -146,6 +146,8 @@ class SchedulerState:
     """Waits of earlier parts of the run, of pipelines that have not been submitted again."""
     reservation: Reservation | None = None
     """Start kept for the first of the waiting pipelines that others make room for; None where there is none."""
+    head_tried_s: float = -math.inf
+    """Time at which it was last looked whether the head of the queue fits: budgets move with time."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)
     """Every group that has a member."""
     fillers: GroupState = field(default_factory=lambda: GroupState(FILLERS))

@@ -125,6 +125,7 @@ def unpin(parts: Parts, run: PipelineRun) -> GroupState:
 
 def _try_all(parts: Parts) -> list[Action]:
     actions: list[Action] = []
+    parts.state.head_tried_s = parts.state.now_s
     if parts.turns.are_taken:
         actions += _give_turns(parts)
     else:

@@ -105,6 +105,7 @@ class AdmissionQueue:
     def does_head_fit(self) -> bool:
         """Whether the policy would place the head now."""
         reservation = self._state.reservation
+        self._state.head_tried_s = self._state.now_s
         return reservation is not None and self.fits(self._state.runs[reservation.pipeline].pipeline)
 
     def leave(self, run: PipelineRun) -> None:

@@ -41,6 +41,8 @@ def on_stage_finished(parts: Parts, event: StageFinished) -> list[Action]:
         actions += parts.steps.finish(run, order)
         is_trained = order.phase is Phase.TRAIN and run.step.trained_step == order.step
         has_new_seconds = is_trained and parts.expectations.learn(run, order.step)
+        if is_trained and run.pipeline.slo_probability is not None:  # its budget has moved
+            parts.state.dirty.queue |= parts.queue.does_head_fit()
     if has_new_seconds:
         parts.state.dirty.queue = parts.state.dirty.balance = True
     if run.status is PipelineStatus.RUNNING:
