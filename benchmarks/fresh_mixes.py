@@ -1,4 +1,4 @@
-"""Small mixes that nobody chose: is `rlmux` dearer than `solo` or `rollmux`, does it miss an SLO that `solo` keeps?
+"""Small mixes drawn at random: is `rlmux` dearer than `solo` or `rollmux`, does it miss an SLO that `solo` keeps?
 
     python benchmarks/fresh_mixes.py [--mixes 1000] [--seed N] [--quick]
 

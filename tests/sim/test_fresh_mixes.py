@@ -1,4 +1,4 @@
-"""Mixes that nobody chose: their numbers change from run to run, and are printed where a claim does not hold."""
+"""Mixes drawn at random: their numbers change from run to run, and are printed where a claim does not hold."""
 
 from __future__ import annotations
 
