@@ -140,7 +140,7 @@ reports = st.builds(
 others = st.builds(NodeJoined, time_s=st.floats(0, 1e7), node=st.just(NodeId("r", 0))) | st.builds(
     StageFinished, time_s=st.floats(0, 1e7), order=st.integers(1, 3), seconds=times
 )
-notes = st.tuples(st.sampled_from(["resumed", "step"]), st.dictionaries(st.text(max_size=3), st.integers()))
+notes = st.tuples(st.sampled_from(["resumed", "rollout"]), st.dictionaries(st.text(max_size=3), st.integers()))
 
 
 def test_notes_that_are_wanted_bare_leave_everything_else_as_it_is(tmp_path: Path) -> None:

@@ -105,6 +105,18 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step_to_the_same_bytes(real,
     assert answers(folder) == answers(alone[0])
 
 
+def test_a_step_that_is_answered_and_not_noted_is_noted_once(real, alone, tmp_path):
+    folder = tmp_path / "run"
+    assert not run(real, [filler_of(real)], folder, listeners=[KillsAt(3)]).is_complete
+    with (folder / "eval" / ANSWERS_NAME).open("ab") as file:
+        lines = answers(alone[0]).splitlines(keepends=True)
+        file.writelines(lines[len(answers(folder).splitlines()) :])
+    resume_pipelines(real.cluster(), [filler_of(real)], make_policy("rollmux"), folder)
+    assert answers(folder) == answers(alone[0])
+    steps = [json.loads(line)["step"] for line in (folder / "eval" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, NUM_STEPS + 1))
+
+
 @pytest.mark.parametrize("role", [pytest.param("env", marks=pytest.mark.slow), "rollout-rollout-0.0"])
 def test_a_killed_worker_changes_no_answer(real, alone, tmp_path, role):
     killed = []

@@ -33,6 +33,7 @@ from rlmux.policies import make_policy
 from rlmux.runtime import local, worker_backend
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory.memory_budget import with_machine_memory
+from rlmux.runtime.orders.train_driver import TrainDriver
 from rlmux.runtime.records.end_records import salvage
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.workers.worker_pool import WorkerOptions
@@ -133,6 +134,95 @@ def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair
         None,
         learned[0].measured.median,
     ]
+
+
+class StopsBeforeTheNote:
+    """A backend that is interrupted after a step's checkpoint is ordered and before the step is noted."""
+
+    def __init__(self, backend, step: int) -> None:
+        self._backend, self._step = backend, step
+
+    def __getattr__(self, name: str):
+        return getattr(self._backend, name)
+
+    def poll(self, timeout_s: float):
+        events, notes = self._backend.poll(timeout_s)
+        kept = [note for note in notes if note.type != "step" or note.fields["step"] != self._step]
+        if len(kept) < len(notes):
+            os.kill(os.getpid(), signal.SIGINT)
+        return events, kept
+
+
+def noted(folder: Path, name: str) -> dict[int, dict]:
+    """Fields of the notes `step` of a pipeline."""
+    with LogReader(folder) as reader:
+        notes = [one.value for one in reader.entries() if one.kind == "note" and one.type == "step"]
+    return {note["step"]: note for note in notes if note["pipeline"] == name}
+
+
+def test_a_step_stopped_between_its_checkpoint_and_its_note_is_not_lost(real, pair, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+
+    def stopping_backend(*args, **options):
+        return StopsBeforeTheNote(local.local_backend(*args, **options), step=3)
+
+    assert not run(real, pair, folder, make_backend=stopping_backend).is_complete
+    lost = [name for name in ("sort", "tool") if 3 not in noted(folder, name) and (folder / name / "step_3").is_dir()]
+    assert lost
+    result = resume(real, pair, folder)
+    assert weights(result.summary) == weights(undisturbed.summary)
+    for name in lost:
+        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        expected = noted(undisturbed.folder, name)[3]
+        found = noted(folder, name)[3]
+        assert found["from_checkpoint"] is True
+        assert found["weights_checksum"] == expected["weights_checksum"]
+        assert found["metrics"] == expected["metrics"]
+        assert result.summary["pipelines"][name]["steps"] == STEPS
+        assert result.summary["pipelines"][name]["delivery"]["num_equal"] == STEPS
+
+
+def test_a_trainer_killed_between_its_checkpoint_and_its_steps_note_loses_no_step(
+    real, pair, undisturbed, tmp_path, monkeypatch
+):
+    publish, killed = TrainDriver.publish, []
+
+    def killed_once(self, order):
+        if order.action.step == 3 and not killed:
+            trainer = self._workers.trainer
+            killed.append(self._workers.id)
+            yield self._calls.call(trainer, "finish_checkpoint")
+            os.kill(trainer.pid, signal.SIGKILL)
+            yield self._calls.call(trainer, "finish_checkpoint")  # has no answer
+        return (yield from publish(self, order))
+
+    monkeypatch.setattr(TrainDriver, "publish", killed_once)
+    result = run(real, pair, tmp_path / "run")
+    assert weights(result.summary) == weights(undisturbed.summary)
+    (name,) = killed
+    assert noted(tmp_path / "run", name)[3]["from_checkpoint"] is True
+    assert result.summary["pipelines"][name]["steps"] == STEPS
+    lines = (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("lost", ["metrics.jsonl", "tensorboard"])
+def test_numbers_that_the_log_has_and_a_file_lacks_are_filled_in(real, pair, stopped, tmp_path, lost):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = copy_of(stopped, tmp_path / "run")
+    lines = folder / "tool" / "metrics.jsonl"
+    if lost == "tensorboard":
+        shutil.rmtree(folder / "tool" / "tensorboard")
+    else:
+        lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:1]))
+    resume(real, pair, folder)
+    assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == list(range(1, STEPS + 1))
+    events = sorted((folder / "tool" / "tensorboard").glob("events*"))
+    steps = [one.step for file in events for one in EventAccumulator(str(file)).Reload().Scalars("reward/mean")]
+    assert steps == list(range(1, STEPS + 1))
 
 
 class EndsAnOrderThatNeverWas:

@@ -174,9 +174,7 @@ def look_for_plugin(policy: str, folder: Path) -> None:
         plugins.look_in(folder)
 
 
-def policy_and_costs(
-    spec: Spec, profile: str | Path | None, on_warning: OnWarning = warn
-) -> tuple[Policy, AddCosts]:
+def policy_and_costs(spec: Spec, profile: str | Path | None, on_warning: OnWarning = warn) -> tuple[Policy, AddCosts]:
     """The file's policy with the profile's measurements, and what adds the measured costs to each pipeline.
 
     `on_warning`: receives each unusable part of the profile and its replacement. Raises UserError for a profile of

@@ -1,7 +1,7 @@
 """The service that `rlmux serve` without a file keeps for this user, and how this user's commands find it.
 
-    $XDG_STATE_HOME/rlmux/service.yaml    its lanes, written at the first start
-                          service/        its folder: lanes, tokens, its server's address
+$XDG_STATE_HOME/rlmux/service.yaml    its lanes, written at the first start
+                      service/        its folder: lanes, tokens, its server's address
 """
 
 from __future__ import annotations

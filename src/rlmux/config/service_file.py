@@ -71,9 +71,7 @@ def load_service_file(path: Path, *, folder: Path | None = None, policies: Seque
     return parse_service_file(read_text(path), source=str(path), folder=folder or base, base=base, policies=policies)
 
 
-def parse_service_file(
-    text: str, *, source: str, folder: Path, base: Path, policies: Sequence[str]
-) -> dict[str, Lane]:
+def parse_service_file(text: str, *, source: str, folder: Path, base: Path, policies: Sequence[str]) -> dict[str, Lane]:
     """`load_service_file` for a text that is at hand. `base`: the folder that paths of models are relative to."""
     root = parse_yaml(text, source)
     _check_kind(root)

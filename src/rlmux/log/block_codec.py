@@ -1,8 +1,8 @@
 """Blocks of the log, and its rows as readers get them.
 
-    [2,0.0,"event","PipelineSubmitted",{"type":"PipelineSubmitted",...}]      a line of JSON for each row: seq, time_s,
-    [3,0.0,"action","Admit",{"type":"Admit",...}]                             kind, type, fields; consecutive rows
-                                         then zlib, which checks the bytes when they are read
+[2,0.0,"event","PipelineSubmitted",{"type":"PipelineSubmitted",...}]      a line of JSON for each row: seq, time_s,
+[3,0.0,"action","Admit",{"type":"Admit",...}]                             kind, type, fields; consecutive rows
+                                     then zlib, which checks the bytes when they are read
 """
 
 from __future__ import annotations

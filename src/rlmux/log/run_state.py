@@ -30,6 +30,8 @@ class RunState:
     """Fields of the note `pipeline_end` of each pipeline that is over: status, reason, weights_sha256."""
     plans: dict[str, str] = field(default_factory=dict)
     """Hash of each pipeline's plan, from the note `plan`."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """Last step of each pipeline with a note `step`."""
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     """Hash of each file that a pipeline reads, by pipeline and path, from its last note `inputs`."""
     submitted: list[dict[str, Any]] = field(default_factory=list)
@@ -88,6 +90,8 @@ class RunState:
             self.waits[value["pipeline"]]["promised_s"] = value["start_s"]
         elif type == "plan":
             self.plans[value["pipeline"]] = str(value["plan_sha256"])
+        elif type == "step":
+            self.steps[value["pipeline"]] = max(value["step"], self.steps.get(value["pipeline"], 0))
         elif type == "inputs":
             self.inputs[value["pipeline"]] = value["files"]
         elif type == "usage":
@@ -118,6 +122,7 @@ class RunState:
             "last_time_s": self.last_time_s,
             "ended": self.ended,
             "plans": self.plans,
+            "steps": self.steps,
             "inputs": self.inputs,
             "submitted": self.submitted,
             "standings": self.standings,

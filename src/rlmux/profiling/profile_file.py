@@ -140,9 +140,7 @@ def _is_prepared(fraction: float, fractions: DeviceFractions) -> bool:
     return fraction < NO_SPLIT and any(abs(fraction - one) <= 0.5 / fractions.num_units for one in fractions.prepared)
 
 
-def load_costs(
-    path: Path, device: str, configs: Sequence[TrainingConfig] = ()
-) -> tuple[DeviceCosts, list[str]]:
+def load_costs(path: Path, device: str, configs: Sequence[TrainingConfig] = ()) -> tuple[DeviceCosts, list[str]]:
     """Costs that a profile file has of `device` (as profiles name it), and warnings of what is missing.
 
     Raises UserError for a file that is no profile, that was measured on another device or with none of the models of

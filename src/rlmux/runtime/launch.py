@@ -64,9 +64,7 @@ def start_run(
     """
     options = _for_file(spec, options, add_costs, address)
     given = submissions(spec, add_costs)
-    return run_pipelines(
-        spec.cluster, given, policy, folder, options, spec=header(spec), is_overwriting=is_overwriting
-    )
+    return run_pipelines(spec.cluster, given, policy, folder, options, spec=header(spec), is_overwriting=is_overwriting)
 
 
 def resume_run(

@@ -202,18 +202,22 @@ def resume_pipelines(
         ended = {PipelineId(name): fields for name, fields in state.ended.items() if name not in again}
         unfinished = [submission for submission in submissions if submission.pipeline.id not in ended]
         if not unfinished and not options.is_kept_open:
+            _fill_metrics(folder)
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
         cluster, unfinished, machine = _on_machine(cluster, unfinished, options)
         _probe_promises(cluster, unfinished, options)
-        unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
+        unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder, state) for one in unfinished]
         unfinished = [_with_last_standing(one, state) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
         keep_ends(folder, ended.values())
         notes = [
             *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
+            *_lost_step_notes(unfinished, folder, state),
         ]
         _append(log, notes)
+        log.commit()
+        _fill_metrics(folder)
         log.note(
             "resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished], retried=again
         )
@@ -268,20 +272,38 @@ def _read_state(folder: Path) -> tuple[str | None, RunState]:
         return reader.header.get("run_id"), reader.state()
 
 
+def _fill_metrics(folder: Path) -> None:
+    """Bring the files of numbers to what the log has."""
+    with contextlib.closing(MetricsWriter(folder)) as metrics, LogReader(folder) as reader:
+        metrics.fill(reader, {PipelineId(name): step for name, step in reader.state().steps.items()})
+
+
 def _append(log: RunLog, notes: Sequence[Note]) -> None:
     for note in notes:
         log.note(note.type, log.last_time_s, **note.fields)
 
 
-def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
+def _from_checkpoint(submission: Submission, folder: Path, state: RunState) -> Submission:
     """The submission, its first step set by its newest checkpoint. Damaged ones are reported at admission."""
     if submission.pipeline.is_filler:
-        first_step = answered_steps(folder / submission.config.name, submission.config) + 1
+        num_answered = answered_steps(folder / submission.config.name, submission.config)
+        first_step = min(num_answered, state.steps.get(submission.pipeline.id, 0)) + 1
         return replace(submission, pipeline=replace(submission.pipeline, first_step=first_step))
     newest = checkpoint_folder(submission, folder).newest(before=submission.config.num_steps)
     if newest is None:
         return submission
     return replace(submission, pipeline=replace(submission.pipeline, first_step=newest.step + 1))
+
+
+def _lost_step_notes(submissions: Sequence[Submission], folder: Path, state: RunState) -> list[Note]:
+    """Notes of steps that a resume does not repeat and the log does not have, from their checkpoints."""
+    return [
+        note
+        for one in submissions
+        for note in checkpoint_folder(one, folder).step_notes(
+            after=state.steps.get(one.pipeline.id, 0), through=one.pipeline.first_step - 1
+        )
+    ]
 
 
 def _with_last_standing(submission: Submission, state: RunState) -> Submission:

@@ -217,9 +217,7 @@ def _serve_lanes(
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
 
 
-def _show(
-    folder: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]
-) -> None:
+def _show(folder: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]) -> None:
     if out is not None:
         raise UserError("--out: a folder is shown, not run; accepted: --listen, --open, --allow-host")
     listening = way.listening()

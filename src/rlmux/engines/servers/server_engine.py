@@ -392,9 +392,7 @@ class ServerRolloutEngine(OneServer):
         if self.capabilities.names_versions:
             found = self.dialect.weight_version(self.server)
             if self.capabilities.reloads and found != str(version):
-                raise PipelineError(
-                    f"{self.dialect.name} reports weights of version {found!r}; accepted: {version}"
-                )
+                raise PipelineError(f"{self.dialect.name} reports weights of version {found!r}; accepted: {version}")
         if self.capabilities.has_checksums:
             check_checksums(self.dialect.name, self.dialect.checksums(self.server), tensors, self.dtype)
         self._canary = None

@@ -440,6 +440,8 @@ class History:
         record = self.pipelines.get(pipeline)
         if type == "step" and record is not None:
             record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
+            if fields.get("from_checkpoint"):  # its publication was under way when the run or a worker was killed
+                record.published.setdefault(int(fields["step"]), time_s)
             if "delivery" in fields:
                 record.deliveries.add(int(fields["step"]), fields["delivery"])
         elif type == "alerts":

@@ -96,9 +96,7 @@ class Reward:
             found = _shown(result)
             raise PipelineError(f"{self.name} {places[0]} returned {found}; accepted: a list of numbers")
         if len(result) != len(places):
-            raise PipelineError(
-                f"{self.name} {places[0]} returned {len(result)} rewards for {len(places)} completions"
-            )
+            raise PipelineError(f"{self.name} {places[0]} returned {len(result)} rewards for {len(places)} completions")
         return [
             None if reward is None else self._number(reward, place)
             for reward, place in zip(result, places, strict=True)

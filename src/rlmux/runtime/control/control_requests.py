@@ -1,6 +1,6 @@
 """Requests to a running controller, as typed records.
 
-    send_request(folder, Cancel("a")) ─ {"request": "cancel", "name": "a"} ─▶ ControlServer ─ record_of ─▶ RunControl
+send_request(folder, Cancel("a")) ─ {"request": "cancel", "name": "a"} ─▶ ControlServer ─ record_of ─▶ RunControl
 """
 
 from __future__ import annotations

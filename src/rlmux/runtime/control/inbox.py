@@ -1,7 +1,7 @@
 """Commands from other threads for the controller's thread, and the pipeline names that are taken.
 
-    HTTP server, permits (any thread) ── call_soon(command) ──▶ Inbox ── take() ──▶ WorkerBackend.poll runs them
-                                      ── claim(name) ──▶ raises at once for a name that is taken
+HTTP server, permits (any thread) ── call_soon(command) ──▶ Inbox ── take() ──▶ WorkerBackend.poll runs them
+                                  ── claim(name) ──▶ raises at once for a name that is taken
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """On-demand pipelines: clients announce their work, the scheduler grants it, workers of this backend carry it out.
 
-    doors (any thread) ── Inbox ──▶ open, train, sample, withdraw, finish ─▶ OnDemandPipeline ─▶ WorkArrived
-    scheduler ── RunStage ────────▶ run ─▶ a request batch, on the backend's own call loop
-    workers ── answers ───────────▶ receive ─▶ the batch goes on; a lost worker's batch is repeated
-    Client ◀── on_result, on_checkpoint
+doors (any thread) ── Inbox ──▶ open, train, sample, withdraw, finish ─▶ OnDemandPipeline ─▶ WorkArrived
+scheduler ── RunStage ────────▶ run ─▶ a request batch, on the backend's own call loop
+workers ── answers ───────────▶ receive ─▶ the batch goes on; a lost worker's batch is repeated
+Client ◀── on_result, on_checkpoint
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ class ResidentStates:
         """Move the evicted states off the order's devices, as part of its switch."""
         began_s, action = self._outbox.now_s(), order.action
         leftovers = self._external.leftovers(action.devices, action.pipeline)
-        leaving = [
-            self._external.evict(resident, action.devices, program) for resident, program in leftovers.items()
-        ]
+        leaving = [self._external.evict(resident, action.devices, program) for resident, program in leftovers.items()]
         for resident in action.evicted:
             if resident not in leftovers:
                 leaving += self._offload(resident, action)

@@ -177,6 +177,10 @@ class RolloutDriver:
         loaded, self._loaded = self._loaded, {}
         return loaded
 
+    def loaded(self) -> dict[int, list[str]]:
+        """What `take_loaded` would return, which stays."""
+        return {version: list(sums) for version, sums in self._loaded.items()}
+
     def take_record(self, step: int) -> RolloutRecord | None:
         """Record of the step's rollout; None if it was sampled before the pipeline's processes started."""
         return self._record_by_step.pop(step, None)

@@ -149,9 +149,7 @@ class LiveShard:
         self.migrated_to = target
         return num_trajectories
 
-    def restarted(
-        self, begun_from: Callable[[TrajectoryId], PartialTrajectory | None] = lambda _: None
-    ) -> LiveShard:
+    def restarted(self, begun_from: Callable[[TrajectoryId], PartialTrajectory | None] = lambda _: None) -> LiveShard:
         """The shard of its worker's successor: unfinished trajectories, from the start of the step or leg."""
         self.is_lost = True
         begun = {id: partial for id in self.unfinished if (partial := begun_from(id)) is not None}

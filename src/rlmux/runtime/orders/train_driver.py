@@ -10,7 +10,6 @@ copying the checkpoint's state. Scoring and publishing hold no device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
 from rlmux.runtime.weights.checkpoints import is_due
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers, all_of
 from rlmux.runtime.workers.supervisor import WorkerSupervisor
-from rlmux.runtime.workers.worker_calls import HandOut, StepBatch, TrainCall, TrainCallResult, joined
+from rlmux.runtime.workers.worker_calls import HandOut, StepBatch, TrainCall, TrainCallResult, joined, noted_metrics
 from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
 
 
@@ -154,11 +153,13 @@ class TrainDriver:
     def _hand_out(self, step: int) -> HandOut:
         """What the trainer is to write of the step's weights."""
         has_checkpoint = is_due(self._workers.submission, step, self._options.checkpoint_every)
+        batch = self._batch_by_step.get(step)
         return HandOut(
             weights=self._workers.published_path(step),
             writers=tuple(self._calls.senders(self._workers.trainers)),
             checkpoint=self._workers.checkpoints.path(step) if has_checkpoint else None,
             num_kept=self._num_kept(),
+            note=None if batch is None else self._step_note(step, batch, loaded=self._rollout.loaded()),
         )
 
     def _report_progress(self, order: RunningOrder, report: TrainReport) -> None:
@@ -174,18 +175,22 @@ class TrainDriver:
         self._workers.published_path(oldest_needed - 1).unlink(missing_ok=True)
         batch = self._batch_by_step.pop(version, None)
         if batch is not None:
-            fields = _step_fields(self._workers.id, version, batch, self._metrics)
-            newest = version - 1
-            delivery = {
-                "versions": batch.metrics.versions,
-                "allowed": (max(0, newest - self._workers.config.algorithm.staleness), newest),
-                "loaded": self._rollout.take_loaded(),
-                "published": self._published,
-            }
+            fields = self._step_note(version, batch, loaded=self._rollout.take_loaded())
             self._published = {}
-            self._outbox.note("step", **fields, weights_checksum=checksum, delivery=delivery)
+            self._outbox.note("step", **fields, weights_checksum=checksum)
             self._note_rollout(version, batch)
         self._metrics = {}
+
+    def _step_note(self, step: int, batch: StepBatch, *, loaded: dict[int, list[str]]) -> dict[str, Any]:
+        """Fields of the note `step`, but for the checksum of its weights."""
+        newest = step - 1
+        delivery = {
+            "versions": batch.metrics.versions,
+            "allowed": (max(0, newest - self._workers.config.algorithm.staleness), newest),
+            "loaded": loaded,
+            "published": self._published,
+        }
+        return {**_step_fields(self._workers.id, step, batch, self._metrics), "delivery": delivery}
 
     def _note_rollout(self, step: int, batch: StepBatch) -> None:
         record = self._rollout.take_record(step)
@@ -217,6 +222,6 @@ def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dic
             **batch.metrics.round_metrics,
             **batch.metrics.version_metrics,
             **batch.metrics.logged,
-            **{name: None if math.isnan(value) else value for name, value in metrics.items()},
+            **noted_metrics(metrics),
         },
     }

@@ -96,9 +96,7 @@ class Carrier:
         """A meeting of its own for each delivery, at this node's store."""
         from rlmux.runtime.weights.thin_link import Meeting, open_store
 
-        with (
-            self._opening
-        ):  # versions may be published concurrently, and a receiver with a lost store waits long
+        with self._opening:  # versions may be published concurrently, and a receiver with a lost store waits long
             if self._store is None:
                 self._store = open_store(self._address)
         return Meeting(address=self._address, port=self._store.port, number=next(self._numbers))

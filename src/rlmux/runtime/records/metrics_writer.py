@@ -11,13 +11,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlmux.core.actions import Action, Admit, Release
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
+from rlmux.log.run_log import LogReader
 from rlmux.runtime.backend import Note
 
 _TAGS = {
@@ -31,47 +32,80 @@ _TAGS = {
 
 
 class MetricsWriter:
-    """A listener that writes each step's numbers into its pipeline's folder."""
+    """A listener that writes each step's numbers into its pipeline's folder, once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writers: dict[PipelineId, _EventFile | None] = {}
-        self._last_step: dict[PipelineId, int] = {}
+        self._files: dict[PipelineId, _StepFiles] = {}
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         for note in notes:
             if note.type == "step":
-                self._write(now_s, note.fields["pipeline"], note.fields["step"], note.fields["metrics"])
+                self._files_of(note.fields["pipeline"]).add(now_s, note.fields["step"], note.fields["metrics"])
         for action in actions:
             if isinstance(action, Admit):
                 _import_records()  # while its workers start: later a device would wait for its next order meanwhile
             if isinstance(action, Release):  # a run may see thousands of pipelines: none keeps a file open
-                writer = self._writers.pop(action.pipeline, None)
-                self._last_step.pop(action.pipeline, None)
-                if writer is not None:
-                    writer.close()
+                files = self._files.pop(action.pipeline, None)
+                if files is not None:
+                    files.close()
+
+    def fill(self, log: LogReader, last_steps: Mapping[PipelineId, int]) -> None:
+        """Add the steps that the log has and the files lack, because the run was killed between the two.
+
+        `last_steps`: last step in the log, of each pipeline.
+        """
+        behind = {
+            pipeline
+            for pipeline, step in last_steps.items()
+            if (self._folder / pipeline).is_dir() and self._files_of(pipeline).num_whole < step
+        }
+        for entry in log.entries() if behind else ():
+            if entry.type == "step" and (fields := cast("dict[str, Any]", entry.value))["pipeline"] in behind:
+                self._files_of(fields["pipeline"]).add(entry.time_s, fields["step"], fields["metrics"])
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            if writer is not None:
-                writer.close()
+        for files in self._files.values():
+            files.close()
 
-    def _write(self, now_s: float, pipeline: PipelineId, step: int, metrics: dict[str, float | None]) -> None:
-        path = self._folder / pipeline / "metrics.jsonl"
-        if pipeline not in self._last_step:
-            self._last_step[pipeline] = _last_whole_step(path)
-        if step <= self._last_step[pipeline]:
-            return  # done again after a crash, with the same numbers
-        self._last_step[pipeline] = step
-        line = json.dumps({"step": step, "time_s": round(now_s, 4), **metrics})
-        with path.open("a") as file:
-            file.write(line + "\n")
-        if pipeline not in self._writers:
-            self._writers[pipeline] = _event_writer(self._folder / pipeline / "tensorboard")
-        writer = self._writers[pipeline]
-        if writer is not None:
-            # None: nothing was there to measure in this step.
-            writer.add(step, {tag_of(name): value for name, value in metrics.items() if value is not None})
+    def _files_of(self, pipeline: PipelineId) -> _StepFiles:
+        if pipeline not in self._files:
+            self._files[pipeline] = _StepFiles(self._folder / pipeline)
+        return self._files[pipeline]
+
+
+class _StepFiles:
+    """One pipeline's two records, each with a last step of its own: a run may be killed between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._event_folder = folder / "tensorboard"
+        self._last_line = _last_line(self._path)
+        self._last_event = _last_event(self._event_folder)
+        self._events: _EventFile | None = None
+
+    @property
+    def num_whole(self) -> int:
+        """Last step that both have; without TensorBoard, that the lines have."""
+        return self._last_line if self._last_event is None else min(self._last_line, self._last_event)
+
+    def add(self, now_s: float, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Write a step, unless it is one that is done again after a crash, with the same numbers."""
+        if step > self._last_line:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"step": step, "time_s": round(now_s, 4), **metrics}) + "\n")
+            self._last_line = step
+        if self._last_event is None or step <= self._last_event:
+            return
+        if self._events is None:
+            self._events = _EventFile(self._event_folder)
+        # None: nothing was there to measure in this step.
+        self._events.add(step, {tag_of(name): value for name, value in metrics.items() if value is not None})
+        self._last_event = step
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
 
 
 def tag_of(name: str) -> str:
@@ -79,7 +113,7 @@ def tag_of(name: str) -> str:
     return _TAGS.get(name, f"train/{name}")
 
 
-def _last_whole_step(path: Path) -> int:
+def _last_line(path: Path) -> int:
     """The last step of an earlier part of the run; a truncated last line is removed."""
     if not path.exists():
         return 0
@@ -89,6 +123,22 @@ def _last_whole_step(path: Path) -> int:
         os.truncate(path, len(whole))
     lines = whole.splitlines()
     return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _last_event(folder: Path) -> int | None:
+    """The last step in the events of an earlier part of the run; None where TensorBoard is not installed."""
+    if _import_records() is None:
+        return None
+    files = sorted(folder.glob("events*"), reverse=True)
+    if files:
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto import event_pb2
+
+        for file in files:
+            steps: list[int] = [event_pb2.Event.FromString(record).step for record in RawEventFileLoader(str(file)).Load()]
+            if any(steps):
+                return max(steps)
+    return 0
 
 
 def _import_records() -> Any:
@@ -101,20 +151,12 @@ def _import_records() -> Any:
     return None
 
 
-def _event_writer(folder: Path) -> _EventFile | None:
-    """A file of events in the folder, or None where TensorBoard is not installed."""
-    modules = _import_records()
-    if modules is None:
-        return None
-    folder.mkdir(exist_ok=True)  # never its parents: a run that was removed stays removed
-    return _EventFile(folder, *modules)
-
-
 class _EventFile:
     """TensorBoard's events of one pipeline."""
 
-    def __init__(self, folder: Path, events: Any, summaries: Any, records: Any) -> None:
-        self._events, self._summaries = events, summaries
+    def __init__(self, folder: Path) -> None:
+        self._events, self._summaries, records = _import_records()
+        folder.mkdir(exist_ok=True)  # never its parents: a run that was removed stays removed
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
         self._records = records.RecordWriter((folder / name).open("ab"))
         self._write(file_version="brain.Event:2")

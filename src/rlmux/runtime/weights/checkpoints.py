@@ -26,7 +26,7 @@ from typing import NamedTuple
 from rlmux.core.errors import CheckpointError
 from rlmux.core.model import PipelineId
 from rlmux.engines.durable_files import sync_path
-from rlmux.engines.train.state.checkpoint import PROMPTS, read_checkpoint, read_state
+from rlmux.engines.train.state.checkpoint import PROMPTS, STEP_NOTE, read_checkpoint, read_state
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.prompts.backlog import BACKLOG_FILE, Backlog
@@ -147,6 +147,19 @@ class CheckpointStore:
             if mine is not None and None not in found:
                 return mine
         return None
+
+    def step_notes(self, *, after: int, through: int) -> list[Note]:
+        """Notes of these steps, from their checkpoints.
+
+        A run that ends between a checkpoint and its step's note resumes after the step, which has no other record.
+        """
+        notes = []
+        for step in self.steps():
+            if after < step <= through:
+                with contextlib.suppress(CheckpointError, OSError):  # a damaged one is reported where it is read
+                    fields = read_state(self.path(step)).get(STEP_NOTE)
+                    notes += [] if fields is None else [Note(type="step", fields={**fields, "from_checkpoint": True})]
+        return notes
 
     def needed_from(self, step: int) -> list[Path]:
         """Checkpoints that a resume from this step reads."""

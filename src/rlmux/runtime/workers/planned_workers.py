@@ -16,13 +16,14 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmux.core.errors import PipelineError, StorageError
+from rlmux.engines.train.state.checkpoint import STEP_NOTE
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import ProbeReport
@@ -375,7 +376,7 @@ class TrainWorker:
         checksum = file_checksum = None
         if report.is_done and call.hand_out is not None:
             with beating():
-                checksum, file_checksum = self._hand_out(call.hand_out)
+                checksum, file_checksum = self._hand_out(call.hand_out, report)
         return TrainCallResult(
             report=report,
             load_s=inputs.load_s,
@@ -386,7 +387,7 @@ class TrainWorker:
             written=self._checkpoints.written(),
         )
 
-    def _hand_out(self, hand_out: HandOut) -> tuple[str | None, str | None]:
+    def _hand_out(self, hand_out: HandOut, report: TrainReport) -> tuple[str | None, str | None]:
         """Write the weights for rollout workers, and begin to write a checkpoint beside later work.
 
         The first rank writes the checkpoint, after a check that all ranks have the same weights; ranks with parts of a
@@ -404,15 +405,17 @@ class TrainWorker:
             return None, None
         with _storing(hand_out.weights):
             self._engine.export_weights(hand_out.weights if is_writer else None)
-        if hand_out.checkpoint is not None and is_first:
-            self._checkpoints.begin(
-                hand_out.checkpoint, partial(self._snapshot, hand_out.checkpoint, hand_out.num_kept)
-            )
-        elif hand_out.checkpoint is not None and self._engine.is_sharded:
-            self._engine.snapshot()
         if not is_first:
+            if hand_out.checkpoint is not None and self._engine.is_sharded:
+                self._engine.snapshot()
             return None, None
-        return self._engine.weights_checksum(), read_metadata(hand_out.weights)[CHECKSUM]
+        checksum, file_checksum = self._engine.weights_checksum(), read_metadata(hand_out.weights)[CHECKSUM]
+        if hand_out.checkpoint is not None:
+            note = hand_out.whole_note(report, checksum, file_checksum)
+            self._checkpoints.begin(
+                hand_out.checkpoint, partial(self._snapshot, hand_out.checkpoint, hand_out.num_kept, note)
+            )
+        return checksum, file_checksum
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the pending checkpoint. Returns durable checkpoints since the last report."""
@@ -420,9 +423,11 @@ class TrainWorker:
             self._checkpoints.wait()
         return self._checkpoints.written()
 
-    def _snapshot(self, folder: Path, keep: int) -> Callable[[Path], str]:
+    def _snapshot(self, folder: Path, keep: int, note: Mapping[str, Any] | None) -> Callable[[Path], str]:
         with _storing(folder):
             snapshot = self._engine.snapshot(folder)
+        if note is not None:
+            snapshot = replace(snapshot, state={**snapshot.state, STEP_NOTE: note})
 
         def write(folder: Path) -> str:
             with _storing(folder):

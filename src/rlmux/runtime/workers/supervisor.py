@@ -149,8 +149,9 @@ class WorkerSupervisor:
             self._folder,
             on_warning=lambda text: self._outbox.note("warning", pipeline=action.pipeline, reason=text),
         )
-        workers = self._start(submission, action.placement, folder, weights, checkpoints)
         before = self._homeless.pop(action.pipeline, None)
+        num_noted = submission.pipeline.first_step - 1 if before is None else before.furthest_step
+        workers = self._start(submission, action.placement, folder, weights, checkpoints, num_noted=num_noted)
         if before is not None:
             self._restarting.add(action.pipeline)
             self._report_restart(before, *workers)
@@ -293,11 +294,14 @@ class WorkerSupervisor:
             workers.weights,
             workers.checkpoints,
             workers.num_losses_by_worker,
+            num_noted=workers.furthest_step,
         )
         self._report_restart(workers, started, restored_step)
         return restored_step
 
     def _report_restart(self, before: PipelineWorkers, after: PipelineWorkers, restored_step: int) -> None:
+        for note in after.checkpoints.step_notes(after=before.furthest_step, through=restored_step):
+            self._outbox.add_note(note)
         after.num_losses_by_worker = before.num_losses_by_worker
         after.furthest_step = max(before.furthest_step, after.furthest_step)
         self._outbox.add(PipelineRestarted(pipeline=after.id, restored_step=restored_step))
@@ -319,10 +323,13 @@ class WorkerSupervisor:
         weights: Path,
         checkpoints: CheckpointStore,
         num_losses: Mapping[str, int] = MappingProxyType({}),
+        *,
+        num_noted: int,
     ) -> tuple[PipelineWorkers, int]:
         """Start a pipeline's processes from its newest good checkpoint; also returns that step, -1 without one.
 
-        `num_losses`: deaths by name of the worker, before this start.
+        `num_losses`: deaths by name of the worker, before this start. `num_noted`: steps that are noted as over; a
+        filler, whose answers have no figures, does others again.
         """
         config, pipeline = submission.config, submission.pipeline.id
         is_filler = submission.pipeline.is_filler
@@ -330,7 +337,7 @@ class WorkerSupervisor:
         restored = checkpoints.newest(before=config.num_steps)
         step = restored.step if restored else (-1 if submission.pipeline.has_sft_warmup else 0)
         if is_filler:
-            step = answered_steps(folder, config)
+            step = min(num_noted, answered_steps(folder, config))
         if restored and restored.weights_sha256:
             self._sha256[pipeline] = restored.weights_sha256
         train_devices = self._devices(placement.train_nodes)

@@ -9,9 +9,10 @@ TrainCall    ──▶ TrainWorker.run_stage   ──▶ TrainCallResult ── 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlmux.core.model import Stage
 from rlmux.rl.batch_metrics import BatchMetrics
@@ -94,6 +95,21 @@ class HandOut:
     """Folder of the checkpoint that is written beside what comes next; None: this step has none."""
     num_kept: int
     """Number of checkpoints kept once this one is durable."""
+    note: Mapping[str, Any] | None = None
+    """Fields of the note `step`, for the checkpoint, but for what this call adds; None for the SFT warm-up."""
+
+    def whole_note(self, report: TrainReport, checksum: str, file_checksum: str) -> dict[str, Any] | None:
+        """The note with the figures of the step's last call and the sums of its weights, as the driver writes it."""
+        if self.note is None:
+            return None
+        delivery, version = self.note["delivery"], self.note["step"]
+        published = {**delivery["published"], version: sorted({checksum, file_checksum})}
+        return {
+            **self.note,
+            "metrics": {**self.note["metrics"], **noted_metrics(report.metrics)},
+            "weights_checksum": checksum,
+            "delivery": {**delivery, "published": published},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +159,11 @@ class StepBatch:
     payload: bytes
     """A pickled TrainingBatch, made and read by our own workers."""
     metrics: BatchMetrics
+
+
+def noted_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """A stage's figures as the log has them: None where there was nothing to measure."""
+    return {name: None if math.isnan(value) else value for name, value in metrics.items()}
 
 
 def joined(results: Sequence[TrainCallResult]) -> TrainCallResult:

@@ -15,9 +15,7 @@ from rlmux.service.dashboard.schemas.run_schemas import Problem
 
 
 def document(router: APIRouter) -> dict[str, Any]:
-    made = get_openapi(
-        title="rlmux serve", version=version("rlmux"), routes=router.routes, servers=[{"url": PREFIX}]
-    )
+    made = get_openapi(title="rlmux serve", version=version("rlmux"), routes=router.routes, servers=[{"url": PREFIX}])
     made["components"]["schemas"]["Problem"] = Problem.model_json_schema(mode="serialization")
     made["components"]["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer"},

@@ -71,4 +71,3 @@ class SampleReads:
                 404, f"no trajectories of {name} were kept", accepted="a pipeline of a run of this version"
             )
         return SampleReader(path)
-

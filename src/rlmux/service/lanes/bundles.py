@@ -51,9 +51,7 @@ class Bundles:
 
     def addresses(self) -> tuple[Address, ...]:
         return (
-            post(
-                _ADDRESS, self.upload, "Keep code and data", scope="submit", takes="application/gzip", others=(201,)
-            ),
+            post(_ADDRESS, self.upload, "Keep code and data", scope="submit", takes="application/gzip", others=(201,)),
             get(f"{_ADDRESS}/{{sha256}}", self.known, "Whether a bundle is there", scope="submit"),
         )
 

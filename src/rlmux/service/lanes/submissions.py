@@ -66,9 +66,7 @@ class LaneSubmissions:
             get(f"{_ADDRESS}/{{id}}", self.one, "One submission"),
         )
 
-    def submit(
-        self, caller: Caller, body: shapes.Submission, response: Response
-    ) -> shapes.Submitted | shapes.Checked:
+    def submit(self, caller: Caller, body: shapes.Submission, response: Response) -> shapes.Submitted | shapes.Checked:
         fields = body.model_dump(exclude_unset=True, exclude={"dry_run"})
         if len(body.text.encode("utf-8", "replace")) > MAX_TEXT_BYTES:
             raise ProblemError(413, "the file is too large", where="text", accepted=f"{MAX_TEXT_BYTES >> 10} KiB")
@@ -210,4 +208,3 @@ def _line_of(error: str, source: str) -> int | None:
     """The line that an error of a file begins with, as in `two.yaml:9: ...`."""
     number = error.removeprefix(f"{source}:").partition(":")[0]
     return int(number) if error.startswith(f"{source}:") and number.isdecimal() else None
-

@@ -472,9 +472,7 @@ def _clock_s(at_s: float) -> float:
 def _promised(
     taken: LoggedRequest, pipeline: PipelineId, encode: Callable[[Any], Result], sampler: ClientSampler | None = None
 ) -> Promised:
-    return Promised(
-        pipeline=pipeline, encode=encode, project=taken.project, num_bytes=len(taken.body), sampler=sampler
-    )
+    return Promised(pipeline=pipeline, encode=encode, project=taken.project, num_bytes=len(taken.body), sampler=sampler)
 
 
 def _protobuf(answer: bytes) -> Result:

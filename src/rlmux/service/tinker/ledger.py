@@ -40,9 +40,7 @@ CREATE TABLE IF NOT EXISTS budgets (project TEXT PRIMARY KEY, hours REAL NOT NUL
 CREATE TABLE IF NOT EXISTS told (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at_s REAL NOT NULL);
 """
 _SHA256 = "ALTER TABLE requests ADD COLUMN sha256 TEXT NOT NULL DEFAULT ''"
-_WHOLE = (
-    "CREATE INDEX IF NOT EXISTS whole_losses ON requests (number) WHERE path = 'forward_backward' AND sha256 = ''"
-)
+_WHOLE = "CREATE INDEX IF NOT EXISTS whole_losses ON requests (number) WHERE path = 'forward_backward' AND sha256 = ''"
 _TAKEN = "id, path, body, chosen, project, at_s, sha256"
 _BATCH = 50
 """Rows that one commit of `compact` empties: the front waits for it."""

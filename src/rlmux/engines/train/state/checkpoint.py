@@ -26,6 +26,8 @@ from rlmux.engines.durable_files import sync_path
 STATE_FILE = "state.json"
 PROMPTS = "prompts"
 """Key of state.json with the queue of prompts under tail batching."""
+STEP_NOTE = "step_note"
+"""Key of state.json with the fields of the step's note in the log."""
 FORMAT = 2
 """Format of state.json. A reader refuses a newer one and reads older ones."""
 
