@@ -52,7 +52,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"core", "policies", "log", "report", "rl", "runtime", "config", "plugins", "broker"},
         {"fastapi", "starlette", "uvicorn", "pydantic", "google", "numpy", "prometheus_client"},
     ),
-    "profiling": ({"core", "policies", "report", "rl", "engines", "sim.models", "runtime", "config"}, TRAINING),
+    "profiling": (
+        {"core", "policies", "report", "rl", "engines", "sim.models", "runtime", "config", "hidden_main"},
+        TRAINING,
+    ),
     "config": (
         {"core.model", "core.queue.queue_order", "core.errors", "rl.config", "rl.memory.adapter_base", "plugins"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
@@ -66,7 +69,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "cli": (
         {
             *("core", "policies", "log", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "broker"),
-            *("config", "plugins", "service", "client", "api"),
+            *("config", "plugins", "hidden_main", "service", "client", "api"),
         },
         {"typer", "rich", "psutil"},
     ),

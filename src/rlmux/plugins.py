@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -36,6 +37,13 @@ GROUPS: dict[Kind, str] = {
 """Entry point group of each kind."""
 
 
+_STANDARD_LIBRARY = frozenset(
+    entry
+    for name in ("stdlib", "platstdlib")
+    for entry in (sysconfig.get_path(name), f"{sysconfig.get_path(name)}/lib-dynload")
+)
+
+
 def is_reference(text: str) -> bool:
     """Whether this is `module:name`, both of them Python names."""
     return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text) is not None
@@ -51,11 +59,21 @@ def is_plugin(kind: Kind, text: str) -> bool:
     return is_reference(text) or text in names(kind)
 
 
-def look_in(folder: Path) -> None:
-    """Let references find the modules of this folder; workers that are started later find them too."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-        importlib.invalidate_caches()
+def look_in(folder: Path, *, is_late: bool = False, is_first: bool = False) -> None:
+    """Let references find the modules of this folder; workers that are started later find them too.
+
+    It comes behind Python's own modules, so that a user's `types.py` is not what others import. `is_late`: it goes
+    behind all others, so that a pipeline submitted later changes nothing for earlier ones. `is_first`: it goes before
+    all but Python's own, also where it is there.
+    """
+    text = str(folder)
+    if text in sys.path and not is_first:
+        return
+    others = [entry for entry in sys.path if entry != text]
+    own = [entry for entry in others if entry in _STANDARD_LIBRARY]
+    installed = [entry for entry in others if entry not in _STANDARD_LIBRARY]
+    sys.path[:] = [*others, text] if is_late else [*own, text, *installed]
+    importlib.invalidate_caches()
 
 
 def find(kind: Kind, text: str, built_in: Sequence[str]) -> Callable[..., Any]:

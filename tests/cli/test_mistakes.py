@@ -175,7 +175,7 @@ def ends(solution_str): os._exit(3)
             "holds",
             "task.reward: reward my_rewards:holds on a sample did not return within 2 s (task.reward_timeout_s)",
         ),
-        ("ends", "task.reward: reward my_rewards:ends on a sample ended its process (exit code 3)"),
+        ("ends", "task.reward: reward my_rewards:ends on a sample ended its process (os._exit, exit code 3)"),
     ],
 )
 def test_a_reward_that_cannot_score_a_sample_is_told_before_anything_starts(rlmux, folder, function, line):

@@ -221,3 +221,36 @@ def test_a_process_may_borrow_the_server_of_another(tmp_path):
     address = fork_server_address()
     assert int(run_as_borrower(BORROWER, tmp_path)) == fork_server_pid()
     assert fork_server_address() == address, "it goes on"
+
+
+STRANGER = """
+from pathlib import Path
+from rlmux import plugins
+from rlmux.runtime.workers import processes
+from rlmux.runtime.workers.processes import WorkerProcess, warm_up
+
+processes._IMPORTS = "rlmux.runtime.checks.preflight"  # torch takes long
+plugins.look_in(Path.cwd(), is_first=True)
+warm_up()
+import queue, statistics
+worker = WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0)
+said = []
+worker.call(0.0, "getenv", ("PYTHONSAFEPATH",), said.append)
+worker.receive(0.0)
+worker.end()
+assert said == [None], "programs of the user's would not find their own modules"
+import helpers
+assert helpers.IS_MINE
+"""
+
+
+def test_files_beside_the_spec_with_names_of_other_modules_disturb_nothing(tmp_path):
+    """Not in the fork server, nor in what watches it, nor where rlmux imports late."""
+    script, folder = tmp_path / "script.py", tmp_path / "mine"
+    script.write_text(STRANGER)
+    folder.mkdir()
+    for name in ("rlmux", "types", "random", "secrets", "statistics", "queue", "signal"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('a module of the user was imported')")
+    (folder / "helpers.py").write_text("IS_MINE = True")
+    done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -11,7 +11,7 @@ from typing import Any
 from rlmux.cli import tables
 from rlmux.runtime.checks.chaos_kills import ChaosResult, Commands
 
-_RLMUX = (sys.executable, "-m", "rlmux")
+_RLMUX = (sys.executable, "-P", "-m", "rlmux")
 
 
 def commands_of(file: str, *, policy: str, sets: Sequence[str]) -> Commands:

@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil
 
+from rlmux.hidden_main import hidden_main
+
 _GB = 1e9
 _PROBE_LIMIT_S = 120
 _FIRST_WITH_ACTIONS = 570
@@ -178,7 +180,8 @@ def check_fork_server() -> Finding:
     try:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_answer, args=(theirs,), daemon=True)
-        process.start()
+        with hidden_main():
+            process.start()
         answered = ours.poll(_PROBE_LIMIT_S) and ours.recv() == process.pid
         process.join()
     except (OSError, EOFError) as error:
@@ -245,7 +248,7 @@ def probe_torch() -> dict[str, Any] | None:
         return None
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S
+            [sys.executable, "-P", "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {_PROBE_LIMIT_S} s"}

@@ -36,6 +36,7 @@ from rlmux.engines.train.adamw import AdamW, AdamWNumbers
 from rlmux.engines.train.micro_batches import TrainingSequence, cut
 from rlmux.engines.train.state.flat_parameters import FlatParameters
 from rlmux.engines.train.training_forward import score_tokens
+from rlmux.hidden_main import hidden_main
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 
@@ -209,7 +210,8 @@ class BenchmarkProcess:
         context.set_forkserver_preload(["rlmux.runtime.workers.fork_server_imports", __name__])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, sub_stage, sizes, device, core), daemon=True)
-        self._process.start()
+        with hidden_main():
+            self._process.start()
         theirs.close()
 
     def wait_until_ready(self) -> None:

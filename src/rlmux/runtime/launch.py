@@ -10,8 +10,6 @@ read profiles, choose a display, or print; its callers hand it what those come t
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,7 +97,7 @@ def resume_run(
 def _for_file(spec: Spec, options: RunOptions, add_costs: AddCosts, address: str | None) -> RunOptions:
     """The options with what the file decides; its code can be imported from then on."""
     make_backend = backend_maker(options.backend, address, spec.cluster)
-    make_importable(spec.code_folder)
+    plugins.look_in(spec.code_folder)
     return replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares)
 
 
@@ -134,7 +132,7 @@ def parser(run: Spec, add_costs: AddCosts = add_no_costs) -> ParseSubmission:
 
     def parse(text: str, source: str) -> list[Submission]:
         spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
-        make_importable(spec.code_folder, is_late=True)
+        plugins.look_in(spec.code_folder, is_late=True)
         return submissions(spec, add_costs)
 
     return parse
@@ -199,20 +197,10 @@ def scheduler_of(folder: Path) -> Scheduler:
     pools = value_codec.reader(tuple[Pool, ...])(header["cluster"], "cluster")
     policy = str(header["policy"])
     if plugins.is_plugin("policy", policy):
-        make_importable(spec_of(folder).code_folder, is_late=True)
+        plugins.look_in(spec_of(folder).code_folder, is_late=True)
     sharing = header["sharing"] and SharingTable(
         value_codec.reader(tuple[SharingEntry, ...])(header["sharing"]["entries"], "sharing"),
         value_codec.reader(tuple[SharingTriple, ...])(header["sharing"]["triples"], "sharing"),
     )
     cluster = Cluster(pools={pool.name: pool for pool in pools})
     return Scheduler(cluster, make_policy(policy, sharing=sharing), FairShares())
-
-
-def make_importable(folder: Path, *, is_late: bool = False) -> None:
-    """Put the folder of reward modules on the module search path, which worker processes take over.
-
-    `is_late`: the folder goes behind the others, so that a pipeline submitted later changes nothing for earlier ones.
-    """
-    if str(folder) not in sys.path:
-        sys.path.insert(len(sys.path) if is_late else 0, str(folder))
-        importlib.invalidate_caches()

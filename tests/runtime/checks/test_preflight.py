@@ -12,6 +12,13 @@ import time
 def slow(solution_str): time.sleep(60)
 def brisk(solution_str): time.sleep(1.0); return 1.0
 def short(solution_str): return "x"
+def forkless(solution_str):
+    import os, subprocess
+    os.fork = subprocess.Popen = None
+    return 1.0
+def pools(solution_str):
+    import multiprocessing
+    with multiprocessing.Pool(1) as pool: return float(pool.map(abs, [1])[0])
 """
 
 
@@ -37,3 +44,9 @@ def test_a_wait_for_a_reward_is_told(tmp_path, config, capfd, monkeypatch):
     monkeypatch.setattr(preflight, "_SILENCE_S", 0.2)
     assert preflight.complaints_about([config("brisk")], tmp_path) == [None]
     assert capfd.readouterr().err == "rlmux: waiting for reward my_rewards:brisk on a sample, at most 32 s\n"
+
+
+def test_what_one_reward_breaks_in_its_process_another_pipeline_does_not_see(tmp_path, config):
+    """As graders of code do, which disable parts of `os`; and others start processes."""
+    configs = [config("forkless"), config("pools"), config("forkless")]
+    assert preflight.complaints_about(configs, tmp_path) == [None, None, None]

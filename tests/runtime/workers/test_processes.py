@@ -1,15 +1,18 @@
-"""A worker process at its end: a trainer's checkpoint is on disk before it leaves, where the run is stopped."""
+"""A worker process: what user code may do in it, how its end is named, and that a trainer leaves its checkpoint."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlmux.core.errors import PipelineError, WorkerLostError
 from rlmux.runtime.workers import processes
 from rlmux.runtime.workers.processes import WorkerProcess
 
@@ -33,6 +36,73 @@ class Trainer:
 """
 
 
+SCORER = """
+import os, signal, subprocess, time
+from multiprocessing import Pool
+from rlmux.rl.user_code.loading import call_each
+
+
+class Scorer:
+    def pools(self):
+        with Pool(1) as pool:
+            return pool.map(abs, [-2])
+
+    def scores(self, how):
+        call_each([("reward r:score at step 2, prompt 1", getattr(self, how))], 60.0)
+
+    def exits(self):
+        os._exit(7)
+
+    def leaves(self):
+        raise SystemExit("bye")
+
+    def crashes(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def exits_beside_a_child(self):
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(7)
+"""
+
+
+def asked(worker: WorkerProcess, method: str, *args: Any) -> Any:
+    said: list[Any] = []
+    worker.call(time.monotonic(), method, args, said.append)
+    while not said:
+        worker.receive(time.monotonic())
+    return said[0]
+
+
+@pytest.fixture
+def scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerProcess]:
+    (tmp_path / "my_scorer.py").write_text(SCORER)
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_scorer import Scorer
+
+    worker = WorkerProcess("p/env", Scorer, (), cores=(), log_path=tmp_path / "log", call_limit_s=60.0)
+    yield worker
+    worker.kill()
+
+
+def test_user_code_may_start_processes_of_its_own(scorer):
+    assert asked(scorer, "pools") == [2]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("exits", PipelineError, "reward r:score at step 2, prompt 1 ended its process (os._exit, exit code 7)"),
+        ("exits_beside_a_child", PipelineError, "reward r:score at step 2, prompt 1 ended its process"),
+        ("leaves", PipelineError, "reward r:score at step 2, prompt 1 raised SystemExit: bye"),
+        ("crashes", WorkerLostError, "p/env is gone (killed by SIGSEGV, in reward r:score at step 2, prompt 1)"),
+    ],
+)
+def test_a_call_of_user_code_that_ends_its_process_is_named(scorer, how, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        asked(scorer, "scores", how)
+
+
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
     """A trainer that has begun to write `tmp_path/step_1`."""
     code = tmp_path / "code"
@@ -42,11 +112,8 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
     from my_slow_trainer import Trainer
 
     worker = WorkerProcess("p/train", Trainer, (), cores=(), log_path=tmp_path / "log", call_limit_s=60.0)
-    for method, args in (("build", ()), ("hands_out", (tmp_path / "step_1",))):
-        said: list[Any] = []
-        worker.call(time.monotonic(), method, args, said.append)
-        while not said:
-            worker.receive(time.monotonic())
+    asked(worker, "build")
+    asked(worker, "hands_out", tmp_path / "step_1")
     return worker
 
 

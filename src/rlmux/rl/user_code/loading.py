@@ -36,8 +36,17 @@ _LINGER_S = 0.001
 K = TypeVar("K", bound=Hashable)
 
 
+_tell: list[Callable[[str], None]] = []
+"""Where this process says which call of the user's code is under way: it may be the last that it does."""
+
+
 class _OutOfTime(BaseException):
     """Not an Exception, so that an `except Exception` in the user's code lets it through."""
+
+
+def tell_calls_to(tell: Callable[[str], None]) -> None:
+    """Pass the name of each call to `tell` before it is made, and "" after it."""
+    _tell[:] = [tell]
 
 
 def _nothing() -> None:
@@ -170,14 +179,19 @@ class PendingCalls(Generic[K]):
 @contextmanager
 def _failures_named(name: str, limit_s: float) -> Iterator[None]:
     """Anything that the body raises, the alarm included, becomes a `PipelineError` that begins with `name`."""
+    for tell in _tell:
+        tell(name)
     try:
         yield
     except _OutOfTime:
         raise _out_of_time(name, limit_s) from None
     except RlmuxError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise PipelineError(f"{name} raised {_one_line(error)}") from error
+    finally:
+        for tell in _tell:
+            tell("")
 
 
 @contextmanager
@@ -238,7 +252,7 @@ def _out_of_time(name: str, limit_s: float) -> PipelineError:
     return PipelineError(f"{name} did not return within {limit_s:g} s (task.reward_timeout_s)")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:200]
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} (at {where.filename}:{where.lineno})"

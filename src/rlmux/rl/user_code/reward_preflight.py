@@ -11,7 +11,7 @@ user's code has the time limit here that it has in training. Nothing needs torch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from rlmux import plugins
@@ -35,10 +35,6 @@ Placed = tuple[str, Prompt]
 """A prompt behind the place that a complaint names."""
 
 
-def _ignore(key: str) -> None:
-    """Default `before_user_code`."""
-
-
 def calls_user_code(config: TrainingConfig) -> bool:
     """Whether the checks of this pipeline run code that is not ours, or load what training alone needs."""
     task = config.task
@@ -47,32 +43,39 @@ def calls_user_code(config: TrainingConfig) -> bool:
     return has_code or config.model.path is not None
 
 
-def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], None] = _ignore) -> str | None:
-    """The first error in this pipeline's prompts, environment or reward.
-
-    `before_user_code`: called before every call of the user's code, which may hang in ways that no time limit ends,
-    with the key of `task` that names the code.
-    """
+def complaint_about(config: TrainingConfig) -> str | None:
+    """The first error in this pipeline's prompts, environment or reward."""
     try:
-        check_engine(config.rollout.engine, config.model)
-        vocabulary = load_vocabulary(config.model)
-        if is_of_user(config.task.name):
-            before_user_code("name")
-            return _complaint_about_task(config, vocabulary)
-        task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
-        check_task(config, task)
-        stop_tokens_of(vocabulary, task.stop)
-        _check_prompts(config, task, vocabulary)
-        if config.task.environment is not None:
-            _check_environment(config, task, before_user_code)
-        if config.task.reward is not None:
-            _check_reward(config, task, before_user_code)
+        for _ in checks(config):
+            pass
     except UserError as error:
         return str(error)
     return None
 
 
-def _complaint_about_task(config: TrainingConfig, vocabulary: Vocabulary) -> str | None:
+def checks(config: TrainingConfig) -> Iterator[str]:
+    """Check this pipeline's prompts, environment and reward. Raises UserError for the first error.
+
+    Yields before every call of the user's code, which may hang in ways that no time limit ends, the key of `task` that
+    names the code.
+    """
+    check_engine(config.rollout.engine, config.model)
+    vocabulary = load_vocabulary(config.model)
+    if is_of_user(config.task.name):
+        yield "name"
+        _check_task(config, vocabulary)
+        return
+    task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
+    check_task(config, task)
+    stop_tokens_of(vocabulary, task.stop)
+    _check_prompts(config, task, vocabulary)
+    if config.task.environment is not None:
+        yield from _environment_checks(config, task)
+    if config.task.reward is not None:
+        yield from _reward_checks(config, task)
+
+
+def _check_task(config: TrainingConfig, vocabulary: Vocabulary) -> None:
     """The same for a task of the user's own, which may raise anything."""
     try:
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
@@ -84,10 +87,9 @@ def _complaint_about_task(config: TrainingConfig, vocabulary: Vocabulary) -> str
     except UserError:
         raise
     except Exception as error:  # the user's task may raise anything
-        return f"task.name: {config.task.name} raised {plugins.described(error)}"
+        raise UserError(f"task.name: {config.task.name} raised {plugins.described(error)}") from error
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        return f"task.name: {config.task.name}: its score of prompt 0 is {score!r}; accepted: a finite number"
-    return None
+        raise UserError(f"task.name: {config.task.name}: its score of prompt 0 is {score!r}; accepted: a finite number")
 
 
 def _check_prompts(config: TrainingConfig, task: Task, vocabulary: Vocabulary) -> None:
@@ -161,15 +163,15 @@ def _count(vocabulary: Vocabulary, text: str, place: str) -> int:
     return count
 
 
-def _check_environment(config: TrainingConfig, task: Task, before_user_code: Callable[[str], None]) -> None:
+def _environment_checks(config: TrainingConfig, task: Task) -> Iterator[str]:
     """Import the user's environment class, make one for prompt 0, and send it that prompt's answer as first turn."""
     limit_s, prompt = config.task.reward_timeout_s, task.prompt(0)
     name = f"environment {config.task.environment} on a sample"
     try:
-        before_user_code("environment")
+        yield "environment"
         (environment,) = call_each([(name, partial(task.environment, prompt))], limit_s)
         assert environment is not None
-        before_user_code("environment")
+        yield "environment"
         (reply,) = call_and_await([(name, partial(environment.reply, prompt.answer or ""))], limit_s)
         check_reply(reply, name)
         reply_tokens_of(load_vocabulary(config.model), prompt, reply or "a")
@@ -177,17 +179,17 @@ def _check_environment(config: TrainingConfig, task: Task, before_user_code: Cal
         raise UserError(f"task.environment: {error}") from error
 
 
-def _check_reward(config: TrainingConfig, task: Task, before_user_code: Callable[[str], None]) -> None:
+def _reward_checks(config: TrainingConfig, task: Task) -> Iterator[str]:
     """Import the user's reward function and call it on prompt 0 with its answer as the response."""
     limit_s = config.task.reward_timeout_s
     prompt = task.prompt(0)
     try:
-        before_user_code("reward")
+        yield "reward"
         (reward,) = call_each(
             [(f"importing {config.task.reward}", partial(Reward, task, config.task, config.num_steps))], limit_s
         )
         responses = [_sample_response(config, prompt)] * (config.algorithm.group_size if reward.is_grouped else 1)
-        before_user_code("reward")
+        yield "reward"
         (result,) = call_and_await(
             [(f"{reward.name} on a sample", partial(reward.call, prompt, responses, 1))], limit_s
         )

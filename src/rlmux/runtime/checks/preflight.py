@@ -1,33 +1,29 @@
-"""Checks of prompts and rewards before anything starts, the user's code in a process of its own.
+"""Checks of prompts and rewards before anything starts, the user's code in the kind of process that will run it.
 
     pipelines without code of the user ──▶ rl.preflight, here
-    the others ──pickle──▶ child: rl.preflight ──JSON lines──▶ complaints
-                              {"index": 1, "user_code": "reward"}     the time limit begins
-                              {"index": 1, "complaint": null}        the next pipeline
+    each of the others ──▶ a process like its env worker: rl.preflight, up to the next call of the user's code
+                               ◀── the key of `task` that names it: the time limit begins
+                               ◀── the complaint, or none
 
-A child that hangs where no alarm reaches it, or that ends early, is a complaint about the pipeline under way. What the
-user's code prints is dropped.
+A process that hangs where no alarm reaches it, or that ends early, is a complaint. What the user's code prints is
+dropped, and what it changes or leaves running ends with its process.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import select
-import signal
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
+from rlmux import plugins
+from rlmux.core.errors import RlmuxError, UserError
 from rlmux.rl.config import TaskConfig, TrainingConfig
-from rlmux.rl.user_code.reward_preflight import calls_user_code, complaint_about
+from rlmux.rl.user_code.reward_preflight import calls_user_code, checks, complaint_about
+from rlmux.runtime.workers.processes import WorkerProcess, warm_up
 
 _GRACE_S = 2.0
 """Seconds beyond a pipeline's own time limit, whose alarm ends most calls that hang."""
@@ -35,11 +31,6 @@ _PATIENCE_S = 40.0
 """Default limit in seconds for a reward on its sample."""
 _SILENCE_S = 3.0
 """Seconds of waiting before a message on stderr."""
-
-_CHILD = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from rlmux.runtime.checks import preflight; preflight.serve(int(sys.argv[1]))"
-)
 
 
 def complaints_about(
@@ -50,94 +41,81 @@ def complaints_about(
     `code_folder`: the folder of reward modules. `patience_s`: longest wait, in seconds, for a reward on its sample. A
     reward that may take longer, and does, is left to the run.
     """
-    complaints = [None if calls_user_code(config) else complaint_about(config) for config in configs]
-    checked = [index for index, config in enumerate(configs) if calls_user_code(config)]
-    while checked and not any(complaints):
-        found = _check_in_child([configs[index] for index in checked], code_folder, patience_s)
-        for index, complaint in zip(checked, found, strict=False):
-            complaints[index] = complaint
-        checked = checked[len(found) :]
+    complaints: list[str | None] = [None if calls_user_code(config) else complaint_about(config) for config in configs]
+    for index, config in enumerate(configs):
+        if any(complaints):
+            break
+        if calls_user_code(config):
+            complaints[index] = _complaint_in_process(config, code_folder, patience_s)
     return complaints
 
 
-def serve(report: int) -> None:
-    """The child's side: reads pipelines from stdin, writes events to the file descriptor `report`."""
+class CheckWorker:
+    """The process's side."""
 
-    def emit(**event: Any) -> None:
-        os.write(report, json.dumps(event).encode() + b"\n")
+    def __init__(self, config: TrainingConfig, code_folder: Path) -> None:
+        plugins.look_in(code_folder, is_first=True)
+        self._checks = checks(config)
 
-    try:
-        for index, config in enumerate(pickle.load(sys.stdin.buffer)):
-            complaint = complaint_about(config, partial(_emit_key, emit, index))
-            emit(index=index, complaint=complaint)
-    except Exception:  # a fault of ours: the parent raises it, this process has no stderr to print it on
-        emit(crash=traceback.format_exc())
-    os._exit(0)  # whatever the user's code left running ends here
-
-
-def _emit_key(emit: Callable[..., None], index: int, key: str) -> None:
-    emit(index=index, user_code=key)
-
-
-def _check_in_child(configs: Sequence[TrainingConfig], code_folder: Path, patience_s: float) -> list[str | None]:
-    """Complaints about the first pipelines, at least one: up to the first complaint, or to a reward left to the run."""
-    reader, writer = os.pipe()
-    child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(writer), str(code_folder), *sys.path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[writer],
-        start_new_session=True,
-    )
-    os.close(writer)
-    try:
-        assert child.stdin is not None
-        with suppress(BrokenPipeError), child.stdin as stdin:
-            stdin.write(pickle.dumps(list(configs)))
-        return _complaints(_Events(reader), configs, child, patience_s)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        os.close(reader)
-
-
-def _complaints(
-    events: _Events, configs: Sequence[TrainingConfig], child: subprocess.Popen[bytes], patience_s: float
-) -> list[str | None]:
-    complaints: list[str | None] = []
-    key: str | None = None  # of the user's code that is being called
-    while len(complaints) < len(configs) and not any(complaints):
-        task = configs[len(complaints)].task
-        limit_s = min(task.reward_timeout_s + _GRACE_S, patience_s)
+    def advance(self) -> tuple[str, str | None]:
+        """Check up to the next call of the user's code: ("user_code", its key), ("complaint", None or the complaint)
+        at the end, or ("crash", traceback) for a fault of ours."""
         try:
-            event = _next_of_user(events, _named(task, key), limit_s) if key else events.next(None)
-        except TimeoutError:
-            complaints.append(_complaint_about_time(task, key or "reward", limit_s))
-            break
-        except EOFError:
-            code = child.wait()
-            what = f"task.{key}: {_named(task, key)}" if key else "task: reading its prompts"
-            complaints.append(f"{what} ended its process (exit code {code})")
-            break
-        if "crash" in event:
-            raise RuntimeError(event["crash"])
-        key = event.get("user_code")
-        if "complaint" in event:
-            complaints.append(event["complaint"])
-    return complaints
+            key = next(self._checks, None)
+        except UserError as error:
+            return "complaint", str(error)
+        except Exception:  # the process's output is dropped
+            return "crash", traceback.format_exc()
+        return ("complaint", None) if key is None else ("user_code", key)
 
 
-def _next_of_user(events: _Events, what: str, limit_s: float) -> dict[str, Any]:
-    """The next event; long waits are reported on stderr. Raises TimeoutError after `limit_s` seconds."""
+def _complaint_in_process(config: TrainingConfig, code_folder: Path, patience_s: float) -> str | None:
+    """The complaint about one pipeline; None for a reward that is left to the run, too."""
+    warm_up(imports=__name__)
+    process = WorkerProcess(
+        f"{config.name}/check",
+        CheckWorker,
+        (config, code_folder),
+        cores=(),
+        log_path=Path(os.devnull),
+        call_limit_s=float("inf"),
+    )
+    task, key = config.task, None
+    limit_s = min(task.reward_timeout_s + _GRACE_S, patience_s)
     try:
-        return events.next(min(limit_s, _SILENCE_S))
-    except TimeoutError:
-        if limit_s <= _SILENCE_S:
-            raise
-    print(f"rlmux: waiting for {what}, at most {limit_s:g} s", file=sys.stderr)
-    return events.next(limit_s - _SILENCE_S)
+        while True:
+            try:
+                kind, text = _advanced(process, _named(task, key) if key else None, limit_s)
+            except TimeoutError:
+                return _complaint_about_time(task, key or "reward", limit_s)
+            except RlmuxError as error:
+                return f"task.{key}: {error}" if key else f"task: reading its prompts: {error}"
+            if kind == "crash":
+                raise RuntimeError(text)
+            if kind == "complaint":
+                return text
+            key = text
+    finally:
+        process.kill()
+
+
+def _advanced(process: WorkerProcess, what: str | None, limit_s: float) -> tuple[str, str | None]:
+    """The worker's next answer. `what`: the call of the user's code that it makes first, which has `limit_s` seconds;
+    a long one is reported on stderr. Raises TimeoutError, and what `receive` raises."""
+    answers: list[tuple[str, str | None]] = []
+    process.call(time.monotonic(), "advance", (), answers.append)
+    started_s, is_announced = time.monotonic(), limit_s <= _SILENCE_S
+    while not answers:
+        waited_s = time.monotonic() - started_s
+        left_s = None if what is None else max(0.0, (limit_s if is_announced else _SILENCE_S) - waited_s)
+        if wait([process.connection], left_s):
+            process.receive(time.monotonic())
+        elif is_announced:
+            raise TimeoutError
+        else:
+            print(f"rlmux: waiting for {what}, at most {limit_s:g} s", file=sys.stderr)
+            is_announced = True
+    return answers[0]
 
 
 def _named(task: TaskConfig, key: str) -> str:
@@ -154,26 +132,3 @@ def _complaint_about_time(task: TaskConfig, key: str, waited_s: float) -> str | 
         return None
     text = f"did not return within {task.reward_timeout_s:g} s (task.reward_timeout_s)"
     return f"task.{key}: {_named(task, key)} {text}"
-
-
-class _Events:
-    """JSON lines from a pipe, each waited for with a time limit."""
-
-    def __init__(self, reader: int) -> None:
-        self._reader = reader
-        self._bytes = b""
-
-    def next(self, limit_s: float | None) -> dict[str, Any]:
-        """The next event. Raises TimeoutError after `limit_s` seconds, EOFError at the end of the pipe."""
-        due_s = None if limit_s is None else time.monotonic() + limit_s
-        while b"\n" not in self._bytes:
-            left_s = None if due_s is None else max(0.0, due_s - time.monotonic())
-            if not select.select([self._reader], [], [], left_s)[0]:
-                raise TimeoutError
-            read = os.read(self._reader, 65536)
-            if not read:
-                raise EOFError
-            self._bytes += read
-        line, _, self._bytes = self._bytes.partition(b"\n")
-        event: dict[str, Any] = json.loads(line)
-        return event

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rlmux import plugins
 from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event, PipelineFailed, PipelineRestarted
@@ -221,7 +222,7 @@ def verify(
             f"{folder}: its log does not keep the file of pipeline {missing[0]!r}; accepted: {', '.join(given)}"
         )
     spec = launch.spec_of(folder)
-    launch.make_importable(spec.code_folder)
+    plugins.look_in(spec.code_folder)
     sums = _logged_sums(folder)
     verdicts = []
     for name in chosen:

@@ -135,7 +135,9 @@ def _last_event(folder: Path) -> int | None:
         from tensorboard.compat.proto import event_pb2
 
         for file in files:
-            steps: list[int] = [event_pb2.Event.FromString(record).step for record in RawEventFileLoader(str(file)).Load()]
+            steps: list[int] = [
+                event_pb2.Event.FromString(record).step for record in RawEventFileLoader(str(file)).Load()
+            ]
             if any(steps):
                 return max(steps)
     return 0

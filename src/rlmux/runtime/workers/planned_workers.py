@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlmux import plugins
 from rlmux.core.errors import PipelineError, StorageError
 from rlmux.engines.train.state.checkpoint import STEP_NOTE
 from rlmux.rl.batch_metrics import batch_metrics
@@ -84,7 +84,7 @@ class EnvWorker:
         search folder of the user's modules. `restore_from`: checkpoint to resume from, with the prompt queue of tail
         batching or the backlog of interruptible rollouts."""
         if code_folder is not None:
-            sys.path.insert(0, str(code_folder))
+            plugins.look_in(code_folder, is_first=True)
         from rlmux.rl.user_code.pipeline_env import PipelineEnv
 
         self._origin = origin

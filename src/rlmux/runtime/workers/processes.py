@@ -28,15 +28,17 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
-from rlmux.hidden_main import hidden_main
+from rlmux.hidden_main import hidden_main, show_working_folder
 from rlmux.reaper import marking
+from rlmux.rl.user_code.loading import tell_calls_to
 from rlmux.runtime.workers.heartbeat import Activity, activity_of, beat_with
 
 _FORKSERVER = get_context("forkserver")
@@ -53,6 +55,9 @@ _TRANSFER_LIMIT_S = 10
 that was stopped in the middle of one must not hold its controller."""
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 """Texts by which libraries in C report what Python calls MemoryError."""
+_EXIT_CODE = "exit code"
+_MAX_WORDS = 1000
+"""Bytes of the name of a call."""
 _PR_SET_PDEATHSIG = 1
 _CODE_WITHOUT_SERVER = 255
 """Exit code that multiprocessing reports if the fork server is gone."""
@@ -68,19 +73,24 @@ class _Call(NamedTuple):
     then: Callable[[Any], None]
 
 
-def warm_up() -> None:
-    """Start the fork server, so that it imports torch while its caller reads its file; a borrowed one runs already."""
+def warm_up(*, imports: str | None = None) -> None:
+    """Start the fork server, so that it imports torch while its caller reads its file; a borrowed one runs already.
+
+    `imports`: module to import in place of the workers' own with torch, for processes that need none of it; a fork
+    server that is there stays.
+    """
     from multiprocessing import forkserver, resource_tracker
 
-    if _is_borrowing():
+    if _is_borrowing() or (imports is not None and fork_server_pid() is not None):
         return
     server: Any = vars(forkserver)["_forkserver"]
-    if _IMPORTS not in server._preload_modules:
+    if imports is None and _IMPORTS not in server._preload_modules:
         server._stop()  # it was started without our imports: every worker would have to import torch itself
-    _FORKSERVER.set_forkserver_preload([_IMPORTS])
-    resource_tracker.ensure_running()  # it lets interrupts through again when it has started
-    with marking(), _without_interrupts():
-        forkserver.ensure_running()
+    _FORKSERVER.set_forkserver_preload([imports or _IMPORTS])
+    with hidden_main():
+        resource_tracker.ensure_running()  # it lets interrupts through again when it has started
+        with marking(), _without_interrupts():
+            forkserver.ensure_running()
 
 
 @contextlib.contextmanager
@@ -143,6 +153,29 @@ def _borrowed() -> None:
     """Replaces the start of a fork server: a borrowed one is started by its owner."""
 
 
+class _LastWords:
+    """A text in memory that a process leaves behind: read after its death, however that came."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = os.memfd_create("last words") if descriptor is None else descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:  # on its way to a process that is being started
+        return _received_words, (DupFd(self._descriptor),)
+
+    def write(self, text: str) -> None:
+        os.pwrite(self._descriptor, text.encode(errors="replace").replace(b"\n", b" ")[:_MAX_WORDS] + b"\n", 0)
+
+    def read(self) -> str:
+        return os.pread(self._descriptor, _MAX_WORDS + 1, 0).partition(b"\n")[0].decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _received_words(descriptor: Any) -> _LastWords:
+    return _LastWords(descriptor.detach())
+
+
 class WorkerProcess:
     """One process, its pipe, and the calls that wait for it."""
 
@@ -170,7 +203,9 @@ class WorkerProcess:
         """Time at which the present call was sent, or last showed life; None between calls."""
         self._is_read = threading.Lock()
         self.connection, theirs = _FORKSERVER.Pipe()
-        work = (theirs, make_worker, args, tuple(cores), gpu, str(log_path))
+        self._last_words = _LastWords()
+        """The call of the user's code that is under way; empty between two."""
+        work = (theirs, self._last_words, make_worker, args, tuple(cores), gpu, str(log_path))
         try:
             self.process = _started(name, work)
         except (EOFError, OSError):  # the fork server was killed: once it has ended, the next attempt finds a new one
@@ -199,14 +234,15 @@ class WorkerProcess:
     def receive(self, now_s: float) -> None:
         """Handle the available answer and send the next call, or handle a sign of life.
 
-        Raises PipelineError (or what the method raised) for a failed call, WorkerLostError if the process is gone.
+        Raises PipelineError (or what the method raised) for a failed call, and for user code that ends the process;
+        WorkerLostError if the process is gone for another reason.
         """
         try:
             is_ok, value = self.connection.recv()
         except BlockingIOError as error:  # out of time
             raise WorkerLostError(f"{self.name} is gone (stopped in the middle of an answer)") from error
         except (EOFError, OSError) as error:
-            raise WorkerLostError(f"{self.name} is gone ({self.how_it_ended()})") from error
+            raise self._loss() from error
         if is_ok is None:
             self.num_beats += 1
             self._last_beat_s = now_s if self._calls else None
@@ -218,6 +254,12 @@ class WorkerProcess:
         if self._calls:
             self._send(now_s)
         call.then(value)
+
+    def _loss(self) -> RlmuxError:
+        ending, call = self.how_it_ended(), self._last_words.read()
+        if call and ending.startswith(_EXIT_CODE):
+            return PipelineError(f"{call} ended its process (os._exit, {ending})")
+        return WorkerLostError(f"{self.name} is gone ({ending}{f', in {call}' if call else ''})")
 
     def is_overdue(self, now_s: float) -> bool:
         """Whether the present call exceeded its limit without an answer or sign of life."""
@@ -256,6 +298,7 @@ class WorkerProcess:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        self._last_words.close()
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -287,7 +330,7 @@ class WorkerProcess:
 
 
 def _exit_reason(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"{_EXIT_CODE} {code}"
 
 
 def _ending_of_fork_server(pid: int | None) -> str | None:
@@ -329,6 +372,7 @@ def _is_borrowing() -> bool:
 
 def _serve(
     connection: Connection,
+    last_words: _LastWords,
     make_worker: Callable[..., Any],
     args: tuple[Any, ...],
     cores: Sequence[int],
@@ -337,6 +381,9 @@ def _serve(
 ) -> None:
     """The life of a worker process: build the worker, answer calls until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
+    current_process().daemon = False  # to the controller alone: user code may start processes, which its own end ends
+    os.register_at_fork(after_in_child=connection.close)  # held there too, the pipe would outlive this process
+    show_working_folder()
     os.umask(0o077)
     os.setsid()
     _release_fork_server()
@@ -354,6 +401,7 @@ def _serve(
             connection.send(answer)
 
     beat_with(lambda: send((None, None)))
+    tell_calls_to(last_words.write)
     with contextlib.suppress(EOFError, OSError):
         while True:
             method, call_args = connection.recv()

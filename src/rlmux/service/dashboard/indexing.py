@@ -22,7 +22,7 @@ class Indexing:
     """See the module."""
 
     def __init__(self, folder: Path, spare: Path) -> None:
-        self._words = [sys.executable, "-m", "rlmux.service.index.indexer", str(folder), str(spare)]
+        self._words = [sys.executable, "-P", "-m", "rlmux.service.index.indexer", str(folder), str(spare)]
         self._trouble: dict[str, str] = {}
         self._is_down = False
         self._is_closed = threading.Event()

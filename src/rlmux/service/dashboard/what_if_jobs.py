@@ -107,7 +107,7 @@ def _answer(folder: Path, question: Mapping[str, Any]) -> dict[str, Any]:
         file.write_text(str(question.get("file", "")), encoding="utf-8")
         words = [*_words(folder.resolve(), question, file.name), "--json"]
         with subprocess.Popen(
-            [sys.executable, "-m", "rlmux", *words],
+            [sys.executable, "-P", "-m", "rlmux", *words],
             cwd=place,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
