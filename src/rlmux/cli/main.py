@@ -6,6 +6,7 @@ words ──▶ commands.app ──▶ a command ──▶ its exit code
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,12 +19,15 @@ from rlmux.cli import output
 from rlmux.cli.exit_codes import FAILED, INTERRUPTED, MISTAKE
 from rlmux.core.errors import RlmuxError, UserError
 
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""Errors of a disk that is full, fails or cannot be written."""
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Typer's own complaints about the words of a command line. Typer exports its children only."""
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
     """Run one command line (the process's own by default) and exit."""
+    output.open_closed_streams()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind a script's `&`; `kill -INT` ends it all the same
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run_command_line(words))
@@ -46,19 +50,18 @@ def run_command_line(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has gone (`| head`)
         output.abandon(sys.stdout, sys.stderr)
         return FAILED
+    except OSError as error:
+        if error.errno not in _STORAGE:
+            raise
+        complaint = output.complaint_about_stdout()
+        return _print_error(complaint or f"{error.filename or 'a file'} cannot be written: {error.strerror}", FAILED)
     return _flushed(code if isinstance(code, int) else 0)
 
 
 def _flushed(code: int) -> int:
-    """The exit code, once all is printed: not 0 where the reader has gone."""
-    if sys.stdout is None:  # closed before the start
-        return code
-    try:
-        sys.stdout.flush()
-    except OSError:
-        output.abandon(sys.stdout)
-        return code or FAILED
-    return code
+    """The exit code, once all is printed: not 0 where the reader has gone, or stdout cannot be written."""
+    complaint = output.complaint_about_stdout()
+    return code if complaint is None else _print_error(complaint, code or FAILED)
 
 
 def _usage_line(error: Exception) -> str:

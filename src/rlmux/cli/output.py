@@ -19,6 +19,29 @@ def check_is_read() -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
+def open_closed_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr (`2>&-`) ones that lead nowhere.
+
+    Otherwise the first files that it opens take their numbers, and what is printed lands in them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")
+
+
+def complaint_about_stdout() -> str | None:
+    """What keeps stdout from being written, where it cannot be; it leads nowhere from then on."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        abandon(sys.stdout)
+        return None if error.errno == errno.EPIPE else f"stdout cannot be written: {error.strerror}"
+    return None
+
+
 def abandon(*streams: TextIO | None) -> None:
     """Send what is still to be printed nowhere, so that the interpreter's last flush does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

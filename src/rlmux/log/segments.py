@@ -219,11 +219,15 @@ def sync(path: Path) -> None:
 
 
 def connect_to_write(path: Path, *, survives_power_cut: bool) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; without effect on one that is there
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cut else 'NORMAL'}")
-    connection.execute("PRAGMA busy_timeout = 5000")
+    """Raises LogError where the file cannot be written: a full disk shows here first."""
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; without effect on one that is there
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cut else 'NORMAL'}")
+        connection.execute("PRAGMA busy_timeout = 5000")
+    except sqlite3.OperationalError as error:
+        raise LogError(f"{path}: the run log cannot be written: {error}") from error
     return connection
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
-from rlmux.core.errors import LogError
+from rlmux.core.errors import LogError, StorageError
 from rlmux.log.run_log import NOT_SHOWN, LogReader
 from rlmux.report.figures.html import page
 from rlmux.report.figures.perfetto import trace
@@ -69,13 +69,16 @@ def load_summary(folder: str | Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Aside, then in place: a reader or a kill never meets half a file."""
+    """Aside, then in place: a reader or a kill never meets half a file. Raises StorageError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
     except BaseException:  # an interrupt, too, leaves no half file; it goes on up
         aside.unlink(missing_ok=True)
         raise

@@ -149,12 +149,10 @@ def run_pipelines(
     _probe_promises(cluster, submissions, options)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=options.backend, cluster=cluster, sharing=policy.sharing, spec=spec)
-    log = RunLog.create(folder, header, lock=lock)
-    keep_header(folder, header)
-    keep_ends(folder, ())
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        undo.enter_context(log)
+        undo.callback(lock.release)
+        log = undo.enter_context(_new_log(folder, header, lock))
         backend = options.make_backend(cluster, folder, options=options.workers)
         undo.pop_all()  # without a backend there is no run
     with log:
@@ -165,6 +163,17 @@ def run_pipelines(
             run_id=header["run_id"], is_gpu=is_gpu, first=shares_events(options.shares, {}, 0.0),
         )  # fmt: skip
         return drive(prepared, options)
+
+
+def _new_log(folder: Path, header: Mapping[str, Any], lock: FolderLock) -> RunLog:
+    """The log of a new run, with what is kept beside it. Raises StorageError."""
+    try:
+        log = RunLog.create(folder, header, lock=lock)
+        keep_header(folder, header)
+        keep_ends(folder, ())
+    except (OSError, LogError) as error:
+        raise StorageError(f"{folder}: the run cannot be begun: {getattr(error, 'strerror', None) or error}") from error
+    return log
 
 
 def fitted(
