@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import ModelConfig
 from rlmux.rl.literal_chat import LiteralChat
+from rlmux.rl.token_bytes import TokenBytes
 from rlmux.rl.types import Prompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -70,6 +71,12 @@ class Vocabulary(Protocol):
 
     def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of tokens, special tokens left out or written by name."""
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token adds to a text, part of a character perhaps; none for a special token.
+
+        None where the tokenizer does not tell them.
+        """
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """One prompt text from messages of `role` and `content`.
@@ -123,6 +130,9 @@ class CharVocabulary:
     def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
         text_by_token = [self.PAD, self.EOS, *self.CHARACTERS] if special_tokens else self._text_by_token
         return "".join([text_by_token[token] for token in tokens])
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return self._text_by_token[token].encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Their contents, one a line: there is no chat template."""
@@ -199,9 +209,16 @@ class FolderVocabulary:
         )
         return text
 
+    def token_bytes(self, token: int) -> bytes | None:
+        return self._bytes_of_tokens.of(token)
+
     @cached_property
     def _literal_chat(self) -> LiteralChat:
         return LiteralChat(self._tokenizer)
+
+    @cached_property
+    def _bytes_of_tokens(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if not self.has_chat_template:

@@ -124,7 +124,9 @@ class _RolloutRoutes:
                 index,
                 each,
                 text,
-                self._pieces(sampler, each.tokens) if body.logprobs else None,
+                [(vocabulary.decode([token]), vocabulary.token_bytes(token)) for token in each.tokens]
+                if body.logprobs
+                else None,
                 is_chunk=bool(body.stream),
             )
             for index, (each, text) in enumerate(zip(sampled, self._texts(sampler, sampled, body), strict=True))
