@@ -148,8 +148,8 @@ def test_a_reply_without_room_ends_its_trajectory_by_length(config_of, finish: F
         ("b'ok'", "replied bytes b'ok'; accepted: a text, or None when over"),
         (
             "'half \\ud83d a pair'",
-            r"replied str 'half \ud83d a pair': '\ud83d' in 'half \ud83d a pair' is half of a surrogate pair; accepted: "
-            "whole characters",
+            r"replied str 'half \ud83d a pair': '\ud83d' in 'half \ud83d a pair' is half of a surrogate pair; "
+            "accepted: whole characters",
         ),
         ("'é'", "replied str 'é': the character 'é' in 'é' is not in the built-in vocabulary"),
         ("10 ** 5000", "replied int; accepted"),

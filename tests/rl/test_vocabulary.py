@@ -43,6 +43,15 @@ def test_every_token_that_the_generation_config_lists_stops(tmp_path: Path) -> N
     assert FolderVocabulary(tmp_path).stop_tokens == (1, 7)
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 3000 + "]" * 3000, "[1]"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_of_a_checkpoint_that_is_not_an_object_is_named(tmp_path: Path, name: str, text: str) -> None:
+    CharVocabulary().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=rf"^model\.path: .*{name}|^model\.path: the tokenizer"):
+        FolderVocabulary(tmp_path)
+
+
 def test_a_folder_without_tokenizer_takes_characters(tmp_path: Path) -> None:
     assert isinstance(load_vocabulary(ModelConfig(path=str(tmp_path))), CharVocabulary)
 

@@ -18,6 +18,7 @@ from rlmux.cli import tables
 from rlmux.client.target import is_url, target_of
 from rlmux.client.trackers import TRACKERS, RunOrigin, check_installed, tracker_of
 from rlmux.core.errors import UserError
+from rlmux.core.json_text import parse_json
 
 FORMATS = ("jsonl", "csv")
 HF = "hf"
@@ -216,7 +217,7 @@ def _known(path: Path, to: str) -> Iterator[tuple[str, int]]:
     try:
         text = whole.decode()
         rows: Sequence[Any] = (
-            [json.loads(line) for line in text.splitlines()]
+            [parse_json(line) for line in text.splitlines()]
             if to == "jsonl"
             else list(csv.DictReader(io.StringIO(text)))
         )

@@ -14,13 +14,13 @@ Invariant: `decode(encode(text)) == text` for what `encode` accepts; special tok
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.errors import PipelineError, UserError
+from rlmux.core.json_text import parse_json
 from rlmux.rl.config import ModelConfig
 from rlmux.rl.literal_chat import LiteralChat
 from rlmux.rl.token_bytes import TokenBytes
@@ -354,13 +354,28 @@ def _opening_tokens(tokenizer: Any) -> tuple[int, ...]:
 def _num_embedded(folder: Path) -> int | None:
     """Rows of a checkpoint's embedding; None if its config.json lacks the number."""
     path = folder / "config.json"
-    found = json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
+    found = _read_object(path).get("vocab_size")
     return found if isinstance(found, int) else None
 
 
 def _stop_tokens(folder: Path, eos_token: int) -> tuple[int, ...]:
     """Stop tokens; chat models often have several, which are only in generation_config.json."""
     path = folder / "generation_config.json"
-    listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    listed = _read_object(path).get("eos_token_id")
     extra = listed if isinstance(listed, list) else [listed]
     return (eos_token, *(token for token in extra if token is not None and token != eos_token))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The keys of a checkpoint's file; none without the file."""
+    try:
+        found = parse_json(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.path: {path} is not JSON: {error}; accepted: a file as transformers writes it"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"model.path: {path} is a {type(found).__name__}; accepted: an object, as transformers writes it"
+        )
+    return found
