@@ -132,7 +132,8 @@ class CharVocabulary:
         return "".join([text_by_token[token] for token in tokens])
 
     def token_bytes(self, token: int) -> bytes | None:
-        return self._text_by_token[token].encode()
+        text: str = self._text_by_token[token]
+        return text.encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Their contents, one a line: there is no chat template."""
