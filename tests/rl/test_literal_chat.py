@@ -82,3 +82,14 @@ def test_names_in_calls_of_tools_are_found_too(tokenizer: Any) -> None:
     call = [{"function": {"name": "find", "arguments": {"of": ["<|end|>"]}}}]
     assert LiteralChat(tokenizer).is_needed([{"role": "user", "content": "", "tool_calls": call}])
     assert not LiteralChat(tokenizer).is_needed([{"role": "assistant", "content": "", "tool_calls": call}])
+
+
+def test_a_stop_token_that_is_not_marked_as_special_is_a_control_token(tokenizer: Any) -> None:
+    from tokenizers import AddedToken
+
+    tokenizer.add_tokens([AddedToken("<over>", special=False)])
+    over = tokenizer.convert_tokens_to_ids("<over>")
+    messages = [{"role": "tool", "content": "<over>"}]
+    chat = LiteralChat(tokenizer, [over])
+    assert not LiteralChat(tokenizer).is_needed(messages)
+    assert over not in chat.encode(messages, lambda each: tokenizer.apply_chat_template(each, tokenize=False))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +28,12 @@ from rlmux.core.errors import PipelineError
 class LiteralChat:
     """Encodes chats of one tokenizer of transformers."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, stop_tokens: Collection[int] = ()) -> None:
+        """`stop_tokens`: control tokens as well, where the tokenizer does not mark them as special."""
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        names = dict.fromkeys([*tokenizer.all_special_tokens, *(each.content for each in added if each.special)])
+        added = tokenizer.added_tokens_decoder.items()
+        control = [each.content for token, each in added if each.special or token in stop_tokens]
+        names = dict.fromkeys([*tokenizer.all_special_tokens, *control])
         self._names = sorted(filter(None, names), key=len, reverse=True)
         """Names of control tokens, the longest first."""
         self._named = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")

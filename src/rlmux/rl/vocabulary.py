@@ -215,7 +215,7 @@ class FolderVocabulary:
 
     @cached_property
     def _literal_chat(self) -> LiteralChat:
-        return LiteralChat(self._tokenizer)
+        return LiteralChat(self._tokenizer, self.stop_tokens)
 
     @cached_property
     def _bytes_of_tokens(self) -> TokenBytes:
