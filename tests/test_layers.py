@@ -35,10 +35,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "log": ({"core"}, set()),
     "report": ({"core", "log"}, set()),
     "rl": (
-        {"core.model", "core.errors", "plugins"},
+        {"core.model", "core.errors", "core.json_text", "plugins"},
         {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
     ),
-    "engines": ({"core.model", "core.errors", "rl", "reaper"}, {*TRAINING, "numpy", "peft", "psutil", "torchao"}),
+    "engines": (
+        {"core.model", "core.errors", "core.json_text", "rl", "reaper"},
+        {*TRAINING, "numpy", "peft", "psutil", "torchao"},
+    ),
     "sim": ({"core", "policies", "log", "report", "config", "plugins", "hidden_main"}, {"numpy", "psutil"}),
     "papers": ({"core", "policies", "log", "report", "sim"}, {"numpy"}),
     "runtime": (
@@ -57,7 +60,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         TRAINING,
     ),
     "config": (
-        {"core.model", "core.queue.queue_order", "core.errors", "rl.config", "rl.memory.adapter_base", "plugins"},
+        {
+            *("core.model", "core.queue.queue_order", "core.errors", "core.json_text"),
+            *("rl.config", "rl.memory.adapter_base", "plugins"),
+        },
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
     # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.

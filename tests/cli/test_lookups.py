@@ -13,7 +13,7 @@ from tests.log_script import AlternatingRun, LogScript
 from tests.service.pages_server import Pages
 
 from rlmux.cli.main import run_command_line
-from rlmux.report.samples import KeptSample, SampleWriter
+from rlmux.report.samples import KeptSample, SampleWriter, SpecialTexts
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,12 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
 
 
 def sample(prompt: int, place: int, *, reward: float) -> KeptSample:
+    texts = ("carry the one<end>", "ok<end>")
+    special = SpecialTexts(prompt_text="<bos>sort 312", turns=texts, names_by_turn=({},)) if prompt == 0 else None
     return KeptSample(
         prompt=prompt, sample=place, prompt_text="sort 312", turns=[(True, "carry the one"), (False, "ok")],
         reward=reward, advantage=reward - 0.5, stop="stop", tokens=7, num_turns=1, first_version=0, last_version=0,
+        special=special,
     )  # fmt: skip
 
 
@@ -73,6 +76,9 @@ def test_trajectories_are_found_and_read(both):
     one = json.loads(both("demo", "samples", "sort", "--at", "2/0/1", "--json")[1])
     assert one["said"][0] == {"role": "model", "text": "carry the one", "is_cut": False}
     assert "environment:\nok" in both("demo", "samples", "sort", "--at", "2/0/1")[1]
+    marked = json.loads(both("demo", "samples", "sort", "--at", "2/0/1", "--special-tokens", "--json")[1])
+    assert (marked["prompt_text"], marked["said"][0]["text"]) == ("<bos>sort 312", "carry the one<end>")
+    assert "environment:\nok<end>" in both("demo", "samples", "sort", "--at", "2/0/1", "--special-tokens")[1]
     assert both("demo", "samples", "sort", "--text", "carry the two")[1] == "no trajectory meets that\n"
     assert code == 0
 
@@ -84,6 +90,11 @@ def test_trajectories_are_found_and_read(both):
         (["samples", "tools"], "no trajectories of tools were kept"),
         (["samples", "sort", "--at", "1/2"], "--at '1/2': accepted: STEP/PROMPT/SAMPLE"),
         (["samples", "sort", "--at", "9/9/9"], "this trajectory was not kept"),
+        (["samples", "sort", "--special-tokens"], "--special-tokens: accepted: with --at STEP/PROMPT/SAMPLE"),
+        (
+            ["samples", "sort", "--at", "2/1/0", "--special-tokens"],
+            "special tokens of this trajectory were not kept; accepted: a run of this version",
+        ),
         (["samples", "sort", "--sort", "size"], "--sort 'size': accepted: step, -step"),
         (["export", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),
         (["why", "nobody"], "no pipeline 'nobody'; accepted: sort, tools"),

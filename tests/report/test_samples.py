@@ -7,9 +7,9 @@ import sqlite3
 
 import pytest
 
-from rlmux.core.errors import LogError
+from rlmux.core.errors import LogError, UserError
 from rlmux.report import samples
-from rlmux.report.samples import KeptSample, SampledToken, SampleReader, SampleWriter, whole_of
+from rlmux.report.samples import KeptSample, SampledToken, SampleReader, SampleWriter, SpecialTexts, whole_of
 
 
 def sample(prompt: int, place: int, answer: str = "an answer", *, reward: float = 0.0, **fields) -> KeptSample:
@@ -134,11 +134,33 @@ def test_tokens_come_back_by_turn_with_their_versions_and_log_probs_in_half_prec
         assert "tokens" not in reader.one(7, 5, 3)["said"][0]
 
 
+def test_texts_with_special_tokens_are_shown_where_they_are_wanted(writer, tmp_path):
+    turns = ((True, "carry"), (False, "42 \ud800" * 50_000), (True, " one"))
+    tokens = ((SampledToken("carry", -0.25, 6), SampledToken("", -1.0, 6)), (SampledToken(" one", -3.0, 7),))
+    texts = ("carry<end>", turns[1][1] + "<end>", " one")
+    special = SpecialTexts(prompt_text="<bos><bos>prompt", turns=texts, names_by_turn=({1: "<end>"}, {}))
+    writer.add(7, [sample(5, 3, turns=turns, tokens_by_turn=tokens, special=special)])
+    with SampleReader(tmp_path / "samples.db") as reader:
+        plain, one = (reader.one(7, 5, 3, special_tokens=shows) for shows in (False, True))
+    assert plain["prompt_text"] == "prompt 5"
+    assert [token["text"] for token in plain["said"][0]["tokens"]] == ["carry", ""]
+    assert one["prompt_text"] == "<bos><bos>prompt"
+    assert [turn["text"] for turn in one["said"]] == [text.replace("\ud800", "?") for text in texts]
+    assert [token["text"] for token in one["said"][0]["tokens"]] == ["carry", "<end>"]
+    writer.add(7, [sample(5, 3)])
+    with (
+        SampleReader(tmp_path / "samples.db") as reader,
+        pytest.raises(UserError, match=r"^special tokens of this trajectory were not kept; accepted: a run of this"),
+    ):
+        reader.one(7, 5, 3, special_tokens=True)
+
+
 def test_a_file_without_tokens_of_an_earlier_version_is_read_and_goes_on(writer, tmp_path):
     writer.add(1, [sample(0, 0)])
     writer.close()
     with sqlite3.connect(tmp_path / "samples.db") as connection:
         connection.execute("DROP TABLE token")
+        connection.execute("DROP TABLE special")
     connection.close()
     with SampleReader(tmp_path / "samples.db") as reader:
         assert reader.one(1, 0, 0)["said"][0]["text"] == "an answer"

@@ -210,6 +210,8 @@ def test_verls_parquet_rows_work_as_they_are(tmp_path: Path) -> None:
     ("rows", "text"),
     [
         ([{"prompt": "a", "answer": "b"}, "{oops"], r"rows.jsonl line 2: not JSON"),
+        (['{"prompt": ' + "[" * 3000 + "]" * 3000 + "}"], r"rows.jsonl line 1: not JSON: .* nested too deeply"),
+        (['{"prompt": "a", "answer": ' + "9" * 5000 + "}"], r"line 1: not JSON: an integer has more than 4,300 digits"),
         ([{"prompt": "a", "answer": "b"}, "[1]"], r"rows.jsonl line 2: list"),
         ([{"question": "a", "answer": "b"}], r"rows.jsonl row 1: no 'prompt'; its columns: question, answer"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": 5, "answer": "b"}], r"row 2: 'prompt' is int '5'"),

@@ -200,3 +200,47 @@ def test_a_reply_to_messages_of_the_built_in_vocabulary_is_plain_text(tool_confi
 def test_a_template_without_tools_is_refused_before_a_run(tool_config, template: str, complaint: str | None) -> None:
     found = complaint_about(tool_config(template))
     assert found is None if complaint is None else (found or "").startswith(complaint)
+
+
+def test_an_empty_reply_in_a_chat_stands_in_its_frame(tool_config, finish) -> None:
+    config = tool_config(TOOL_TEMPLATE)
+    vocabulary = load_vocabulary(config.model)
+    assert vocabulary.render_reply("") == encode("~[tool]$~[assistant]")
+
+
+def test_control_tokens_in_a_reply_are_text(tool_config, tmp_path: Path) -> None:
+    vocabulary = load_vocabulary(tool_config(TOOL_TEMPLATE).model)
+    assert vocabulary.render_reply("a<eos>b<bos>") == (
+        *encode("~[tool]"),
+        *CharVocabulary().encode("a<eos>b<bos>"),
+        *encode("$~[assistant]"),
+    )
+
+
+def test_control_tokens_in_messages_are_text_but_for_those_of_the_assistant(make_config, tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "chat", CHAT_TEMPLATE)
+    asked = [{"role": "user", "content": "a<eos>?"}, {"role": "assistant", "content": "b<eos>"}]
+    asked += [{"role": "user", "content": "c", "name": "<bos>"}]
+    config = file_config(make_config, folder, asked)
+    assert prompt_tokens(config) == (
+        *(BOS, *CharVocabulary().encode("[user]a<eos>?[assistant]b"), 1),
+        *CharVocabulary().encode("[user]c[assistant]"),
+    )
+
+
+def test_control_tokens_in_a_prompt_of_text_are_the_authors(make_config: MakeConfig, bos_folder: Path) -> None:
+    config = file_config(make_config, bos_folder, "a<eos>b")
+    assert prompt_tokens(config) == (BOS, *CharVocabulary().encode("a"), 1, *CharVocabulary().encode("b"))
+
+
+@pytest.mark.parametrize("length", [46, 47])
+def test_the_check_before_a_run_counts_control_tokens_as_text(make_config, tmp_path: Path, length: int) -> None:
+    folder = save_tokenizer(tmp_path / "chat", CHAT_TEMPLATE)
+    asked = [{"role": "user", "content": "<eos>" + "a" * (length - 5)}]
+    found = complaint_about(file_config(make_config, folder, asked)) or ""
+    assert ("the prompt has 65 tokens" in found) == (length == 47)
+
+
+def test_half_a_surrogate_pair_in_a_row_is_refused_by_row(make_config: MakeConfig, bos_folder: Path) -> None:
+    found = complaint_about(file_config(make_config, bos_folder, "a\ud83d?")) or ""
+    assert found.endswith(r"row 1: '\ud83d' in 'a\ud83d?' is half of a surrogate pair; accepted: whole characters")

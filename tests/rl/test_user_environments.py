@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.episode import parts_of
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.user_code.pipeline_env import PipelineEnv
 from rlmux.rl.user_code.reward_preflight import complaint_about
@@ -89,7 +90,7 @@ def test_a_sound_environment_passes_the_check_before_a_run(config_of) -> None:
         ("self, row", "self", "is made from (); accepted: a class made from one argument, the row as a dict"),
         ("def reply", "def answer", "has no reply; accepted: a class with reply(turn)"),
         ("self, turn", "self", "on a sample raised TypeError"),
-        ("return None", "return 7", "on a sample replied int; accepted: a text, or None when over"),
+        ("return None", "return 7", "on a sample replied int 7; accepted: a text, or None when over"),
         ("return None", "raise KeyError(turn)", "environment user_environments:Game on a sample raised KeyError: '7'"),
     ],
 )
@@ -119,3 +120,52 @@ def test_one_that_hangs_or_ends_its_process_is_named(config_of, tmp_path: Path, 
     assert found is not None
     assert found.startswith(f"task.environment: environment {MODULE}:Game on a sample ")
     assert complaint in found
+
+
+def test_an_empty_reply_is_a_reply_and_the_model_goes_on(config_of, finish: Finish) -> None:
+    source = GAME.replace('return "too low" if turn < self.row["answer"] else "too high"', 'return ""')
+    source += "        assert solution_str == '347', solution_str\n"
+    env = PipelineEnv(config_of(source))
+    request = env.begin_step(1)[0]
+    assert env.on_turns([finish(request, (tokens("3"), True))])[0][0].tokens == ()
+    replies, released = env.on_turns([finish(request, (tokens("3") + tokens("4"), True))])
+    assert ([reply.tokens for reply in replies], released) == ([()], []), "each turn is told by itself"
+    assert env.on_turns([finish(request, (tokens("3") + tokens("4") + tokens("7"), True))]) == ([], [request.id])
+
+
+def test_a_reply_without_room_ends_its_trajectory_by_length(config_of, finish: Finish) -> None:
+    env = PipelineEnv(config_of(GAME.replace('"too low"', '"l" * 40')))
+    requests = env.begin_step(1)
+    turns = [finish(request, (tokens("3"), True)) for request in requests]
+    assert env.on_turns(turns) == ([], [request.id for request in requests])
+    assert {each.stop_reason for each in env.finish_step(1).trajectories} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "complaint"),
+    [
+        ("5", "replied int 5; accepted: a text, or None when over"),
+        ("b'ok'", "replied bytes b'ok'; accepted: a text, or None when over"),
+        (
+            "'half \\ud83d a pair'",
+            r"replied str 'half \ud83d a pair': '\ud83d' in 'half \ud83d a pair' is half of a surrogate pair; "
+            "accepted: whole characters",
+        ),
+        ("'é'", "replied str 'é': the character 'é' in 'é' is not in the built-in vocabulary"),
+        ("10 ** 5000", "replied int; accepted"),
+    ],
+)
+def test_a_reply_that_is_no_text_is_named_with_its_place(config_of, finish, reply: str, complaint: str) -> None:
+    env = PipelineEnv(config_of(GAME.replace('"too low"', reply)))
+    with pytest.raises(PipelineError) as caught:
+        env.on_turns([finish(env.begin_step(1)[0], (tokens("3"), True))])
+    assert str(caught.value).startswith(f"the environment at step 1 prompt 0 sample 0 {complaint}")
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_of_a_response_are_told_apart_by_their_stop_tokens() -> None:
+    ours = (True, True, False, True, True)
+    assert parts_of((5, 1, 6, 7, 1), ours, (1,)) == [(True, (5, 1)), (False, (6,)), (True, (7, 1))]
+    assert parts_of((5, 1, 7, 1), (True,) * 4, (1,)) == [(True, (5, 1)), (False, ()), (True, (7, 1))]
+    assert parts_of((5, 1, 7, 1), (True,) * 4, ()) == [(True, (5, 1, 7, 1))], "a response that no token ends"
+    assert parts_of((), (), (1,)) == []

@@ -22,6 +22,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlmux.core.json_text import parse_json
+
 WIRE_VERSION = 1
 MAX_LINE_BYTES = 1 << 16
 _MAX_TEXT = 4096
@@ -110,8 +112,8 @@ def read_message(line: bytes) -> dict[str, Any]:
     if len(line) > MAX_LINE_BYTES:
         raise WireError("too_long", f"a line of {len(line)} bytes; accepted: {MAX_LINE_BYTES} at most")
     try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):  # the latter for text that is nested too deeply
+        message = parse_json(line)
+    except ValueError:
         message = None
     if not isinstance(message, dict):
         raise WireError("not_a_message", "accepted: one JSON object a line")

@@ -18,6 +18,7 @@ from rlmux.cli import tables
 from rlmux.client.target import is_url, target_of
 from rlmux.client.trackers import TRACKERS, RunOrigin, check_installed, tracker_of
 from rlmux.core.errors import UserError
+from rlmux.core.json_text import parse_json
 
 FORMATS = ("jsonl", "csv")
 HF = "hf"
@@ -90,13 +91,13 @@ def _sample_row(one: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def show_sample(place: str, name: str, at: str, *, as_json: bool) -> None:
+def show_sample(place: str, name: str, at: str, *, special_tokens: bool, as_json: bool) -> None:
     """Print one trajectory, of `STEP/PROMPT/SAMPLE`, with its text."""
     parts = at.split("/")
     if len(parts) != 3 or not all(part.isdecimal() and len(part) < 8 for part in parts):
         raise UserError(f"--at {at!r}: accepted: STEP/PROMPT/SAMPLE, three whole numbers")
     with closing(target_of(place)) as target:
-        found = target.sample(name, *map(int, parts))
+        found = target.sample(name, *map(int, parts), special_tokens=special_tokens)
     if as_json:
         tables.print_json(found)
         return
@@ -216,7 +217,7 @@ def _known(path: Path, to: str) -> Iterator[tuple[str, int]]:
     try:
         text = whole.decode()
         rows: Sequence[Any] = (
-            [json.loads(line) for line in text.splitlines()]
+            [parse_json(line) for line in text.splitlines()]
             if to == "jsonl"
             else list(csv.DictReader(io.StringIO(text)))
         )

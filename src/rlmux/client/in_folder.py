@@ -82,9 +82,9 @@ class InFolder:
         with self._samples_of(name) as reader:
             return page_of(reader, filters, sort=sort, at=at, limit=limit)
 
-    def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
+    def sample(self, name: str, step: int, prompt: int, sample: int, *, special_tokens: bool) -> dict[str, Any]:
         with self._samples_of(name) as reader:
-            found = whole_of(reader, step, prompt, sample)
+            found = whole_of(reader, step, prompt, sample, special_tokens=special_tokens)
         if found is None:
             raise UserError("this trajectory was not kept; accepted: one of those that `rlmux samples` lists")
         return found

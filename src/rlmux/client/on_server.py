@@ -109,8 +109,10 @@ class OnServer:
         shown: dict[str, Any] = self._request("GET", f"{self._pipeline(name)}/samples", params=params)
         return shown
 
-    def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
-        shown: dict[str, Any] = self._request("GET", f"{self._pipeline(name)}/samples/{step}/{prompt}/{sample}")
+    def sample(self, name: str, step: int, prompt: int, sample: int, *, special_tokens: bool) -> dict[str, Any]:
+        params = {"special_tokens": "true"} if special_tokens else {}
+        address = f"{self._pipeline(name)}/samples/{step}/{prompt}/{sample}"
+        shown: dict[str, Any] = self._request("GET", address, params=params)
         return shown
 
     def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:

@@ -46,7 +46,7 @@ class RunTarget(Protocol):
     def samples(self, name: str, filters: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
         """A page of a pipeline's trajectories that match the filters, at most 200."""
 
-    def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
+    def sample(self, name: str, step: int, prompt: int, sample: int, *, special_tokens: bool) -> dict[str, Any]:
         """One of them, with its text."""
 
     def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:

@@ -11,7 +11,6 @@ programs would read differently. This module reads JSON and bytes, so that plann
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import UserError
+from rlmux.core.json_text import parse_json
 from rlmux.rl.config import ACCEPTED_MODELS, ARCHITECTURES
 
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -89,8 +89,8 @@ def check_checkpoint(folder: Path, *, is_served: bool = False, needs_weights: bo
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not JSON: {error}; accepted: a file as transformers writes it") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is a {type(found).__name__}; accepted: an object, as transformers writes it")
@@ -196,11 +196,11 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
             raise UserError(f"{path} is truncated or not a safetensors file: {num_bytes} bytes; accepted: a whole one")
         text = file.read(header_bytes)
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         header.pop("__metadata__", None)
         end = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         tensors = {name: _tensor(fields, path, 8 + header_bytes) for name, fields in header.items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise UserError(f"{path} has a damaged header; accepted: a safetensors file") from None
     if num_bytes != end:
         what = "truncated" if num_bytes < end else "too long"

@@ -6,6 +6,7 @@
     body         its prompt and turns, compressed
     words        an index of the words in them; it holds no text
     token        the tokens that its model sampled: text and log-prob of each, compressed
+    special      the same texts with special tokens, compressed against the body
 
 A step that is done again replaces what was kept of it. Where the file would outgrow its bound, whole old steps go
 first. Nothing depends on the file: it may be deleted, and a step whose trajectories could not be kept is a step all
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlmux.core.errors import LogError
+from rlmux.core.errors import LogError, UserError
 from rlmux.log.segments import query_only
 
 SAMPLES_NAME = "samples.db"
@@ -44,7 +45,8 @@ _LEAST_LOGPROB = -60000.0
 _MANY = 20_000
 """Trajectories with words above which not all of them are looked at."""
 _TOKENS = "CREATE TABLE IF NOT EXISTS token (id INTEGER PRIMARY KEY, texts BLOB NOT NULL, figures BLOB NOT NULL)"
-"""Files of earlier versions have none; they get one when they are written to."""
+_SPECIAL = "CREATE TABLE IF NOT EXISTS special (id INTEGER PRIMARY KEY, data BLOB NOT NULL)"
+"""Files of earlier versions have neither; they get both when they are written to."""
 _TABLES = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE trajectory (id INTEGER PRIMARY KEY, reward REAL NOT NULL, advantage REAL NOT NULL, stop TEXT NOT NULL,
@@ -70,6 +72,8 @@ class KeptSample:
     """(whether the model wrote it, text), in order."""
     tokens_by_turn: Sequence[Sequence[SampledToken]] = ()
     """Tokens of each turn of the model, in order; empty if they are not kept."""
+    special: SpecialTexts | None = None
+    """The texts with special tokens; None if they are not kept."""
     reward: float
     advantage: float
     stop: str
@@ -94,6 +98,17 @@ class SampledToken(NamedTuple):
     """Weight version that made it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTexts:
+    """The texts of a trajectory with special tokens written by name."""
+
+    prompt_text: str
+    turns: Sequence[str]
+    """Text of each of `KeptSample.turns`."""
+    names_by_turn: Sequence[Mapping[int, str]]
+    """Names of the special tokens among each of `KeptSample.tokens_by_turn`, by place in the turn."""
+
+
 class SampleWriter:
     """The one writer of a pipeline's file. Raises sqlite3.Error and OSError where it cannot be written."""
 
@@ -107,6 +122,7 @@ class SampleWriter:
             if self._version() != _VERSION:
                 self._connection.executescript("BEGIN;" + _TABLES + "COMMIT;")
             self._connection.execute(_TOKENS)
+            self._connection.execute(_SPECIAL)
         except BaseException:  # an interrupt, too, leaves no open connection; it goes on up
             self._connection.close()
             raise
@@ -140,6 +156,9 @@ class SampleWriter:
         self._connection.execute("INSERT INTO words (rowid, prompt, answer) VALUES (?, ?, ?)", (id, *_words_of(text)))
         if sample.tokens_by_turn:
             self._connection.execute("INSERT INTO token VALUES (?, ?, ?)", (id, *_packed(sample.tokens_by_turn)))
+        if sample.special is not None:
+            packed = _packed_special(sample.special, text.encode())
+            self._connection.execute("INSERT INTO special VALUES (?, ?)", (id, packed))
 
     def _drop(self, first_step: int, last_step: int) -> None:
         bounds = (id_of(first_step, 0, 0), id_of(last_step, _LAST_PLACE, _LAST_PLACE))
@@ -149,7 +168,7 @@ class SampleWriter:
             self._connection.execute(
                 "INSERT INTO words (words, rowid, prompt, answer) VALUES ('delete', ?, ?, ?)", (id, *words)
             )
-        for table in ("trajectory", "body", "token"):
+        for table in ("trajectory", "body", "token", "special"):
             self._connection.execute(f"DELETE FROM {table} WHERE id BETWEEN ? AND ?", bounds)
 
     def _prune(self, newest: int) -> None:
@@ -237,27 +256,47 @@ class SampleReader:
         (found,) = self._connection.execute(counted, (*values, _MANY + 1)).fetchone()
         return bool(found <= _MANY)
 
-    def one(self, step: int, prompt: int, sample: int) -> dict[str, Any] | None:
-        """A trajectory with its text; None where it was not kept."""
+    def one(self, step: int, prompt: int, sample: int, *, special_tokens: bool = False) -> dict[str, Any] | None:
+        """A trajectory with its text; None where it was not kept.
+
+        `special_tokens`: written by name, instead of left out; UserError where they were not kept.
+        """
         id = id_of(step, prompt, sample)
         found = self._connection.execute("SELECT * FROM trajectory WHERE id = ?", (id,)).fetchone()
         if found is None:
             return None
         (data,) = self._connection.execute("SELECT data FROM body WHERE id = ?", (id,)).fetchone()
-        prompt_text, *turns = json.loads(zlib.decompress(data))
+        body = zlib.decompress(data)
+        prompt_text, *turns = json.loads(body)
         written = [{"role": "model" if is_model else "environment", "text": text} for is_model, text in turns]
-        of_model = (turn for turn in written if turn["role"] == "model")
+        of_model = [turn for turn in written if turn["role"] == "model"]
         for turn, tokens in zip(of_model, self._tokens(id), strict=False):
             turn["tokens"] = [token._asdict() for token in tokens]
+        if special_tokens:
+            special = self._special(id, body)
+            prompt_text = special.prompt_text
+            for turn, text in zip(written, special.turns, strict=True):
+                turn["text"] = text
+            for turn, names in zip(of_model, special.names_by_turn, strict=False):
+                for place, name in names.items():
+                    turn["tokens"][place]["text"] = name
         return {**_row(found), "prompt_text": prompt_text, "said": written}
 
     def _tokens(self, id: int) -> list[list[SampledToken]]:
         """Tokens of each turn of the model; none where they were not kept."""
-        has_table = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'token'").fetchone()
-        found = (
-            has_table and self._connection.execute("SELECT texts, figures FROM token WHERE id = ?", (id,)).fetchone()
-        )
+        found = self._kept("token", "texts, figures", id)
         return _unpacked(*found) if found else []
+
+    def _special(self, id: int, body: bytes) -> SpecialTexts:
+        found = self._kept("special", "data", id)
+        if not found:
+            raise UserError("special tokens of this trajectory were not kept; accepted: a run of this version")
+        return _unpacked_special(found[0], body)
+
+    def _kept(self, table: str, columns: str, id: int) -> Any:
+        """The columns of a table that files of earlier versions do not have; None without them."""
+        has_table = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+        return has_table and self._connection.execute(f"SELECT {columns} FROM {table} WHERE id = ?", (id,)).fetchone()
 
 
 def _packed(tokens_by_turn: Sequence[Sequence[SampledToken]]) -> tuple[bytes, bytes]:
@@ -274,6 +313,19 @@ def _unpacked(texts: bytes, figures: bytes) -> list[list[SampledToken]]:
     num, data = sum(map(len, turns)), zlib.decompress(figures)
     figured = zip(struct.unpack_from(f"<{num}e", data), struct.unpack_from(f"<{num}I", data, 2 * num), strict=True)
     return [[SampledToken(text, *next(figured)) for text in turn] for turn in turns]
+
+
+def _packed_special(special: SpecialTexts, body: bytes) -> bytes:
+    """Nearly a copy of the body: compressed with it as the dictionary."""
+    names = [list(names.items()) for names in special.names_by_turn]
+    text = _clean(json.dumps([special.prompt_text, list(special.turns), names], ensure_ascii=False))
+    packer = zlib.compressobj(3, zdict=body)
+    return packer.compress(text.encode()) + packer.flush()
+
+
+def _unpacked_special(data: bytes, body: bytes) -> SpecialTexts:
+    prompt_text, turns, names = json.loads(zlib.decompressobj(zdict=body).decompress(data))
+    return SpecialTexts(prompt_text=prompt_text, turns=turns, names_by_turn=[dict(each) for each in names])
 
 
 MAX_TOKENS = 8192
@@ -294,9 +346,14 @@ def page_of(reader: SampleReader, filters: Mapping[str, Any], *, sort: str, at: 
     }
 
 
-def whole_of(reader: SampleReader, step: int, prompt: int, sample: int) -> dict[str, Any] | None:
-    """A trajectory with its text, long ones cut, and the rewards of its prompt group; None where it was not kept."""
-    found = reader.one(step, prompt, sample)
+def whole_of(
+    reader: SampleReader, step: int, prompt: int, sample: int, *, special_tokens: bool = False
+) -> dict[str, Any] | None:
+    """A trajectory with its text, long ones cut, and the rewards of its prompt group; None where it was not kept.
+
+    `special_tokens`: as of `SampleReader.one`.
+    """
+    found = reader.one(step, prompt, sample, special_tokens=special_tokens)
     if found is None:
         return None
     group = reader.find({"step": step, "prompt": prompt}, sort="step", limit=500)

@@ -11,17 +11,17 @@ other turns than before: a fresh environment then gets all of them.
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
-from rlmux.core.errors import PipelineError
-from rlmux.rl.episode import Episode
+from rlmux.core.errors import PipelineError, UserError
+from rlmux.rl.episode import Episode, parts_of
 from rlmux.rl.tasks import Environment, Task
 from rlmux.rl.types import FinishedTurn, TrajectoryId
 from rlmux.rl.user_code.loading import PendingCalls, call_and_await, call_each
-from rlmux.rl.vocabulary import Vocabulary, reply_tokens_of
+from rlmux.rl.vocabulary import Vocabulary, check_unicode, reply_tokens_of
 
 
 class Conversations:
@@ -45,10 +45,11 @@ class Conversations:
         for turn, episode in turns:
             if episode.ending is not None or turn.stop_reason == "length":
                 continue
-            texts = self._turn_texts(turn)
-            if episode.turns[: len(texts)] == texts or self._texts_pending(turn.id) == texts:
+            texts = self._turn_texts(turn, episode)
+            pending = self._pending_turns.get(turn.id)
+            if episode.turns[: len(texts)] == texts or (pending is not None and pending[1] == texts):
                 continue
-            if turn.id in self._pending_turns:  # about a turn that a crash discarded
+            if pending is not None:  # about a turn that a crash discarded
                 self.drop(turn.id)
                 episode.environment = None
             environment = self._environment_after(episode, texts[:-1])
@@ -71,19 +72,16 @@ class Conversations:
 
     def is_pending(self, turn: FinishedTurn) -> bool:
         """Whether the environment got exactly this turn and has not replied yet."""
-        texts = self._texts_pending(turn.id)
-        return texts is not None and turn.stop_reason != "length" and self._turn_texts(turn) == texts
+        if turn.id not in self._pending_turns or turn.stop_reason == "length":
+            return False
+        episode, texts = self._pending_turns[turn.id]
+        return self._turn_texts(turn, episode) == texts
 
     def reply_to(self, turn: FinishedTurn, episode: Episode) -> tuple[int, ...] | None:
-        """Tokens of the recorded reply to this turn; None: the trajectory is over."""
+        """Tokens of the recorded reply to this turn, none for an empty one; None: the trajectory is over."""
         if turn.stop_reason == "length" or episode.environment is None:
             return None
-        reply = episode.replies[len(self._turn_texts(turn)) - 1]
-        if reply is None:
-            return None
-        # A reply that leaves the model no token ends the trajectory and is dropped.
-        leaves_room = len(turn.tokens) + len(reply) < episode.request.max_new_tokens
-        return reply if leaves_room else None
+        return episode.replies[len(self._turn_texts(turn, episode)) - 1]
 
     def drop(self, trajectory: TrajectoryId) -> None:
         """Cancel a pending reply."""
@@ -94,10 +92,6 @@ class Conversations:
         """Cancel the pending replies of a step that is over."""
         for trajectory in [each for each in self._pending_turns if each.step == step]:
             self.drop(trajectory)
-
-    def _texts_pending(self, trajectory: TrajectoryId) -> list[str] | None:
-        pending = self._pending_turns.get(trajectory)
-        return None if pending is None else pending[1]
 
     def _environment_after(self, episode: Episode, earlier: list[str]) -> Environment | None:
         """The episode's environment after the turns `earlier`, which a fresh one gets again if they differ."""
@@ -117,29 +111,47 @@ class Conversations:
         return result
 
     def _record(self, episode: Episode, text: str, result: Any) -> None:
-        """Add a turn and its reply to the episode; PipelineError for a reply that is no text."""
-        reply: tuple[int, ...] | None = None
-        if result is not None:
-            check_reply(result, _name(episode))
-            reply = reply_tokens_of(self._vocabulary, episode.prompt, result)
+        """Add a turn and its reply to the episode; PipelineError for a reply that is no text, or has no tokens."""
+        reply = None if result is None else self._reply_tokens(episode, result)
         episode.turns.append(text)
         episode.replies.append(reply)
         episode.reply_texts.append(result or "")
 
-    def _turn_texts(self, turn: FinishedTurn) -> list[str]:
+    def _reply_tokens(self, episode: Episode, result: Any) -> tuple[int, ...]:
+        name = _name(episode)
+        check_reply(result, name)
+        try:
+            return reply_tokens_of(self._vocabulary, episode.prompt, result)
+        except (PipelineError, UserError) as error:
+            raise PipelineError(f"{name} replied {_shown(result)}: {error}") from error
+
+    def _turn_texts(self, turn: FinishedTurn, episode: Episode) -> list[str]:
         """Text of each of the model's turns."""
-        return [
-            self._vocabulary.decode([token for token, _ in run])
-            for is_sampled, run in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1])
-            if is_sampled
-        ]
+        parts = parts_of(turn.tokens, turn.is_sampled, episode.request.stop_tokens)
+        return [self._vocabulary.decode(tokens) for is_sampled, tokens in parts if is_sampled]
 
 
 def check_reply(result: Any, name: str) -> None:
-    """Raises PipelineError, beginning with `name`, for a reply that is neither a text nor None."""
-    if result is not None and (not isinstance(result, str) or not result):
-        found = "an empty text" if result == "" else type(result).__name__
-        raise PipelineError(f"{name} replied {found}; accepted: a text, or None when over")
+    """Raises PipelineError, beginning with `name`, for a reply that is neither a text, which may be empty, nor None."""
+    if result is None:
+        return
+    if not isinstance(result, str):
+        raise PipelineError(f"{name} replied {_shown(result)}; accepted: a text, or None when over")
+    try:
+        check_unicode(result)
+    except PipelineError as error:
+        raise PipelineError(f"{name} replied {_shown(result)}: {error}") from None
+
+
+def _shown(result: Any) -> str:
+    """Type and value of a reply, in a few words."""
+    kind = type(result).__name__
+    if not isinstance(result, str | bytes | int | float | list | tuple | dict):
+        return kind
+    try:
+        return f"{kind} {reprlib.repr(result)}"
+    except ValueError:  # an integer with more digits than Python writes
+        return kind
 
 
 def _name(episode: Episode) -> str:

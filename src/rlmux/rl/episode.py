@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from rlmux.rl.tasks import Environment
@@ -57,3 +58,20 @@ class Episode:
             stop_reason=ending.stop_reason,
             num_turns=ending.num_turns,
         )
+
+
+def parts_of(
+    tokens: Sequence[int], is_sampled: Sequence[bool], stop_tokens: Collection[int]
+) -> list[tuple[bool, tuple[int, ...]]]:
+    """Parts of a response in order: (whether the model made it, tokens); an empty reply is a part without tokens.
+
+    Example: parts_of("ab.cd.e", [1, 1, 1, 0, 1, 1, 1], ".")    the model's `ab.`, `c`, the model's `d.`, nothing, `e`
+    """
+    parts: list[tuple[bool, list[int]]] = []
+    for token, is_of_model in zip(tokens, is_sampled, strict=True):
+        if parts and is_of_model and parts[-1][0] and parts[-1][1][-1] in stop_tokens:
+            parts.append((False, []))
+        if not parts or parts[-1][0] != is_of_model:
+            parts.append((is_of_model, []))
+        parts[-1][1].append(token)
+    return [(is_of_model, tuple(part)) for is_of_model, part in parts]

@@ -92,7 +92,7 @@ class FinishedTurn:
     versions: tuple[int, ...]
     """Weight version that made each token."""
     stop_reason: str
-    """`stop` (a stop token) or `length` (budget used up)."""
+    """`stop` (a stop token) or `length` (budget used up, or with too little left for the environment's reply)."""
     num_turns: int
 
 

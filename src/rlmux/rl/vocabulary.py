@@ -5,18 +5,25 @@
 
 A prompt of plain text begins with what the tokenizer puts before a text (BOS). A chat template writes its own.
 
+Control tokens in text. A text that its author writes whole (a prompt of plain text, an answer, a reply to one) may have
+them. In a chat the template alone writes them: what messages of other roles than the assistant's contain is text, be it
+the name of a control token.
+
 Invariant: `decode(encode(text)) == text` for what `encode` accepts; special tokens decode to nothing.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.errors import PipelineError, UserError
+from rlmux.core.json_text import parse_json
 from rlmux.rl.config import ModelConfig
+from rlmux.rl.literal_chat import LiteralChat
+from rlmux.rl.token_bytes import TokenBytes
 from rlmux.rl.types import Prompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -50,13 +57,26 @@ class Vocabulary(Protocol):
         """Whether `render_chat` writes the special tokens of a chat."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text, without any special token added."""
+        """Tokens of a text, without any special token added. Raises PipelineError for a text that has none."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], rendered: str) -> tuple[int, ...]:
+        """Tokens of `rendered`, which `render_chat` made of these messages, with no control token out of their text."""
+
+    def has_control_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a message that is not the assistant's contains the name of a control token: `encode_chat` then makes
+        other tokens than `encode`."""
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """How many tokens `encode` makes of each text."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special tokens left out."""
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of tokens, special tokens left out or written by name."""
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token adds to a text, part of a character perhaps; none for a special token.
+
+        None where the tokenizer does not tell them.
+        """
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """One prompt text from messages of `role` and `content`.
@@ -101,9 +121,19 @@ class CharVocabulary:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [len(self.encode(text)) for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        text_by_token = self._text_by_token
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], rendered: str) -> tuple[int, ...]:
+        return self.encode(rendered)
+
+    def has_control_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        return False
+
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        text_by_token = [self.PAD, self.EOS, *self.CHARACTERS] if special_tokens else self._text_by_token
         return "".join([text_by_token[token] for token in tokens])
+
+    def token_bytes(self, token: int) -> bytes | None:
+        text: str = self._text_by_token[token]
+        return text.encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Their contents, one a line: there is no chat template."""
@@ -157,14 +187,39 @@ class FolderVocabulary:
         self.has_chat_template = self._tokenizer.chat_template is not None
 
     def encode(self, text: str) -> tuple[int, ...]:
+        check_unicode(text)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], rendered: str) -> tuple[int, ...]:
+        check_unicode(rendered)
+        if self.has_control_names(messages):
+            return self._literal_chat.encode(messages, self.render_chat)
+        return self.encode(rendered)
+
+    def has_control_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        return self._literal_chat.is_needed(messages)
+
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        for text in texts:
+            check_unicode(text)
         return [len(tokens) for tokens in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return self._bytes_of_tokens.of(token)
+
+    @cached_property
+    def _literal_chat(self) -> LiteralChat:
+        return LiteralChat(self._tokenizer, self.stop_tokens)
+
+    @cached_property
+    def _bytes_of_tokens(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if not self.has_chat_template:
@@ -191,9 +246,14 @@ class FolderVocabulary:
         """
         prompt = [{"role": "user", "content": "a"}]
         answered = [*prompt, {"role": "assistant", "content": "b"}]
+        replied = [*answered, {"role": "tool", "content": text}]
         before = self.encode(self._render(answered))
-        whole = self.encode(self._render([*answered, {"role": "tool", "content": text}], add_generation_prompt=True))
-        if whole == self.encode(self._render(answered, add_generation_prompt=True)):
+        render = partial(self._render, add_generation_prompt=True)
+        if self.has_control_names(replied):
+            whole = self._literal_chat.encode(replied, render)
+        else:
+            whole = self.encode(render(replied))
+        if text and whole == self.encode(render(answered)):
             raise UserError(
                 "model.path: its chat template leaves out a message of role 'tool'; accepted: one with tools"
             )
@@ -250,7 +310,9 @@ def reply_tokens_of(vocabulary: Vocabulary, prompt: Prompt, text: str) -> tuple[
 
 def prompt_tokens_of(vocabulary: Vocabulary, prompt: Prompt) -> tuple[int, ...]:
     """Tokens of a prompt as the model meets them, in rollouts and in demonstrations."""
-    return opening_tokens_of(vocabulary, prompt) + vocabulary.encode(prompt.text)
+    if prompt.messages is None:
+        return vocabulary.opening_tokens + vocabulary.encode(prompt.text)
+    return opening_tokens_of(vocabulary, prompt) + vocabulary.encode_chat(prompt.messages, prompt.text)
 
 
 def stop_tokens_of(vocabulary: Vocabulary, stop: Sequence[str]) -> tuple[int, ...]:
@@ -265,6 +327,17 @@ def stop_tokens_of(vocabulary: Vocabulary, stop: Sequence[str]) -> tuple[int, ..
             raise UserError(f"model.path: its tokenizer makes {len(encoded)} tokens of the stop text {text!r}, not 1")
         tokens += encoded
     return tuple(dict.fromkeys(tokens))
+
+
+def check_unicode(text: str) -> None:
+    """Raises PipelineError for a text with half of a surrogate pair: it has no UTF-8, and no tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half, first = text[error.start], max(0, error.start - 20)
+        raise PipelineError(
+            f"{half!r} in {text[first : error.start + 20]!r} is half of a surrogate pair; accepted: whole characters"
+        ) from None
 
 
 def _is_chat(vocabulary: Vocabulary, prompt: Prompt) -> bool:
@@ -282,13 +355,28 @@ def _opening_tokens(tokenizer: Any) -> tuple[int, ...]:
 def _num_embedded(folder: Path) -> int | None:
     """Rows of a checkpoint's embedding; None if its config.json lacks the number."""
     path = folder / "config.json"
-    found = json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
+    found = _read_object(path).get("vocab_size")
     return found if isinstance(found, int) else None
 
 
 def _stop_tokens(folder: Path, eos_token: int) -> tuple[int, ...]:
     """Stop tokens; chat models often have several, which are only in generation_config.json."""
     path = folder / "generation_config.json"
-    listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    listed = _read_object(path).get("eos_token_id")
     extra = listed if isinstance(listed, list) else [listed]
     return (eos_token, *(token for token in extra if token is not None and token != eos_token))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The keys of a checkpoint's file; none without the file."""
+    try:
+        found = parse_json(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.path: {path} is not JSON: {error}; accepted: a file as transformers writes it"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"model.path: {path} is a {type(found).__name__}; accepted: an object, as transformers writes it"
+        )
+    return found

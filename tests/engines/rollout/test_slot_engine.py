@@ -522,6 +522,25 @@ def play(engine: SlotRolloutEngine, *, num_replies: int, chunk_steps: int = 10_0
             return sorted(over, key=lambda turn: turn.id)
 
 
+def test_an_empty_reply_continues_the_turn(
+    lively_model: PreTrainedModel, new_engine: NewEngine, new_requests: NewRequests
+) -> None:
+    requests = new_requests(12, stop_tokens=(5, 6, 7))
+    engine = new_engine(is_single_turn=False)
+    engine.submit(requests)
+    over: dict[TrajectoryId, FinishedTurn] = {}
+    while len(over) < len(requests):
+        finished = engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0).finished
+        over |= {turn.id: turn for turn in finished if turn.stop_reason == "length"}
+        engine.reply([TurnReply(id=turn.id, tokens=()) for turn in finished if turn.stop_reason == "stop"], [])
+    assert max(turn.num_turns for turn in over.values()) > 2
+    for request in requests:
+        turn = over[request.id]
+        reference = full_forward_logprobs(lively_model, request.prompt_tokens, turn.tokens)
+        assert (reference - torch.tensor(turn.logprobs, dtype=torch.float64)).abs().max() < 1e-4
+        assert all(turn.is_sampled)
+
+
 @WITH_A_SHORT_CACHE
 def test_a_trajectory_of_several_turns_equals_its_teacher_forced_context(
     lively_model: PreTrainedModel, new_engine: NewEngine, new_requests: NewRequests

@@ -88,6 +88,8 @@ def test_a_reward_may_be_asynchronous(make_config: MakeConfig, finish: Finish, w
         ("return float('nan')", r"at step 1 prompt 0 sample 0 returned nan; accepted: a finite number"),
         ("return float('-inf')", r"returned -inf"),
         ("return 'good'", r"returned str 'good'; accepted: a finite number"),
+        ("return 10 ** 400", r"returned int '1000"),
+        ("return 10 ** 5000", r"returned int; accepted: a finite number"),
         ("return '0.5'", r"returned str '0.5'"),
         ("return b'0.5'", r"returned bytes \"b'0.5'\""),
         ("return None if solution_str == '0-1' else 1.0", r"at step 1 prompt 0 sample 1 returned None; accepted"),

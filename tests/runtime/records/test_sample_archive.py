@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlmux.report.samples import SampleReader
@@ -44,6 +45,32 @@ def test_what_was_said_is_kept_turn_by_turn(tmp_path):
     texts = [[token["text"] for token in turn["tokens"]] for turn in one["said"] if turn["role"] == "model"]
     assert texts == [["a", "s", "k"], ["s", "o", ""]]
     assert one["said"][0]["tokens"][0] == {"text": "a", "logprob": 0.0, "version": 0}
+
+
+def test_special_tokens_are_kept_beside_the_texts(tmp_path):
+    keeper = SampleKeeper(tmp_path / "samples.db", VOCABULARY)
+    keeper.keep(batch(1))
+    keeper.close()
+    with SampleReader(tmp_path / "samples.db") as reader:
+        one = reader.one(1, 0, 0, special_tokens=True)
+    assert [turn["text"] for turn in one["said"]] == ["ask", "told", "so<eos>"]
+    assert [token["text"] for token in one["said"][2]["tokens"]] == ["s", "o", "<eos>"]
+
+
+def test_an_empty_reply_stands_between_its_turns(tmp_path):
+    made, eos = batch(1), VOCABULARY.eos_token
+    tokens = (*VOCABULARY.encode("a"), eos, *VOCABULARY.encode("b"), eos)
+    figures = {"is_sampled": (True,) * 4, "logprobs": (0.0, -1.0, -2.0, -3.0), "versions": (0,) * 4}
+    one = replace(made.trajectories[0], tokens=tokens, **figures)
+    keeper = SampleKeeper(tmp_path / "samples.db", VOCABULARY)
+    keeper.keep(replace(made, trajectories=(one,)))
+    keeper.close()
+    with SampleReader(tmp_path / "samples.db") as reader:
+        said = reader.one(1, 0, 0, special_tokens=True)["said"]
+    assert [(turn["role"], turn["text"]) for turn in said] == [
+        ("model", "a<eos>"), ("environment", ""), ("model", "b<eos>"),
+    ]  # fmt: skip
+    assert [token["logprob"] for token in said[2]["tokens"]] == [-2.0, -3.0]
 
 
 def test_nothing_but_the_file_itself_is_left_beside_a_run(tmp_path):

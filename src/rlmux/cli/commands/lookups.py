@@ -40,6 +40,9 @@ def samples(
         str, typer.Option("--sort", help="step, reward or tokens; prefix - sorts in descending order.")
     ] = "-step",
     limit: Annotated[int, typer.Option("--limit", min=1, max=200, help="Largest number of samples.")] = 20,
+    special_tokens: Annotated[
+        bool, typer.Option("--special-tokens", help="With --at: show special tokens, such as BOS and ends of turns.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show a pipeline's prompts, completions and rewards.
@@ -52,8 +55,10 @@ def samples(
     from rlmux.report.samples import SORTS
 
     if at is not None:
-        lookups.show_sample(place, name, at, as_json=json)
+        lookups.show_sample(place, name, at, special_tokens=special_tokens, as_json=json)
         return
+    if special_tokens:
+        raise UserError("--special-tokens: accepted: with --at STEP/PROMPT/SAMPLE")
     if sort not in SORTS:
         raise UserError(f"--sort {sort!r}: accepted: {', '.join(SORTS)}")
     given = {"step": step, "prompt": prompt, "least": least, "most": most, "stop": stop, "text": text}

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.core.json_text import parse_json
 
 _RETRY_S = 0.05
 _SHOWN_CHARS = 200
@@ -61,7 +62,7 @@ class ServerConnection:
         if status >= 400:
             raise ServerAnswerError(f"{method} {self.url}{target} was answered {status}: {_shown(content)}")
         try:
-            return json.loads(content) if content.strip() else None
+            return parse_json(content) if content.strip() else None
         except ValueError as error:
             raise ServerAnswerError(
                 f"{method} {self.url}{target} was not answered in JSON: {_shown(content)}"
@@ -127,7 +128,7 @@ class EventStream:
             for line in answer:
                 text = line.strip()
                 if text.startswith(b"data:") and text != b"data: [DONE]":
-                    yield json.loads(text[5:])
+                    yield parse_json(text[5:])
         except RlmuxError:
             raise  # some of them are errors of connections, too
         except ValueError as error:

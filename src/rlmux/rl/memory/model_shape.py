@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.json_text import parse_json
 from rlmux.rl.config import AdapterConfig, ModelConfig
 from rlmux.rl.vocabulary import CharVocabulary
 
@@ -121,7 +121,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
 def _shape_of_folder(folder: Path) -> ModelShape:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(path.read_bytes())
         num_experts = _num_experts(config)
         return ModelShape(
             hidden_size=config["hidden_size"],

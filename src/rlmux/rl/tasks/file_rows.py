@@ -20,6 +20,7 @@ from random import Random
 from typing import Any, NoReturn
 
 from rlmux.core.errors import UserError
+from rlmux.core.json_text import parse_json
 from rlmux.rl.tasks.base import Environment, SingleTurnTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code.loading import load_callable
@@ -196,8 +197,8 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise UserError(f"{path} line {number}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise UserError(f"{path} line {number}: {type(row).__name__}; accepted: an object with columns")

@@ -18,6 +18,7 @@ trains on: only turns of those that are kept come in, and only they are scored. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
@@ -27,7 +28,7 @@ from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import Conversations
-from rlmux.rl.episode import Episode
+from rlmux.rl.episode import Episode, parts_of
 from rlmux.rl.prompts.epoch_clock import Admitted, ClockState
 from rlmux.rl.prompts.learned_lengths import LearnedLengths
 from rlmux.rl.prompts.prompt_rounds import PromptQueue, Round, check_task
@@ -150,6 +151,8 @@ class PipelineEnv:
             reply = None
             if episode is not None and episode.ending is None:
                 reply = self._conversations.reply_to(turn, episode)
+                if reply is not None and len(turn.tokens) + len(reply) >= episode.request.max_new_tokens:
+                    turn, reply = replace(turn, stop_reason="length"), None  # it would leave the model no token
                 if reply is None:
                     episode.ending = turn
                     ended.append(episode)
@@ -319,8 +322,7 @@ class PipelineEnv:
     def _response(self, episode: Episode) -> Response:
         turn, turns = episode.last_turn, []
         replies = list(zip(episode.replies, episode.reply_texts, strict=True))
-        for is_sampled, part in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1]):
-            tokens = tuple(token for token, _ in part)
+        for is_sampled, tokens in parts_of(turn.tokens, turn.is_sampled, episode.request.stop_tokens):
             reply, text = replies.pop(0) if replies and not is_sampled else (None, "")
             turns.append((is_sampled, text if reply == tokens else self._vocabulary.decode(tokens)))
         return Response(text=self._vocabulary.decode(turn.tokens), token_ids=turn.tokens, turns=tuple(turns))

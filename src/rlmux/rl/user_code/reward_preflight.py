@@ -95,10 +95,8 @@ def _check_task(config: TrainingConfig, vocabulary: Vocabulary) -> None:
 def _check_prompts(config: TrainingConfig, task: Task, vocabulary: Vocabulary) -> None:
     """Raises UserError for the first prompt or answer that cannot be trained on."""
     for placed in _batches(config, task):
-        texts = [prompt.text for _, prompt in placed]
-        num_opening = [len(opening_tokens_of(vocabulary, prompt)) for _, prompt in placed]
         at_most, key = config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
-        _check_lengths(placed, texts, vocabulary, "prompt", 1, at_most, key, num_opening)
+        _check_lengths(placed, _prompt_counts(placed, vocabulary), "prompt", 1, at_most, key)
         if isinstance(task, FileTask) and config.sft_warmup.num_updates:
             _check_answers(config, placed, vocabulary)
     if config.sft_warmup.num_updates and not isinstance(task, FileTask):
@@ -126,33 +124,37 @@ def _check_answers(config: TrainingConfig, placed: Sequence[Placed], vocabulary:
                 f"{place}: no {config.task.answer_key!r} to learn from; accepted: an answer in each row "
                 "(task.answer_key), or sft_warmup.updates 0"
             )
-    answers = [prompt.answer or "" for _, prompt in placed]
-    at_most = config.rollout.max_new_tokens - 1
-    _check_lengths(
-        placed, answers, vocabulary, "answer", 0, at_most, "rollout.max_new_tokens, less the end of the sequence"
-    )
+    counts = _counts(placed, [prompt.answer or "" for _, prompt in placed], vocabulary)
+    at_most, key = config.rollout.max_new_tokens - 1, "rollout.max_new_tokens, less the end of the sequence"
+    _check_lengths(placed, counts, "answer", 0, at_most, key)
 
 
 def _check_lengths(
-    placed: Sequence[Placed],
-    texts: Sequence[str],
-    vocabulary: Vocabulary,
-    what: str,
-    at_least: int,
-    at_most: int,
-    key: str,
-    num_opening: Sequence[int] | None = None,
+    placed: Sequence[Placed], counts: Sequence[int], what: str, at_least: int, at_most: int, key: str
 ) -> None:
-    """`num_opening`: special tokens before each text, none by default."""
-    try:
-        counts = vocabulary.count_tokens(texts)
-    except PipelineError:
-        counts = [_count(vocabulary, text, place) for (place, _), text in zip(placed, texts, strict=True)]
-    if num_opening is not None:
-        counts = [before + count for before, count in zip(num_opening, counts, strict=True)]
     for (place, _), count in zip(placed, counts, strict=True):
         if not at_least <= count <= at_most:
             raise UserError(f"{place}: the {what} has {count} tokens; accepted: {at_least} to {at_most} ({key})")
+
+
+def _prompt_counts(placed: Sequence[Placed], vocabulary: Vocabulary) -> list[int]:
+    """Tokens of each prompt, special tokens before it included."""
+    counts = _counts(placed, [prompt.text for _, prompt in placed], vocabulary)
+    for number, (place, prompt) in enumerate(placed):
+        if prompt.messages is not None and vocabulary.has_control_names(prompt.messages):
+            try:
+                counts[number] = len(vocabulary.encode_chat(prompt.messages, prompt.text))
+            except PipelineError as error:
+                raise UserError(f"{place}: {error}") from error
+    return [len(opening_tokens_of(vocabulary, prompt)) + n for (_, prompt), n in zip(placed, counts, strict=True)]
+
+
+def _counts(placed: Sequence[Placed], texts: Sequence[str], vocabulary: Vocabulary) -> list[int]:
+    """Tokens of each text. Raises UserError for the first that has none, with its place."""
+    try:
+        return vocabulary.count_tokens(texts)
+    except PipelineError:
+        return [_count(vocabulary, text, place) for (place, _), text in zip(placed, texts, strict=True)]
 
 
 def _count(vocabulary: Vocabulary, text: str, place: str) -> int:

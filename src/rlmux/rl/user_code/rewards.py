@@ -154,7 +154,7 @@ class Reward:
     def _number(self, reward: Any, place: str) -> float:
         try:
             number = math.nan if isinstance(reward, str | bytes | bytearray) else float(reward)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise PipelineError(f"{self.name} {place} returned {_shown(reward)}; accepted: a finite number")
@@ -163,7 +163,10 @@ class Reward:
 
 def _shown(result: Any) -> str:
     """What a function returned, in a few words."""
-    text = " ".join(str(result).split())[:40]
+    try:
+        text = " ".join(str(result).split())[:40]
+    except ValueError:  # an integer with more digits than Python writes
+        return type(result).__name__
     return text if result is None or isinstance(result, float) else f"{type(result).__name__} {text!r}"
 
 

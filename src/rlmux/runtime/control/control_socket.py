@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import OverQuotaError, RlmuxError, UserError
+from rlmux.core.json_text import parse_json
 from rlmux.runtime.control.control_requests import ControlRequest, words_of
 
 SOCKET_NAME = "control.sock"
@@ -127,8 +128,8 @@ class ControlServer:
         requests = []
         for line in client.lines():
             try:
-                words = json.loads(line)
-            except (ValueError, RecursionError):  # the latter for text that is nested too deeply
+                words = parse_json(line)
+            except ValueError:
                 words = None
             if isinstance(words, dict):
                 requests.append(Request(words, client))

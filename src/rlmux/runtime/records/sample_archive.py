@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import groupby
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 
-from rlmux.report.samples import KeptSample, SampledToken, SampleWriter
+from rlmux.report.samples import KeptSample, SampledToken, SampleWriter, SpecialTexts
+from rlmux.rl.episode import parts_of
 from rlmux.rl.types import TrainingBatch, Trajectory
 from rlmux.rl.vocabulary import Vocabulary
 
+_Part = tuple[bool, tuple[int, ...]]
+"""A turn or a reply: whether the model made it, and its tokens."""
 _MAX_WAITING = 2
 """Steps that may wait to be written."""
 
@@ -30,8 +34,8 @@ class SampleKeeper:
         self._path = path
         self._vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        self._texts: dict[int, str] = {}
-        """Cache of token texts."""
+        self._texts: dict[int, tuple[str, str]] = {}
+        """Cache of token texts, without special tokens and with them."""
         self._is_room = threading.BoundedSemaphore(_MAX_WAITING)
 
     def keep(self, batch: TrainingBatch) -> None:
@@ -59,12 +63,14 @@ class SampleKeeper:
         is_mixed = len({step for step, _ in groups}) > 1  # then prompts of several steps have the same place
         number_of = {group: number if is_mixed else group[1] for number, group in enumerate(groups)}
         for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True):
+            parts = self._parts(trajectory)
             yield KeptSample(
                 prompt=number_of[trajectory.id[:2]],
                 sample=trajectory.id.sample,
                 prompt_text=self._vocabulary.decode(trajectory.prompt_tokens),
-                turns=self._turns(trajectory),
-                tokens_by_turn=self._tokens(trajectory),
+                turns=[(is_sampled, self._vocabulary.decode(tokens)) for is_sampled, tokens in parts],
+                tokens_by_turn=self._tokens(trajectory, parts),
+                special=self._special(trajectory, parts),
                 reward=trajectory.reward,
                 advantage=advantage,
                 stop=trajectory.stop_reason,
@@ -74,25 +80,35 @@ class SampleKeeper:
                 last_version=max(trajectory.versions, default=0),
             )
 
-    def _turns(self, trajectory: Trajectory) -> list[tuple[bool, str]]:
-        marked = zip(trajectory.tokens, trajectory.is_sampled, strict=True)
-        return [
-            (is_sampled, self._vocabulary.decode([token for token, _ in part]))
-            for is_sampled, part in groupby(marked, key=lambda pair: pair[1])
-        ]
+    def _parts(self, trajectory: Trajectory) -> list[_Part]:
+        """The turns and replies; empty replies are looked for only where turns have no reply between them."""
+        runs = sum(is_sampled for is_sampled, _ in groupby(trajectory.is_sampled))
+        stop_tokens = self._vocabulary.stop_tokens if trajectory.num_turns > runs else ()
+        return parts_of(trajectory.tokens, trajectory.is_sampled, stop_tokens)
 
-    def _tokens(self, trajectory: Trajectory) -> list[list[SampledToken]]:
+    def _tokens(self, trajectory: Trajectory, parts: Sequence[_Part]) -> list[list[SampledToken]]:
         """Tokens of each turn of the model."""
-        per_token = zip(trajectory.is_sampled, trajectory.tokens, trajectory.logprobs, trajectory.versions, strict=True)
+        per_token = zip(trajectory.tokens, trajectory.logprobs, trajectory.versions, strict=True)
+        parted = [(is_sampled, list(islice(per_token, len(tokens)))) for is_sampled, tokens in parts]
         return [
-            [SampledToken(self._text_of(token), logprob, version) for _, token, logprob, version in part]
-            for is_sampled, part in groupby(per_token, key=lambda one: one[0])
+            [SampledToken(self._texts_of(token)[0], logprob, version) for token, logprob, version in part]
+            for is_sampled, part in parted
             if is_sampled
         ]
 
-    def _text_of(self, token: int) -> str:
+    def _special(self, trajectory: Trajectory, parts: Sequence[_Part]) -> SpecialTexts:
+        decode = partial(self._vocabulary.decode, special_tokens=True)
+        texts = [[self._texts_of(token) for token in tokens] for is_sampled, tokens in parts if is_sampled]
+        return SpecialTexts(
+            prompt_text=decode(trajectory.prompt_tokens),
+            turns=[decode(tokens) for _, tokens in parts],
+            names_by_turn=[{place: name for place, (text, name) in enumerate(turn) if name != text} for turn in texts],
+        )
+
+    def _texts_of(self, token: int) -> tuple[str, str]:
         if token not in self._texts:
-            self._texts[token] = self._vocabulary.decode([token])
+            decode = self._vocabulary.decode
+            self._texts[token] = decode([token]), decode([token], special_tokens=True)
         return self._texts[token]
 
 

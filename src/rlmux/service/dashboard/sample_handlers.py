@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from fastapi import Path, Query
 
+from rlmux.core.errors import UserError
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Line
@@ -56,9 +57,22 @@ class SampleReads:
         with self._open(caller) as reader:
             return Samples.model_validate(page_of(reader, filters, sort=sort, at=cursor, limit=limit))
 
-    def one(self, caller: Caller, lane: str, name: str, step: Place, prompt: Place, sample: Place) -> Sample:
-        with self._open(caller) as reader:
-            found = whole_of(reader, step, prompt, sample)
+    def one(
+        self,
+        caller: Caller,
+        lane: str,
+        name: str,
+        step: Place,
+        prompt: Place,
+        sample: Place,
+        special_tokens: Annotated[bool, Query(description="true: written by name, instead of left out")] = False,
+    ) -> Sample:
+        try:
+            with self._open(caller) as reader:
+                found = whole_of(reader, step, prompt, sample, special_tokens=special_tokens)
+        except UserError as error:
+            what, _, accepted = str(error).partition("; accepted: ")
+            raise ProblemError(404, what, where="?special_tokens", accepted=accepted) from None
         if found is None:
             raise ProblemError(404, "this trajectory was not kept", accepted="one of those that /samples lists")
         return Sample.model_validate(found)

@@ -79,15 +79,28 @@ def completion_choice(index: int, sampled: ReplySequence, text: str, tokens: Seq
 
 
 def chat_choice(
-    index: int, sampled: ReplySequence, text: str, tokens: Sequence[str] | None, *, is_chunk: bool
+    index: int,
+    sampled: ReplySequence,
+    text: str,
+    tokens: Sequence[tuple[str, bytes | None]] | None,
+    *,
+    is_chunk: bool,
 ) -> dict[str, Any]:
-    """A choice of /v1/chat/completions, whole or as the one chunk of a stream."""
+    """A choice of /v1/chat/completions, whole or as the one chunk of a stream.
+
+    `tokens`: text and bytes of each token, if log-probs were requested; None for bytes that are not known.
+    """
     message = {"role": "assistant", "content": text}
     logprobs = None
     if tokens is not None:
         content = [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(tokens, sampled.logprobs, strict=True)
+            {
+                "token": token,
+                "logprob": logprob,
+                "bytes": None if its_bytes is None else list(its_bytes),
+                "top_logprobs": [],
+            }
+            for (token, its_bytes), logprob in zip(tokens, sampled.logprobs, strict=True)
         ]
         logprobs = {"content": content, "refusal": None}
     choice = {"delta" if is_chunk else "message": message}

@@ -112,8 +112,11 @@ class _RolloutRoutes:
         sampler = self._sampler(body.model, project)
         vocabulary = self._vocabularies[sampler.served.name]
         messages = [{"role": each.role, "content": each.text()} for each in body.messages]
-        opening = () if vocabulary.has_chat_template else vocabulary.opening_tokens
-        prompt = [*opening, *self._encoded(sampler, vocabulary.render_chat(messages), is_whole=True)]
+        try:
+            opening = () if vocabulary.has_chat_template else vocabulary.opening_tokens
+            prompt = [*opening, *vocabulary.encode_chat(messages, vocabulary.render_chat(messages))]
+        except PipelineError as error:
+            raise UserError(f"messages: {error}") from None
         params = body.model_copy(update={"max_tokens": body.max_completion_tokens or body.max_tokens})
         request_id, sampled = await self._sample(request, project, sampler, prompt, params)
         choices = [
@@ -121,7 +124,9 @@ class _RolloutRoutes:
                 index,
                 each,
                 text,
-                self._pieces(sampler, each.tokens) if body.logprobs else None,
+                [(vocabulary.decode([token]), vocabulary.token_bytes(token)) for token in each.tokens]
+                if body.logprobs
+                else None,
                 is_chunk=bool(body.stream),
             )
             for index, (each, text) in enumerate(zip(sampled, self._texts(sampler, sampled, body), strict=True))
@@ -216,13 +221,13 @@ class _RolloutRoutes:
 
     # --- text -------------------------------------------------------------------------------------------------
 
-    def _encoded(self, sampler: ClientSampler, prompt: str | Sequence[int], *, is_whole: bool = False) -> Sequence[int]:
-        """Tokens of a prompt. `is_whole`: nothing goes before the text."""
+    def _encoded(self, sampler: ClientSampler, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Tokens of a prompt."""
         if not isinstance(prompt, str):
             return prompt
         vocabulary = self._vocabularies[sampler.served.name]
         try:
-            return [*(() if is_whole else vocabulary.opening_tokens), *vocabulary.encode(prompt)]
+            return [*vocabulary.opening_tokens, *vocabulary.encode(prompt)]
         except PipelineError as error:
             raise UserError(f"prompt: {error}") from None
 

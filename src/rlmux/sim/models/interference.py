@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.json_text import parse_json
 from rlmux.core.model import SubStage
 from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
 from rlmux.sim import data_tables
@@ -426,8 +427,8 @@ def sub_stage_named(name: str, path: str | Path) -> SubStage:
 def read_profile(path: Path) -> dict[str, Any]:
     """The content of a profile file. Raises UserError for a file that is no profile."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"interference profile {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != 1 or not isinstance(content.get("entries"), list):
         raise UserError(f"{path} is not an interference profile: expected schema 1 with 'device' and 'entries'")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.json_text import parse_json
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def read(folder: Path, name: str) -> Any:
     if mode & 0o077:
         raise UserError(f"{path}: other users can read it; accepted: chmod 600 {path}")
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         raise damaged(folder, name) from None
 
