@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.run import _stop_on_interrupt
 
 LIMIT_S = 200
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def until_step(folder: Path, process: subprocess.Popen[str], num_more: int = 1) -> None:
@@ -204,3 +206,20 @@ def test_a_lane_is_stopped_after_its_server_which_would_start_it_again(owned, rl
 def test_stop_takes_a_folder_of_this_machine(tmp_path, rlmux):
     assert "accepted: the folder of a run" in rlmux("stop", str(tmp_path / "none")).err
     assert "accepted: its folder, on the machine where it runs" in rlmux("stop", "http://127.0.0.1:7460").err
+
+
+@pytest.mark.parametrize("words", [["version"], ["schema"]])
+def test_an_output_that_cannot_be_written_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "rlmux", *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "rlmux: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_command_without_streams_does_its_work_and_prints_into_no_file(folder, closed):
+    words = f"exec {shlex.quote(sys.executable)} -m rlmux demo --copy here {closed}"
+    done = subprocess.run(["sh", "-c", words], cwd=folder, stdout=subprocess.DEVNULL)
+    assert done.returncode == 0
+    copied = {path.name: path.read_bytes() for path in (folder / "here").glob("*.yaml")}
+    assert len(copied) > 10
+    assert copied == {name: (EXAMPLES / name).read_bytes() for name in copied}

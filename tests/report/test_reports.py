@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.errors import LogError
+from rlmux.core.errors import LogError, StorageError
 from rlmux.log.run_log import LOG_NAME, RunLog
 from rlmux.report.report_cache import MADE_NAME
 from rlmux.report.reports import load_summary, read_timeline, write_report
@@ -85,6 +86,20 @@ def test_report_replaces_what_was_there(tmp_path: Path, alternating_run: Callabl
         (folder / name).write_text("old")
     write_report(folder)
     assert all((folder / name).read_text() != "old" for name in FILES)
+
+
+def test_a_report_that_does_not_fit_on_the_disk_is_one_line(
+    tmp_path: Path, alternating_run: Callable[..., Any]
+) -> None:
+    alternating_run().write(tmp_path)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
+    try:
+        with pytest.raises(StorageError, match=r"summary.json: cannot be written: File too large"):
+            write_report(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert not list(tmp_path.glob(".summary*"))
 
 
 def test_missing_log_or_summary_is_one_clear_line(tmp_path: Path) -> None:

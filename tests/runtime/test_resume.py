@@ -683,6 +683,15 @@ def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command,
     assert still_alive(family) == []
 
 
+def test_a_start_on_a_full_disk_is_one_line_and_leaves_no_folder(tmp_path, command):
+    words = write_file(tmp_path, FILE.replace("  - {name: slow", "  # {name: slow"))
+    process = command(*words, limit_bytes=3_000, has_own_fork_server=False)
+    assert process.wait(timeout=300) == 1
+    (line,) = (tmp_path / "said.txt").read_text().splitlines()
+    assert line.startswith(f"rlmux: the run cannot be begun: {tmp_path / 'run'}/run.db: the run log cannot be written")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("limit_bytes", "hidden_size"),
     [pytest.param(900_000, 192, marks=pytest.mark.slow), (150_000, 16)],

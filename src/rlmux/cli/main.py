@@ -53,7 +53,7 @@ def run_command_line(words: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _STORAGE:
             raise
-        complaint = output.complaint_about_stdout()
+        complaint = None if error.filename else output.complaint_about_stdout(has_failed=True)
         return _print_error(complaint or f"{error.filename or 'a file'} cannot be written: {error.strerror}", FAILED)
     return _flushed(code if isinstance(code, int) else 0)
 

@@ -27,15 +27,20 @@ def open_closed_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdin = sys.stdin or open(0, encoding="utf-8")
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8")
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
-def complaint_about_stdout() -> str | None:
-    """What keeps stdout from being written, where it cannot be; it leads nowhere from then on."""
+def complaint_about_stdout(*, has_failed: bool = False) -> str | None:
+    """What keeps stdout from being written, where it cannot be; it leads nowhere from then on.
+
+    `has_failed`: whether something could not be written, which a failed flush has dropped.
+    """
     try:
         sys.stdout.flush()
+        for descriptor in _descriptors(sys.stdout) if has_failed else ():
+            os.write(descriptor, b"\n")
     except OSError as error:
         abandon(sys.stdout)
         return None if error.errno == errno.EPIPE else f"stdout cannot be written: {error.strerror}"

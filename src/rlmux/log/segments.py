@@ -15,6 +15,7 @@ the next sealing replaces the copy. The database lets a row go only where a bloc
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import sqlite3
@@ -227,7 +228,9 @@ def connect_to_write(path: Path, *, survives_power_cut: bool) -> sqlite3.Connect
         connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cut else 'NORMAL'}")
         connection.execute("PRAGMA busy_timeout = 5000")
     except sqlite3.OperationalError as error:
-        raise LogError(f"{path}: the run log cannot be written: {error}") from error
+        is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
+        reason = os.strerror(errno.ENOSPC) if is_full else error
+        raise LogError(f"{path}: the run log cannot be written: {reason}") from error
     return connection
 
 

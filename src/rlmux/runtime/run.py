@@ -172,7 +172,7 @@ def _new_log(folder: Path, header: Mapping[str, Any], lock: FolderLock) -> RunLo
         keep_header(folder, header)
         keep_ends(folder, ())
     except (OSError, LogError) as error:
-        raise StorageError(f"{folder}: the run cannot be begun: {getattr(error, 'strerror', None) or error}") from error
+        raise StorageError(f"the run cannot be begun: {error}") from error
     return log
 
 
@@ -222,9 +222,8 @@ def resume_pipelines(
         notes = [
             *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
-            *_lost_step_notes(unfinished, folder, state),
         ]
-        _append(log, notes)
+        _append(log, [*notes, *_lost_step_notes(unfinished, folder, state)])
         log.commit()
         _fill_metrics(folder)
         log.note(
