@@ -9,8 +9,10 @@ import pytest
 from tests.small_files import small_file
 
 from rlmux.cli.checked_file import Kind, kind_of
+from rlmux.runtime import launch, local
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = small_file("{name: a, task: sort}", steps=2)
 POOLS = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
 
 
@@ -115,3 +117,23 @@ def test_json_has_what_was_found_or_every_mistake(rlmux):
         "--set defaults.steps=0",
         "--set defaults.checkpoint_every=x",
     ]
+
+
+@pytest.mark.parametrize("words", [["check"], ["run", "--out", "out"], ["compare", "--out", "out"]])
+@pytest.mark.parametrize("package", ["torch", "safetensors"])
+def test_what_training_needs_is_missed_before_anything_starts(rlmux, folder, monkeypatch, words, package):
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == package else True)
+    line = f"rlmux: training: {package} is not installed; install it with: pip install 'rlmux[train]'\n"
+    assert rlmux(*words, "small.yaml") == (2, "", line)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("num_here", "is_noted"), [(9, True), (10, False)])
+def test_more_devices_than_cores_are_told_of(rlmux, folder, monkeypatch, num_here, is_noted):
+    monkeypatch.setattr(local, "visible_gpus", list)
+    monkeypatch.setattr(local.os, "sched_getaffinity", lambda _: set(range(num_here)))
+    (folder / "nine.yaml").write_text(SMALL.replace("rollout: {devices: 1}", "rollout: {devices: 9}"))
+    said = rlmux("check", "nine.yaml")
+    assert said.code == 0
+    line = f"rlmux: cluster.pools: 10 devices share {num_here} cores of this machine: they wait for each other, "
+    assert said.err.startswith(line) is is_noted

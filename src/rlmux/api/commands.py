@@ -141,7 +141,13 @@ def run(
     from rlmux.runtime.run import RunOptions
 
     spec, decides, add_costs = _ready(
-        file, policy=policy, overrides=overrides, may_be_empty=keep_open, profile=profile, on_warning=on_warning
+        file,
+        backend=backend,
+        policy=policy,
+        overrides=overrides,
+        may_be_empty=keep_open,
+        profile=profile,
+        on_warning=on_warning,
     )
     with (
         folders.chosen(out, f"{_stem(file)}-{spec.policy}") as folder,
@@ -182,8 +188,7 @@ def compare(
     for name in policies:
         check_policy(name)
     names = with_ablations(policies, ablate)
-    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, profile=profile, on_warning=on_warning)
-
+    spec = _loaded_to_train(file, backend, overrides=overrides, profile=profile, on_warning=on_warning)
     policy_and_costs(spec, profile, on_warning=lambda _: None)  # a profile of something else is refused before a folder
 
     def start(one: Spec, into: Path) -> RunResult:
@@ -247,11 +252,23 @@ def _stem(file: File) -> str:
 
 
 def _ready(
-    file: File, *, profile: str | Path | None = None, on_warning: OnWarning, **how: Any
+    file: File, *, backend: str = "local", profile: str | Path | None = None, on_warning: OnWarning, **how: Any
 ) -> tuple[Spec, Policy, AddCosts]:
     """The file, checked for training, and what a run of it starts with. `how`: as `load_file` takes it."""
-    spec = load_file(file, purpose=Purpose.RUN, profile=profile, on_warning=on_warning, **how)
+    spec = _loaded_to_train(file, backend, profile=profile, on_warning=on_warning, **how)
     return spec, *policy_and_costs(spec, profile, on_warning)
+
+
+def _loaded_to_train(file: File, backend: str, *, on_warning: OnWarning, **how: Any) -> Spec:
+    """Raises UserError where training's packages are not installed, too."""
+    from rlmux.runtime import launch
+    from rlmux.runtime.local import notes_of_devices
+
+    launch.check_installed()
+    spec = load_file(file, purpose=Purpose.RUN, on_warning=on_warning, **how)
+    for note in notes_of_devices(spec.cluster) if backend == "local" else ():
+        on_warning(note)
+    return spec
 
 
 def _train(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_
 
 AddCosts = Callable[[Pipeline, TrainingConfig, Cluster], Pipeline]
 """Returns the pipeline with estimates of what its switches and migrations cost on this machine."""
+
+_TRAINING = ("torch", "transformers", "safetensors", "tokenizers")
 
 
 def add_no_costs(pipeline: Pipeline, config: TrainingConfig, cluster: Cluster) -> Pipeline:
@@ -125,6 +128,13 @@ def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBa
         raise UserError("--backend ray: ray is not installed; install it with: pip install 'rlmux[ray]'") from None
     join_cluster(cluster, address)
     return partial(ray_backend, address=address)
+
+
+def check_installed() -> None:
+    """Raises UserError where a package that every training needs is not installed."""
+    missing = [name for name in _TRAINING if find_spec(name) is None]
+    if missing:
+        raise UserError(f"training: {missing[0]} is not installed; install it with: pip install 'rlmux[train]'")
 
 
 def parser(run: Spec, add_costs: AddCosts = add_no_costs) -> ParseSubmission:

@@ -181,6 +181,19 @@ def assign_gpus(cluster: Cluster, gpus: Sequence[str]) -> dict[DeviceId, str]:
     return assigned
 
 
+def notes_of_devices(cluster: Cluster) -> list[str]:
+    """A line where the cluster has more devices than this machine has GPUs, or cores."""
+    counts = [pool.num_nodes * pool.gpus_per_node for pool in cluster.pools.values() if pool.num_nodes is not None]
+    gpus = visible_gpus()
+    num_here, what = (len(gpus), "GPU") if gpus else (len(os.sched_getaffinity(0)), "core")
+    if sum(counts) <= num_here:
+        return []
+    return [
+        f"cluster.pools: {sum(counts)} devices share {num_here} {what}{'s' if num_here > 1 else ''} of this machine: "
+        "they wait for each other, so times say little; results are the same"
+    ]
+
+
 class SharedMemoryFolder:
     """A private folder in shared memory, the same for every process of this run; emptied if it was left behind.
 
