@@ -154,7 +154,7 @@ class NewLane(Shape):
 
 class Lane(Shape):
     name: str
-    state: Literal["running", "not_answering", "stopped", "over"]
+    state: Literal["running", "resuming", "not_answering", "stopped", "over"]
     is_going_on: bool
     seq: int
     index_seq: int
