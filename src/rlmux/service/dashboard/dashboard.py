@@ -103,7 +103,7 @@ class Dashboard:
         self.addresses = (*every, document.address)
         door = ApiRouter(self.access, server.port, scrape.observe, reads, Audit(token_folder))
         server.mount(PREFIX, document.added_to(door.router(self.addresses)))
-        server.mount("", pages.router())
+        server.mount("", pages.router(server))
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
         server.run_beside(watch.run)
         server.before_close(watch.close)
