@@ -33,7 +33,7 @@ _BACKLOG = 2048
 """Connections that may wait to be taken."""
 _TAKEN_AT_ONCE = 16
 """asyncio takes so many before it looks at any, and reports each failure to take one."""
-_SAY_EVERY_S = 60.0
+_REPORT_EVERY_S = 60.0
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 21\r\n"
     b"retry-after: 1\r\nconnection: close\r\n\r\nToo many connections."
@@ -117,7 +117,7 @@ class PatientProtocol:
 class PatientServer(uvicorn.Server):
     """uvicorn's server; a process without a free file takes no connection for a second, and says so once a minute."""
 
-    _said_s = -_SAY_EVERY_S
+    _reported_s = -_REPORT_EVERY_S
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -133,8 +133,8 @@ class PatientServer(uvicorn.Server):
         if not str(context.get("message", "")).startswith("socket.accept()"):
             loop.default_exception_handler(context)
             return
-        if time.monotonic() - self._said_s >= _SAY_EVERY_S:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._reported_s >= _REPORT_EVERY_S:
+            self._reported_s = time.monotonic()
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             text = "no connection is taken for a second: %s (limit of open files: %s)"
             logging.getLogger("uvicorn.error").error(text, context.get("exception"), soft)
