@@ -199,6 +199,8 @@ def _serve_lanes(
             typer.echo(f"export TINKER_BASE_URL={server.tinker_url}\nexport TINKER_API_KEY=tml-anything")
         if server.permits is not None:
             typer.echo(f"export RLMUX_BROKER={server.permits}")
+        for neighbour in server.neighbours:
+            typer.echo(f"rlmux: {neighbour}", err=True)
         if server.dashboard is None:
             return
         if submit is None:
@@ -217,9 +219,7 @@ def _serve_lanes(
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
 
 
-def _show(
-    folder: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]
-) -> None:
+def _show(folder: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]) -> None:
     if out is not None:
         raise UserError("--out: a folder is shown, not run; accepted: --listen, --open, --allow-host")
     listening = way.listening()
