@@ -30,6 +30,10 @@ def test_every_address_names_the_methods_that_it_takes_to_one_that_it_does_not(d
                 assert (path, method, answer.status_code, methods <= named) == (path, method, 405, True)
 
 
+def nothing() -> dict[str, str]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "allowed"),
     [
@@ -47,8 +51,8 @@ def test_every_address_names_the_methods_that_it_takes_to_one_that_it_does_not(d
 )
 def test_no_address_of_an_api_is_answered_with_a_page(method, path, status, allowed):
     api = APIRouter()
-    api.add_api_route("/v1/chat/completions", dict, methods=["POST"])
-    api.add_api_route("/v1/models", dict, methods=["GET"])
+    api.add_api_route("/v1/chat/completions", nothing, methods=["POST"])
+    api.add_api_route("/v1/models", nothing, methods=["GET"])
     server = Server(Listening())
     server.mount("", api)
     server.mount("", pages.router(server))

@@ -34,9 +34,10 @@ _NOT_BUILT = (
 def router(server: Server) -> APIRouter:
     """`server`: has the addresses of every API."""
     router = APIRouter()
+    refuse = _refusal_of(server)
     for first in _OF_APIS:
-        for path in (f"/{first}", f"/{first}/{{path:path}}"):
-            router.add_api_route(path, _refusal_of(server), methods=[*_METHODS])
+        router.add_api_route(f"/{first}", refuse, methods=["GET", "HEAD"])
+        router.add_api_route(f"/{first}/{{path:path}}", refuse, methods=[*_METHODS])
     router.add_api_route("/{path:path}", _page, methods=["GET", "HEAD"])
     return router
 
