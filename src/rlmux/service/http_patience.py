@@ -65,7 +65,7 @@ class PatientProtocol:
     _head_timer: asyncio.TimerHandle | None = None
     _waits_since_s = 0.0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)  # type: ignore[misc]
         self._waits_since_s = time.monotonic()
         if len(self.connections) > max_connections():
