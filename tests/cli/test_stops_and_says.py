@@ -110,6 +110,11 @@ def test_only_living_runs_on_the_same_devices_are_neighbours(tmp_path):
     newcomer = SharedMemoryFolder(tmp_path / "newcomer")
     found = newcomer.neighbours_on({"core 901", "core 903"})
     assert [(each.folder, each.devices) for each in found] == [(str(tmp_path / "here"), ("core 901",))]
+    assert "idle now" in str(found[0]), "it has no worker there"
+    here.mark(is_computing=True)
+    assert "computes there too" in str(newcomer.neighbours_on({"core 901"})[0])
+    here.mark(is_computing=False)
+    assert "computes there too" not in str(newcomer.neighbours_on({"core 901"})[0])
     for each in (here, there, newcomer):
         each.close()
 

@@ -97,3 +97,10 @@ def test_a_mistake_is_one_line_with_its_place(text, message):
         parse_shares(text, "s.yaml")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_shares_of_one_lane_are_refused_with_their_place(tmp_path):
+    path = tmp_path / "lanes.yaml"
+    path.write_text(f"lanes:\n  small:\n    {CLUSTER}    shares:\n      users: {{ann: {{weight: 2}}}}\n")
+    with pytest.raises(SpecError, match=r"lanes.yaml:4: lanes.small.shares .*accepted: shares: beside lanes"):
+        load_service_file(path, policies=["rollmux"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
@@ -17,6 +21,7 @@ from starlette.routing import Route, Router
 from tests.waiting import until
 
 from rlmux.core.errors import ThreadDiedError
+from rlmux.service import http_patience
 from rlmux.service.addresses import Listening
 from rlmux.service.http_head import MAX_HEAD_BYTES
 from rlmux.service.http_server import Server
@@ -202,3 +207,129 @@ def raises(call: Callable[[], None]) -> bool:
     except ThreadDiedError:
         return True
     return False
+
+
+_OF_FEW_FILES = """\
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+from rlmux.service.addresses import Listening
+from rlmux.service.http_server import Server
+server = Server(Listening())
+server.start()
+print(server.port, resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+@contextlib.contextmanager
+def server_of_few_files(soft: int, hard: int) -> Iterator[tuple[int, int, Callable[[], str]]]:
+    """(port, soft limit after the start, its stderr once it has ended)."""
+    words = [sys.executable, "-c", _OF_FEW_FILES, str(soft), str(hard)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        port, limit = map(int, process.stdout.readline().split())
+        yield port, limit, lambda: process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("first_bytes", [b"", b"GET / HTTP/1.1\r\nX: "], ids=["silent", "half a head"])
+def test_connections_without_a_request_silence_no_server(first_bytes):
+    with server_of_few_files(100, 100) as (port, _, end), contextlib.ExitStack() as opened:
+        for _ in range(150):
+            silent = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            with contextlib.suppress(ConnectionError):
+                silent.sendall(first_bytes)
+        for _ in range(3):
+            assert httpx.get(f"http://127.0.0.1:{port}/", timeout=5, trust_env=False).status_code == 404
+        assert end().count("\n") <= 1
+
+
+def test_a_process_without_a_free_file_says_so_in_one_line_and_serves_again():
+    taken = _OF_FEW_FILES.replace(
+        "print(server", "import os, threading, time\nheld = [os.open('/dev/null', 0) for _ in range(60)]\nprint(server"
+    ).replace("sys.stdin.read()", "time.sleep(2.5)\n[os.close(one) for one in held]\nsys.stdin.read()")
+    words = [sys.executable, "-c", taken, "100", "100"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().split()[0])
+        with contextlib.ExitStack() as opened:
+            for _ in range(150):
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            assert httpx.get(f"http://127.0.0.1:{port}/", timeout=10, trust_env=False).status_code == 404
+        _, err = process.communicate(timeout=30)
+        assert err.count("\n") == 1, err[:2000]
+        assert "no connection is taken for a second: [Errno 24] Too many open files" in err
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_soft_limit_of_files_is_raised_to_the_hard_one():
+    with server_of_few_files(64, 512) as (_, limit, _end):
+        assert limit == 512
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [b"GET / HTTP/1.1\r\n", *[b"X: 1\r\n"] * 100],
+        [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\r\n"],
+        [b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", *[b"GET / "] * 100],
+    ],
+    ids=["nothing", "a head in drops", "an empty line after a request", "after another protocol"],
+)
+def test_a_connection_without_a_whole_head_is_closed_in_time(echo, monkeypatch, pieces):
+    monkeypatch.setattr(http_patience, "HEAD_S", 0.5)
+    with socket.create_connection((echo.host, echo.port), timeout=10) as client, contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            client.sendall(piece)
+            time.sleep(0.05)
+        while client.recv(1 << 16):
+            pass
+
+
+def test_a_request_that_takes_long_is_not_silent(monkeypatch):
+    monkeypatch.setattr(http_patience, "HEAD_S", 0.2)
+
+    async def answer_late(request):
+        await asyncio.sleep(0.8)
+        return PlainTextResponse("late")
+
+    server = Server(Listening())
+    server.mount_app("/late", Router([Route("/", answer_late)]))
+    server.start()
+    try:
+        assert httpx.get(f"{server.url}/late/").text == "late"
+    finally:
+        server.close()
+
+
+def test_where_every_connection_is_answered_a_new_one_is_refused_with_503(monkeypatch):
+    monkeypatch.setattr(http_patience, "_MAX_CONNECTIONS", 2)
+    begun = threading.Event()
+
+    async def answer_late(request):
+        begun.set()
+        await asyncio.sleep(2)
+        return PlainTextResponse("late")
+
+    server = Server(Listening())
+    server.mount_app("/late", Router([Route("/", answer_late)]))
+    server.start()
+    try:
+        with contextlib.ExitStack() as opened:
+            for _ in range(2):
+                begun.clear()
+                one = opened.enter_context(socket.create_connection((server.host, server.port), timeout=5))
+                one.sendall(b"GET /late/ HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert begun.wait(5)
+            assert httpx.get(server.url).status_code == 503
+    finally:
+        server.close()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import pickle
 import random
+import sqlite3
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,10 +24,12 @@ from rlmux.report.summary import step_times, summarize
 from rlmux.report.timeline.build import Timeline, exposed
 from rlmux.report.timeline.intervals import Interval, Kind
 from rlmux.report.timeline.step_rows import read_step_rows
-from rlmux.service.index import indexer
+from rlmux.service.dashboard.auth.access import SERVER
+from rlmux.service.dashboard.handlers import Reads
+from rlmux.service.index import indexer, kept_fold
 from rlmux.service.index.columns import CAUSES, KINDS, STAGES
 from rlmux.service.index.indexer import LaneIndexer, is_up_to_date
-from rlmux.service.index.lanes import log_signature
+from rlmux.service.index.lanes import Root, log_signature
 from rlmux.service.index.store import FIRST_LEVEL, TILE_BUCKETS, IndexReader, remove_index
 from rlmux.service.index.tiles import LEVELS, planes, without_overlaps
 
@@ -267,3 +274,111 @@ def sums_of(index: Path) -> list[tuple[str | None, str | None]]:
     with IndexReader(index) as reader:
         rows = [json.loads(text) for (text,) in reader.rows("SELECT json FROM step ORDER BY step")]
     return [(row["weights_checksum"], row["weights_sha256"]) for row in rows]
+
+
+def feed(log: RunLog, rows: list) -> None:
+    append(log, rows)
+    log.commit()
+
+
+def whole_events(script: LogScript, num: int) -> int:
+    """The first number of rows from `num` on that ends with an event's last action."""
+    while num < len(script.rows) and script.rows[num].kind == "action":
+        num += 1
+    return num
+
+
+@pytest.mark.parametrize("num_shown_later", [0, 60], ids=["kept at the end", "shown after it was kept"])
+def test_a_restarted_indexer_reads_only_rows_after_the_kept_fold(script, tmp_path, monkeypatch, num_shown_later):
+    folder, index = tmp_path / "run", tmp_path / "index.db"
+    first = whole_events(script, len(script.rows) // 2)
+    later = whole_events(script, first + num_shown_later)
+    log = RunLog.create(folder, script.header)
+    feed(log, script.rows[:first])
+    made = LaneIndexer(folder, index)
+    made.catch_up()
+    feed(log, script.rows[first:later])
+    made.catch_up()
+    if num_shown_later:  # killed
+        made._log.close()
+        made._index.close()
+    else:
+        made.close()
+    feed(log, script.rows[later:])
+    log.close()
+    read, parts = [], LogReader.parts
+
+    def reading(self: LogReader, after: int = 0, **more):
+        read.append(after)
+        return parts(self, after, **more)
+
+    monkeypatch.setattr(LogReader, "parts", reading)
+    with IndexReader(index) as reader:
+        rev = reader.facts["rev"]
+    made = LaneIndexer(folder, index)
+    assert made.catch_up()
+    made.close()
+    assert read == [script.rows[first - 1].seq]
+    with IndexReader(index) as reader:
+        assert reader.facts["rev"] == rev, "no settled interval has changed"
+    monkeypatch.undo()
+    resumed = contents(index)
+    remove_index(index)
+    assert resumed == contents(index_of(folder))
+
+
+@pytest.mark.parametrize("other", ["log", "code", "bytes", "types"])
+def test_a_kept_fold_of_another_log_or_of_other_code_is_not_resumed(script, tmp_path, monkeypatch, other):
+    folder, index = tmp_path / "run", tmp_path / "index.db"
+    num = whole_events(script, len(script.rows) // 2)
+    script.write(folder, num)
+    made = LaneIndexer(folder, index)
+    made.catch_up()
+    made.close()
+    if other == "log":
+        monkeypatch.setattr(LogReader, "row_checksum", lambda self, seq: 0)
+    elif other == "code":
+        monkeypatch.setattr(kept_fold, "_code_sha256", lambda: "other")
+    else:
+        with contextlib.closing(sqlite3.connect(index)) as connection, connection:
+            data = b"nonsense" if other == "bytes" else zlib.compress(pickle.dumps(("", {"seq": os.system})))
+            connection.execute("UPDATE kept SET data = ?", (data,))
+    made = LaneIndexer(folder, index)
+    assert made._seq == 0
+    made.catch_up()
+    made.close()
+    assert_is_report(index, read_timeline(folder))
+
+
+def test_a_pass_is_followed_by_a_bounded_pause(script, tmp_path, monkeypatch):
+    lane = indexer._Lane(script.write(tmp_path / "run"), tmp_path / "index.db")
+    now_s = iter([0.0, 600.0])
+    monkeypatch.setattr(lane, "_catch_up", lambda begun_s: None)
+    monkeypatch.setattr(indexer.time, "monotonic", lambda: next(now_s, 600.0))
+    lane.look()
+    assert lane.due_s == 603.0
+
+
+def test_a_lane_that_is_resumed_is_said_to_be_resuming_until_its_index_has_a_row_of_it(script, tmp_path):
+    folder = script.write(tmp_path / "cpu")
+    index_of(folder)
+    reads = Reads(Root(tmp_path, tmp_path), lambda folder: None)
+    assert reads.lane_row("cpu", SERVER)["state"] == "over"
+    with RunLog.open(folder) as log:
+        log.note("resumed", 200.0)
+        log.commit()
+        row = reads.lane_row("cpu", SERVER)
+        assert (row["state"], row["is_going_on"], row["is_indexing"]) == ("resuming", True, True)
+        assert row["seq"] == last_seq_of(folder / LOG_NAME) > row["index_seq"]
+        index_of(folder)
+        assert reads.lane_row("cpu", SERVER)["state"] == "running"
+    assert reads.lane_row("cpu", SERVER)["state"] == "over", "its process has ended, whatever the index has"
+
+
+def test_a_lane_whose_service_starts_it_again_is_said_to_be_resuming(script, tmp_path):
+    index_of(script.write(tmp_path / "cpu"))
+    ended: list[str] = []
+    reads = Reads(Root(tmp_path, tmp_path, ["cpu"]), lambda folder: None, lambda folder: "ended" if ended else None)
+    assert reads.lane_row("cpu", SERVER)["state"] == "resuming"
+    ended.append("five times")
+    assert reads.lane_row("cpu", SERVER)["state"] == "over"

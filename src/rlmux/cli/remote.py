@@ -300,7 +300,8 @@ def _device_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
             else "-"
         )
         adapters = ", ".join(
-            f"{phase} {room['here']}, room for {room['more']} more" for phase, room in device["adapters"].items()
+            f"{phase} {room['here']}, room for {room['more']} more"
+            for phase, room in device.get("adapters", {}).items()
         )
         rows.append({"device": name, "held by": held, "adapters": adapters or "-"})
     if all(row["adapters"] == "-" for row in rows):

@@ -261,7 +261,10 @@ class OnServer:
         if answer.is_success and parsed is not None:
             return parsed
         if answer.status_code == 401:
-            raise UserError(f"{self._url}: the token is not this server's; accepted: the one in its admin.token")
+            raise UserError(
+                f"{self._url}: the token is not this server's, or has ended; accepted: the token that "
+                "you were given for it (rlmux token add; its owner's is in admin.token)"
+            )
         if not isinstance(parsed, dict) or "detail" not in parsed:
             raise UserError(f"{self._url}: answered {answer.status_code}; accepted: the address of `rlmux serve`")
         accepted = f"; accepted: {parsed['accepted']}" if parsed.get("accepted") else ""
@@ -292,11 +295,15 @@ def _token(url: str) -> str:
         try:
             token = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise UserError(f"RLMUX_TOKEN_FILE {path}: {error.strerror}; accepted: the server's admin.token") from None
+            raise UserError(
+                f"RLMUX_TOKEN_FILE {path}: {error.strerror}; accepted: a file with the token that "
+                "you were given for the server (its owner's: admin.token)"
+            ) from None
     token = token or own_token(url) or ""
     if not token or not token.isascii() or not token.isprintable():
         raise UserError(
-            f"{url}: no token; accepted: RLMUX_TOKEN=..., or RLMUX_TOKEN_FILE=FOLDER/admin.token of the server"
+            f"{url}: no token; accepted: RLMUX_TOKEN=..., or RLMUX_TOKEN_FILE=FILE, with the token that you were "
+            "given for it (its owner's: admin.token in the server's folder)"
         )
     return token
 

@@ -118,9 +118,24 @@ _BELOW = """\
 
 def _check_kind(root: Node) -> None:
     """Raises SpecError for another command's file."""
-    if not isinstance(root.value, dict) or "lanes" in root.value:
+    if not isinstance(root.value, dict):
+        return
+    if "lanes" in root.value:
+        _check_shares_place(root)
         return
     if "serve" in root.value:
         raise spec_error(root, ["serve"], "belongs to a lane; accepted: lanes: {NAME: {cluster: ..., serve: ...}}")
     if "pipelines" in root.value:
         raise spec_error(root, ["pipelines"], "are submitted; accepted: a file with lanes, or: rlmux run FILE")
+
+
+def _check_shares_place(root: Node) -> None:
+    """Raises SpecError for the shares of one lane: users have theirs in all of them."""
+    lanes = root.nearest(["lanes"]).plain()
+    for name, lane in lanes.items() if isinstance(lanes, dict) else ():
+        if isinstance(lane, dict) and "shares" in lane:
+            raise spec_error(
+                root,
+                ["lanes", name, "shares"],
+                "holds in every lane; accepted: shares: beside lanes, at the file's top",
+            )

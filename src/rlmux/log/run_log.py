@@ -36,6 +36,7 @@ import hashlib
 import os
 import sqlite3
 import uuid
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -392,6 +393,11 @@ class LogReader:
     def block_end(self, last_seq: int = 0) -> tuple[int, int] | None:
         """(last row, CRC-32) of the newest block, or of the block with this last row: it stays as it is."""
         return block_end(self._connection, self.path.parent, self.path.name, last_seq)
+
+    def row_checksum(self, seq: int) -> int | None:
+        """CRC-32 of one row's values, loose or in a block; None where the log has no such row."""
+        entry = next(self.entries(after=seq - 1), None)
+        return zlib.crc32(repr(entry).encode()) if entry is not None and entry.seq == seq else None
 
     def state(self) -> RunState:
         """The past of a run to resume: the last snapshot, and the rows after it."""

@@ -33,6 +33,8 @@ _DRIVER = Path("/dev/nvidiactl")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PREFIX = "rlmux-"
 _SIGNATURE = "run.json"
+_COMPUTING = ".computing"
+"""File beside the signature while the run has workers on devices."""
 BASES = ".bases"
 """Folder of the bases in a run's shared memory; no pipeline has this name."""
 
@@ -68,6 +70,8 @@ class LocalProcesses:
         self._cores_by_device = cores_by_device
         self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
+        self._on_devices: set[Worker] = set()
+        """Living workers that compute."""
         self._is_closed = False
         self._closing = threading.Lock()
         self.bases = bases if memory is None else memory.path / BASES
@@ -96,6 +100,9 @@ class LocalProcesses:
             call_limit_s=call_limit_s,
         )
         self._selector.register(process.connection, selectors.EVENT_READ, process)
+        if device is not None:
+            self._on_devices.add(process)
+            self._mark()
         return process
 
     def wait(self, timeout_s: float) -> Sequence[Worker]:
@@ -120,6 +127,12 @@ class LocalProcesses:
     def forget(self, worker: Worker) -> None:
         assert isinstance(worker, WorkerProcess)
         self._selector.unregister(worker.connection)
+        self._on_devices.discard(worker)
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._memory is not None:
+            self._memory.mark(is_computing=bool(self._on_devices))
 
     def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
         return ()  # this machine is there as long as this process
@@ -215,16 +228,17 @@ class SharedMemoryFolder:
         aside.chmod(0o600)
         aside.replace(self.path / _SIGNATURE)
 
+    def mark(self, *, is_computing: bool) -> None:
+        """Say whether the run has workers on its devices."""
+        with contextlib.suppress(OSError):  # shared memory is full: a word to another run is missing
+            if is_computing:
+                (self.path / _COMPUTING).touch(mode=0o600)
+            else:
+                (self.path / _COMPUTING).unlink(missing_ok=True)
+
     def neighbours_on(self, devices: Collection[str]) -> list[Neighbour]:
-        """Other runs of this user that compute on some of these devices now."""
-        found = []
-        for folder in sorted(self.path.parent.glob(f"{_PREFIX}{os.getuid()}-*")):
-            if folder != self.path and _is_held(folder):
-                neighbour = _read_signature(folder)
-                shared = [] if neighbour is None else [one for one in neighbour.devices if one in devices]
-                if neighbour is not None and shared:
-                    found.append(replace(neighbour, devices=tuple(shared)))
-        return found
+        """Other runs of this user that have some of these devices now."""
+        return neighbours_on(self.path.parent, devices, but=[self.path])
 
     @staticmethod
     def path_of(run_folder: Path) -> Path:
@@ -273,11 +287,26 @@ def _hold(folder: Path) -> int | None:
     return None
 
 
+def neighbours_on(shared_memory: Path, devices: Collection[str], *, but: Collection[Path]) -> list[Neighbour]:
+    """Runs of this user that have some of these devices now. `shared_memory`: where their folders are; `but`: folders
+    that are not counted."""
+    found = []
+    for folder in sorted(shared_memory.glob(f"{_PREFIX}{os.getuid()}-*")):
+        if folder not in but and _is_held(folder):
+            neighbour = _read_signature(folder)
+            shared = [] if neighbour is None else [one for one in neighbour.devices if one in devices]
+            if neighbour is not None and shared:
+                found.append(replace(neighbour, devices=tuple(shared)))
+    return found
+
+
 def _read_signature(folder: Path) -> Neighbour | None:
     """None for a run without a signature yet, or one that has ended."""
     try:
         fields = json.loads((folder / _SIGNATURE).read_text(encoding="utf-8"))
-        return Neighbour(pid=fields["pid"], folder=fields["folder"], devices=tuple(fields["devices"]))
+        is_computing = (folder / _COMPUTING).exists()
+        devices = tuple(fields["devices"])
+        return Neighbour(pid=fields["pid"], folder=fields["folder"], devices=devices, is_computing=is_computing)
     except (OSError, ValueError, KeyError):
         return None
 

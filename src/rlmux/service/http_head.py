@@ -21,6 +21,8 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rlmux.service.http_patience import PatientProtocol
+
 MAX_HEAD_BYTES = 16384
 _LINE_BYTES = 4
 """What a header's line has beside its name and value."""
@@ -31,7 +33,11 @@ class _TooLongError(Exception):
     """Ends the reading of a head; httptools passes it on as an error of its own, which uvicorn answers with 400."""
 
 
-class BoundedHttp(HttpToolsProtocol):
+class _BoundedH11(PatientProtocol, H11Protocol):
+    """The reader of a connection that requested another protocol."""
+
+
+class BoundedHttp(PatientProtocol, HttpToolsProtocol):
     """uvicorn's protocol of one connection; see the module."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -84,7 +90,8 @@ class BoundedHttp(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [name + b": " + value for name, value in self.headers]
         self.connections.discard(self)
-        reader = H11Protocol(config=self.config, server_state=self.server_state, app_state=self.app_state)
+        self._stop_timer()
+        reader = _BoundedH11(config=self.config, server_state=self.server_state, app_state=self.app_state)
         reader.connection_made(self.transport)
         self.transport.set_protocol(reader)
         reader.data_received(b"\r\n".join([*lines, b"", b""]) + self._piece[error.args[0] :])

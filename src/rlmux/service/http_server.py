@@ -20,10 +20,9 @@ from rlmux.core.errors import UserError
 from rlmux.runtime.control.supervised_thread import SupervisedThread
 from rlmux.service.addresses import Listening, Proxied
 from rlmux.service.http_head import MAX_HEAD_BYTES, BoundedHttp
+from rlmux.service.http_patience import PatientServer, listen, raise_file_limit
 
 _START_LIMIT_S = 30.0
-_BACKLOG = 2048
-"""Connections that may wait to be taken."""
 _KEEP_ALIVE_S = 30
 """Seconds that a connection without requests stays open. Clients show life every 10 s, and should find the connection
 that they have. Their HTTP libraries drop one after 5 s or not at all: a server that drops it first, or at the same
@@ -115,8 +114,9 @@ class Server:
             ssl_certfile=None if tls is None else tls.cert,
             ssl_keyfile=None if tls is None else tls.key,
         )
-        self._server = uvicorn.Server(config)
-        self._socket.listen(_BACKLOG)  # a client that connects before the loop does so waits, and is not refused
+        raise_file_limit()
+        self._server = PatientServer(config)
+        listen(self._socket)
         self.thread.start()
         self._is_started.wait(_START_LIMIT_S)
 

@@ -12,8 +12,9 @@ from rlmux.config.load import parse_spec
 from rlmux.config.service_file import Lane
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderLock
+from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.devices import NOT_HELD, LaneDevices, check_devices, parts_of
+from rlmux.service.lanes.devices import NOT_HELD, LaneDevices, check_devices, neighbours_of, parts_of
 
 GPUS = [f"GPU {index}" for index in range(4)]
 CORES = [f"core {index}" for index in range(4)]
@@ -82,3 +83,20 @@ def test_a_controller_computes_on_the_cores_of_its_lane(tmp_path):
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_lanes_of_another_service_on_the_same_devices_are_named_and_their_own_are_not(tmp_path):
+    devices = ["core 900", "core 901"]
+    for root in ("one", "two"):
+        (tmp_path / root).mkdir()
+        parts_of(tmp_path / root, lanes(tmp_path, cpu=2), devices)
+    signed = SharedMemoryFolder(tmp_path / "one" / "cpu")
+    signed.sign(tmp_path / "one" / "cpu", devices)
+    try:
+        assert neighbours_of(tmp_path / "one", ["cpu"]) == []
+        (found,) = neighbours_of(tmp_path / "two", ["cpu"])
+        assert (found.folder, found.devices) == (str(tmp_path / "one" / "cpu"), tuple(devices))
+        assert "idle now" in str(found)
+    finally:
+        signed.close()
+    assert neighbours_of(tmp_path / "two", ["cpu"]) == []

@@ -308,7 +308,11 @@ def test_what_may_have_been_carried_out_is_not_sent_twice():
 @pytest.mark.parametrize(
     ("place", "token", "line"),
     [
-        ("URL", "wrong", "the token is not this server's; accepted: the one in its admin.token"),
+        (
+            "URL",
+            "wrong",
+            "the token is not this server's, or has ended; accepted: the token that you were given for it",
+        ),
         ("URL", "", "no token; accepted: RLMUX_TOKEN=..., or RLMUX_TOKEN_FILE="),
         ("URL/lanes/gpu", "good", "no lane 'gpu'; accepted: cpu"),
         ("URL/cpu", "good", "accepted: http://HOST:PORT/lanes/NAME, or http://HOST:PORT where there is one lane"),

@@ -41,6 +41,23 @@ def test_a_used_ticket_is_told_and_the_token_logs_in(shown, context):
     second.wait_for_selector("h1:text('Pipelines')")
 
 
+def test_after_a_refused_token_the_next_one_is_typed_over_it(shown, context):
+    page = context().new_page()
+    page.goto(f"{shown.url}/login?next=%2Fpipelines")
+    page.wait_for_selector("input[name=token]:focus")
+    for wrong in ("wrong", "wrong again"):
+        page.keyboard.type(wrong)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[role=alert]:has-text('the token that you were given')")
+        page.wait_for_selector("button:enabled")
+        page.wait_for_selector("input[name=token]:focus")
+        chosen = page.evaluate("[document.activeElement.selectionStart, document.activeElement.selectionEnd]")
+        assert chosen == [0, len(wrong)]
+    page.keyboard.insert_text(shown.token)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:text('Pipelines')")
+
+
 def test_a_page_leads_to_the_login_and_back_only_within_the_service(shown, context):
     page = context().new_page()
     page.goto(f"{shown.url}/timeline?t0=1&t1=2")

@@ -63,7 +63,12 @@ def token(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the service, or of the run it shows.")],
     name: Annotated[str | None, typer.Argument(metavar="[USER|ID]", help="User to add, or token to revoke.")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option("--scope", help="read, samples, submit, control, metrics or admin; repeat it.")
+        list[str] | None,
+        typer.Option(
+            "--scope",
+            help="read, samples, submit, control, metrics or admin; may be repeated. By default all of the user's "
+            "role; read in a folder without users.",
+        ),
     ] = None,
     days: Annotated[float, typer.Option("--days", help="Days until the token expires.")] = 90.0,
 ) -> None:
@@ -72,11 +77,11 @@ def token(
     A token is printed once and stored as a hash. A running server applies every change at its next request.
 
     \b
-    Example: rlmux token add runs/service-lanes ann --scope read
-             rlmux token add runs/service-lanes ann --scope read --scope submit --scope control
+    Example: rlmux token add runs/service-lanes ann
+             rlmux token add runs/service-lanes ann --scope read --scope metrics
     """
     from rlmux.core.errors import UserError
-    from rlmux.service.dashboard.auth import tokens
+    from rlmux.service.dashboard.auth import tokens, users
 
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; accepted: that of a server")
@@ -88,7 +93,9 @@ def token(
         missing = "USER" if action == "add" else "ID"
         raise UserError(f"rlmux token {action}: accepted: rlmux token {action} DIR {missing}")
     elif action == "add":
-        typer.echo(tokens.add(folder, name, scope or ["read"], days=days, now=time.time()))
+        scopes = scope or users.scopes_of(folder, name)
+        typer.echo(tokens.add(folder, name, scopes, days=days, now=time.time()))
+        typer.echo(f"rlmux: {users.rights_of(folder, name, scopes)}", err=True)
     else:
         tokens.revoke(folder, name)
         typer.echo(f"{name}: is refused from now on")

@@ -106,34 +106,15 @@ class History:
         self._pin_by_pipeline: dict[PipelineId, Pin] = {}
         self._arrivals: dict[PipelineId, Arrivals] = {}
         """Announced work of every pipeline whose work arrives."""
-        self._handlers: dict[type, Callable[[float, Any], None]] = {
-            PipelineSubmitted: self._on_submitted,
-            PipelineCancelled: self._on_cancelled,
-            PipelineFailed: self._on_failed,
-            PipelineParked: self._on_parked,
-            PipelineRestarted: self._on_restarted,
-            WorkArrived: self._on_work_arrived,
-            WorkWithdrawn: self._on_work_withdrawn,
-            StageFinished: self._on_stage_ended,
-            StagePaused: self._on_stage_ended,
-            ChunkFinished: self._on_chunk,
-            TrajectoriesMigrated: self._on_migrated,
-            WorkerLost: self._on_worker_lost,
-            NodeLost: self._on_node_lost,
-            NoticeGiven: self._on_notice_given,
-            NodeJoined: self._on_node_joined,
-            Admit: self._on_admit,
-            Relocate: self._on_admit,
-            ExpectSteps: self._on_expect_steps,
-            ReportPolicyFault: self._on_policy_fault,
-            Park: self._on_park,
-            Refuse: self._on_refuse,
-            Queue: self._on_queue,
-            Release: self._on_release,
-            RunStage: self._on_run_stage,
-            MigrateShard: self._on_migrate,
-            SetDeviceFraction: self._on_set_device_fraction,
-        }
+        self._handlers = self._handler_by_type()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the handlers, which are methods of this object."""
+        return {name: value for name, value in vars(self).items() if name != "_handlers"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._handlers = self._handler_by_type()
 
     @classmethod
     def of(cls, header: Mapping[str, Any], parts: Iterable[Entry | Progress]) -> History:
@@ -173,6 +154,36 @@ class History:
     def running(self) -> list[OrderRecord]:
         """Orders that have not ended, in the order they were given."""
         return list(self._running.values())
+
+    def _handler_by_type(self) -> dict[type, Callable[[float, Any], None]]:
+        return {
+            PipelineSubmitted: self._on_submitted,
+            PipelineCancelled: self._on_cancelled,
+            PipelineFailed: self._on_failed,
+            PipelineParked: self._on_parked,
+            PipelineRestarted: self._on_restarted,
+            WorkArrived: self._on_work_arrived,
+            WorkWithdrawn: self._on_work_withdrawn,
+            StageFinished: self._on_stage_ended,
+            StagePaused: self._on_stage_ended,
+            ChunkFinished: self._on_chunk,
+            TrajectoriesMigrated: self._on_migrated,
+            WorkerLost: self._on_worker_lost,
+            NodeLost: self._on_node_lost,
+            NoticeGiven: self._on_notice_given,
+            NodeJoined: self._on_node_joined,
+            Admit: self._on_admit,
+            Relocate: self._on_admit,
+            ExpectSteps: self._on_expect_steps,
+            ReportPolicyFault: self._on_policy_fault,
+            Park: self._on_park,
+            Refuse: self._on_refuse,
+            Queue: self._on_queue,
+            Release: self._on_release,
+            RunStage: self._on_run_stage,
+            MigrateShard: self._on_migrate,
+            SetDeviceFraction: self._on_set_device_fraction,
+        }
 
     # ------------------------------------------------------------------ pipelines come and go
 

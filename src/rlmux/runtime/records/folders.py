@@ -61,6 +61,12 @@ def _make(parent: Path, stem: str) -> Path:
 def check_run(folder: Path, *, may_be_damaged: bool = False) -> None:
     """Raises UserError unless the folder holds a run. `may_be_damaged`: its log may be gone."""
     if not (folder / RUN_LOG).is_file() and not (may_be_damaged and (folder / RUN_HEADER).is_file()):
+        if str(folder).startswith(("http:/", "https:/")):  # a path has lost its second slash
+            address = str(folder).replace(":/", "://", 1)
+            raise UserError(
+                f"{address}: is an address; accepted: the folder of the run, on its machine (of an address: rlmux "
+                "status, queue, why, usage, alerts, samples, export, logs)"
+            )
         problem = f"holds no run (no {RUN_LOG})" if folder.is_dir() else "no such folder"
         there = sorted(str(log.parent) for log in Path("runs").glob(f"*/{RUN_LOG}"))
         hint = f", such as {', '.join(there[-3:])}" if there else ""

@@ -102,17 +102,22 @@ class Workplace(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another run that computes on devices of this one."""
+    """Another run that has devices of this one."""
 
     pid: int
     folder: str
     devices: Sequence[str]
-    """Devices that both compute on, such as `core 0`."""
+    """Devices that both have, such as `core 0`."""
+    is_computing: bool = True
+    """Whether it had workers there when it was seen; a lane without a pipeline has none."""
 
     def __str__(self) -> str:
+        which = f"{', '.join(self.devices)}: pid {self.pid}"
+        if self.is_computing:
+            return f"{which} computes there too ({self.folder}): both runs take longer, with the same results"
         return (
-            f"{', '.join(self.devices)}: pid {self.pid} computes there too ({self.folder}): "
-            "both runs take longer, with the same results"
+            f"{which} has a lane or run there too ({self.folder}), idle now: while both compute, both take longer, "
+            "with the same results"
         )
 
 

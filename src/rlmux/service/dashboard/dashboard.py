@@ -17,13 +17,12 @@ from pathlib import Path
 from fastapi import Request, Response
 from starlette.responses import PlainTextResponse
 
-from rlmux.core.errors import UserError
 from rlmux.log.run_log import SCHEMA_VERSION
 from rlmux.runtime.records.folders import TOKEN
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.audit_handlers import AuditReads
-from rlmux.service.dashboard.auth.access import Access, Limits, Principal, token_of
+from rlmux.service.dashboard.auth.access import Access, Limits, Principal
 from rlmux.service.dashboard.auth.host_middleware import Gate, Hosts
 from rlmux.service.dashboard.auth.sessions import LONGEST_SESSION_S
 from rlmux.service.dashboard.control import Control
@@ -74,16 +73,11 @@ class Dashboard:
         spare = Path(self._spare.name)
         token_folder = folder if os.access(folder, os.W_OK) else spare
         self.token_path = token_folder / TOKEN
-        try:
-            self.token = token_of(token_folder)
-        except BaseException:  # an interrupt removes the folder too, and propagates
-            self._spare.cleanup()
-            raise
         self.access = Access(limits)
-        self.access.add_token(self.token, scopes=["admin"])
         try:
+            self.token = self.access.watch_admin_token(token_folder)
             self.access.watch(token_folder)
-        except UserError:
+        except BaseException:  # an interrupt removes the folder too, and propagates
             self._spare.cleanup()
             raise
         self.indexing = Indexing(folder, spare)
@@ -103,7 +97,7 @@ class Dashboard:
         self.addresses = (*every, document.address)
         door = ApiRouter(self.access, server.port, scrape.observe, reads, Audit(token_folder))
         server.mount(PREFIX, document.added_to(door.router(self.addresses)))
-        server.mount("", pages.router())
+        server.mount("", pages.router(server))
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
         server.run_beside(watch.run)
         server.before_close(watch.close)
@@ -147,7 +141,11 @@ class _Sessions:
         if cookie is None:
             (key,) = body.model_dump(exclude_none=True)
             raise ProblemError(
-                401, f"this {key} is not good", where="body", accepted="a new ticket, or the token of admin.token"
+                401,
+                f"this {key} is unknown here, or has ended",
+                where="body",
+                accepted="the token that you were given (rlmux token add), or for the folder's owner a new address of "
+                "rlmux serve or the token in admin.token",
             )
         principal = self._access.of_session(cookie)
         assert principal is not None

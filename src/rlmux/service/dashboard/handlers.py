@@ -17,7 +17,9 @@ from typing import Annotated, Any, Literal
 from fastapi import Query
 
 from rlmux.core.errors import LogError, UserError
+from rlmux.log.folder_lock import living_owner
 from rlmux.log.run_log import LOG_NAME
+from rlmux.log.segments import last_seq_of
 from rlmux.report.acknowledgements import acknowledge, with_acknowledged
 from rlmux.report.alerts import Alert
 from rlmux.report.samples import SAMPLES_NAME
@@ -175,19 +177,27 @@ class Reads:
         facts, (folder, _) = reader.facts, self.folders(lane)
         is_behind = facts.get("signature") != log_signature(folder)
         shown = dict(facts["lane"])
-        going = "running" if self._down(folder) is None else "not_answering"
-        state = going if facts["is_going_on"] else "over" if shown["is_over"] else "stopped"
+        is_alive = living_owner(folder) is not None
         return {
             "name": lane,
-            "state": state,
-            "is_going_on": facts["is_going_on"],
-            "seq": max(reader.seq, facts.get("log_seq", 0)),
+            "state": self._state_of(folder, facts, is_alive=is_alive),
+            "is_going_on": is_alive,
+            "seq": max(reader.seq, facts.get("log_seq", 0), _last_seq(folder) if is_behind else 0),
             "index_seq": reader.seq,
             "rev": facts["rev"],
             "index_lag_s": _age_s(folder) if is_behind else 0.0,
             "is_indexing": is_behind,
             **shown,
         }
+
+    def _state_of(self, folder: Path, facts: Mapping[str, Any], *, is_alive: bool) -> str:
+        """`resuming`: its process has begun and the index has no row of it yet, or its service starts it again."""
+        is_down = self._down(folder) is not None
+        if is_alive:
+            return "not_answering" if is_down else "running" if facts["is_going_on"] else "resuming"
+        if self._root.takes_submissions(folder) and not is_down:
+            return "resuming"
+        return "over" if facts["lane"]["is_over"] else "stopped"
 
     def health(self, caller: Caller) -> run_schemas.Health:
         if caller.principal is None:
@@ -439,6 +449,13 @@ def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> 
         shown["min"].append(min(values, default=None))
         shown["max"].append(max(values, default=None))
     return run_schemas.Curve(**shown)
+
+
+def _last_seq(folder: Path) -> int:
+    """Last row of the lane's log; 0 for a log that cannot be read."""
+    with contextlib.suppress(LogError):
+        return last_seq_of(folder / LOG_NAME)
+    return 0
 
 
 def _age_s(folder: Path) -> float:

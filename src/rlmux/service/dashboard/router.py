@@ -277,7 +277,7 @@ class ApiRouter:
                     401,
                     "the caller is not authenticated",
                     where="Authorization",
-                    accepted="Bearer TOKEN of admin.token, or a login",
+                    accepted="Bearer TOKEN, the token that you were given (the owner's: admin.token), or a login",
                 )
             if not principal.may(address.scope):
                 raise ProblemError(403, f"needs the scope {address.scope}", accepted=f"a token with {address.scope}")

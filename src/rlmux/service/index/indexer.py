@@ -4,11 +4,13 @@
     lanes of a folder, by turns ──▶ each problem as a line of JSON on stdout         all: `main`
 
 The process ends when its standard input is closed: with the server that started it, however that one ends. A pass over
-a lane is followed by a pause of nine times its length, so that a lane takes at most a tenth of a core.
+a lane is followed by a pause of nine times its length, three seconds at most. The fold of a log is kept in its index
+from time to time and at the end, so the next process resumes there (kept_fold.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -35,11 +37,14 @@ from rlmux.report.timeline.step_rows import BARE, step_row
 from rlmux.report.weight_sums import StepSums
 from rlmux.service.index import interval_rows
 from rlmux.service.index.columns import Places
+from rlmux.service.index.kept_fold import KeptFold
 from rlmux.service.index.lanes import Root, log_signature
 from rlmux.service.index.store import IndexReader, IndexWriter, dumps
 
 _LOOK_EVERY_S = 0.3
-_PAUSE_PER_SECOND = 9.0
+_PAUSE_PER_SECOND, _LONGEST_PAUSE_S = 9.0, 3.0
+_KEEP_EVERY_S, _KEEP_PER_SECOND = 30.0, 20.0
+"""Least seconds between two keeps of a fold, and at least so many times as long as the last keep took."""
 _SCAN_EVERY_S = 10.0
 _SHOWN_AFTER_S, _SHOWN_GROWTH = 0.4, 3.0
 """Seconds of reading after which a part is shown; the next after so many times as long as all before it."""
@@ -74,10 +79,65 @@ class LaneIndexer:
         """Fields of the last note `accounts`."""
         self._known: dict[str, dict[str, str]] = {"device": {}, "pipeline": {}}
         """JSON of the rows as they were last written, by table and name."""
+        self._kept_seq = 0
+        """Row of the log whose fold is kept."""
+        self._keep_due_s = 0.0
+        self._shown_seq = 0
+        """Row of the log that the index had before its fold was resumed."""
+        self._num_kept_chunks: int | None = None
+        """Chunks that belong to the resumed fold, until the first look after it."""
+        self._resume()
 
     def close(self) -> None:
-        self._log.close()
-        self._index.close()
+        """Keep the fold, and close both files."""
+        try:
+            with contextlib.suppress(sqlite3.Error):  # a full disk: the next process reads from an earlier row
+                self._keep()
+        finally:
+            self._log.close()
+            self._index.close()
+
+    def _resume(self) -> None:
+        """Continue from the kept fold, where it is of this code and of this log."""
+        data = self._index.kept_fold()
+        if data is None:
+            return
+        try:
+            kept = KeptFold.loads(data)
+        except LogError:
+            kept = None
+        if kept is None or kept.row_checksum != self._log.row_checksum(kept.seq):
+            self._index.drop_fold()
+            return
+        self._follower, self._alerts, self._sums = kept.follower, kept.alerts, kept.sums
+        self._plans, self._configs, self._accounts = kept.plans, kept.configs, kept.accounts
+        self._num_pins, self._open_pins = kept.num_pins, kept.open_pins
+        self._seq = self._kept_seq = kept.seq
+        self._shown_seq = int(self._index.fact("seq") or 0)
+        self._num_kept_chunks, self._is_first = kept.num_chunks, False
+        self._keep_due_s = time.monotonic() + _KEEP_EVERY_S
+
+    def _keep(self) -> None:
+        """Keep the fold of the last look, if rows came since the last keep."""
+        is_shown = not self._is_first and self._num_kept_chunks is None
+        if not is_shown or self._seq == self._kept_seq or (checksum := self._log.row_checksum(self._seq)) is None:
+            return
+        kept = KeptFold(
+            seq=self._seq, row_checksum=checksum, num_chunks=self._index.num_chunks, follower=self._follower,
+            alerts=self._alerts, sums=self._sums, plans=self._plans, configs=self._configs, accounts=self._accounts,
+            num_pins=self._num_pins, open_pins=self._open_pins,
+        )  # fmt: skip
+        data = kept.dumps()
+        if data is not None:
+            self._index.keep_fold(data)
+            self._kept_seq = self._seq
+
+    def _keep_if_due(self) -> None:
+        begun_s = time.monotonic()
+        if begun_s >= self._keep_due_s:
+            self._keep()
+            took_s = time.monotonic() - begun_s
+            self._keep_due_s = begun_s + max(_KEEP_EVERY_S, _KEEP_PER_SECOND * took_s)
 
     def catch_up(self) -> bool:
         """Take in the log's new rows; returns whether there were any. Where that takes long, a part is shown before."""
@@ -86,14 +146,17 @@ class LaneIndexer:
         before, last_seq = self._seq, last_seq_of(self._folder / LOG_NAME)
         with without_collector():
             for _ in self._take_in():
-                self._show(_PART, last_seq)
-        if self._seq == before and is_going_on == self._is_going_on and not self._is_first:
+                if self._seq >= self._shown_seq:
+                    self._show(_PART, last_seq)
+        is_shown = not self._is_first and self._num_kept_chunks is None
+        if self._seq == before and is_going_on == self._is_going_on and is_shown:
             if signature != self._index.fact("signature"):  # rows of it were read before they had changed it
                 with self._index.transaction():
                     self._index.set_facts(signature=signature)
             return False
         self._is_going_on = is_going_on
         self._show(signature, max(last_seq, self._seq))
+        self._keep_if_due()
         return True
 
     def _take_in(self) -> Iterator[None]:
@@ -115,7 +178,7 @@ class LaneIndexer:
         with self._index.transaction():
             self._write(look, signature)
             self._index.set_facts(log_seq=last_seq)
-        self._is_first = False
+        self._is_first, self._num_kept_chunks = False, None
 
     def _note(self, type: str, fields: dict[str, Any]) -> None:
         if type == "plan":
@@ -133,8 +196,11 @@ class LaneIndexer:
         if look.is_redone or self._is_first:
             self._num_pins, self._open_pins = 0, []
             self._index.restart(with_rows=self._is_first)
+            self._kept_seq, self._keep_due_s = 0, 0.0
         elif was_closed:
             self._index.set_facts(rev=self._index.fact("rev") + 1)  # settled intervals change
+        if self._num_kept_chunks is not None:
+            self._index.drop_chunks_after(self._num_kept_chunks)
         for name in self._follower.history.pipelines:  # the log's order, whatever had been read at the first look
             self._places.pipeline(name)
         for device in dict.fromkeys(device for device, _ in [*look.settled, *look.open]):
@@ -260,7 +326,8 @@ class _Lane:
             self.forget()
             self.due_s = time.monotonic() + _SCAN_EVERY_S
             return
-        self.due_s = time.monotonic() + max(_LOOK_EVERY_S, _PAUSE_PER_SECOND * (time.monotonic() - begun_s))
+        pause_s = min(_PAUSE_PER_SECOND * (time.monotonic() - begun_s), _LONGEST_PAUSE_S)
+        self.due_s = time.monotonic() + max(_LOOK_EVERY_S, pause_s)
 
     def _catch_up(self, now_s: float) -> None:
         log = f"{log_signature(self.folder)} {living_owner(self.folder)}"  # before it is read: it may grow meanwhile
@@ -307,7 +374,9 @@ def main(root: Path, spare: Path) -> None:
             if now_s >= lane.due_s:
                 lane.look()
         if select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0] and not sys.stdin.readline():
-            return
+            break
+    for lane in lanes.values():
+        lane.forget()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     device  pipeline  step  instant  pin       rows of the pages, each with the row of the log that last changed it
     chunk       settled intervals, thousands to a row, with the time that they lie in
     open        the intervals that are not settled
+    kept        the fold of the log as of one of its rows, from which a restarted indexer resumes     (kept_fold.py)
     tile        settled buckets, sixteen to a row, of the levels from `FIRST_LEVEL` on; others are computed on demand
 
 `rev` rises when settled intervals change. A damaged file, or one of another run or version, is rebuilt.
@@ -29,7 +30,7 @@ from rlmux.log.segments import query_only
 from rlmux.service.index.columns import INTERVAL, Array, Places
 from rlmux.service.index.tiles import LEVELS, Planes, planes, without_overlaps
 
-INDEX_VERSION = 10
+INDEX_VERSION = 11
 FIRST_LEVEL = 2
 """Lowest level that is kept; a bucket below it is narrow enough to be made from its intervals."""
 TILE_BUCKETS = 16
@@ -48,6 +49,7 @@ CREATE TABLE pin (number INTEGER PRIMARY KEY, pipeline TEXT NOT NULL, nodes TEXT
                   end_s REAL NOT NULL);
 CREATE TABLE chunk (number INTEGER PRIMARY KEY, first_s REAL NOT NULL, last_s REAL NOT NULL, data BLOB NOT NULL);
 CREATE TABLE open (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE kept (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE tile (level INTEGER NOT NULL, number INTEGER NOT NULL, num_devices INTEGER NOT NULL, data BLOB NOT NULL,
                    PRIMARY KEY (level, number)) WITHOUT ROWID;
 """
@@ -220,11 +222,32 @@ class IndexWriter:
         self._connection.executemany(sql, rows)
 
     def restart(self, *, with_rows: bool) -> None:
-        """Clear the settled intervals before a rebuild. `with_rows`: the rows of the pages too."""
+        """Clear the settled intervals, and the fold that goes with them, before a rebuild. `with_rows`: the rows of
+        the pages too."""
         rows = ("device", "pipeline", "step") if with_rows else ()
-        for table in ("chunk", "open", "tile", "instant", "pin", *rows):
+        for table in ("chunk", "open", "tile", "instant", "pin", "kept", *rows):
             self._connection.execute(f"DELETE FROM {table}")
         self.set_facts(rev=self.fact("rev") + 1)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of the last chunk; 0 without one."""
+        (last,) = self._connection.execute("SELECT coalesce(max(number), 0) FROM chunk").fetchone()
+        return int(last)
+
+    def drop_chunks_after(self, number: int) -> None:
+        """Drop the settled intervals of rows that are read again."""
+        self._connection.execute("DELETE FROM chunk WHERE number > ?", (number,))
+
+    def keep_fold(self, data: bytes) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO kept VALUES (1, ?)", (data,))
+
+    def kept_fold(self) -> bytes | None:
+        row = self._connection.execute("SELECT data FROM kept").fetchone()
+        return None if row is None else bytes(row[0])
+
+    def drop_fold(self) -> None:
+        self._connection.execute("DELETE FROM kept")
 
     def add_settled(self, intervals: Array) -> None:
         """`intervals`: by start, so that a chunk lies in a short stretch of time."""

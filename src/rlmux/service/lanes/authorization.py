@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from rlmux.config.load import Spec
 from rlmux.rl.config import ENGINES, TrainingConfig
 from rlmux.service.dashboard.auth.access import Principal
@@ -15,8 +17,8 @@ def check_rights(spec: Spec, principal: Principal | None) -> None:
     for one in spec.pipelines:
         name, of = one.name, one.pipeline
         if of.user != principal.user:
-            why = f"pipeline {name!r} is not said to be of user {principal.user!r}"
-            raise ProblemError(403, why, where="text", accepted=f"user: {principal.user}")
+            why = f"pipeline {name!r} is of user {of.user!r}, and the caller is {principal.user!r}"
+            raise ProblemError(403, why, where="text", accepted=f"user: {principal.user}, or no key user")
         if principal.is_limited and of.project and of.project not in principal.projects:
             raise ProblemError(
                 403,
@@ -27,6 +29,15 @@ def check_rights(spec: Spec, principal: Principal | None) -> None:
         code = _code_of(one.config)
         if code is not None:
             check_may_run_code(principal, f"pipeline {name!r} with {code}")
+
+
+def own_user(spec: Spec, principal: Principal | None) -> list[str]:
+    """Overrides that make pipelines without a user the caller's; none for an administrator, who submits for anyone."""
+    if principal is None or principal.may("admin"):
+        return []
+    return [
+        f"pipelines.{one.name}.user={json.dumps(principal.user)}" for one in spec.pipelines if not one.pipeline.user
+    ]
 
 
 def check_may_run_code(principal: Principal | None, what: str) -> None:

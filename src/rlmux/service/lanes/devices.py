@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmux.config.load import Spec
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import living_owner
-from rlmux.runtime.local import visible_gpus
+from rlmux.runtime.local import SharedMemoryFolder, neighbours_on, visible_gpus
+from rlmux.runtime.workers.worker_pool import Neighbour
 
 _KEPT = "devices.json"
 
@@ -62,6 +63,13 @@ def parts_of(root: Path, specs: Mapping[str, Spec], devices: Sequence[str] | Non
     if len(kept) == 1:
         return dict.fromkeys(wanted, NOT_HELD)
     return {name: _part(kept[name]) for name in wanted}
+
+
+def neighbours_of(root: Path, names: Collection[str]) -> list[Neighbour]:
+    """Runs and lanes of other services that have devices of these lanes, as the service's folder keeps them."""
+    devices = {device for name, its in _kept(root).items() if name in names for device in its}
+    own = [SharedMemoryFolder.path_of(root / name) for name in names]
+    return neighbours_on(own[0].parent, devices, but=own) if own else []
 
 
 def num_devices(spec: Spec) -> int:

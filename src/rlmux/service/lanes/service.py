@@ -22,7 +22,7 @@ from rlmux.service.folder_address import wait_for_signal
 from rlmux.service.http_server import Server
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.devices import parts_of
+from rlmux.service.lanes.devices import neighbours_of, parts_of
 from rlmux.service.lanes.submission_ledger import SubmissionLedger
 from rlmux.service.lanes.submissions import LaneSubmissions
 
@@ -41,6 +41,8 @@ class Ready:
     """Value of TINKER_BASE_URL; None without models."""
     permits: str | None
     """Value of RLMUX_BROKER; None without permits."""
+    neighbours: tuple[str, ...]
+    """Other runs and services on devices of its lanes, in a sentence each."""
 
 
 class LaneSupervisor:
@@ -175,6 +177,7 @@ class _Opened:
                 dashboard=self._dashboard,
                 tinker_url=f"{server.url}{TINKER}" if doors and doors.has_models else None,
                 permits=doors.permits.address if doors and doors.permits else None,
+                neighbours=tuple(map(str, neighbours_of(self._root, supervisor.by_name))),
             )
         )
 

@@ -30,7 +30,7 @@ from rlmux.service.dashboard.parameters import Caller, Limit
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas import timeline_schemas as shapes
-from rlmux.service.lanes.authorization import check_rights
+from rlmux.service.lanes.authorization import check_rights, own_user
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.submission_ledger import ACCEPTED, OVER_QUOTA, REFUSED, SubmissionLedger, SubmissionRow
@@ -136,7 +136,7 @@ class LaneSubmissions:
         lane = self._lane(fields)
         result: dict[str, Any] = {"lane": lane.name, "pipelines": [], "is_lane_asked": False, "wrong": None}
         try:
-            spec = self._parsed(lane, fields)
+            spec = self._parsed(lane, fields, principal)
             check_rights(spec, principal)
             result["is_lane_asked"] = _is_free(lane, spec, fields["source"])
         except ProblemError as problem:
@@ -153,7 +153,7 @@ class LaneSubmissions:
     def _add(self, key: str, sha256: str, fields: Mapping[str, Any], principal: Principal | None) -> SubmissionRow:
         """Check a new submission and keep it."""
         lane = self._lane(fields)
-        spec = self._parsed(lane, fields)
+        spec = self._parsed(lane, fields, principal)
         check_rights(spec, principal)
         try:
             return self._ledger.add(
@@ -169,14 +169,19 @@ class LaneSubmissions:
         except sqlite3.OperationalError as error:
             raise ProblemError(507, f"it cannot be kept: {error}", accepted="a disk with room") from None
 
-    def _parsed(self, lane: LaneController, fields: Mapping[str, Any]) -> Spec:
+    def _parsed(self, lane: LaneController, fields: Mapping[str, Any], principal: Principal | None) -> Spec:
+        """The file, checked; a pipeline without a user is the caller's."""
         folder: Path | None = self._bundles.no_code
         if fields.get("bundle") is not None:
             folder = self._bundles.folder_of(fields["bundle"])
         if folder is None:
             raise ProblemError(404, "no such bundle", where="bundle", accepted="one that was uploaded: POST /bundles")
         try:
-            spec = parse_spec(fields["text"], source=fields["source"], folder=folder, cluster_of=lane.spec)
+            text, source = fields["text"], fields["source"]
+            spec = parse_spec(text, source=source, folder=folder, cluster_of=lane.spec)
+            overrides = own_user(spec, principal)
+            if overrides:
+                spec = parse_spec(text, source=source, folder=folder, cluster_of=lane.spec, overrides=overrides)
         except SpecError as error:
             raise ProblemError(400, str(error), where="text", line=_line_of(str(error), fields["source"])) from None
         paths = [spec.code_folder, *(Path(one.config.task.path) for one in spec.pipelines if one.config.task.path)]

@@ -134,11 +134,13 @@ function Freshness({ lane }: { lane: Lane }) {
       ? "run is over"
       : lane.state === "stopped"
         ? "run is stopped"
-        : lane.state === "not_answering"
-          ? "does not answer"
-          : pulse.state === "connecting"
-            ? "connecting"
-            : `live · ${ago(age_s)}`;
+        : lane.state === "resuming"
+          ? "run is resuming"
+          : lane.state === "not_answering"
+            ? "does not answer"
+            : pulse.state === "connecting"
+              ? "connecting"
+              : `live · ${ago(age_s)}`;
   return (
     <span class={`pulse ${isLost ? "lost" : lane.state === "running" ? pulse.state : ""}`} role="status">
       <i /> {words}

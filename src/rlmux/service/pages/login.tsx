@@ -1,13 +1,14 @@
-// The door: a one-time ticket from the address that `rlmux serve` printed, or the token of its file.
+// The door: a one-time ticket from the address that `rlmux serve` printed, or a token: a user's own, or the owner's in `admin.token`.
 //
 // The ticket stands behind `#`, so no server log, proxy or referrer ever has it; it is gone from the address before it is sent.
-import { useEffect, useState } from "preact/hooks";
-import { post } from "./api";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { Refusal, post } from "./api";
 import { go, usePlace } from "./place";
 
 export function Login() {
   const { query } = usePlace();
-  const [trouble, setTrouble] = useState("");
+  const [trouble, setTrouble] = useState<{ text: string } | null>(null);
+  const field = useRef<HTMLInputElement>(null);
   const [isTrying, setIsTrying] = useState(location.hash.startsWith("#t="));
   const enter = async (proof: { ticket: string } | { token: string }) => {
     setIsTrying(true);
@@ -16,11 +17,19 @@ export function Login() {
       go(inside(query.get("next")));
     } catch (error) {
       setIsTrying(false);
-      setTrouble(
-        "ticket" in proof ? "This link has been used, or is older than a minute. Paste the token instead, or open a new link." : (error as Error).message,
-      );
+      const accepted = error instanceof Refusal && error.body.accepted ? `; accepted: ${error.body.accepted}` : "";
+      const isTicket = "ticket" in proof;
+      setTrouble({
+        text: isTicket
+          ? "This link has been used, or is older than a minute. Paste your token instead, or open a new link."
+          : `${(error as Error).message}${accepted}`,
+      });
     }
   };
+  useEffect(() => {
+    field.current?.focus();
+    field.current?.select();
+  }, [trouble]);
   useEffect(() => {
     const ticket = new URLSearchParams(location.hash.slice(1)).get("t");
     if (ticket === null) return;
@@ -30,7 +39,7 @@ export function Login() {
   return (
     <div class="alone">
       <h1>rlmux</h1>
-      {isTrying ? (
+      {isTrying && !field.current ? (
         <p class="muted">Logging in.</p>
       ) : (
         <form
@@ -40,15 +49,16 @@ export function Login() {
           }}
         >
           <p>
-            Open the address that <code>rlmux serve</code> prints, or paste the token from the file <code>admin.token</code> in the folder that is served.
+            Paste the token that you were given. The owner of the server opens the address that <code>rlmux serve</code> prints, or has the token in the
+            file <code>admin.token</code> in the folder that is served.
           </p>
-          <input name="token" type="password" autocomplete="off" aria-label="token" autofocus required />
-          <button>Log in</button>
+          <input ref={field} name="token" type="password" autocomplete="off" aria-label="token" aria-invalid={trouble !== null} autofocus required />
+          <button disabled={isTrying}>Log in</button>
         </form>
       )}
       {trouble && (
         <p class="banner" role="alert">
-          {trouble}
+          {trouble.text}
         </p>
       )}
     </div>

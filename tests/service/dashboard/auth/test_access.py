@@ -357,3 +357,40 @@ def test_tokens_that_are_added_and_revoked_at_once_are_all_taken_over(tmp_path):
     for each in changes:
         each.join()
     assert sorted(one.user for one in tokens.read(tmp_path)) == [f"user{a}-{b}" for a in range(4) for b in range(4)]
+
+
+# ---------------------------------------------------------------------- another admin token
+
+
+def test_a_new_admin_token_is_taken_and_the_old_one_and_its_sessions_end(dashboard, finished_run, tmp_path):
+    shown = dashboard(finished_run, is_started=False)
+    path, old = shown.dashboard.token_path, shown.token
+    session = shown.browser()
+    assert session.post("/login", json={"token": old}).status_code == 200
+
+    def status_of(token: str) -> int:
+        return shown.anyone.get(f"{shown.url}{PREFIX}/lanes", headers={"Authorization": f"Bearer {token}"}).status_code
+
+    assert status_of(old) == session.get("/lanes").status_code == 200
+    path.rename(tmp_path / "aside")
+    assert status_of(old) == session.get("/lanes").status_code == 401, "the file was removed: another is made"
+    made = path.read_text().strip()
+    assert made != old
+    assert (path.stat().st_mode & 0o777, status_of(made)) == (0o600, 200)
+    path.chmod(0o644)
+    assert status_of(made) == 401, "others can read it"
+    path.chmod(0o600)
+    assert status_of(made) == 200
+    own = "x" * 40
+    path.write_text(own)
+    assert (status_of(made), status_of(own)) == (401, 200)
+    (tmp_path / "aside").rename(path)
+    assert (status_of(own), status_of(old)) == (401, 200)
+    session.close()
+
+
+def test_a_refused_token_is_answered_in_words_that_fit_every_user(dashboard, finished_run):
+    shown = dashboard(finished_run, is_started=False)
+    refused = shown.anyone.post(f"{shown.url}{PREFIX}/login", json={"token": "wrong"}, headers={"Origin": shown.url})
+    assert refused.json()["accepted"].startswith("the token that you were given")
+    assert "the token that you were given" in shown.anyone.get(f"{shown.url}{PREFIX}/lanes").json()["accepted"]

@@ -348,7 +348,7 @@ def test_an_operator_changes_any_pipeline_and_a_member_its_own(service):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"user": "bob"}, "is not said to be of user 'ann'"),
+        ({"user": "bob"}, "pipeline 'new' is of user 'bob', and the caller is 'ann'"),
         ({"project": "audio"}, "is of project 'audio', which 'ann' is not in"),
         ({"task": {"name": "sort", "reward": "os:system"}}, "with task.reward runs code"),
         ({"task": "my_tasks:Task"}, "with task.name runs code"),
@@ -363,6 +363,15 @@ def test_a_user_submits_what_it_may(service, more, told):
         packed = ann.post("/bundles", content=b"x", headers={"Content-Type": "application/gzip"})
         assert packed.status_code == 403
         assert submit(ann, name="plain", user="ann", project="vision", submit_at_s=1e6).status_code == 201
+
+
+def test_a_pipeline_without_a_user_is_its_callers(service):
+    with client_of(service, "ann") as ann:
+        assert submit(ann, name="own", project="vision", submit_at_s=1e6).status_code == 201
+        assert "user: ann" in service.get("/pipelines/cpu/own/file")["text"]
+        text = json.dumps({"pipelines": [{"name": "later", "task": "sort", "steps": 9}]})
+        checked = ann.post("/submissions", json={"lane": "cpu", "text": text, "source": "a.yaml", "dry_run": True})
+        assert checked.json()["wrong"] is None
 
 
 # ---------------------------------------------------------------------- the commands
@@ -407,3 +416,21 @@ def test_a_file_that_others_can_read_is_refused(tmp_path):
     (tmp_path / users.NAME).chmod(0o644)
     with pytest.raises(UserError, match="chmod 600"):
         users.read(tmp_path)
+
+
+def test_a_token_has_by_default_the_rights_of_its_users_role(tmp_path, capsys):
+    def rlmux(*words: str) -> tuple[int, str, str]:
+        code = run_command_line(words)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    folder = str(tmp_path)
+    assert rlmux("token", "add", folder, "ann")[2] == "rlmux: this token may read\n"
+    users.set_user(tmp_path, "ann", role="member")
+    users.set_user(tmp_path, "eve", role="viewer")
+    assert rlmux("token", "add", folder, "ann")[2] == "rlmux: this token may read, samples, submit, control\n"
+    assert tokens.read(tmp_path)[-1].scopes == users.ROLES["member"]
+    told = "rlmux: this token may read; not submit: eve is viewer\n"
+    assert rlmux("token", "add", folder, "eve", "--scope", "read", "--scope", "submit")[2] == told
+    code, _, err = rlmux("token", "add", folder, "eva")
+    assert (code, err.startswith("rlmux: no user 'eva'; accepted: ann, eve, or first: rlmux user set ")) == (2, True)

@@ -1,6 +1,6 @@
 """Authentication by tokens, one-time tickets and browser sessions.
 
-    admin.token, tokens.json (0600) ──▶ bearer token ──────────────────────▶ Who
+    admin.token, tokens.json (0600) ──▶ bearer token ──────────────────────▶ Who       both are reread on change
     ticket (60 s, once) or token ── login ──▶ session cookie ──▶ Who (12 h after the last request, 7 days at most)
 
 Secrets are stored as SHA-256: they are random, so a fast hash suffices. Tickets live as long as the process, sessions
@@ -98,6 +98,10 @@ class Access:
         self._tokens: dict[str, Principal] = {}
         self._kept: dict[str, Principal] = {}
         """Tokens of the folder's file by hash; `expires_at` is their expiry."""
+        self._admin: dict[str, Principal] = {}
+        """The token of `admin.token` by hash; empty while the file is unreadable, or readable to others."""
+        self._admin_folder: Path | None = None
+        self._admin_stamp: tuple[int, ...] | None = None
         self._folder: Path | None = None
         self._stamps: tuple[object, object] = (None, None)
         self._people: People | None = None
@@ -109,6 +113,27 @@ class Access:
         key = _hash(token)
         id = tokens.id_of(token)
         self._tokens[key] = Principal(user=user or _user(), scopes=frozenset(scopes), key=key, token=id)
+
+    def watch_admin_token(self, folder: Path) -> str:
+        """Accept the token in the folder's `admin.token`, and after a change the new one alone. A removed file is
+        replaced. Returns the present token. Raises UserError for a file that others can read."""
+        self._admin_folder = folder
+        return self._read_admin(folder)
+
+    def _read_admin(self, folder: Path) -> str:
+        self._admin, self._admin_stamp = {}, _stamp(folder / TOKEN)
+        token = token_of(folder)
+        key = _hash(token)
+        who = Principal(user=_user(), scopes=frozenset({"admin"}), key=key, token=tokens.id_of(token))
+        self._admin, self._admin_stamp = {key: who}, _stamp(folder / TOKEN)
+        return token
+
+    def _read_changed_admin(self) -> None:
+        """Raises UserError or OSError for a file that cannot be had; no token of it is accepted then."""
+        if self._admin_folder is not None:
+            stamp = _stamp(self._admin_folder / TOKEN)
+            if stamp is None or stamp != self._admin_stamp:
+                self._read_admin(self._admin_folder)
 
     def watch(self, folder: Path) -> None:
         """Accept the tokens in the folder's file as well, reread when it changes, and store sessions there. Raises
@@ -150,6 +175,8 @@ class Access:
 
     def _accepted(self) -> dict[str, Principal]:
         """Every valid token, by hash."""
+        with contextlib.suppress(UserError, OSError):
+            self._read_changed_admin()
         with contextlib.suppress(UserError):
             self._read_again()
         now = self._clock()
@@ -158,12 +185,13 @@ class Access:
             for key, principal in self._kept.items()
             if principal.expires_at is not None and now < principal.expires_at
         }
-        return {**kept, **self._tokens}
+        return {**kept, **self._tokens, **self._admin}
 
     def revoke(self, token: str) -> None:
         """Revoke the token and its sessions from the next request on."""
         key = _hash(token)
         self._tokens.pop(key, None)
+        self._admin.pop(key, None)
         self._sessions.end_of_token(key)
 
     def make_ticket(self) -> str:
@@ -268,6 +296,15 @@ def token_of(folder: Path) -> str:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(f"{token}\n")
     return token
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """A stamp that changes with the file and its rights; None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def _hash(secret: str) -> str:

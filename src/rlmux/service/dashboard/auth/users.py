@@ -83,6 +83,30 @@ def read(folder: Path) -> People | None:
     return People(users=users, projects=projects)
 
 
+def scopes_of(folder: Path, user: str) -> tuple[str, ...]:
+    """Scopes of the user's role; `read` in a folder without users. Raises UserError for an unknown user."""
+    people = read(folder)
+    if people is None:
+        return ("read",)
+    if user not in people.users:
+        known = ", ".join(people.users) or "none yet"
+        raise UserError(f"no user {user!r}; accepted: {known}, or first: rlmux user set {folder} {user} --role ROLE")
+    return ROLES[people.users[user].role]
+
+
+def rights_of(folder: Path, user: str, scopes: Collection[str]) -> str:
+    """What a token with these scopes may do, and which of them the user's role takes away, in a sentence."""
+    people = read(folder)
+    person = None if people is None else people.users.get(user)
+    role = ROLES[person.role] if person is not None else () if people is not None else scopes
+    may = role if "admin" in scopes else [one for one in scopes if one in role]
+    cut = [one for one in scopes if one not in role]
+    which = (
+        "" if not cut else f"; not {', '.join(cut)}: {user} is {person.role if person else 'no user of this folder'}"
+    )
+    return f"this token may {', '.join(may) or 'do nothing'}{which}"
+
+
 def set_user(
     folder: Path, name: str, *, role: str | None, may_run_code: bool | None = None, login: str | None = None
 ) -> Person:

@@ -154,7 +154,7 @@ class NewLane(Shape):
 
 class Lane(Shape):
     name: str
-    state: Literal["running", "not_answering", "stopped", "over"]
+    state: Literal["running", "resuming", "not_answering", "stopped", "over"]
     is_going_on: bool
     seq: int
     index_seq: int
@@ -310,11 +310,20 @@ class File(Shape):
     """YAML."""
 
 
+class AdapterRoom(Shape):
+    here: int
+    """Pipelines of one base whose adapters lie on the device's node."""
+    more: int
+    """Number of further pipelines of that base that there is memory for."""
+
+
 class DeviceStatus(Shape):
     pool: str
     pipeline: str | None
     stage: str | None
     step: int | None
+    adapters: dict[str, AdapterRoom] = {}
+    """Room for adapters by phase."""
 
 
 class Status(Shape):

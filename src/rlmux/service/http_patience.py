@@ -1,0 +1,145 @@
+"""How long, and how many, connections may be silent: uvicorn bounds neither.
+
+    accepted ─▶ waits for a whole head ── HEAD_S ──▶ closed
+                        │ ▲
+                        ▼ │ the first bytes of the next head, after uvicorn's wait between requests (30 s)
+                  a request is answered
+
+Beyond `max_connections` the one that has waited longest for a head is closed; where none waits, the new one is refused.
+Half of the files that the process may open are for connections: logs, indexes and processes need theirs.
+
+A module of its own: it wraps both of uvicorn's protocols, and the accept loop of asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import time
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+HEAD_S = 15.0
+"""Seconds in which a head is to arrive, from the connection or its first byte on; a TLS handshake, likewise."""
+_MAX_FILES = 1 << 16
+"""Most files that the soft limit is raised to: some programs close every number below their limit at the start."""
+_MAX_CONNECTIONS = 4096
+_BACKLOG = 2048
+"""Connections that may wait to be taken."""
+_TAKEN_AT_ONCE = 16
+"""asyncio takes so many before it looks at any, and reports each failure to take one."""
+_REPORT_EVERY_S = 60.0
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 21\r\n"
+    b"retry-after: 1\r\nconnection: close\r\n\r\nToo many connections."
+)
+
+
+def raise_file_limit() -> None:
+    """Raise this process's soft limit of open files to the hard one, 65,536 at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft not in (resource.RLIM_INFINITY, wanted) and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it: the limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def max_connections() -> int:
+    """Most connections at a time."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_CONNECTIONS, soft // 2))
+
+
+class PatientProtocol:
+    """A mixin in front of one of uvicorn's protocols of a connection; see the module."""
+
+    connections: set[Any]
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _head_timer: asyncio.TimerHandle | None = None
+    _waits_since_s = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        self._waits_since_s = time.monotonic()
+        if len(self.connections) > max_connections():
+            waiting = [one for one in self.connections if one is not self and one.is_waiting]
+            if not waiting:
+                transport.write(_BUSY)
+                transport.close()
+                return
+            min(waiting, key=lambda one: one._waits_since_s).drop()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # type: ignore[misc]
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)  # type: ignore[misc]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is being read or answered, but for a part of a head."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def drop(self) -> None:
+        """Close the connection, and count it no more."""
+        self._stop_timer()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        if not self.is_waiting or self.transport.is_closing():
+            self._stop_timer()
+        elif self._head_timer is None:
+            self._waits_since_s = time.monotonic()
+            self._head_timer = self.loop.call_later(HEAD_S, self._end_wait)
+
+    def _end_wait(self) -> None:
+        self._head_timer = None
+        if self.is_waiting and not self.transport.is_closing():
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class PatientServer(uvicorn.Server):
+    """uvicorn's server; a process without a free file takes no connection for a second, and says so once a minute."""
+
+    _reported_s = -_REPORT_EVERY_S
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._report)
+        if self.config.ssl is not None:  # uvicorn does not pass this on
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HEAD_S)  # type: ignore[method-assign]
+        self.config.backlog = _TAKEN_AT_ONCE
+        await super().startup(sockets=sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not str(context.get("message", "")).startswith("socket.accept()"):
+            loop.default_exception_handler(context)
+            return
+        if time.monotonic() - self._reported_s >= _REPORT_EVERY_S:
+            self._reported_s = time.monotonic()
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            text = "no connection is taken for a second: %s (limit of open files: %s)"
+            logging.getLogger("uvicorn.error").error(text, context.get("exception"), soft)
+
+
+def listen(listening: socket.socket) -> None:
+    """A client that connects before the server's loop runs waits, and is not refused."""
+    listening.listen(_BACKLOG)
