@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.waiting import until
 
 from rlmux.reaper import server_command
 
@@ -50,6 +52,30 @@ def test_a_killed_controller_leaves_no_process_and_no_folder_of_a_server(tmp_pat
     assert len(family) == 4, "what is marked, the server's reaper, the server and its child"
     assert psutil.wait_procs(family, timeout=60)[1] == []
     assert not folder.exists()
+
+
+TEMPORARY = """
+import time
+from multiprocessing.util import get_temp_dir
+from rlmux.reaper import marking
+
+with marking():
+    print(get_temp_dir(), flush=True)
+time.sleep(600)
+"""
+
+
+@linux_only
+def test_a_killed_controller_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-c", TEMPORARY]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as controller:
+        assert controller.stdout is not None
+        folder = Path(controller.stdout.readline().strip())
+        assert folder.is_dir()
+        controller.kill()
+    until(lambda: not folder.exists(), f"{folder} is gone", limit_s=60.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @linux_only

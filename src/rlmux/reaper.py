@@ -2,7 +2,8 @@
 
     owner ── a pipe that no other process holds ──▶ reaper: waits for its end, then kills until none is left
 
-    controller   workers, and what user code started   found by the mark in their environment, which they inherit
+    controller   workers, and what user code started   found by the mark in their environment, which they inherit;
+                 multiprocessing's temporary folder    sent through the pipe
     worker       its inference server                  started by the reaper; found as its children, adopted orphans too
 
 Both ways are needed. A controller's workers descend from its fork server, not from the reaper. The children of vLLM and
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import secrets
 import select
@@ -27,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 _MARK = "RLMUX_ENDS_WITH"
@@ -67,7 +70,9 @@ def marking() -> Iterator[None]:
 def _mark_of_this_process() -> str:
     """The mark of this process's one reaper."""
     mark = secrets.token_hex(16)
-    theirs, _ = os.pipe()  # ours is never closed: the end of this process closes it
+    theirs, ours = os.pipe()  # ours is never closed: the end of this process closes it
+    if multiprocessing.parent_process() is None:  # a child of its own has that process's
+        os.write(ours, os.fsencode(get_temp_dir()))
     nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
     files = [(os.POSIX_SPAWN_DUP2, theirs, 0), *nowhere]
     os.posix_spawn(sys.executable, _script(mark), os.environ, file_actions=files, setsid=True)
@@ -80,7 +85,7 @@ def _script(*words: str) -> list[str]:
 
 
 def _end_marked(mark: str) -> None:
-    sys.stdin.buffer.read()
+    temporary = os.fsdecode(sys.stdin.buffer.read())
     time.sleep(_LEAVE_S)
 
     def is_marked(process: Path) -> bool:
@@ -88,6 +93,8 @@ def _end_marked(mark: str) -> None:
         return not is_reaper and f"{_MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0")
 
     _end_all(is_marked)
+    if temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _run_server(folder: str, *command: str) -> int | None:

@@ -254,3 +254,54 @@ def test_files_beside_the_spec_with_names_of_other_modules_disturb_nothing(tmp_p
     (folder / "helpers.py").write_text("IS_MINE = True")
     done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+FEW_FILES = """
+import os, resource
+from pathlib import Path
+from rlmux.core.errors import StorageError
+from rlmux.runtime.workers import processes
+from rlmux.runtime.workers.processes import WorkerProcess, fork_server_pid, warm_up
+
+processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
+warm_up()
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+workers = []
+try:
+    while True:
+        workers.append(WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0))
+except StorageError as error:
+    print(error)
+for worker in workers:
+    said = []
+    worker.call(0.0, "getpid", (), said.append)
+    worker.receive(0.0)
+    worker.end()
+assert os.waitid(os.P_PID, fork_server_pid(), os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+"""
+
+
+def test_where_no_file_is_left_for_a_worker_the_fork_server_and_the_others_stay(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FEW_FILES)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("w: no file is left for another worker: 40 may be open; accepted: a higher limit")
+
+
+LEAVES_SEMAPHORES = """
+from multiprocessing import resource_tracker
+from rlmux.runtime.workers import processes
+from rlmux.runtime.workers.processes import warm_up
+
+processes._IMPORTS = "json"  # which modules are imported is of no account here, and torch takes long
+warm_up()
+resource_tracker.register("/rlmux-test-left", "semaphore")
+"""
+
+
+def test_semaphores_that_killed_user_code_leaves_are_not_warned_of(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_SEMAPHORES)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -61,6 +61,7 @@ from rlmux.runtime.records.usage_notes import UsageNotes, shares_events
 from rlmux.runtime.weights.checkpoints import checkpoint_folder
 from rlmux.runtime.weights.origins import plan_notes, with_origin
 from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workers.processes import raise_file_limit
 from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 LOCAL = "local"
@@ -343,6 +344,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     """Run a scheduler on a backend until every pipeline is over or a signal stops the run; then close the backend, log
     the end, and write the reports. Raises StorageError.
     """
+    raise_file_limit()
     folder, log, backend, inbox = run.folder, run.log, run.backend, options.inbox or Inbox()
     backend.connect(inbox)
     scheduler = Scheduler(run.cluster, run.policy, FairShares())

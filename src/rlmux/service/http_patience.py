@@ -14,7 +14,6 @@ A module of its own: it wraps both of uvicorn's protocols, and the accept loop o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import resource
 import socket
@@ -26,8 +25,6 @@ import uvicorn
 
 HEAD_S = 15.0
 """Seconds in which a head is to arrive, from the connection or its first byte on; a TLS handshake, likewise."""
-_MAX_FILES = 1 << 16
-"""Most files that the soft limit is raised to: some programs close every number below their limit at the start."""
 _MAX_CONNECTIONS = 4096
 _BACKLOG = 2048
 """Connections that may wait to be taken."""
@@ -38,15 +35,6 @@ _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 21\r\n"
     b"retry-after: 1\r\nconnection: close\r\n\r\nToo many connections."
 )
-
-
-def raise_file_limit() -> None:
-    """Raise this process's soft limit of open files to the hard one, 65,536 at most."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft not in (resource.RLIM_INFINITY, wanted) and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it: the limit stays
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def max_connections() -> int:

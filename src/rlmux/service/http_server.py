@@ -18,9 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlmux.core.errors import UserError
 from rlmux.runtime.control.supervised_thread import SupervisedThread
+from rlmux.runtime.workers.processes import raise_file_limit
 from rlmux.service.addresses import Listening, Proxied
 from rlmux.service.http_head import MAX_HEAD_BYTES, BoundedHttp
-from rlmux.service.http_patience import PatientServer, listen, raise_file_limit
+from rlmux.service.http_patience import PatientServer, listen
 
 _START_LIMIT_S = 30.0
 _KEEP_ALIVE_S = 30

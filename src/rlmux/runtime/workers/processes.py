@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 import socket
 import struct
@@ -35,7 +36,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.core.errors import PipelineError, RlmuxError, StorageError, WorkerLostError
 from rlmux.hidden_main import hidden_main, show_working_folder
 from rlmux.reaper import marking
 from rlmux.rl.user_code.loading import tell_calls_to
@@ -58,6 +59,11 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 _EXIT_CODE = "exit code"
 _MAX_WORDS = 1000
 """Bytes of the name of a call."""
+_WARNINGS = "PYTHONWARNINGS"
+_MAX_FILES = 1 << 16
+"""Most files that the soft limit is raised to: some programs close every number below their limit at the start."""
+_FILES_OF_A_START = 16
+"""Files that the start of a worker opens, those of a fork server that may have to be started too included."""
 _PR_SET_PDEATHSIG = 1
 _CODE_WITHOUT_SERVER = 255
 """Exit code that multiprocessing reports if the fork server is gone."""
@@ -88,9 +94,36 @@ def warm_up(*, imports: str | None = None) -> None:
         server._stop()  # it was started without our imports: every worker would have to import torch itself
     _FORKSERVER.set_forkserver_preload([imports or _IMPORTS])
     with hidden_main():
-        resource_tracker.ensure_running()  # it lets interrupts through again when it has started
+        with _quiet_about_leaks():
+            resource_tracker.ensure_running()  # it lets interrupts through again when it has started
         with marking(), _without_interrupts():
             forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _quiet_about_leaks() -> Iterator[None]:
+    """Let the resource tracker, when it is started in the body, remove what a killed worker leaves without a warning.
+
+    User code's pools have semaphores, and their workers are ended by SIGKILL where they fail.
+    """
+    before = os.environ.get(_WARNINGS)
+    own = "ignore:resource_tracker:UserWarning"
+    os.environ[_WARNINGS] = own if before is None else f"{before},{own}"
+    try:
+        yield
+    finally:
+        del os.environ[_WARNINGS]
+        if before is not None:
+            os.environ[_WARNINGS] = before
+
+
+def raise_file_limit() -> None:
+    """Raise this process's soft limit of open files to the hard one, 65,536 at most: each worker takes five."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft not in (resource.RLIM_INFINITY, wanted) and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it: the limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
@@ -202,6 +235,7 @@ class WorkerProcess:
         self._last_beat_s: float | None = None
         """Time at which the present call was sent, or last showed life; None between calls."""
         self._is_read = threading.Lock()
+        _check_free_files(name)
         self.connection, theirs = _FORKSERVER.Pipe()
         self._last_words = _LastWords()
         """The call of the user's code that is under way; empty between two."""
@@ -353,6 +387,22 @@ def _ending_of_fork_server(pid: int | None) -> str | None:
                 break
             time.sleep(0.005)
     return _ended_fork_servers.get(pid)
+
+
+def _check_free_files(name: str) -> None:
+    """Raises StorageError where a start would run out of files half way: the fork server does not survive that."""
+    free: list[int] = []
+    try:
+        for _ in range(_FILES_OF_A_START):
+            free.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise StorageError(
+            f"{name}: no file is left for another worker: {limit} may be open; accepted: a higher limit (ulimit -n)"
+        ) from error
+    finally:
+        for descriptor in free:
+            os.close(descriptor)
 
 
 def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
