@@ -382,3 +382,15 @@ def test_a_lane_whose_service_starts_it_again_is_said_to_be_resuming(script, tmp
     assert reads.lane_row("cpu", SERVER)["state"] == "resuming"
     ended.append("five times")
     assert reads.lane_row("cpu", SERVER)["state"] == "over"
+
+
+@pytest.mark.parametrize("is_going_on", [True, False])
+def test_a_device_of_a_lane_without_a_placed_pipeline_is_idle(tmp_path: Path, monkeypatch, is_going_on) -> None:
+    """Its log ends with the last work: what that row says is not what the device does since."""
+    AlternatingRun().script.write(tmp_path)
+    monkeypatch.setattr(indexer, "living_owner", lambda _: (1, "here") if is_going_on else None)
+    with IndexReader(index_of(tmp_path)) as reader:
+        devices = [json.loads(text) for (text,) in reader.rows("SELECT json FROM device")]
+    assert {device["kind"] for device in devices} == {"idle"}
+    assert {device["label"] for device in devices} == {"nothing admitted" if is_going_on else "down"}
+    assert all(device["pipeline"] is None and device["order"] is None for device in devices)

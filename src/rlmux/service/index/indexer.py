@@ -240,7 +240,7 @@ class LaneIndexer:
     def _write_rows(self, look: Look) -> None:
         follower, index, seq = self._follower, self._index, self._seq
         pipelines = interval_rows.pipeline_rows(follower, self._plans, self._configs, is_going_on=self._is_going_on)
-        devices = interval_rows.device_rows(follower, look)
+        devices = interval_rows.device_rows(follower, look, is_going_on=self._is_going_on)
         row_by_name = {name: row for name, (row, _) in pipelines.items()}
         index.set_facts(lane=interval_rows.lane_row(follower, look, row_by_name))
         index.set_rows(

@@ -107,8 +107,13 @@ def settled_rows(follower: Follower) -> list[dict[str, Any]]:
     ]
 
 
-def device_rows(follower: Follower, look: Look) -> dict[DeviceId, dict[str, Any]]:
-    """What each device does now, and the sums of the whole run."""
+def device_rows(follower: Follower, look: Look, *, is_going_on: bool) -> dict[DeviceId, dict[str, Any]]:
+    """What each device does now, and the sums of the whole run.
+
+    A log ends where nothing more happens: what its last row says goes on only while a pipeline is placed.
+    """
+    is_placed = any(record.status == "running" for record in follower.history.pipelines.values())
+    quiet = Cause.DOWN if not is_going_on else None if is_placed else Cause.NOTHING_ADMITTED
     last: dict[DeviceId, Interval] = {}
     for device, interval in [*look.settled, *look.open]:
         if device not in last or interval.end_s >= last[device].end_s:
@@ -117,6 +122,8 @@ def device_rows(follower: Follower, look: Look) -> dict[DeviceId, dict[str, Any]
     rows = {}
     for device, named in follower.seconds().items():
         now, seconds = last.get(device), _by_kind(list(named.items()))
+        if now is not None and quiet is not None:
+            now = Interval(now.end_s, look.end_s, Kind.IDLE, quiet)
         rows[device] = {
             "id": str(device),
             "pool": device.pool,

@@ -25,7 +25,7 @@ export function Causes({ path, lane, name }: { path: string; lane: string; name:
   return (
     <>
       <h2>
-        Why a step takes {seconds(step_s)} <small>{slowdown === null ? "" : `${times(slowdown)} as long as alone; `}mean of the last {count(num_steps)} steps</small>
+        Why a step takes {seconds(step_s)} <small>{slowdown === null ? "" : `${times(slowdown)} as long as alone; `}mean of the last {count(num_steps)} steps; the head has the mean of all</small>
       </h2>
       <table class="bars">
         <tbody>

@@ -19,7 +19,7 @@ export function Fleet() {
   const name = of(lane.name);
   const devices = useData<Page<Device>>(`/lanes/${name}/devices`, [`devices:${lane.name}`, `lane:${lane.name}`]);
   const rows = useData<Page<Pipeline>>(`/pipelines?lane=${name}&sort=active&limit=100`, [`pipeline:${lane.name}`]);
-  const failed = useData<Page<Pipeline>>(`/pipelines?lane=${name}&status=failed,refused&sort=-ended_s&limit=50`, [`pipeline:${lane.name}`]);
+  const failed = useData<Page<Pipeline>>(`/pipelines?lane=${name}&status=failed,refused&sort=-ended_s&limit=${MOST_LISTED}`, [`pipeline:${lane.name}`]);
   const alerts = useData<{ items: Alert[] }>(`/lanes/${name}/alerts`, [`lane:${lane.name}`]);
   return (
     <>
@@ -83,6 +83,7 @@ async function seen(lane: string, { rule, pipeline }: Alert): Promise<void> {
 }
 
 const MOST_FAILED = 8;
+const MOST_LISTED = 50;
 
 /** What failed since this browser's reader said that the rest was seen, as the lane's time; kept for each run. */
 function useSeen(): [number, (until_s: number) => void] {
@@ -107,6 +108,8 @@ function NeedsYou({ rows, failed, alerts }: { rows: Pipeline[]; failed: Pipeline
   const unseen = failed.filter((row) => endOf(row) > seen_s);
   const slow = rows.filter((row) => row.status === "running" && row.keeps_slo === false);
   const waiting = lane.pipelines.waiting ?? 0;
+  // The list has the last 50 at most; the lane's own counts have all, those that were seen included.
+  const numFailed = unseen.length < MOST_LISTED ? unseen.length : (lane.pipelines.failed ?? 0) + (lane.pipelines.refused ?? 0);
   if (unseen.length + slow.length + alerts.length + waiting === 0) return null;
   return (
     <>
@@ -131,8 +134,7 @@ function NeedsYou({ rows, failed, alerts }: { rows: Pipeline[]; failed: Pipeline
                 {unseen.length > MOST_FAILED && (
                   <>
                     <a href={address("/pipelines", { status: "failed", sort: "-ended_s" })}>
-                      {count(unseen.length - MOST_FAILED)}
-                      {unseen.length === 50 && " or more"} failed before these
+                      {count(numFailed - MOST_FAILED)} failed before these
                     </a>{" "}
                     ·{" "}
                   </>
@@ -284,9 +286,10 @@ function Cell({ device, isOver }: { device: Device; isOver: boolean }) {
   const doing = isBusy ? `${device.pipeline} ${device.step ?? ""} · ${stageName(device.stage)}` : device.label;
   return (
     <a class="cell" href={address("/timeline", { q: `device:${device.id}` })} style={isOver ? {} : edge}>
-      <b>{device.id}</b> <span class="muted small">{percent(device.utilization)} busy</span>
+      <b>{device.id}</b> <span class="muted small">{percent(device.utilization)} busy in all</span>
       {!isOver && (
         <p>
+          <span class="muted">now </span>
           {isBusy && device.pipeline ? <Dot name={device.pipeline} pipelines={pipelines} /> : null}
           {doing}
         </p>

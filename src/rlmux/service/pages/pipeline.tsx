@@ -145,7 +145,7 @@ function Figures({ detail }: { detail: Detail }) {
         ["slower than alone", <><a href={address(location.pathname, { tab: "time" })} title="why">{times(detail.step_slowdown)}</a>{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
         ...boundTiles(detail),
         ["tokens", count(detail.tokens)],
-        ["weights, shared or alone", <span title={promiseTitle(detail.promise)}>{promiseWord(detail.promise)}</span>],
+        ["promise: shared or alone", <span title={promiseTitle(detail.promise)}>{promiseWord(detail.promise)}</span>],
         ["weights", <span class="mono" title={detail.weights_sha256 ?? ""}>{detail.weights_sha256?.slice(0, 12) ?? "–"}</span>],
       ]}
     />

@@ -5,7 +5,7 @@
 //   filter, theme ───────┘
 //
 // Rows of pipelines follow the view when it has been still for a moment, and all of it is here.
-import { type Colours, themeColours } from "../colours";
+import { type Colours, NUM_COLOURS, themeColours } from "../colours";
 import type { Timeline } from "../shapes";
 import { count, moment } from "../words";
 import { type Pictures, Painter } from "./bitmap";
@@ -14,7 +14,7 @@ import { type Chunk, Feed, type Span } from "./feed";
 import { type Hit, hitInterval, hitTiles } from "./hit";
 import { drawOverview } from "./overview";
 import { hatchOf, paintIntervals } from "./paint";
-import { AXIS, type Filter, GUTTER, type Layout, type Named, OVERVIEW, Scale, type View, filterOf, layoutOf, tickOf } from "./rows";
+import { AXIS, type Filter, GUTTER, type Layout, type Named, OVERVIEW, type Row, Scale, type View, filterOf, layoutOf, tickOf } from "./rows";
 
 export interface Listener {
   onSpan(span: Span): void;
@@ -289,6 +289,7 @@ export class Board {
       if (row.kind !== "device") {
         context.fillStyle = this.#colours.track;
         context.fillRect(left, row.y, right - left, row.height);
+        this.#drawLives(context, row, scale);
         context.drawImage(marks, 0, 2 * this.layout.marked.indexOf(row) + 0.5, tiles.num_buckets, 1, x, row.y, width, row.height);
         continue;
       }
@@ -301,6 +302,19 @@ export class Board {
       context.drawImage(pictures.devices, 0, row.index * pictures.high, tiles.num_buckets, pictures.high, x, row.y, width, row.height);
     }
     context.restore();
+  }
+
+  /** A faint band from the admission to the end of a row's pipelines: in each column of tiles only one has its colour. */
+  #drawLives(context: CanvasRenderingContext2D, row: Row, scale: Scale): void {
+    context.globalAlpha = 0.18;
+    for (const [place, at] of this.layout.markOf) {
+      const life = this.layout.marked[at] === row ? this.timeline.lives[place] : undefined;
+      if (life?.begun_s == null) continue;
+      const x = scale.x(life.begun_s);
+      context.fillStyle = this.#colours.pipelines[place % NUM_COLOURS] ?? this.#colours.ink;
+      context.fillRect(x, row.y, scale.x(life.ended_s ?? this.timeline.end_s) - x, row.height);
+    }
+    context.globalAlpha = 1;
   }
 
   #picturesOf(tiles: object & Parameters<Painter["paint"]>[0], painter: Painter): Pictures {
