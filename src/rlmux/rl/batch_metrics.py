@@ -29,6 +29,8 @@ class BatchMetrics:
     response_tokens_mean: float
     response_tokens_max: int
     """Response tokens of the longest trajectory."""
+    clip_ratio: float
+    """Share of the trajectories that ended for want of room, their own tokens or a reply's (stop reason `length`)."""
     turns_mean: float
     token_runs: Sequence[Sequence[int]]
     """Per trajectory, in id order, lengths in tokens: sampled, forced by its environment, sampled again, ..."""
@@ -65,6 +67,7 @@ def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
         response_tokens=sum(lengths),
         response_tokens_mean=sum(lengths) / len(lengths),
         response_tokens_max=max(lengths),
+        clip_ratio=sum(trajectory.stop_reason == "length" for trajectory in batch.trajectories) / len(lengths),
         turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
         token_runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
         logged=batch.logged,

@@ -159,6 +159,7 @@ def test_metrics_say_what_the_step_was_like(make_config: MakeConfig, finish: Fin
     assert (metrics.num_trajectories, metrics.turns_mean) == (6, 1)
     assert (metrics.response_tokens, metrics.response_tokens_mean, metrics.response_tokens_max) == (36, 6, 6)
     assert metrics.token_runs == [[6]] * 6
+    assert metrics.clip_ratio == 0.0
 
 
 def demonstrations(config: TrainingConfig, update_index: int) -> list[Demonstration]:
@@ -355,6 +356,15 @@ def test_a_used_up_budget_ends_the_trajectory(make_config: MakeConfig, finish: F
     replies, released = env.on_turns([cut, no_room, with_room])
     assert released == [first.id, second.id]
     assert [reply.id for reply in replies] == [third.id]
+
+
+def test_answers_without_room_count_as_clipped(make_config: MakeConfig, finish: Finish) -> None:
+    """Those whose own tokens filled it, and those whose reply would have."""
+    env = PipelineEnv(make_config("calculator", rollout={"max_new_tokens": 7}))
+    cut, no_room, *others = env.begin_step(1)
+    turns = [finish(cut, spoken("<11+11>"), stop_reason="length"), finish(no_room, spoken("<1+2>"))]
+    env.on_turns([*turns, *(finish(each, spoken("1")) for each in others)])
+    assert batch_metrics(env.finish_step(1)).clip_ratio == 2 / (2 + len(others))
 
 
 def test_guessing_goes_on_until_the_number_is_found(make_config: MakeConfig, finish: Finish) -> None:

@@ -218,6 +218,7 @@ def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dic
             "trajectories": batch.metrics.num_trajectories,
             "response_len_mean": batch.metrics.response_tokens_mean,
             "response_len_max": batch.metrics.response_tokens_max,
+            "response_len_clip_ratio": batch.metrics.clip_ratio,
             "turns_mean": batch.metrics.turns_mean,
             **batch.metrics.round_metrics,
             **batch.metrics.version_metrics,

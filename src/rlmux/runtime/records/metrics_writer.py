@@ -26,6 +26,7 @@ _TAGS = {
     "reward_std": "reward/std",
     "response_len_mean": "response_length/mean",
     "response_len_max": "response_length/max",
+    "response_len_clip_ratio": "response_length/clip_ratio",
     "turns_mean": "rollout/turns_mean",
     "tokens": "rollout/tokens",
 }
