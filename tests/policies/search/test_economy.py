@@ -214,6 +214,19 @@ def test_a_newcomer_joins_a_wide_member_and_trains_on_as_many_nodes_as_it_asks_f
     ledger.check()
 
 
+def test_a_newcomer_joins_also_where_a_member_never_ends():
+    """The dollars to such an end are infinite before and after: each choice would add as little as another."""
+
+    def left(name):
+        return None if name == "endless" else left_of(pipeline(), now_s=0.0, num_left=100)
+
+    ledger = PlacementLedger(CLUSTER, left)
+    endless = pipeline("endless", slo=2.5, num_steps=None)
+    ledger.admit(endless, RlMux().place(endless, PlacementView(ledger)))
+    newcomer = pipeline("newcomer", slo=2.5)
+    assert RlMux().place(newcomer, PlacementView(ledger)).group is not None
+
+
 # the whole
 
 

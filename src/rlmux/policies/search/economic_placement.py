@@ -22,13 +22,20 @@ from rlmux.policies.search.economy import Economy
 def cheapest_place(pipeline: Pipeline, view: PlacementView, economy: Economy) -> PlacementChoice | None:
     """The place that adds fewest dollars; None where no node is free.
 
-    Dollars per hour, or in all where so few pipelines are placed that they can be played out to the end of their work.
+    Dollars per hour, or in all where so few pipelines are placed that they can be played out to the end of their work,
+    and each has one.
     """
-    if view.num_pipelines >= MOST_PLAYED_OUT:
+    if view.num_pipelines >= MOST_PLAYED_OUT or not _have_an_end(pipeline, view):
         return _cheapest_per_hour(pipeline, view, economy)
     alone, _ = _alone(pipeline, view, economy)
     places = [*([] if alone is None else [alone]), *_places(pipeline, view, economy)]
     return min(places, key=lambda choice: _usd_in_all(choice, pipeline, view), default=None)
+
+
+def _have_an_end(pipeline: Pipeline, view: PlacementView) -> bool:
+    """Whether the number of steps is known of the newcomer and of all that are placed."""
+    placed = (member.pipeline.id for group in view.groups() for member in group.members)
+    return pipeline.num_steps is not None and all(view.work_left(name) is not None for name in placed)
 
 
 def _places(pipeline: Pipeline, view: PlacementView, economy: Economy) -> Iterator[PlacementChoice]:
