@@ -284,6 +284,8 @@ class Waiting(Shape):
     share: float | None = None
     fair_share: float | None = None
     is_over_share: bool | None = None
+    released_by: str | None = None
+    """Command after which a held pipeline may start, `unpark` or `release`; null for one that is not held."""
 
 
 class Why(Waiting):
@@ -310,11 +312,20 @@ class File(Shape):
     """YAML."""
 
 
+class AdapterRoom(Shape):
+    here: int
+    """Number of adapters of one base on the device."""
+    more: int
+    """Number of further ones that its free memory takes."""
+
+
 class DeviceStatus(Shape):
     pool: str
     pipeline: str | None
     stage: str | None
     step: int | None
+    adapters: dict[str, AdapterRoom]
+    """Adapters of one base on the device, by phase."""
 
 
 class Status(Shape):
