@@ -92,8 +92,6 @@ class Workload:
     seed: int = 0
     shares: ShareSettings | None = None
     """What users and projects are entitled to; None: nothing was set."""
-    usage: UsageRestored | None = None
-    """What users and projects had used before second 0; None: nothing."""
     spot: SpotTrace | None = None
     """Prices over time and nodes that are taken back; None: prices are the cluster's, and all nodes stay."""
     about: str = ""
@@ -102,6 +100,8 @@ class Workload:
     """Slowdowns of orders on devices of one machine; None: there are none."""
     notes: tuple[str, ...] = ()
     """What of the figures' terms was not given, and what was taken instead: a line each."""
+    usage: UsageRestored | None = None
+    """What users and projects had used before second 0; None: nothing."""
 
     @property
     def end_s(self) -> float | None:
