@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tests.small_files import small_file
 
-from rlmux.cli.checked_file import Kind, kind_of
+from rlmux.cli.checked_file import kind_of
+from rlmux.config.file_kind import FileKind
 from rlmux.runtime import launch, local
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,13 +41,13 @@ def test_each_kind_of_file_is_checked_by_its_own_loader(rlmux, name, line):
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        (f"{POOLS}\npipeline: []", Kind.PIPELINES),
-        (f"{POOLS}\npolicy: fifo", Kind.PERMITS),
-        ("clustre: {}\nlease_s: 3", Kind.PERMITS),
-        ("lanes: {}", Kind.LANES),
-        (f"{POOLS}\nserve: {{}}", Kind.LANES),
-        ("", Kind.PIPELINES),
-        ("[1, 2]", Kind.PIPELINES),
+        (f"{POOLS}\npipeline: []", FileKind.PIPELINES),
+        (f"{POOLS}\npolicy: fifo", FileKind.PERMITS),
+        ("clustre: {}\nlease_s: 3", FileKind.PERMITS),
+        ("lanes: {}", FileKind.LANES),
+        (f"{POOLS}\nserve: {{}}", FileKind.LANES),
+        ("", FileKind.PIPELINES),
+        ("[1, 2]", FileKind.PIPELINES),
     ],
 )
 def test_a_mistyped_file_keeps_its_kind(folder, text, kind):

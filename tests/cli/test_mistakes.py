@@ -48,7 +48,7 @@ from rlmux.cli.commands import app, example_of
             "policy 'rollmux' has no mechanism 'fill'; accepted: tails\n",
         ),
         (["simulate", "nowhere"], "workload 'nowhere' is neither"),
-        (["simulate", "weave", "--seeds", "0"], "--seeds '0': accepted: how many, from 1, or the first and the last"),
+        (["simulate", "weave", "--seeds", "0"], "--seeds '0': accepted: how many, from 1 to 10,000"),
         (["simulate", "weave", "--seeds", "24-20"], "--seeds '24-20': accepted: "),
         (["simulate", "weave", "--set", "a=1"], "--set a=1: only a YAML file takes overrides, and 'weave' is none"),
         (

@@ -169,3 +169,43 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, rlmux, words, line):
     assert (said.code, said.out) == (2, "")
     assert said.err.startswith(f"rlmux: {line}"), said.err
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("command", "reason"), [("unpark", "its user parked it"), ("release", "its user holds it")])
+def test_why_of_a_held_pipeline_names_the_command_that_lets_it_start(monkeypatch, capsys, command, reason):
+    class Target:
+        def send_command(self, request: str, name: str) -> dict:
+            change = {"key": "hold", "was": "held", "to": "released"}
+            standing = {"position": 0, "num_waiting": 0, "waited_s": 3.0, "is_over_share": False}
+            return {
+                "token": "held",
+                "reason": reason,
+                "released_by": command,
+                "would_start_now_if": [change],
+                **standing,
+            }
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(remote, "target_of", lambda place: Target())
+    remote.show_why("runs/two", "b", as_json=False)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"  {reason}",
+        f"  starts at once after: rlmux {command} runs/two b",
+    ]
+
+
+def test_status_shows_what_a_server_answers(monkeypatch):
+    """A server's answer passes through its schema, which drops what it does not name."""
+    from rlmux.service.dashboard.schemas.run_schemas import DeviceStatus
+
+    device = {
+        "pool": "train",
+        "pipeline": None,
+        "stage": None,
+        "step": None,
+        "adapters": {"train": {"here": 2, "more": 1}},
+    }
+    served = DeviceStatus.model_validate(device).model_dump()
+    (row,) = remote._device_rows({"devices": {"train-0.0": served}})
+    assert row["adapters"] == "train 2, room for 1 more"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +10,19 @@ import pytest
 from rlmux.core.actions import Admit, RunStage
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.rl.batch_metrics import BatchMetrics
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers.worker_calls import TrainCallResult
+from rlmux.runtime.workers.worker_calls import StepBatch, TrainCallResult
 
 TOUCHING = {"build", "run_chunk", "run_stage", "publish", "checkpoint", "offload"}
 """Calls that need the device; the other calls of device workers read files or wait for one."""
+METRICS = BatchMetrics(
+    num_trajectories=1, reward_mean=0.0, reward_std=0.0, response_tokens=1, response_tokens_mean=1.0,
+    response_tokens_max=1, clip_ratio=0.0, turns_mean=1.0, token_runs=[[1]], logged={}, round=None, versions=[0],
+    version_metrics={},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -94,7 +99,7 @@ def test_rewards_hand_nothing_to_the_trainer_and_the_first_call_of_training_brin
 ) -> None:
     run_stage(backend, Stage.REWARD)
     workers = backend.workplace.workers
-    workers["p/env"].answer("finish_step", SimpleNamespace(payload=b"a step"))
+    workers["p/env"].answer("finish_step", StepBatch(payload=b"a step", metrics=METRICS))
     trainer = workers["p/train"]
     assert trainer.asked() == []
     for order, stage, payload in [(2, Stage.OLD_LOGPROBS, b"a step"), (3, Stage.UPDATE, None)]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.events import UsageRestored
+from rlmux.core.model import Account, Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.queue.queue_order import AccountShare, AccountUsage, Quota, ShareSettings
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import simulate
@@ -188,3 +190,52 @@ def test_a_pipeline_that_has_only_an_estimate_has_a_wider_range_and_a_note(tmp_p
     one = answer["then"]["pipelines"]["third"]
     assert one["high"]["ends_s"] == pytest.approx((1.0 + UNMEASURED) * one["ends_s"], rel=0.02)
     assert answer["notes"] == ["third: fewer than 3 steps are measured; its range is 60% more or less"]
+
+
+def logged_run(folder: Path, arrivals: tuple[Arrival, ...], shares: ShareSettings, cluster: Cluster) -> Ongoing:
+    """A run under shares whose log stops at `CUT_S`."""
+    workload = Workload(name="run", cluster=cluster, arrivals=arrivals, shares=shares)
+    with RunLog.create(folder, run_header(policy="solo", backend="local", cluster=cluster)) as log:
+
+        def write(event, actions) -> None:
+            if event.time_s <= CUT_S:
+                log.append_event(event)
+                log.append_actions(actions)
+
+        simulate(workload, make_policy("solo"), observer=write)
+    return ongoing(folder, cluster)
+
+
+FOUR = Cluster(pools={name: replace(pool, num_nodes=4) for name, pool in CLUSTER.pools.items()})
+
+
+def test_a_quota_of_two_pipelines_keeps_a_third_and_a_fourth_waiting_in_the_prediction_too(tmp_path):
+    two = Quota(max_running=2)
+    shares = ShareSettings(accounts=(AccountShare(account=Account("", "ann"), quota=two),))
+    known = {"user": "ann", "estimate": PhaseSeconds(rollout_s=6.0, train_s=3.0)}
+    run = logged_run(tmp_path, tuple(arrival(f"p{number}", 6.0, 3.0, **known) for number in range(4)), shares, FOUR)
+    said = what_if(run, WhatIfChange(added=run.like("p0", 1)))["then"]["pipelines"]
+    begins = sorted(one["queue_s"] for one in said.values())
+    assert [queue_s < 1.0 for queue_s in begins] == [True, True, False, False, False]
+
+
+def test_what_was_used_counts_in_the_prediction(tmp_path):
+    """A day's quota that is nearly spent: what was used before is read from the log's last note `usage`."""
+    day = Quota(device_hours_a_day=1.0)
+    shares = ShareSettings(accounts=(AccountShare(account=Account("", "ann"), quota=day),))
+    run = logged_run(tmp_path, (arrival("p0", 6.0, 3.0, user="ann"),), shares, FOUR)
+    used = UsageRestored(
+        usage=(AccountUsage(account=Account("", "ann"), pool="train", device_s=3600.0, today_s=3600.0),)
+    )
+    spent = replace(run, left=replace(run.left, usage=used))
+    assert what_if(spent, WhatIfChange(added=run.like("p0", 1)))["then"]["pipelines"]["p0-2"]["queue_s"] != 0.0
+
+
+def test_a_pipeline_that_its_user_parked_is_not_predicted_to_go_on(tmp_path):
+    ends_of(PAIR, "rollmux", tmp_path)
+    with RunLog.open(tmp_path) as log:
+        log.note("standing", CUT_S, pipeline="short", is_held=True)
+    run = ongoing(tmp_path, CLUSTER)
+    said = what_if(run, WhatIfChange(added=run.like("long", 1)))
+    assert said["then"]["pipelines"]["short"]["ends_s"] is None
+    assert any("short is held or parked" in note for note in said["notes"])

@@ -9,28 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from rlmux.cli import inputs
-from rlmux.config.broker_file import BrokerConfig
-from rlmux.config.error_messages import fields_by_key
+from rlmux.config import file_kind
+from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.load import read_text
 from rlmux.config.source_map import parse_yaml
-from rlmux.config.tree import RunConfig
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster
-
-
-class Kind(StrEnum):
-    """What a file describes, named after its main part."""
-
-    PIPELINES = "pipelines"
-    """The file of `rlmux run`."""
-    LANES = "lanes"
-    """The file of `rlmux serve`."""
-    PERMITS = "permits"
-    """The file of `rlmux broker`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +38,7 @@ class CheckedCluster:
 class CheckedFile:
     """A file without mistakes."""
 
-    kind: Kind
+    kind: FileKind
     """What the file describes."""
     names: Sequence[str]
     """Names of its pipelines or lanes."""
@@ -59,27 +46,24 @@ class CheckedFile:
     """One for each lane; one in other files."""
 
 
-def kind_of(file: str) -> Kind:
-    """The kind of a file by its keys. Raises SpecError for an unreadable file."""
-    keys = parse_yaml(read_text(Path(file)), file).value
-    if not isinstance(keys, dict):
-        return Kind.PIPELINES  # whose loader words the mistake
-    if keys.keys() & {"lanes", "serve"}:  # `serve` outside a lane is a mistake that the loader of lanes words
-        return Kind.LANES
-    of_broker, of_run = fields_by_key(BrokerConfig).keys(), fields_by_key(RunConfig).keys()
-    has_only_its_keys = "cluster" in keys and keys.keys() <= of_broker
-    return Kind.PERMITS if has_only_its_keys or keys.keys() & (of_broker - of_run) else Kind.PIPELINES
+def kind_of(file: str) -> FileKind:
+    """The kind of a file by its keys. Raises SpecError for an unreadable file, and for shares alone."""
+    root = parse_yaml(read_text(Path(file)), file)
+    kind = file_kind.kind_of(root)
+    if kind is FileKind.SHARES:
+        check_kind(root, FileKind.PIPELINES, file)
+    return kind
 
 
 def check_file(file: str, sets: Sequence[str]) -> CheckedFile:
     """Check a file with the loader of its kind. Raises UserError for a mistake."""
     kind = kind_of(file)
-    if sets and kind is Kind.LANES:
+    if sets and kind is FileKind.LANES:
         raise UserError(f"--set {sets[0]}: {file} has {kind}; accepted: a file of `rlmux run` or `broker`")
     return {
-        Kind.PIPELINES: _check_pipelines,
-        Kind.LANES: _check_lanes,
-        Kind.PERMITS: _check_permits,
+        FileKind.PIPELINES: _check_pipelines,
+        FileKind.LANES: _check_lanes,
+        FileKind.PERMITS: _check_permits,
     }[kind](file, sets)
 
 
@@ -91,7 +75,7 @@ def _check_pipelines(file: str, sets: Sequence[str]) -> CheckedFile:
     if promised:
         inputs.print_notice(f"promises of {', '.join(promised)}: not probed; `rlmux run` probes them before it starts")
     names = [one.name for one in spec.pipelines]
-    return CheckedFile(kind=Kind.PIPELINES, names=names, clusters=[_cluster(spec.policy, spec.cluster)])
+    return CheckedFile(kind=FileKind.PIPELINES, names=names, clusters=[_cluster(spec.policy, spec.cluster)])
 
 
 def _check_lanes(file: str, _: Sequence[str]) -> CheckedFile:
@@ -109,12 +93,12 @@ def _check_lanes(file: str, _: Sequence[str]) -> CheckedFile:
         )
         for name, lane in lanes.items()
     ]
-    return CheckedFile(kind=Kind.LANES, names=list(lanes), clusters=clusters)
+    return CheckedFile(kind=FileKind.LANES, names=list(lanes), clusters=clusters)
 
 
 def _check_permits(file: str, sets: Sequence[str]) -> CheckedFile:
     spec = inputs.load_for_broker(file, sets, None)
-    return CheckedFile(kind=Kind.PERMITS, names=[], clusters=[_cluster(spec.policy, spec.cluster)])
+    return CheckedFile(kind=FileKind.PERMITS, names=[], clusters=[_cluster(spec.policy, spec.cluster)])
 
 
 def _cluster(policy: str, cluster: Cluster) -> CheckedCluster:
@@ -132,7 +116,7 @@ def show(file: str, checked: CheckedFile, *, as_json: bool) -> None:
         return
     number = len(checked.names)
     what = f"{number} {checked.kind if number != 1 else checked.kind.removesuffix('s')}" if number else checked.kind
-    between = "; " if checked.kind is Kind.LANES else ", "
+    between = "; " if checked.kind is FileKind.LANES else ", "
     print(f"{file}: ok: {between.join([what, *map(_shown, checked.clusters)])}")
 
 

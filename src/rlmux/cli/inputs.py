@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("local", "ray")
 PAPERS = ("rollmux", "jigsawrl", "rivals")
+MAX_SEEDS = 10_000
+"""Simulations of a policy that one command runs at most."""
 
 
 def load(
@@ -85,9 +87,11 @@ def seed_numbers(text: str) -> tuple[int, ...]:
     first, dash, last = text.strip().partition("-")
     if first.isdecimal() and (last.isdecimal() if dash else int(first) > 0):
         numbers = range(int(first), int(last) + 1) if dash else range(int(first))
-        if numbers:
+        if 0 < len(numbers[: MAX_SEEDS + 1]) <= MAX_SEEDS:
             return tuple(numbers)
-    raise UserError(f"--seeds {text!r}: accepted: how many, from 1, or the first and the last of them, such as 20-24")
+    raise UserError(
+        f"--seeds {text!r}: accepted: how many, from 1 to {MAX_SEEDS:,}, or the first and the last, such as 20-24"
+    )
 
 
 def check_policy(option: str, name: str) -> None:

@@ -71,8 +71,17 @@ def show_why(place: str, name: str, *, as_json: bool) -> None:
     print(f"  {answer['reason']}")
     if answer["is_over_share"]:
         print(f"  {_over_share_in_words(answer)}")
+    if answer.get("released_by"):
+        print(f"  {_release_in_words(place, name, answer)}")
+        return
     for change in answer["would_start_now_if"]:
         print(f"  would start now {_change_in_words(change)}")
+
+
+def _release_in_words(place: str, name: str, answer: Mapping[str, Any]) -> str:
+    """The command after which a held or parked pipeline starts, and when."""
+    starts = "at once" if answer["would_start_now_if"] else "once there is room"
+    return f"starts {starts} after: rlmux {answer['released_by']} {place} {name}"
 
 
 def _waiting(target: RunTarget, name: str) -> dict[str, Any]:
@@ -151,8 +160,6 @@ def _usage_row(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def _change_in_words(change: Mapping[str, Any]) -> str:
     match change["key"]:
-        case "hold":
-            return "if it were released"
         case "without":
             return f"without {change['to']}"
         case key:

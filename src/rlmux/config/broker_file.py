@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlmux.config.checks import check_policy
 from rlmux.config.derive import make_cluster
 from rlmux.config.error_messages import explain, spec_error
+from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.load import read_text
 from rlmux.config.merge import merge
 from rlmux.config.source_map import parse_yaml
@@ -63,7 +64,9 @@ class BrokerSpec:
 def load_broker_spec(path: str | Path, *, overrides: Sequence[str] = (), policies: Sequence[str]) -> BrokerSpec:
     """Read, check and convert the file. Raises SpecError, one line that names the place."""
     source = str(path)
-    root = merge(parse_yaml(read_text(Path(path)), source), source, overrides, [])
+    tree = parse_yaml(read_text(Path(path)), source)
+    check_kind(tree, FileKind.PERMITS, source)
+    root = merge(tree, source, overrides, [])
     try:
         config = TypeAdapter(BrokerConfig).validate_json(json.dumps(root.plain()))
     except ValidationError as error:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from rlmux.config.checks import Checks, CheckTraining, Purpose
 from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
 from rlmux.config.error_messages import explain
+from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.merge import merge
 from rlmux.config.shares import check_prices, make_shares
 from rlmux.config.source_map import Node, parse_yaml
@@ -127,6 +128,8 @@ def parse_spec(
 ) -> Spec:
     """`load_spec` for a text that is at hand."""
     tree = parse_yaml(text, source)
+    has_others = bool(reading.get("may_be_empty") or reading.get("overrides"))
+    check_kind(tree, FileKind.PIPELINES, source, may_be_empty=has_others)
     if cluster_of is not None and isinstance(tree.value, dict):
         other = parse_yaml(cluster_of.resolved, cluster_of.source)
         tree = tree.replaced(["cluster"], other.nearest(["cluster"]))

@@ -18,6 +18,7 @@ from annotated_types import MinLen
 from pydantic import TypeAdapter, ValidationError
 
 from rlmux.config.error_messages import explain, spec_error
+from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.load import Spec, read_text, spec_of_tree
 from rlmux.config.serve_file import ServeConfig, checked_serve
 from rlmux.config.shares import SharesConfig
@@ -74,7 +75,8 @@ def load_service_file(path: Path, *, folder: Path | None = None, policies: Seque
 def parse_service_file(text: str, *, source: str, folder: Path, base: Path, policies: Sequence[str]) -> dict[str, Lane]:
     """`load_service_file` for a text that is at hand. `base`: the folder that paths of models are relative to."""
     root = parse_yaml(text, source)
-    _check_kind(root)
+    check_kind(root, FileKind.LANES, source)
+    _check_lanes(root)
     try:
         file = TypeAdapter(ServiceFile).validate_json(json.dumps(root.plain()))
     except ValidationError as error:
@@ -116,17 +118,14 @@ _BELOW = """\
 """
 
 
-def _check_kind(root: Node) -> None:
-    """Raises SpecError for another command's file."""
+def _check_lanes(root: Node) -> None:
+    """Raises SpecError for a section that belongs to a lane, or beside them."""
     if not isinstance(root.value, dict):
         return
     if "lanes" in root.value:
         _check_shares_place(root)
-        return
-    if "serve" in root.value:
+    elif "serve" in root.value:
         raise spec_error(root, ["serve"], "belongs to a lane; accepted: lanes: {NAME: {cluster: ..., serve: ...}}")
-    if "pipelines" in root.value:
-        raise spec_error(root, ["pipelines"], "are submitted; accepted: a file with lanes, or: rlmux run FILE")
 
 
 def _check_shares_place(root: Node) -> None:

@@ -10,6 +10,7 @@
     ├── CheckpointError               a checkpoint is absent, torn or damaged: an older one may do
     ├── LogError                      the run log is unreadable, torn beyond repair, or of a newer schema
     ├── StorageError                  the disk is full or fails: the run stops, and can be resumed
+    ├── ClusterLostError              the Ray cluster is gone: the run stops, and can be resumed on another
     ├── ThreadDiedError               our own bug: it ended a thread that a server needs; it stops, and can be resumed
     └── IllegalTransitionError        our own bug: an event or order that the state does not allow
         └── PolicyError               a policy's: its choice, or its way to one, breaks a promise of policies
@@ -59,6 +60,10 @@ class LogError(RlmuxError):
 
 class StorageError(RlmuxError):
     """A file of the run cannot be written. The run stops and can be resumed."""
+
+
+class ClusterLostError(RlmuxError):
+    """The head of the Ray cluster is gone. The run stops and can be resumed on another cluster."""
 
 
 class ThreadDiedError(RlmuxError):

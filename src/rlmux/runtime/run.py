@@ -32,6 +32,7 @@ from rlmux.core.queue.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.folder_lock import FolderLock
+from rlmux.log.restored_shares import shares_events
 from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.log.run_state import RunState
 from rlmux.policies.max_min_fairness import FairShares
@@ -57,7 +58,7 @@ from rlmux.runtime.records.filler_outputs import answered_steps
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
 from rlmux.runtime.records.metrics_writer import MetricsWriter
 from rlmux.runtime.records.run_folder import FolderWatch, prepare_folder
-from rlmux.runtime.records.usage_notes import UsageNotes, shares_events
+from rlmux.runtime.records.usage_notes import UsageNotes
 from rlmux.runtime.weights.checkpoints import checkpoint_folder
 from rlmux.runtime.weights.origins import plan_notes, with_origin
 from rlmux.runtime.worker_backend import WorkerBackend

@@ -31,7 +31,7 @@ from rlmux.sim.results.metrics import predicted_slowdown
 from rlmux.sim.results.plan_costs import PlanCosts, plan_costs
 from rlmux.sim.results.result import SimResult
 from rlmux.sim.workloads import spot as spot_trace
-from rlmux.sim.workloads.arrivals import Arrival, Workload, check_ends, notes_of_prices
+from rlmux.sim.workloads.arrivals import Arrival, Workload, check_ends, check_nodes, notes_of_prices
 
 if TYPE_CHECKING:
     from rlmux.sim.results.sweep import Progress, SimRun
@@ -311,6 +311,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None 
     With `out`, a picture goes there.
     """
     made = _named(workload) if isinstance(workload, str) else workload
+    check_nodes(made)
     placed = _place(made, policy)
     query, costs = placed.scheduler.query, _costs(made, policy, placed.scheduler)
     view, pools = query.placement, made.cluster.pools

@@ -208,6 +208,8 @@ class Simulation:
             schedule(arrival.submit_s, ARRIVAL, arrival)
         if self._workload.shares is not None:
             schedule(0.0, NODE_CHANGE, SharesSet(time_s=0.0, shares=self._workload.shares))
+        if self._workload.usage is not None:
+            schedule(0.0, NODE_CHANGE, replace(self._workload.usage, time_s=0.0))
 
     def run(self) -> SimResult:
         """Handle one event after another until every pipeline is over."""

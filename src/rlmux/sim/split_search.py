@@ -20,7 +20,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PHASE_BY_STAGE, Phase, Pipeline, Stage
-from rlmux.sim.workloads.arrivals import Arrival, Workload
+from rlmux.sim.workloads.arrivals import MAX_NODES, Arrival, Workload
 from rlmux.sim.workloads.recorded import RecordedSeconds
 
 Seconds = Callable[[int], float]
@@ -125,6 +125,8 @@ def splits(workload: Workload, num_nodes: int, recorded: Workload | None = None)
     `recorded`: a finished run that has pipelines of the same names; without, seconds are in proportion to nodes. Raises
     UserError for a pipeline that the run does not have.
     """
+    if num_nodes > MAX_NODES:
+        raise UserError(f"--split {num_nodes}: every split is tried; accepted: 2 to {MAX_NODES:,} nodes")
     arrivals = {} if recorded is None else {arrival.pipeline.id: arrival for arrival in recorded.arrivals}
     rows = []
     for arrival in workload.arrivals:

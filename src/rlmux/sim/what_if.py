@@ -19,7 +19,7 @@ from rlmux.core.estimation.measured_steps import MEASURED_STEPS
 from rlmux.core.model import Cluster
 from rlmux.sim.results.result import SimResult
 from rlmux.sim.results.sweep import SimRun, sweep
-from rlmux.sim.workloads.arrivals import Arrival, Workload
+from rlmux.sim.workloads.arrivals import Arrival, Workload, check_nodes
 from rlmux.sim.workloads.ongoing import Ongoing
 from rlmux.sim.workloads.spread import UNMEASURED, Bound, at_bound, is_measured
 
@@ -76,6 +76,8 @@ def what_if(run: Ongoing, change: WhatIfChange) -> dict[str, Any]:
     workloads = run.left, change.applied_to(run.left)
     if not run.left.arrivals and not change.added:
         raise UserError(f"{run.left.name}: nothing to predict; all its pipelines are over")
+    for one in workloads:
+        check_nodes(one)
     runs = [
         SimRun(workload=world, policy=policy)
         for one, policy in zip(workloads, policies, strict=True)

@@ -117,6 +117,14 @@ def test_each_change_that_is_told_starts_it_and_a_smaller_raise_of_the_slo_does_
     assert asked.log == twin.log
 
 
+def test_nothing_but_its_release_starts_a_held_pipeline(driver, builders):
+    """Neither the end of another pipeline nor fewer nodes would."""
+    driver.submit(builders.pipeline("s0"), builders.pipeline("s1", is_held=True))
+    driver.submit(builders.pipeline("s2", num_rollout_nodes=2, is_held=True))
+    assert wait_of(driver, "s1").would_start_now_if == (Change(key="hold", was="held", to="released"),)
+    assert wait_of(driver, "s2").would_start_now_if == ()
+
+
 def test_a_pipeline_that_comes_held_waits_until_it_is_released(driver, builders):
     driver.submit(builders.pipeline("kept", is_held=True))
     assert wait_of(driver, "kept").would_start_now_if == (Change(key="hold", was="held", to="released"),)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.small_files import small_file
 
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
+from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
 from rlmux.log.folder_lock import FolderLock
 from rlmux.log.segments import row_checksum
 from rlmux.policies import make_policy
+from rlmux.report.timeline.records import Ending, OrderRecord
 from rlmux.runtime import launch
-from rlmux.runtime.checks.replay_verification import Sample, Verdict, verify
+from rlmux.runtime.checks.replay_verification import Disturbance, Sample, Verdict, disturbances, verify
 
 pytest.importorskip("torch")
 
@@ -213,6 +216,45 @@ def test_a_sample_has_one_step_in_twenty_and_the_steps_from_a_start_to_it(num_st
     assert samples[3] == Sample.draw(3, "a", range(1, num_steps + 1), starts)
     if num_reachable > num_drawn:
         assert len({tuple(sample.steps) for sample in samples}) > 1, "the seed decides"
+
+
+def test_disturbed_steps_come_first_in_a_sample_one_of_each_kind_at_least():
+    kinds = list(Disturbance)
+    moved, paused, shared, redone = kinds
+    disturbed = {12: {moved}, 13: {moved, paused}, 17: {shared}, 18: {shared}, 19: {redone}, 21: {moved}}
+    for seed in range(20):
+        sample = Sample.draw(seed, "a", range(1, 23), [0, 10, 21], disturbed)
+        assert {kind for step in sample.steps for kind in disturbed.get(step, ())} == set(kinds)
+        assert sample.num_disturbed_sampled >= 3
+        assert sample == Sample.draw(seed, "a", range(1, 23), [0, 10, 21], disturbed)
+    assert f"with {sample.num_disturbed_sampled} of the 6 steps in which work moved, paused, " in sample.words()
+
+
+def test_after_disturbed_steps_a_sample_takes_others_and_never_a_long_way():
+    disturbed = {60: {Disturbance.MOVED}, 3: {Disturbance.PAUSED}}
+    sample = Sample.draw(0, "a", range(1, 81), [0], disturbed)
+    assert 3 in sample.steps
+    assert sample.steps[-1] <= 5, "step 60 is far from a start"
+    assert sample.num_disturbed_sampled == 1
+    assert "with 1 of the 2 steps in which work moved" in sample.words()
+
+
+def test_orders_that_moved_paused_shared_or_did_not_count_disturb_their_step():
+    def order(step: int, **changes: Any) -> OrderRecord:
+        given: dict[str, Any] = {"ending": Ending.FINISHED, **changes}
+        return OrderRecord(
+            id=OrderId(step), pipeline=PipelineId("a"), step=step, stage=Stage.GENERATE, phase=Phase.ROLLOUT,
+            devices=(DeviceId("rollout", 0, 0),), start_s=0.0, **given,
+        )  # fmt: skip
+
+    orders = [
+        order(1), order(2, is_migration=True), order(3, ending=Ending.PAUSED), order(4, device_fraction=0.5),
+        order(1, device_fraction=0.0),
+        order(5, ending=Ending.LOST), order(6, is_redone=True), order(3),
+    ]  # fmt: skip
+    assert disturbances(orders) == {
+        "a": {2: {"moved"}, 3: {"paused"}, 4: {"shared"}, 5: {"redone"}, 6: {"redone"}},
+    }
 
 
 def test_another_seed_differs_from_the_first_step_on(shared, tmp_path):

@@ -22,6 +22,7 @@ from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.events import PipelineSubmitted, SharesSet
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
+from rlmux.log.restored_shares import shares_events
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares
@@ -30,7 +31,7 @@ from rlmux.runtime.control.control_socket import SOCKET_NAME, ControlServer, Not
 from rlmux.runtime.control.run_control import RunControl, submitted_to
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
-from rlmux.runtime.records.usage_notes import UsageNotes, shares_events
+from rlmux.runtime.records.usage_notes import UsageNotes
 
 STAGE_S = 0.05
 ACCEPTED = (
@@ -263,7 +264,8 @@ def test_a_running_pipeline_is_parked_and_goes_on(going, real):
     assert early["refused"] == "pipeline 'a' is not parked; accepted: one that `park` or `hold` keeps"
     assert unknown["refused"] == "no pipeline 'past' waits or runs here; accepted: one of: a"
     assert parked["outcome"] == "gives its devices back at its next step boundary"
-    assert (why["token"], why["reason"]) == ("held", "its user parked it")
+    assert (why["token"], why["reason"], why["released_by"]) == ("held", "its user parked it", "unpark")
+    assert [change["key"] for change in why["would_start_now_if"]] == ["hold"]
     assert unparked["outcome"] == "goes on as soon as there is room"
     with LogReader(going.folder) as reader:
         assert reader.state().standings == {"a": {"is_held": False}}

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from rlmux.cli.inputs import seed_numbers
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.policies import make_policy
 from rlmux.sim import api
+from rlmux.sim.split_search import splits
 from rlmux.sim.workloads import catalog, trace_csv
 from rlmux.sim.workloads.arrivals import profiles, switch_seconds
 from rlmux.sim.world import NO_SWITCH
@@ -266,3 +268,34 @@ def test_a_pool_without_a_price_beside_one_with_a_price_is_named(tmp_path):
         )
         notes = api.notes_of(catalog.load(str(path)), ["solo"])
         assert sum("nodes of pool train cost nothing" in note for note in notes) == expected
+
+
+@pytest.mark.parametrize("column", ["num_rollout_nodes", "num_train_nodes"])
+@pytest.mark.parametrize("number", [100_000, 10**9])
+def test_more_nodes_than_a_simulation_takes_on_are_refused_before_anything_runs(tmp_path, column, number):
+    path = tmp_path / "wide.csv"
+    path.write_text(f"pipeline,submit_s,num_steps,rollout_s,train_s,{column}\na,0,5,3,2,{number}\n")
+    with pytest.raises(UserError, match=rf"pipeline a requests {number:,} \w+ nodes; accepted [^\n]*1,000"):
+        api.tasks_of(str(path), ["solo"], [0])
+
+
+def test_more_shards_than_a_simulation_takes_on_are_refused(tmp_path):
+    path = tmp_path / "wide.csv"
+    path.write_text("pipeline,submit_s,num_steps,rollout_s,train_s,num_rollout_nodes\na,0,1000000,3,2,1000\n")
+    with pytest.raises(UserError, match=r"pipeline a has 1e\+09 rollout shards, one a node and step; accepted"):
+        api.tasks_of(str(path), ["solo"], [0])
+
+
+def test_a_plan_refuses_too_many_nodes_too(tmp_path):
+    path = tmp_path / "wide.csv"
+    path.write_text("pipeline,submit_s,num_steps,rollout_s,train_s,num_rollout_nodes\na,0,5,3,2,100000\n")
+    with pytest.raises(UserError, match="requests 100,000 rollout nodes"):
+        api.plan(str(path))
+    with pytest.raises(UserError, match="--split 1000000000: every split is tried; accepted: 2 to 1,000 nodes"):
+        splits(catalog.build("weave"), 10**9)
+
+
+@pytest.mark.parametrize("seeds", ["1000000000", "5-1000000000", "10001"])
+def test_more_seeds_than_a_command_takes_on_are_refused(seeds):
+    with pytest.raises(UserError, match="from 1 to 10,000"):
+        seed_numbers(seeds)

@@ -165,7 +165,9 @@ def whatif(
 
 def reproduce(
     paper: Annotated[str, typer.Argument(metavar="PAPER", help="rollmux, jigsawrl, or rivals of both.")],
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds; figures are means over them.")] = 5,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, max=10_000, help="Number of seeds; figures are means over them.")
+    ] = 5,
     out: Pictures = None,
     json: Json = False,
 ) -> None:

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rlmux.core.model import (
     PHASE_BY_STAGE,
@@ -100,9 +101,9 @@ class StepPlan:
         return tuple(one for one in self.sub_stages[1:] if one[0] < left_s and one[1] is not begun)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepEstimates:
-    """A pipeline's next step, as estimated now."""
+    """A pipeline's next step, as estimated now. What a look-ahead reads of every order is kept, hence no slots."""
 
     seconds_by_stage: tuple[tuple[Stage, float], ...]
     """Each stage other than GENERATE with its solo seconds."""
@@ -168,6 +169,21 @@ class StepEstimates:
         `dense_threshold`: as in `Pipeline`. One that would last less than `LEAST_PART` of the shard belongs to its
         neighbour.
         """
+        if dense_threshold not in self._sub_stages:
+            self._sub_stages[dense_threshold] = self._find_sub_stages(dense_threshold)
+        return self._sub_stages[dense_threshold]
+
+    @cached_property
+    def _sub_stages(self) -> dict[int | None, tuple[tuple[float, SubStage], ...]]:
+        """Sub-stages by threshold."""
+        return {}
+
+    @cached_property
+    def largest_peak(self) -> int:
+        """Most sequences of a whole shard; 0 where no curve is known."""
+        return max((curve.peak for curve in self.curves), default=0)
+
+    def _find_sub_stages(self, dense_threshold: int | None) -> tuple[tuple[float, SubStage], ...]:
         if not self.curves:
             return (
                 (self.rollout_s, SubStage.DENSE_DECODE),
@@ -401,7 +417,7 @@ class StepHistory:
     def largest_shard(self) -> int:
         """Most sequences of a shard that were reported; 0 before any."""
         open_counts = [shard.active[0] for shard in self._open.values() if shard.active]
-        return max([curve.peak for _, curve in self._curves] + open_counts, default=0)
+        return max([self.estimates().largest_peak, *open_counts])
 
     def live_shard(self, device: DeviceId) -> tuple[int | None, float]:
         """Sequences active at the last report, None before the first, and solo seconds of earlier orders."""

@@ -183,6 +183,7 @@ def _changes(run: PipelineRun, state: SchedulerState, shares: Shares) -> Iterato
     pipeline = run.pipeline
     if run.admission.is_held:
         yield Change(key="hold", was="held", to="released"), pipeline
+        return  # nothing else starts it
     if pipeline.slo_slowdown < math.inf:
         for tenths in range(1, _SLO_TENTHS + 1):
             slo = round(pipeline.slo_slowdown + tenths / 10, 6)

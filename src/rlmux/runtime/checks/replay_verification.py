@@ -15,6 +15,11 @@ A sample replays only parts of a pipeline, each from the first step or from a ch
     drawn          3                    12
     replayed     1 2 3                11 12                     each step is compared, by one sum
 
+Steps whose work was disturbed by sharing or by a loss come first, one of each kind at least:
+
+    moved      a shard migrated                   shared    an order had a part of its device
+    paused     an order was paused                redone    it was lost, or repeated after a restart or resume
+
 Checkpoints that the replay restores, and the newest, are read and compared with the SHA-256 in the log.
 """
 
@@ -26,9 +31,12 @@ import random
 import shutil
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from rlmux import plugins
@@ -41,6 +49,7 @@ from rlmux.log.folder_lock import FolderLock
 from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
 from rlmux.report.timeline.history import History
+from rlmux.report.timeline.records import Ending, OrderRecord
 from rlmux.report.weight_sums import SUMS, weight_sums
 from rlmux.runtime import launch
 from rlmux.runtime.backend import Note, Submission
@@ -59,8 +68,24 @@ STEPS_PER_SAMPLED = 20
 """A sample draws one of so many steps, rounded up."""
 _REACH = 5
 """Steps after the beginning or a checkpoint that a sample draws from; more if they are too few."""
+_DISTURBED_REACH = 20
+"""The same for disturbed steps: their replay is worth more seconds."""
 _SumsByStep = dict[int, dict[str, str]]
 """Sums of the weights by step and name."""
+
+
+class Disturbance(StrEnum):
+    """What happened to a step that a pipeline alone would not have seen."""
+
+    MOVED = "moved"
+    PAUSED = "paused"
+    SHARED = "shared"
+    REDONE = "redone"
+
+
+_Disturbed = Mapping[int, AbstractSet[Disturbance]]
+"""Disturbances by step."""
+NONE_DISTURBED: _Disturbed = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +114,18 @@ class Sample:
     """Number of steps that the sample was drawn from."""
     num_logged: int
     """Steps with a sum in the log."""
+    disturbed: Sequence[int] = ()
+    """Disturbed steps with a sum in the log, in order."""
 
     @classmethod
-    def draw(cls, seed: int, pipeline: str, steps: Sequence[int], starts: Sequence[int]) -> Sample:
+    def draw(
+        cls,
+        seed: int,
+        pipeline: str,
+        steps: Sequence[int],
+        starts: Sequence[int],
+        disturbed: _Disturbed = NONE_DISTURBED,
+    ) -> Sample:
         """A sample that depends only on its arguments.
 
         `steps`: steps with a sum, at least one. `starts`: steps after which training can begin, 0 among them. Both are
@@ -103,13 +137,19 @@ class Sample:
         furthest = nearest[num_drawn - 1]
         reach = max(_REACH, furthest - start_by_step[furthest])
         reachable = [step for step in steps if step - start_by_step[step] <= reach]
-        drawn = sorted(random.Random(f"{seed}:{pipeline}").sample(reachable, num_drawn))
+        generator = random.Random(f"{seed}:{pipeline}")
+        near = [step for step in reachable if step in disturbed]
+        far = [step for step in nearest if step in disturbed and step - start_by_step[step] <= _DISTURBED_REACH]
+        first = _of_each_kind([*generator.sample(near, len(near)), *far], disturbed, num_drawn)
+        others = [step for step in reachable if step not in first]
+        drawn = sorted([*first, *generator.sample(others, min(len(others), max(0, num_drawn - len(first))))])
         last_by_start = {start_by_step[step]: step for step in drawn}
         return cls(
             seed=seed,
             parts=[range(start + 1, last + 1) for start, last in last_by_start.items()],
             num_reachable=len(reachable),
             num_logged=len(steps),
+            disturbed=[step for step in steps if step in disturbed],
         )
 
     @property
@@ -117,11 +157,47 @@ class Sample:
         """Steps that are replayed, in order."""
         return [step for part in self.parts for step in part]
 
+    @property
+    def num_disturbed_sampled(self) -> int:
+        """Disturbed steps that are replayed."""
+        return len(set(self.steps).intersection(self.disturbed))
+
     def words(self) -> str:
         """The sample for people."""
         is_part = self.num_reachable < self.num_logged
         reached = f" from the {self.num_reachable} steps near the start or a kept checkpoint" if is_part else ""
+        if self.disturbed:
+            reached += (
+                f", with {self.num_disturbed_sampled} of the {len(self.disturbed)} steps in which work moved, paused, "
+                "shared a device or was redone"
+            )
         return f"sample of 1 in {STEPS_PER_SAMPLED}{reached}, seed {self.seed}; --all compares every step"
+
+
+def _of_each_kind(steps: Sequence[int], disturbed: _Disturbed, number: int) -> list[int]:
+    """The first of the steps with each kind of disturbance, then the next ones until there are `number`."""
+    chosen: list[int] = []
+    steps = list(dict.fromkeys(steps))
+    for kind in Disturbance:
+        if not any(kind in disturbed[step] for step in chosen):
+            chosen += [step for step in steps if kind in disturbed[step]][:1]
+    return [*chosen, *[step for step in steps if step not in chosen][: max(0, number - len(chosen))]]
+
+
+def disturbances(orders: Iterable[OrderRecord]) -> dict[PipelineId, dict[int, set[Disturbance]]]:
+    """What disturbed the steps of each pipeline, from the orders of a run."""
+    found: dict[PipelineId, dict[int, set[Disturbance]]] = {}
+    for order in orders:
+        kinds = {
+            Disturbance.MOVED: order.is_migration,
+            Disturbance.PAUSED: order.ending is Ending.PAUSED,
+            Disturbance.SHARED: 0.0 < order.device_fraction < 1.0,
+            Disturbance.REDONE: not order.counts,
+        }
+        if any(kinds.values()):
+            step = found.setdefault(order.pipeline, {}).setdefault(order.step, set())
+            step.update(kind for kind, is_so in kinds.items() if is_so)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +260,7 @@ class Verdict:
             "reason": self.reason if not self.is_equal else "",
             "sampled_steps": self.sample.steps if self.sample else None,
             "seed": self.sample.seed if self.sample else None,
+            "disturbed_steps": list(self.sample.disturbed) if self.sample else None,
         }
 
     def _sums(self) -> str:
@@ -223,7 +300,7 @@ def verify(
         )
     spec = launch.spec_of(folder)
     plugins.look_in(spec.code_folder)
-    sums = _logged_sums(folder)
+    sums, disturbed = _logged_sums(folder), disturbances(history.orders)
     verdicts = []
     for name in chosen:
         for note in changed_input_notes([given[name]], state):
@@ -233,6 +310,7 @@ def verify(
             submission=given[name],
             sums=sums.get(name, {}),
             promise=history.pipelines[name].promise,
+            disturbed=disturbed.get(name, {}),
             checkpoints=checkpoint_folder(given[name], folder.resolve()),
         )
         verdicts.append(_verify_one(spec.cluster, recorded, sample_seed, print_line))
@@ -279,6 +357,7 @@ class _Recorded:
     submission: Submission
     sums: _SumsByStep
     promise: str | None
+    disturbed: _Disturbed
     checkpoints: CheckpointStore
 
     @property
@@ -385,7 +464,7 @@ def _verify_one(cluster: Cluster, recorded: _Recorded, sample_seed: int | None, 
         return verdict
     parts: Sequence[range] = [range(1, num_steps + 1)]
     if sample_seed is not None:
-        sample = Sample.draw(sample_seed, verdict.pipeline, sorted(sums), recorded.starts())
+        sample = Sample.draw(sample_seed, verdict.pipeline, sorted(sums), recorded.starts(), recorded.disturbed)
         verdict = replace(verdict, sample=sample)
         if (damage := recorded.damage(sample)) is not None:
             return replace(verdict, difference=damage[0], reason=damage[1])

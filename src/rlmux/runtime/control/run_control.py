@@ -26,8 +26,9 @@ from rlmux.core.events import (
     SharesSet,
 )
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
+from rlmux.core.queue.parking import PARKED
 from rlmux.core.queue.queue_order import ShareSettings
-from rlmux.core.queue.wait_reasons import Wait
+from rlmux.core.queue.wait_reasons import Wait, WaitToken
 from rlmux.core.scheduler import Scheduler
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.backend import Note, Submission
@@ -378,10 +379,18 @@ def wait_fields(name: str, status: PipelineStatus, wait: Wait | None) -> dict[st
         "share": wait.share,
         "fair_share": wait.fair_share,
         "is_over_share": wait.is_over_share,
+        "released_by": _release_command(wait),
         "would_start_now_if": [
             {"key": change.key, "was": change.was, "to": change.to} for change in wait.would_start_now_if
         ],
     }
+
+
+def _release_command(wait: Wait) -> str | None:
+    """The command after which a held pipeline may start; None for one that is not held."""
+    if wait.token is not WaitToken.HELD:
+        return None
+    return "unpark" if wait.reason == PARKED.reason else "release"
 
 
 def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:

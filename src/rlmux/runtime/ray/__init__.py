@@ -1,4 +1,5 @@
 """Workers on a Ray cluster of many machines.
 
-Reading order: ray_backend, cluster, worker, actor, fork_servers, gpus, weight_delivery.
+Reading order: ray_backend, cluster, shared_folder, head_watch, worker, actor, fork_servers, gpus,
+weight_delivery.
 """

@@ -120,6 +120,16 @@ def _check_reachable(address: str) -> None:
         raise _no_cluster_there(address, "something else does")
 
 
+def head_answers(address: str) -> bool:
+    """Whether the head at HOST:PORT accepts a connection."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _speaks_http2(connection: socket.socket) -> bool:
     """Whether the peer answers an HTTP/2 greeting with its settings, as Ray's head (a gRPC server) does."""
     connection.sendall(_GREETING)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
+from rlmux.log.run_log import LOG_NAME
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.ray.actor import NodeProbe, RayWorkerActor, RayWorkerSetup, probe_node
-from rlmux.runtime.ray.cluster import RayNode, alive_nodes, connect, nodes_by_pool, resource_of
+from rlmux.runtime.ray.cluster import RayNode, alive_nodes, connect, head_answers, nodes_by_pool, resource_of
 from rlmux.runtime.ray.fork_servers import ForkServers
 from rlmux.runtime.ray.gpus import GpuReservations, check_gpus
+from rlmux.runtime.ray.head_watch import HeadWatch
+from rlmux.runtime.ray.shared_folder import Newcomers, check_shared
 from rlmux.runtime.ray.weight_delivery import Deliveries, RaySync
 from rlmux.runtime.ray.worker import PROBE_EVERY_S, RayWorker
 from rlmux.runtime.worker_backend import WorkerBackend
@@ -61,10 +65,15 @@ def ray_backend(
     `address`: address of a running cluster; None takes the one that this machine belongs to, or starts one here.
     `is_sharing_memory`: whether all nodes see one shared memory; None finds out.
     `sync`: how weights travel between nodes that do not.
-    Raises UserError if there is no such cluster, its versions differ, or it has less than the file's pools.
+    Raises UserError if there is no such cluster, its versions differ, it has less than the file's pools, or a node does
+    not see the run's folder. A folder without a log is scratch space, which no node has to see.
     """
     nodes, probes = join_cluster(cluster, address)
     try:
+        newcomers = None
+        if (folder / LOG_NAME).exists():
+            check_shared(folder, nodes)
+            newcomers = Newcomers(folder)
         gpus = GpuReservations(cluster, nodes)
         here = probe_node().machine
         ids_here = [ray_id for ray_id, probe in probes.items() if probe.machine == here]
@@ -78,7 +87,8 @@ def ray_backend(
         cores = {ray_id: probe.cores for ray_id, probe in probes.items()}
         driver_id = ray.get_runtime_context().get_node_id()
         fork_servers = ForkServers(probes, here=[driver_id, *ids_here] if is_sharing_memory else [driver_id])
-        workplace = RayActors(cluster, nodes, cores, gpus, fork_servers, memory, deliveries)
+        workplace = RayActors(cluster, nodes, cores, gpus, fork_servers, memory, deliveries, newcomers)
+        workplace.watch_head(folder)
     except BaseException:  # an interrupt, too, must not leave a cluster that nothing uses
         ray.shutdown()
         raise
@@ -139,8 +149,13 @@ class RayActors:
         fork_servers: ForkServers,
         memory: SharedMemoryFolder,
         deliveries: Deliveries | None,
+        newcomers: Newcomers | None = None,
     ) -> None:
-        """`deliveries`: carry weights where nodes do not share a memory; else None."""
+        """`deliveries`: carry weights where nodes do not share a memory; else None.
+        `newcomers`: the check of nodes that join later; None takes all.
+        """
+        self._newcomers = newcomers
+        self._head: HeadWatch | None = None
         self._cluster = cluster
         self._gpus = gpus
         self.fork_servers = fork_servers
@@ -187,12 +202,19 @@ class RayActors:
         self._workers[id(worker)] = worker
         return worker
 
+    def watch_head(self, folder: Path) -> None:
+        """Watch the cluster's head from now on; `wait` raises ClusterLostError once it is gone."""
+        address = ray.get_runtime_context().gcs_address
+        self._head = HeadWatch(address, folder, answers=partial(head_answers, address))
+
     def _weights_folders(self, node: RayNode | None) -> tuple[Path, Path] | None:
         if node is None or self._deliveries is None:
             return None
         return self._memory.path, self._deliveries.folder_on(node.ray_id)
 
     def wait(self, timeout_s: float) -> Sequence[Worker]:
+        if self._head is not None:
+            self._head.check()
         self._poll_nodes()
         probe_every_s = max(PROBE_EVERY_S, len(self._workers) / _MAX_PROBES_PER_S)
         watched = [(worker.watched(probe_every_s), worker) for worker in self._workers.values()]
@@ -252,6 +274,8 @@ class RayActors:
             if self._leaving:
                 ray.wait(self._leaving, num_returns=len(self._leaving), timeout=_LEAVE_LIMIT_S, fetch_local=False)
             ray.shutdown()
+        if self._head is not None:
+            self._head.close()
 
     def _on_end(self, worker: RayWorker, leaving: ray.ObjectRef[Any]) -> None:
         """`leaving`: ready once the worker is gone."""
@@ -278,6 +302,8 @@ class RayActors:
         if not is_due and now_s - self._polled_s < _POLL_NODES_EVERY_S:
             return
         self._polled_s = now_s
+        if self._head is not None and self._head.is_away():
+            return  # Ray would wait for it
         offers = {node["NodeID"]: node for node in alive_nodes()}
         for node_id, node in self.nodes.items():
             if node.ray_id not in offers and node_id not in self._lost:
@@ -297,6 +323,8 @@ class RayActors:
         for node_id in sorted(self._lost):
             for ray_id, offer in offers.items():
                 if taken[ray_id, node_id.pool] < int(offer["Resources"].get(resource_of(node_id.pool), 0)):
+                    if self._newcomers is not None and not self._newcomers.share(RayNode.of(node_id, offer)):
+                        continue
                     taken[ray_id, node_id.pool] += 1
                     self._lost.discard(node_id)
                     self.nodes[node_id] = RayNode.of(node_id, offer)

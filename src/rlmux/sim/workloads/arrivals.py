@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
+from rlmux.core.events import UsageRestored
 from rlmux.core.model import (
     Cluster,
     Footprint,
@@ -73,6 +74,9 @@ class Arrival:
 
 MAX_STEPS = 10_000_000
 """Steps of a pipeline that a simulation takes on: some 40 million events."""
+MAX_NODES = 1000
+"""Nodes of a phase of a pipeline that a simulation takes on: each has a shard in every step, and placement weighs them
+against each other."""
 MAX_TIME_S = 1e10
 """Latest time of a trace, in seconds: with later ones a step's seconds would be lost in rounding."""
 
@@ -96,6 +100,8 @@ class Workload:
     """Slowdowns of orders on devices of one machine; None: there are none."""
     notes: tuple[str, ...] = ()
     """What of the figures' terms was not given, and what was taken instead: a line each."""
+    usage: UsageRestored | None = None
+    """What users and projects had used before second 0; None: nothing."""
 
     @property
     def end_s(self) -> float | None:
@@ -106,6 +112,7 @@ class Workload:
 
 def check_ends(workload: Workload) -> None:
     """Raises UserError for a pipeline that no simulation gets to the end of."""
+    check_nodes(workload)
     for arrival in workload.arrivals:
         pipeline = arrival.pipeline
         if pipeline.work_arrives:
@@ -121,6 +128,24 @@ def check_ends(workload: Workload) -> None:
                 f"workload {workload.name!r}: pipeline {pipeline.id} makes {steps:.4g} steps; accepted in a "
                 f"simulation: at most {MAX_STEPS:,}"
             )
+        shards = steps * pipeline.num_rollout_nodes
+        if shards > MAX_STEPS:
+            raise UserError(
+                f"workload {workload.name!r}: pipeline {pipeline.id} has {shards:.4g} rollout shards, one a node "
+                f"and step; accepted in a simulation: at most {MAX_STEPS:,}"
+            )
+
+
+def check_nodes(workload: Workload) -> None:
+    """Raises UserError for a pipeline of more nodes than placement can weigh."""
+    for arrival in workload.arrivals:
+        given = arrival.pipeline
+        for phase, num_nodes in ((Phase.ROLLOUT, given.num_rollout_nodes), (Phase.TRAIN, given.num_train_nodes)):
+            if num_nodes > MAX_NODES:
+                raise UserError(
+                    f"workload {workload.name!r}: pipeline {given.id} requests {num_nodes:,} {phase} nodes; "
+                    f"accepted in a simulation: at most {MAX_NODES:,}"
+                )
 
 
 def steps_of(num_steps: int | None, submit_s: float, depart_s: float | None, solo_s: float) -> float:

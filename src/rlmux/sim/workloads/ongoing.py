@@ -4,7 +4,8 @@
                                              each like the last ones                                     ─▶ Workload
 
 All of them are submitted at second 0 as their users did, so that they are placed as they were, with their processes
-there: first starts cost what a warm switch costs. They come in the order in which the run placed them, turned so that
+there: first starts cost what a warm switch costs. Shares and quotas, what was used under them, and holds are the run's:
+a pipeline that is held, or parked, does not start. They come in the order in which the run placed them, turned so that
 the first is the one whose open step is furthest, so that a cycle continues from its position.
 """
 
@@ -17,7 +18,10 @@ from itertools import count, islice
 from pathlib import Path
 
 from rlmux.core.errors import UserError
+from rlmux.core.events import SharesSet, UsageRestored
 from rlmux.core.model import Cluster, DeviceId, PipelineId, Stage
+from rlmux.log.restored_shares import shares_events
+from rlmux.log.run_log import LogReader
 from rlmux.report.reports import read_timeline
 from rlmux.report.timeline.build import Timeline
 from rlmux.report.timeline.records import Ending, OrderRecord, PipelineRecord
@@ -28,6 +32,8 @@ from rlmux.sim.world import SwitchSeconds, TrueSeconds
 
 LIKE_STEPS = 8
 """Steps that those to come are taken to be like: the last ones."""
+MAX_LIKE = 10_000
+"""Pipelines that one question adds at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,8 @@ class Ongoing:
         if name not in self.whole:
             accepted = ", ".join(self.whole) or "none, as none has ended a step yet"
             raise UserError(f"--like {name}: not a pipeline of the run that has ended a step; accepted: {accepted}")
+        if number > MAX_LIKE:
+            raise UserError(f"--add {number}: accepted: 1 to {MAX_LIKE:,} pipelines")
         model = self.whole[PipelineId(name)]
         names = (PipelineId(f"{name}-{index}") for index in count(2))
         free = (each for each in names if each not in self.whole)
@@ -59,6 +67,8 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
     What cannot be predicted is left out, with a note. Raises UserError where nothing is known.
     """
     timeline = read_timeline(folder)
+    with LogReader(Path(folder)) as reader:
+        state = reader.state()
     orders_by_pipeline: dict[PipelineId, list[OrderRecord]] = {name: [] for name in timeline.pipelines}
     for order in timeline.orders:
         if order.counts:
@@ -74,17 +84,24 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
         if record.is_over:
             continue
         if arrival is not None:
+            is_held = state.standings.get(name, {}).get("is_held", record.pipeline.is_held)
+            arrival = replace(arrival, pipeline=replace(arrival.pipeline, is_held=is_held))
             left.append(_remainder(arrival, record, orders_by_pipeline[name], timeline.end_s))
+            if is_held:
+                notes.append(f"{name} is held or parked: it does not start before it is released")
         elif record.pipeline.work_arrives:
             notes.append(f"{name} is left out: what its client will ask for is not known")
         else:
             notes.append(f"{name} is left out: it has ended no step yet, and its file has no estimate")
     if not whole or (not left and notes):
         raise UserError("; ".join([f"{folder}: nothing to predict", *(notes or ["it has no pipelines"])]))
+    granted = shares_events(state.shares, state.usage, timeline.end_s)
     workload = Workload(
         name=Path(folder).absolute().name,
         cluster=cluster,
         arrivals=tuple(_in_cycle_order(left)),
+        shares=next((one.shares for one in granted if isinstance(one, SharesSet)), None),
+        usage=next((one for one in granted if isinstance(one, UsageRestored)), None),
         about=_description(timeline, left),
         notes=tuple(notes),
     )

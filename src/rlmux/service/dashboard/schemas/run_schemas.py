@@ -284,6 +284,8 @@ class Waiting(Shape):
     share: float | None = None
     fair_share: float | None = None
     is_over_share: bool | None = None
+    released_by: str | None = None
+    """Command after which a held pipeline may start, `unpark` or `release`; null for one that is not held."""
 
 
 class Why(Waiting):
