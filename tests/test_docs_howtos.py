@@ -40,7 +40,8 @@ NOT_HERE: Mapping[str, str] = {
 }
 """Pages of which nothing can be typed here, and what that would take. Their files are read all the same."""
 NOT_TYPED: Mapping[str, str] = {
-    r"make (?!demo)|pip install (torch|\")": "the checkout and an index; tests/test_wheel.py installs the wheel",
+    r"make (?!demo)|python3 -m venv|pip install (torch|\")": "a clone and an index; tests/test_wheel.py has both",
+    r".*nvidia-cuda-mps-control|rlmux (profile|run) FILE": "a GPU with MPS",
     r"make demo": "the same demo, by the checkout's own environment",
     r"(RLMUX_JOB=\w )?python examples/own_trl\.py|.*own_trl": "TRL; `make test-trl`",
     r"python -m tinker_cookbook|  loss_fn=": "the cookbook; `make test-tinker`",
@@ -99,8 +100,8 @@ def pieces(page: str) -> Iterator[Piece]:
             folder = (saved and saved[1]) or folder
             name = str(Path(folder, saved[2])) if saved else named[1] if named else ""
             yield Piece(text, name, language)
-        else:
-            yield from map(Piece, filter(is_command, commands_in(text)))
+        elif (lines := commands_in(text)) and is_command(lines[0]):
+            yield from map(Piece, filter(None, lines))
 
 
 def commands_in(text: str) -> list[str]:
@@ -110,8 +111,9 @@ def commands_in(text: str) -> list[str]:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is typed: the others are output, comments and prompts of other machines."""
-    return re.match(r"([A-Z_]+=\S+ )?(rlmux|python|pip|make|export|cd|tinker|sky|client)[ .]", line) is not None
+    """Whether a block that begins with this line is typed: others are output, pictures, other machines' shells."""
+    words = "rlmux|python3?|pip|make|export|cd|tinker|sky|client|nvidia-cuda-mps-control|ray|docker|kubectl|sh|bash"
+    return re.match(rf"([A-Z_]+=\S+ )?({words})[ .]", line) is not None
 
 
 def reason(line: str) -> str:
@@ -292,12 +294,13 @@ def test_the_slurm_script_puts_a_stopped_run_back_in_the_queue_and_resumes_it(pa
     (script,) = [piece.text for piece in pieces(page) if piece.language == "bash"]
     environment = reader.environment | {"SLURM_SUBMIT_DIR": str(reader.folder), "SLURM_JOB_ID": "7"}
     started = {"cwd": reader.folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    job = subprocess.Popen(["bash", "-c", script], text=True, **started)
-    assert job.stdout is not None
-    lines = iter(job.stdout.readline, "")
-    assert any(re.search(r"step \d+/40", line) for line in lines)
-    job.terminate()
-    assert job.wait(LIMIT_S) == 130, list(lines)
+    with subprocess.Popen(["bash", "-c", script], text=True, **started) as job:
+        assert job.stdout is not None
+        lines = iter(job.stdout.readline, "")
+        assert any(re.search(r"step \d+/40", line) for line in lines)
+        job.terminate()
+        rest = list(lines)
+    assert job.returncode == 130, rest
     assert reader.requeued.read_text(encoding="utf-8") == "requeue 7\n"
     said = subprocess.run(["bash", "-c", script], text=True, timeout=LIMIT_S, check=True, **started).stdout
     assert re.search(r"double +40 .*finished\n *last +40 .*finished", said), said[-2000:]
