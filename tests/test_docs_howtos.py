@@ -56,7 +56,7 @@ NOT_TYPED: Mapping[str, str] = {
 TAKES_FILES_OF: Mapping[str, str] = {"docs/how-to/slurm-skypilot.md": "docs/get-started.md"}
 """Pages whose `two.yaml` is the one of another page."""
 SAYS: Mapping[str, str] = {
-    r"rlmux demo$": r"reverse +80 [^\n]*finished\nsort +80 [^\n]*finished",
+    r"rlmux demo$": r"reverse +8 [^\n]*finished\nsort +8 [^\n]*finished",
     r"rlmux init$": r"rlmux\.yaml",
     r"rlmux check": r": ok: ",
     r"rlmux doctor": r"missing +GPUs|ok +GPUs",
@@ -71,6 +71,10 @@ SAYS: Mapping[str, str] = {
     r"RLMUX_JOB=a python examples/own_trainer": r"weights \w{64}",
 }
 """What comes out of a command, by the pages."""
+SHORTER: Mapping[str, str] = {
+    r"rlmux demo$|rlmux compare examples/": " --set defaults.steps=8 --set defaults.sft_warmup.updates=8",
+}
+"""What is added to commands of a minute and more."""
 SERVES = re.compile(r"rlmux (serve|broker)\b|rlmux run .*--keep-open")
 SAVED = re.compile(r"[Ss]ave (?:it|this)\b[^`]*(?:folder\s+`(\w+)`\s+)?as `([\w.]+)`")
 NAMED = re.compile(r"# ([\w.]+\.(?:yaml|py))\n")
@@ -235,8 +239,9 @@ class Reader:
             )
 
     def _here(self, line: str) -> str:
-        """The line with this test's port and folder, and the token that was printed last."""
+        """The line in its short form, with this test's port and folder, and the token that was printed last."""
         line = line.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{self.port}")
+        line += next((words for beginning, words in SHORTER.items() if re.match(beginning, line)), "")
         return line.replace("/home/you", str(self.folder)).replace("=TOKEN", f"={self._last}")
 
 
