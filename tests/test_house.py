@@ -19,7 +19,7 @@ FORMER_WORDS = re.compile(
     r"\b(undertaker|bury|nursery|endurance|visitors?|foresee|foreseen|repace|TrainingPlan|PipelineHost|HostWorker|"
     r"MoveShare|open_shares|until_news|share_moves|lap_finder|LapFinder)\b"
 )
-"""Words that the field or we have another one for; the table is in docs/how-it-works/design.md."""
+"""Words that the field or we have another one for; those of names are in docs/reference/words.md."""
 MAX_MODULES = 18
 """Modules of one folder, at most. Fifteen read well; the dashboard's and the Tinker front's addresses are more."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
