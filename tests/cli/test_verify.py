@@ -109,6 +109,7 @@ def test_json_says_where_it_differs(capsys):
         "reason": "",
         "sampled_steps": None,
         "seed": None,
+        "disturbed_steps": None,
     }
     assert said["pipelines"]["b"]["first_difference"]["step"] == 7
     assert said["pipelines"]["b"]["first_difference"]["compared"] == "checksum"

@@ -45,6 +45,8 @@ from rlmux.service.http_server import Server
 from rlmux.service.index.lanes import Root
 
 API_VERSION = 1
+_SPARE_NAME = ".indexes"
+"""Folder of the indexes of runs that this process may not write to. A temporary one stays where the process is killed."""
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
 
 
@@ -69,16 +71,16 @@ class Dashboard:
         Raises UserError if others can read its token.
         """
         self._server = server
-        self._spare = tempfile.TemporaryDirectory(prefix="rlmux-serve-")
-        spare = Path(self._spare.name)
-        token_folder = folder if os.access(folder, os.W_OK) else spare
+        self._temporary = None if os.access(folder, os.W_OK) else tempfile.TemporaryDirectory(prefix="rlmux-serve-")
+        spare = folder / _SPARE_NAME if self._temporary is None else Path(self._temporary.name)
+        token_folder = folder if self._temporary is None else spare
         self.token_path = token_folder / TOKEN
         self.access = Access(limits)
         try:
             self.token = self.access.watch_admin_token(token_folder)
             self.access.watch(token_folder)
         except BaseException:  # an interrupt removes the folder too, and propagates
-            self._spare.cleanup()
+            self._remove_temporary()
             raise
         self.indexing = Indexing(folder, spare)
         self._webhook: Webhook | None = None
@@ -124,7 +126,11 @@ class Dashboard:
             self._webhook.close()
         self.indexing.close()
         self._control.close()
-        self._spare.cleanup()
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 class _Sessions:

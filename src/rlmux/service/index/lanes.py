@@ -23,7 +23,7 @@ class Root:
     """The folder that is served."""
 
     def __init__(self, folder: Path, spare: Path, known: Collection[str] = ()) -> None:
-        """`spare`: a folder of the server's own. `known`: names of lanes that are there before they have a log."""
+        """`spare`: a folder of the server's own, made when it is needed. `known`: names of lanes that are there before they have a log."""
         self.folder = folder
         self._known = {folder / name for name in known}
         self._spare = spare
@@ -43,6 +43,7 @@ class Root:
     def _index_of(self, folder: Path) -> Path:
         if os.access(folder, os.W_OK):
             return folder / INDEX_NAME
+        self._spare.mkdir(mode=0o700, exist_ok=True)
         name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
         return self._spare / f"{name}-{INDEX_NAME}"
 
