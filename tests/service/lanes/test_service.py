@@ -354,7 +354,7 @@ def test_what_is_sent_to_the_wrong_address_or_too_large_is_refused(service):
         ),
         ("lanes: {a: {%s}}\nserve: {}", "serve is an empty mapping: unknown key; accepted: lanes"),
         ("%s\nserve: {}", "serve belongs to a lane; accepted: lanes: {NAME: {cluster: ..., serve: ...}}"),
-        ("%s\npipelines: []", "the file has pipelines; accepted: one with lanes; for pipelines: rlmux run service.yaml"),
+        ("%s\npipelines: []", "the file has pipelines; accepted: one with lanes; for pipelines: rlmux run service."),
         ("lanes: {a: {%s, serve: {}}}", "lanes.a.serve serves nothing; accepted: models, permits, or both"),
         (
             "lanes: {a: {%s, serve: {models: {r/t: {}}}}, b: {%s, serve: {models: {r/t: {}}}}}",

@@ -46,7 +46,7 @@ from rlmux.service.index.lanes import Root
 
 API_VERSION = 1
 _SPARE_NAME = ".indexes"
-"""Folder of the indexes of runs that this process may not write to. A temporary one stays where the process is killed."""
+"""Folder of the indexes of runs that this process may not write to. A temporary one would outlive a killed process."""
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
 
 
