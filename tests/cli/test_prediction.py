@@ -284,6 +284,7 @@ def test_a_split_of_one_node_and_a_run_without_a_split_are_refused(rlmux, files)
     assert (alone.code, alone.err.strip()) == (2, "rlmux: --from-run runs/demo: goes with --split only")
 
 
+@pytest.mark.slow
 def test_what_moves_saved_is_printed_as_the_difference_of_two_bills(rlmux, files):
     words = ("simulate", "bl-s:num_pipelines=6", "--policies", "rlmux,solo", "--seeds", "2", "--moves-saved")
     figures = json.loads(rlmux(*words, "--json").out)["policies"]
