@@ -4,11 +4,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
-from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.placement.view import PlacementView
-from rlmux.core.views import GroupView, RunWork
-from rlmux.policies.lookahead.dispatching import start_where_free
-from rlmux.policies.search.candidates import impossible, queue, sharing_everything
+from rlmux.policy import (
+    GroupView,
+    PlacementChoice,
+    PlacementView,
+    Refusal,
+    Relocation,
+    RunWork,
+    impossible,
+    queue,
+    sharing_everything,
+    start_where_free,
+)
 from rlmux.rl.tasks.base import SingleTurnTask, random_at
 from rlmux.rl.types import Prompt
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster

@@ -44,3 +44,12 @@ def test_the_policy_of_the_page_begins_with_pipelines_of_which_nothing_is_known(
     driver.run()
     rollouts = [action.pipeline for action in driver.actions(RunStage) if action.stage == "generate"]
     assert rollouts.index("new") < rollouts.index("known")
+
+
+@pytest.mark.parametrize("source", ["docs/how-to/write-a-policy.md", "examples/plugin/rlmux_example_plugin.py"])
+def test_a_policys_author_imports_one_module(source):
+    text = (PAGE.parents[2] / source).read_text(encoding="utf-8")
+    of_policies = set(re.findall(r"^ *from (rlmux[\w.]*) import", text, flags=re.MULTILINE))
+    assert "rlmux.policy" in of_policies
+    inner = ("rlmux.core.placement", "rlmux.core.views", "rlmux.core.work", "rlmux.core.state", "rlmux.policies")
+    assert not [name for name in of_policies if name.startswith(inner)]

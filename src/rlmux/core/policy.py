@@ -10,7 +10,7 @@ The scheduler checks every choice before it becomes an action. `rlmux.policies` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rlmux.core.model import Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
@@ -48,4 +48,13 @@ class Policy(Protocol):
 
     def dispatch(self, view: GroupView) -> Iterable[Choice]:
         """What starts, pauses or migrates in this group now."""
+        ...
+
+
+@runtime_checkable
+class RepeatedPolicy(Protocol):
+    """A policy that is called twice with the same view: a user's own, which might remember something."""
+
+    def compare(self, method: str, first: Any, second: Any) -> None:
+        """Raises PolicyError where a method returned two different things."""
         ...

@@ -91,13 +91,6 @@ class RlMux:
     """Hours within which a move must have paid for itself there."""
     limits: SearchLimits = field(default_factory=SearchLimits)
     """How far a search for a cheaper grouping goes there."""
-    _caches: Caches = field(init=False, default_factory=Caches, repr=False, compare=False)
-    """A cache, as the next three."""
-    _given: GroupRanking = field(init=False, default_factory=GroupRanking, repr=False, compare=False)
-    """Groups with a member whose steps are given."""
-    _by_waste: GroupRanking = field(init=False, default_factory=GroupRanking, repr=False, compare=False)
-    _step_finder: CycleStepFinder = field(init=False, default_factory=CycleStepFinder, repr=False, compare=False)
-    """A cache of this object alone: `replace` makes a new one. Dropping its content changes no decision."""
     _on_shared_nodes: Jigsaw = field(init=False, repr=False, compare=False)
     _in_a_cycle: Jigsaw = field(init=False, repr=False, compare=False)
 
@@ -140,11 +133,11 @@ class RlMux:
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
         if self._prices_slowness(view) and self._has_given_work(view):
-            return cheaper_regrouping(view, self._economy(view), self._caches, self.limits)
+            return cheaper_regrouping(view, self._economy(view), view.cache("regrouping", Caches), self.limits)
         mended = mend_slos(view, self.place, varies_steps_per_cycle=self.varies_steps_per_cycle)
         if mended or _are_nodes_sunk_cost(view):
             return mended or (place_again(view, self.place) if view.num_waiting else spread_out(view))
-        by_waste = self._by_waste.ranked(tuple(view.groups()), _waste)
+        by_waste = view.cache("groups by waste", GroupRanking).ranked(tuple(view.groups()), _waste)
         fruitless: list[FruitlessSearch] = []
         for seed in by_waste:
             groups = self._neighbourhood(seed, by_waste)
@@ -185,7 +178,7 @@ class RlMux:
             given = [member for member in group.members if view.work_left(member.pipeline.id) is not None]
             return float(len(given)) if given else None
 
-        return bool(self._given.ranked(tuple(view.groups()), num_given))
+        return bool(view.cache("groups with given steps", GroupRanking).ranked(tuple(view.groups()), num_given))
 
     def _economy(self, view: PlacementView) -> Economy:
         return Economy(
@@ -244,7 +237,7 @@ class RlMux:
             view,
             usd_per_move=self.usd_per_hour_per_move,
             max_search_nodes=self.max_search_nodes,
-            step_finder=self._step_finder if self.varies_steps_per_cycle else None,
+            step_finder=view.cache("steps per cycle", CycleStepFinder) if self.varies_steps_per_cycle else None,
             slo_margin=self.slo_margin,
         )
         if partition is None:

@@ -15,17 +15,20 @@ plain order of work stands in for it, and the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rlmux import plugins
 from rlmux.core.errors import PolicyError, RlmuxError, UserError
-from rlmux.core.model import Pipeline
+from rlmux.core.model import Pipeline, PipelineId, Placement
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.policy import Policy
+from rlmux.core.queue.time_slicing import TakesTurns, TimeSlice
 from rlmux.core.steps.colocation import SharingTable
+from rlmux.core.steps.idle_check import Idling, MayIdle
 from rlmux.core.views import ChangeFraction, Choice, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork
 
 _ASKED = ("name", "reacts_to_progress", "sharing", "place", "rebalance", "dispatch")
@@ -36,7 +39,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The user's policy: each method is called twice, and each result checked."""
+    """The user's policy: each method is called twice, and each result checked. Abilities are those of the object."""
 
     name: str
     """Name or `module:Class` that the user typed: a run is resumed by it."""
@@ -50,6 +53,17 @@ class Checked:
     @property
     def sharing(self) -> SharingTable | None:
         return self.wrapped.sharing
+
+    @property
+    def tails(self) -> bool:
+        return bool(getattr(self.wrapped, "tails", False))
+
+    @property
+    def shares_in_halves(self) -> bool:
+        return bool(getattr(self.wrapped, "shares_in_halves", False))
+
+    def idling(self, view: GroupView) -> Idling:
+        return self.wrapped.idling(view) if isinstance(self.wrapped, MayIdle) else Idling()
 
     def with_sharing(self, sharing: SharingTable) -> Checked:
         """The same with this table."""
@@ -69,31 +83,72 @@ class Checked:
                 raise self._error("rebalance", f"answered {each!r}; accepted: Relocation and FruitlessSearch")
         return found
 
-    def dispatch(self, view: GroupView) -> tuple[Choice, ...]:
-        found = self._twice("dispatch", lambda: tuple(self.wrapped.dispatch(view)))
-        for each in found:
-            if not isinstance(each, _CHOICES):
-                accepted = ", ".join(kind.__name__ for kind in _CHOICES)
-                raise self._error("dispatch", f"chose {each!r}; accepted: {accepted}")
-        return found
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        """One after another: the view answers as if the choices before had been carried out. The caller repeats it."""
+        with self._naming_errors("dispatch"):
+            for each in self.wrapped.dispatch(view):
+                if not isinstance(each, _CHOICES):
+                    accepted = ", ".join(kind.__name__ for kind in _CHOICES)
+                    raise self._error("dispatch", f"chose {each!r}; accepted: {accepted}")
+                yield each
 
     def _twice(self, method: str, call: Callable[[], A]) -> A:
-        try:
+        with self._naming_errors(method):
             first, second = call(), call()
+        self.compare(method, first, second)
+        return first
+
+    @contextmanager
+    def _naming_errors(self, method: str) -> Iterator[None]:
+        try:
+            yield
         except RlmuxError:
             raise
         except Exception as error:  # the user's code may raise anything
             raise self._error(method, f"raised {plugins.described(error)}") from error
+
+    def compare(self, method: str, first: Any, second: Any) -> None:
         if first != second:
             raise self._error(
                 method,
                 f"returned {first!r}, and {second!r} when called again with the same view; accepted: a choice that "
                 "follows from the view alone",
             )
-        return first
 
     def _error(self, method: str, what: str) -> PolicyError:
         return PolicyError(f"policy {self.name}: {method} {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedTurns(Checked):
+    """The same for a policy whose pipelines hold nodes by turns."""
+
+    @property
+    def _turns(self) -> TakesTurns:
+        return cast("TakesTurns", self.wrapped)
+
+    @property
+    def turn_s(self) -> float:
+        return self._turns.turn_s
+
+    def new_clock(self) -> Any:
+        return self._turns.new_clock()
+
+    def begin_turn(self, clock: Any, pipeline: PipelineId, placement: Placement, now_s: float) -> None:
+        self._turns.begin_turn(clock, pipeline, placement, now_s)
+
+    def end_turn(self, clock: Any, pipeline: PipelineId, now_s: float) -> None:
+        self._turns.end_turn(clock, pipeline, now_s)
+
+    def give_turns(
+        self,
+        clock: Any,
+        claimants: tuple[tuple[Pipeline, Placement | None], ...],
+        pipelines: tuple[Pipeline, ...],
+        now_s: float,
+        view: PlacementView,
+    ) -> Mapping[PipelineId, TimeSlice | Refusal]:
+        return self._turns.give_turns(clock, claimants, pipelines, now_s, view)
 
 
 def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
@@ -110,7 +165,7 @@ def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
     if absent:
         raise UserError(f"policy {text!r} has no {absent[0]!r}; accepted: a class with {', '.join(_ASKED)}")
     _refuse_memory(text, made)
-    return Checked(name=text, wrapped=made)
+    return (CheckedTurns if isinstance(made, TakesTurns) else Checked)(name=text, wrapped=made)
 
 
 def _refuse_memory(text: str, made: Any) -> None:

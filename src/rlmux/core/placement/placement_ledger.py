@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
@@ -70,6 +71,8 @@ class PlacementLedger:
         self._after_leaving: dict[PipelineId, tuple[GroupLoad, GroupLoad, tuple[NodeId, ...]]] = {}
         """The group of each pipeline that left it in a trial, the group without it, and the nodes that this frees.
         A cache: the trials of one decision let the same pipelines leave, one trial after another."""
+        self.policy_caches: dict[str, Any] = {}
+        """Caches of the policy, which keeps nothing itself, by their names."""
 
     # reading
 

@@ -7,12 +7,15 @@ Groups with a node that is about to go are left out of what a policy chooses fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar, cast
 
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
 from rlmux.core.placement.group_load import GroupLoad, Member
 from rlmux.core.placement.placement_ledger import PlacementLedger
+
+C = TypeVar("C")
 
 
 class PlacementView:
@@ -32,6 +35,13 @@ class PlacementView:
         """The ledger itself, to try relocations on: all that is changed in the body is taken back at its end."""
         with self._ledger.trial():
             yield self._ledger
+
+    def cache(self, name: str, make: Callable[[], C]) -> C:
+        """The policy's cache of this name, made when it is first wanted: dropping it must change no decision."""
+        caches = self._ledger.policy_caches
+        if name not in caches:
+            caches[name] = make()
+        return cast("C", caches[name])
 
     def uneven_groups(self) -> tuple[GroupLoad, ...]:
         """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from rlmux.core.actions import Action, MigrateShard
 from rlmux.core.model import Phase
 from rlmux.core.parts import Parts
+from rlmux.core.policy import RepeatedPolicy
 from rlmux.core.state import GroupState
 from rlmux.core.steps import plan_check
 from rlmux.core.steps.plain_order import in_plain_order
@@ -43,8 +44,16 @@ def dispatch(parts: Parts, group: GroupState) -> list[Action]:
 
 
 def _choices(parts: Parts, group: GroupState) -> Sequence[Choice]:
-    """All that the policy chooses now. Its view answers as if each had been done. Raises PolicyError for a choice that
-    is not allowed."""
+    """All that the policy chooses now. Raises PolicyError for a choice that is not allowed, and for other choices of a
+    policy that is called again with the same view."""
+    choices = _chosen(parts, group)
+    if isinstance(parts.policy, RepeatedPolicy):
+        parts.policy.compare("dispatch", choices, _chosen(parts, group))
+    return choices
+
+
+def _chosen(parts: Parts, group: GroupState) -> Sequence[Choice]:
+    """What one call chooses. Its view answers as if each choice had been carried out."""
     planned = Planned()
     choices: list[Choice] = []
     for choice in parts.policy.dispatch(GroupView(parts.state, group, planned)):
