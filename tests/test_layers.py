@@ -24,7 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.test_house import tree_of
 
+pytestmark = pytest.mark.xdist_group("house")  # one process reads the sources, once
 SOURCE = Path(__file__).parent.parent / "src" / "rlmux"
 
 TRAINING = {"torch", "transformers", "safetensors", "tokenizers"}
@@ -113,7 +115,7 @@ def modules() -> list[str]:
 def imports(module: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, those inside functions included; those for type checkers too."""
     path = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

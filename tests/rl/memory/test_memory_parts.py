@@ -31,7 +31,7 @@ from rlmux.rl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from rlmux.rl.memory import memory_parts
+from rlmux.rl.memory import memory_parts, model_shape
 from rlmux.rl.memory.adapter_base import base_bytes, bases_of
 from rlmux.rl.memory.footprint import footprint_of, host_parts
 from rlmux.rl.memory.memory_parts import (
@@ -257,3 +257,14 @@ def test_pipelines_of_one_base_have_it_once():
     rounded = replace(tenants[1], rollout=RolloutConfig(dtype="bfloat16"))
     ((both, _),) = bases_of([tenants[0], rounded]).values()
     assert both == base_bytes(whole.model, ("float32", "bfloat16")) < 1.5 * base_bytes(whole.model)
+
+
+def test_a_checkpoints_shape_is_parsed_once_for_each_state_of_its_file(tmp_path, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(model_shape, "parse_json", lambda text: parsed.append(text) or json.loads(text))
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for num_tokens in (32, 64):
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": num_tokens}))
+        shapes = [model_shape.shape_of(ModelConfig(path=str(tmp_path))) for _ in range(3)]
+        assert [shape.vocab_size for shape in shapes] == [num_tokens] * 3
+    assert len(parsed) == 2

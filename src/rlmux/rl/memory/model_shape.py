@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,12 @@ class ModelShape:
 def shape_of(model: ModelConfig) -> ModelShape:
     """Raises UserError for a folder whose config.json is not that of a model."""
     if model.path is not None:
-        return _shape_of_folder(Path(model.path))
+        path = Path(model.path) / "config.json"
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise _no_model(path, error) from error
+        return _shape_of_file(path, (state.st_mtime_ns, state.st_size, state.st_ino))
     return ModelShape(
         hidden_size=model.hidden_size,
         intermediate_size=model.moe_intermediate_size or model.intermediate_size,
@@ -118,8 +124,9 @@ def shape_of(model: ModelConfig) -> ModelShape:
     )
 
 
-def _shape_of_folder(folder: Path) -> ModelShape:
-    path = folder / "config.json"
+@lru_cache(maxsize=64)
+def _shape_of_file(path: Path, _: tuple[int, ...]) -> ModelShape:
+    """The shape in a config.json, which is parsed once for each state of the file."""
     try:
         config = parse_json(path.read_bytes())
         num_experts = _num_experts(config)
@@ -138,7 +145,11 @@ def _shape_of_folder(folder: Path) -> ModelShape:
             num_picked=config["num_experts_per_tok"] if num_experts else 0,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.path {folder}: config.json is not that of a transformers model: {error!r}") from error
+        raise _no_model(path, error) from error
+
+
+def _no_model(path: Path, error: Exception) -> UserError:
+    return UserError(f"model.path {path.parent}: config.json is not that of a transformers model: {error!r}")
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
