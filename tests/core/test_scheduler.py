@@ -11,11 +11,13 @@ from rlmux.core.events import (
     PipelineCancelled,
     PipelineFailed,
     PipelineRestarted,
+    PipelineSubmitted,
     StageFinished,
     StagePaused,
     WorkerLost,
 )
 from rlmux.core.model import OrderId, Phase, PipelineId, PipelineStatus, Resident, Stage
+from rlmux.core.placement import placer
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.baselines import Colocated
 from rlmux.policies.rollmux import RollMux
@@ -200,3 +202,13 @@ def test_the_same_events_give_the_same_actions_byte_for_byte(driver, builders):
     again = Scheduler(builders.cluster(), RollMux())
     replayed = [action for event in driver.events for action in again.handle(event)]
     assert repr(replayed) == repr(driver.actions())
+
+
+def test_settling_that_does_not_end_is_an_error_with_the_last_marks(builders, monkeypatch):
+    def marks_itself(parts):
+        parts.state.dirty.balance = True
+
+    monkeypatch.setattr(placer, "rebalance", marks_itself)
+    scheduler = Scheduler(builders.cluster(rollout=1), RollMux())
+    with pytest.raises(IllegalTransitionError, match=r"settling has not ended after 200 rounds; .*balance, admitted a"):
+        scheduler.handle(PipelineSubmitted(time_s=0.0, pipeline=builders.pipeline("a")))

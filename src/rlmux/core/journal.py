@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from rlmux.core.errors import IllegalTransitionError, PolicyError
 from rlmux.core.events import Event
 
 _NUM_RECENT_EVENTS = 12
+_NUM_RECENT_MARKS = 12
 
 
 class Journal:
@@ -19,6 +21,15 @@ class Journal:
 
     def add(self, event: Event) -> None:
         self._recent_events.append(event)
+
+    def rounds(self, limit: int, marked: Callable[[], str]) -> Iterator[int]:
+        """Numbers of the rounds of one settling. Raises IllegalTransitionError after `limit`, with the last marks."""
+        last: deque[str] = deque(maxlen=_NUM_RECENT_MARKS)
+        for number in range(limit):
+            if number >= limit - _NUM_RECENT_MARKS:
+                last.append(marked())
+            yield number
+        raise self.illegal(f"settling has not ended after {limit} rounds; marked in the last: {'; '.join(last)}")
 
     def illegal(self, what: str) -> IllegalTransitionError:
         """The error to raise for an event that does not fit the state."""

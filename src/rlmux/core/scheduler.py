@@ -78,6 +78,8 @@ _APPLY: dict[type, Callable[[Parts, Any], list[Action]]] = {
     events.TimeReached: admin_events.on_time_reached,
 }
 """How each event is applied: the state that it is a fact of, and what is dirty then; the orders that are part of it."""
+_ROUNDS_OF_A_PIPELINE = 100
+"""Rounds of settling for each pipeline, at most; a few are common."""
 _OF_WORK = frozenset({events.StageFinished, events.StagePaused, events.ChunkFinished, events.ReplyArrived})
 """Events that by themselves change nothing about nodes, so that fillers stay where they are."""
 
@@ -117,11 +119,17 @@ class Scheduler:
         return _APPLY[kind](parts, event) + self._settle()
 
     def _settle(self) -> list[Action]:
-        """Place, rebalance, dispatch and fill until nothing is dirty."""
+        """Place, rebalance, dispatch and fill until nothing is dirty.
+
+        It ends because each stage takes its mark away, and a change of nodes, which alone marks earlier stages, is made
+        once: a pipeline leaves its nodes, and is placed or relocated at one time, only once. Raises
+        IllegalTransitionError, with the last marks, where that does not hold.
+        """
         parts, dirty = self._parts, self._parts.state.dirty
+        limit = _ROUNDS_OF_A_PIPELINE * (len(parts.state.runs) + 1)
         over, admitted, boundaries, groups = dirty.over, dirty.admitted, dirty.boundaries, dirty.groups
         actions: list[Action] = []
-        while True:
+        for _ in parts.journal.rounds(limit, dirty.marked):
             if over:
                 actions += placer.release(parts, over.pop(next(iter(over))))
             elif dirty.queue or dirty.newcomer is not None:
@@ -144,7 +152,8 @@ class Scheduler:
             elif parts.state.fillers.ready:
                 return actions + filler_placement.start(parts)
             else:
-                return actions
+                break
+        return actions
 
     def wait_of(self, pipeline: PipelineId) -> Wait | None:
         """Why this pipeline waits, and what would start it now; None where it does not wait. Decides nothing."""

@@ -16,7 +16,7 @@ SchedulerState
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rlmux.core.estimation.alike_seconds import KeptSeconds
@@ -126,6 +126,14 @@ class Dirty:
     """Nodes, or what is pinned to them, may have changed: fillers are placed again."""
     policy_faults: list[tuple[str, str]] = field(default_factory=list)
     """Method and error of failed decisions of the policy that are to be reported."""
+
+    def marked(self) -> str:
+        """What is dirty, in words."""
+        return ", ".join(
+            f"{item.name} {', '.join(map(str, value))}" if isinstance(value, dict) else item.name
+            for item in fields(self)
+            if (value := getattr(self, item.name))
+        )
 
     def mark_nodes(self) -> None:
         """Nodes are free that were not: all tiers of placement look again."""
