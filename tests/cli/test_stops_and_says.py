@@ -65,7 +65,7 @@ def test_a_closed_terminal_or_output_ends_a_run_like_ctrl_c(folder, start, how):
         assert err.strip().splitlines()[-1] == "rlmux: stopped; resume with: rlmux resume one"
         last = summary(folder)["pipelines"]["a"]["steps"]
         resumed = start("resume", "one")
-        until_step(folder, resumed)
+        until_step(folder, resumed, num_more=2)  # a step without its row is filled in before the first
         resumed.send_signal(signal.SIGINT)
         _, err = resumed.communicate(timeout=LIMIT_S)
         assert err.splitlines()[0].startswith("a: goes on at step ")

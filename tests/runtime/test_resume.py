@@ -628,11 +628,15 @@ def write_file(tmp_path: Path, text: str = FILE) -> tuple[str, ...]:
 
 
 def wait_for_a_step(process: subprocess.Popen, folder: Path) -> None:
-    """Wait until `sort` has published one more step."""
+    """Wait until `sort` has published one more step; a resume first fills in one that has no row yet."""
     metrics = folder / "sort" / "metrics.jsonl"
-    before = metrics.stat().st_size if metrics.exists() else 0
+
+    def num_steps() -> int:
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    wanted = num_steps() + 2
     until(
-        lambda: metrics.exists() and metrics.stat().st_size > before,
+        lambda: num_steps() >= wanted,
         "a step of `sort`",
         limit_s=200.0,
         seen=(folder.parent / "said.txt").read_text,
