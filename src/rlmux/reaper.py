@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import secrets
 import select
@@ -29,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 _MARK = "RLMUX_ENDS_WITH"
@@ -56,19 +54,29 @@ def marking() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    before, mark = os.environ.get(_MARK), _mark_of_this_process()
-    os.environ[_MARK] = mark
+    with variable(_MARK, _mark_of_this_process()):
+        yield
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment for what is started within."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[_MARK]
+        del os.environ[name]
         if before is not None:
-            os.environ[_MARK] = before
+            os.environ[name] = before
 
 
 @cache
 def _mark_of_this_process() -> str:
     """The mark of this process's one reaper."""
+    import multiprocessing  # here: the script itself starts at once
+    from multiprocessing.util import get_temp_dir
+
     mark = secrets.token_hex(16)
     theirs, ours = os.pipe()  # ours is never closed: the end of this process closes it
     if multiprocessing.parent_process() is None:  # a child of its own has that process's

@@ -285,7 +285,7 @@ def _read_state(folder: Path) -> tuple[str | None, RunState]:
 def _fill_metrics(folder: Path) -> None:
     """Bring the files of numbers to what the log has."""
     with contextlib.closing(MetricsWriter(folder)) as metrics, LogReader(folder) as reader:
-        metrics.fill(reader, {PipelineId(name): step for name, step in reader.state().steps.items()})
+        metrics.fill(reader)
 
 
 def _append(log: RunLog, notes: Sequence[Note]) -> None:

@@ -59,6 +59,9 @@ class Scorer:
     def crashes(self):
         os.kill(os.getpid(), signal.SIGSEGV)
 
+    def exits_as_without_a_fork_server(self):
+        os._exit(255)
+
     def exits_beside_a_child(self):
         if os.fork() == 0:
             time.sleep(600)
@@ -94,6 +97,11 @@ def test_user_code_may_start_processes_of_its_own(scorer):
     [
         ("exits", PipelineError, "reward r:score at step 2, prompt 1 ended its process (os._exit, exit code 7)"),
         ("exits_beside_a_child", PipelineError, "reward r:score at step 2, prompt 1 ended its process"),
+        (
+            "exits_as_without_a_fork_server",  # a borrowed one that was killed: not the user's code's doing
+            WorkerLostError,
+            "p/env is gone (exit code 255, in reward r:score at step 2, prompt 1)",
+        ),
         ("leaves", PipelineError, "reward r:score at step 2, prompt 1 raised SystemExit: bye"),
         ("crashes", WorkerLostError, "p/env is gone (killed by SIGSEGV, in reward r:score at step 2, prompt 1)"),
     ],

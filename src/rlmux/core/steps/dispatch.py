@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from rlmux.core.actions import Action, MigrateShard
 from rlmux.core.model import Phase
 from rlmux.core.parts import Parts
-from rlmux.core.policy import RepeatedPolicy
 from rlmux.core.state import GroupState
 from rlmux.core.steps import plan_check
 from rlmux.core.steps.plain_order import in_plain_order
@@ -47,8 +46,8 @@ def _choices(parts: Parts, group: GroupState) -> Sequence[Choice]:
     """All that the policy chooses now. Raises PolicyError for a choice that is not allowed, and for other choices of a
     policy that is called again with the same view."""
     choices = _chosen(parts, group)
-    if isinstance(parts.policy, RepeatedPolicy):
-        parts.policy.compare("dispatch", choices, _chosen(parts, group))
+    if parts.repeated is not None:
+        parts.repeated.compare("dispatch", choices, _chosen(parts, group))
     return choices
 
 

@@ -153,7 +153,7 @@ class TrainDriver:
     def _hand_out(self, step: int) -> HandOut:
         """What the trainer is to write of the step's weights."""
         has_checkpoint = is_due(self._workers.submission, step, self._options.checkpoint_every)
-        batch = self._batch_by_step.get(step)
+        batch = self._batch_by_step.get(step) if has_checkpoint else None
         return HandOut(
             weights=self._workers.published_path(step),
             writers=tuple(self._calls.senders(self._workers.trainers)),

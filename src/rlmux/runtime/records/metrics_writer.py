@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,10 @@ _TAGS = {
     "turns_mean": "rollout/turns_mean",
     "tokens": "rollout/tokens",
 }
+
+
+_RECENT_ROWS = 10_000
+"""Rows of the log that one commit may have, and more."""
 
 
 class MetricsWriter:
@@ -51,19 +55,18 @@ class MetricsWriter:
                 if files is not None:
                     files.close()
 
-    def fill(self, log: LogReader, last_steps: Mapping[PipelineId, int]) -> None:
+    def fill(self, log: LogReader) -> None:
         """Add the steps that the log has and the files lack, because the run was killed between the two.
 
-        `last_steps`: last step in the log, of each pipeline.
+        Files follow each commit of the log, so only pipelines with a step in its last rows are looked at.
         """
-        behind = {
-            pipeline
-            for pipeline, step in last_steps.items()
-            if (self._folder / pipeline).is_dir() and self._files_of(pipeline).num_whole < step
-        }
-        for entry in log.entries() if behind else ():
-            if entry.type == "step" and (fields := cast("dict[str, Any]", entry.value))["pipeline"] in behind:
-                self._files_of(fields["pipeline"]).add(entry.time_s, fields["step"], fields["metrics"])
+        state = log.state()
+        recent = {note["pipeline"] for _, note in _step_notes(log, after=max(0, state.seq - _RECENT_ROWS))}
+        there = [name for name in sorted(recent) if (self._folder / name).is_dir()]
+        behind = {name for name in there if self._files_of(name).num_whole < state.steps[name]}
+        for time_s, note in _step_notes(log) if behind else ():
+            if note["pipeline"] in behind:
+                self._files_of(note["pipeline"]).add(time_s, note["step"], note["metrics"])
 
     def close(self) -> None:
         for files in self._files.values():
@@ -107,6 +110,10 @@ class _StepFiles:
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
+
+
+def _step_notes(log: LogReader, after: int = 0) -> Iterator[tuple[float, dict[str, Any]]]:
+    return ((one.time_s, cast("dict[str, Any]", one.value)) for one in log.entries(after) if one.type == "step")
 
 
 def tag_of(name: str) -> str:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, StorageError, WorkerLostError
 from rlmux.hidden_main import hidden_main, show_working_folder
-from rlmux.reaper import marking
+from rlmux.reaper import marking, variable
 from rlmux.rl.user_code.loading import tell_calls_to
 from rlmux.runtime.workers.heartbeat import Activity, activity_of, beat_with
 
@@ -100,21 +100,14 @@ def warm_up(*, imports: str | None = None) -> None:
             forkserver.ensure_running()
 
 
-@contextlib.contextmanager
-def _quiet_about_leaks() -> Iterator[None]:
+def _quiet_about_leaks() -> contextlib.AbstractContextManager[None]:
     """Let the resource tracker, when it is started in the body, remove what a killed worker leaves without a warning.
 
     User code's pools have semaphores, and their workers are ended by SIGKILL where they fail.
     """
-    before = os.environ.get(_WARNINGS)
-    own = "ignore:resource_tracker:UserWarning"
-    os.environ[_WARNINGS] = own if before is None else f"{before},{own}"
-    try:
-        yield
-    finally:
-        del os.environ[_WARNINGS]
-        if before is not None:
-            os.environ[_WARNINGS] = before
+    return variable(
+        _WARNINGS, ",".join(filter(None, (os.environ.get(_WARNINGS), "ignore:resource_tracker:UserWarning")))
+    )
 
 
 def raise_file_limit() -> None:
@@ -291,7 +284,8 @@ class WorkerProcess:
 
     def _loss(self) -> RlmuxError:
         ending, call = self.how_it_ended(), self._last_words.read()
-        if call and ending.startswith(_EXIT_CODE):
+        is_own_exit = ending.startswith(_EXIT_CODE) and ending != _exit_reason(_CODE_WITHOUT_SERVER)
+        if call and is_own_exit:
             return PipelineError(f"{call} ended its process (os._exit, {ending})")
         return WorkerLostError(f"{self.name} is gone ({ending}{f', in {call}' if call else ''})")
 

@@ -96,7 +96,8 @@ class HandOut:
     num_kept: int
     """Number of checkpoints kept once this one is durable."""
     note: Mapping[str, Any] | None = None
-    """Fields of the note `step`, for the checkpoint, but for what this call adds; None for the SFT warm-up."""
+    """Fields of the note `step`, for the checkpoint, but for what this call adds; None for the SFT warm-up, and without
+    a checkpoint."""
 
     def whole_note(self, report: TrainReport, checksum: str, file_checksum: str) -> dict[str, Any] | None:
         """The note with the figures of the step's last call and the sums of its weights, as the driver writes it."""

@@ -23,8 +23,10 @@ class Root:
     """The folder that is served."""
 
     def __init__(self, folder: Path, spare: Path, known: Collection[str] = ()) -> None:
-        """`spare`: a folder of the server's own, made when it is needed. `known`:
-        names of lanes that are there before they have a log."""
+        """`spare`: a folder of the server's own, made when it is needed.
+
+        `known`: names of lanes that are there before they have a log.
+        """
         self.folder = folder
         self._known = {folder / name for name in known}
         self._spare = spare
