@@ -19,8 +19,8 @@ from itertools import combinations
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import NO_SHARING, SharingEntry, SharingTable
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import NO_SHARING, SharingEntry, SharingTable
 from rlmux.policies.lookahead.problem import Problem, SiblingMigration, WorkItem
 
 UNITS_PER_S = 50

@@ -67,10 +67,10 @@ from substages import from_log
 
 from rlmux.cli.doctor import check_cuda_checkpoint
 from rlmux.core.actions import RunStage
+from rlmux.core.decision.policy import Policy
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable
 from rlmux.core.events import StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage, SubStage
-from rlmux.core.policy import Policy
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.engines.determinism_probe import probe_rollout
 from rlmux.engines.device_fraction import WHOLE, DeviceFractions, mps_problem, probe
 from rlmux.engines.rollout.protocol import RolloutEngine
@@ -100,9 +100,8 @@ from rlmux.rl.config import (
 from rlmux.rl.determinism_class import promise_of
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import load_vocabulary
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.run import RunOptions, run_pipelines
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 from rlmux.share import cuda_checkpoint
 
 PARTS = (

@@ -19,12 +19,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from rlmux.core.decision.policy import Policy
 from rlmux.core.events import Event, PipelineFailed, PipelineSubmitted
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement.choice import FruitlessSearch, Refusal, Relocation
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.sim.workloads import arrivals

@@ -33,9 +33,9 @@ from rlmux.core.model import PHASE_BY_STAGE, Phase, Stage
 from rlmux.policies import make_policy
 from rlmux.profiling import neighbours as neighbours_profile
 from rlmux.report.reports import read_timeline
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import RunOptions, run_pipelines
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 from rlmux.sim.models.neighbour_slowdown import Neighbours
 from rlmux.sim.results.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.recorded import recorded_workload

@@ -36,12 +36,11 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.workers.processes import fork_server_pid
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 CLUSTER = Cluster(
     pools={

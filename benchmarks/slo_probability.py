@@ -23,9 +23,9 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rlmux.core.estimation.step_bounds import StepBounds
+from rlmux.core.estimation.cycles import PhaseLoad, meta_iteration_s
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
-from rlmux.core.steps.cycles import PhaseLoad, meta_iteration_s
+from rlmux.core.placement.step_bounds import StepBounds
 from rlmux.sim.workloads.arrivals import at_token_limit
 from rlmux.sim.world import Drifting, RandomVariation, drift_curve
 

@@ -28,15 +28,14 @@ from typing import Any
 
 from rlmux.config import Spec, load_spec
 from rlmux.core.actions import MigrateShard, RunStage
+from rlmux.core.decision.policy import Policy
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, Phase, PipelineId, Stage
-from rlmux.core.policy import Policy
 from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import RunOptions, run_pipelines
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 FILES = ("examples/05_long_tails.yaml", "examples/06_tool_waits.yaml")
 

@@ -45,7 +45,7 @@ RATCHET = {
     "classes over 25 methods": 22,
     "broad excepts": 65,
     "functions over nine parameters": 15,
-    "inner folders that import each other": 19,
+    "inner folders that import each other": 0,
     "words of docs": 55_700,
 }
 """What may only fall. Growth is a line of a diff with its reason."""

@@ -63,7 +63,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "config": (
         {
-            *("core.model", "core.queue.queue_order", "core.errors", "core.json_text"),
+            *("core.model", "core.queue_order", "core.errors", "core.json_text"),
             *("rl.config", "rl.memory.adapter_base", "plugins"),
         },
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
@@ -87,12 +87,44 @@ ONLY_IN = {
     "ray": lambda module: module.startswith("runtime.ray."),
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
     "peft": lambda module: module == "engines.adapters.lora",
-    "torchao": lambda module: module == "engines.train.state.moments",
+    "torchao": lambda module: module == "engines.train.update.moments",
     "ortools": lambda module: module == "policies.search.linear_program",
     **dict.fromkeys(("wandb", "mlflow", "trackio"), lambda module: module == "client.trackers"),
 }
 EVERYWHERE = {"rlmux"}
 """The package itself, for its version."""
+FLOORS: dict[str, tuple[set[str], ...]] = {
+    # room: its modules and inner folders, floor by floor; each imports only what is below it
+    "core": (
+        {"model", "errors", "json_text", "decayed_usage"},
+        {"actions", "queue_order"},
+        {"events", "work"},
+        {"journal", "estimation"},
+        {"placement"},
+        {"pipeline_run"},
+        {"state"},
+        {"decision"},
+        {"queue"},
+        {"steps", "query"},
+        {"settle"},
+        {"scheduler"},
+        {"invariants"},
+    ),
+    "runtime": (
+        {"backend"},
+        {"fake_backend", "memory", "records", "weights"},
+        {"workers"},
+        {"orders"},
+        {"control"},
+        {"controller", "worker_backend"},
+        {"local"},
+        {"machine_probe", "ray"},
+        {"run"},
+        {"launch"},
+        {"checks"},
+        {"model_export"},
+    ),
+}
 
 
 def test_the_picture_and_the_table_of_the_docs_have_every_room():
@@ -129,6 +161,22 @@ def imports(module: str) -> Iterator[tuple[int, str]]:
 def is_module(package: str, alias: ast.alias) -> bool:
     path = SOURCE.parent.joinpath(*package.split("."), alias.name)
     return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_inside_a_room_a_module_imports_only_what_is_on_a_lower_floor(room):
+    floor_of = {name: number for number, names in enumerate(FLOORS[room]) for name in names}
+    upward = [
+        f"{module}:{line}: {name}"
+        for module in modules()
+        if module.startswith(f"{room}.") and not module.endswith("__init__")
+        for line, name in imports(module)
+        if name.startswith(f"rlmux.{room}.") and (above := name.split(".")[2]) != (own := module.split(".")[1])
+        if floor_of[above] >= floor_of[own]
+    ]
+    assert upward == []
+    names = {module.split(".")[1] for module in modules() if module.startswith(f"{room}.")}
+    assert set(floor_of) == names - {"__init__"}
 
 
 def is_within(name: str, allowed: set[str]) -> bool:

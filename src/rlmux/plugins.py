@@ -4,7 +4,7 @@
     a bare name: the entry point of an installed package ──┴▶ find(kind, text) ─▶ the class or function
 
     kind        entry points      what it is
-    policy      rlmux.policies    a frozen dataclass as in `core/policy.py`
+    policy      rlmux.policies    a frozen dataclass as in `core/decision/policy.py`
     task        rlmux.tasks       a class made from (params, seed), as in `rl/tasks/base.py`
     engine      rlmux.engines     a function or class that makes a `RolloutEngine` (`engines/user_engine.py`)
     workload    rlmux.workloads   a function of `seed` and of parameters with default values that returns a Workload

@@ -9,6 +9,19 @@
 docs/how-to/write-a-policy.md has a whole policy. Built-in policies and a user's own pass the same scheduler.
 """
 
+from rlmux.core.decision.policy import Policy
+from rlmux.core.decision.views import (
+    ChangeFraction,
+    Choice,
+    GroupView,
+    MarkPlanned,
+    MemberView,
+    MigrateWork,
+    OrderView,
+    PauseOrder,
+    RunWork,
+)
+from rlmux.core.estimation.colocation import SharingTable
 from rlmux.core.model import (
     AdmissionKind,
     Cluster,
@@ -24,21 +37,8 @@ from rlmux.core.model import (
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.policy import Policy
 from rlmux.core.queue.time_slicing import TakesTurns, TimeSlice
-from rlmux.core.steps.colocation import SharingTable
 from rlmux.core.steps.idle_check import Idling
-from rlmux.core.views import (
-    ChangeFraction,
-    Choice,
-    GroupView,
-    MarkPlanned,
-    MemberView,
-    MigrateWork,
-    OrderView,
-    PauseOrder,
-    RunWork,
-)
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.dispatching import start_oldest_first, start_where_free
 from rlmux.policies.search.candidates import founding, impossible, joining, queue, sharing_everything

@@ -16,8 +16,8 @@ from rlmux.cli import inputs, profile_tables
 from rlmux.config import Purpose
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import SharingTriple
 from rlmux.core.model import Phase
-from rlmux.core.steps.colocation import SharingTriple
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling import interference_probe
 from rlmux.profiling.migration_times import MigrationTimes

@@ -9,7 +9,7 @@ from rlmux.config.service_file import load_service_file
 from rlmux.config.shares import parse_shares
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Account
-from rlmux.core.queue.queue_order import AccountShare, Quota, Share, ShareSettings
+from rlmux.core.queue_order import AccountShare, Quota, Share, ShareSettings
 
 CLUSTER = "cluster: {pools: {rollout: {devices: 1, usd_per_gpu_hour: 2}, train: {devices: 1}}}\n"
 SHARES = """shares:

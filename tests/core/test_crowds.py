@@ -9,12 +9,12 @@ import math
 import random
 
 import pytest
-from tests.core.queue.test_parking import LAB, POLICIES, ask_to_park, driver_of, release, status
+from tests.core.settle.test_parking import LAB, POLICIES, ask_to_park, driver_of, release, status
 
 from rlmux.core.events import NodeJoined, NodeLost, SharesSet
 from rlmux.core.model import QUEUED, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement.choice import PlacementChoice
-from rlmux.core.queue.queue_order import AccountShare, Quota, Share, ShareSettings
+from rlmux.core.queue_order import AccountShare, Quota, Share, ShareSettings
 
 Crowd = tuple[list[tuple[int, str, Pipeline]], ShareSettings]
 """(seconds since the one before, what happens besides, pipeline), and the shares."""

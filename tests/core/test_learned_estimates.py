@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.actions import ExpectSteps, Relocate, RunStage
-from rlmux.core.estimation.expected_steps import drifted
 from rlmux.core.estimation.measured_steps import MeasuredSteps
 from rlmux.core.events import PipelineSubmitted, StageFinished
 from rlmux.core.model import DeviceId, Phase, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.steps.expected_steps import drifted
 from rlmux.policies import make_policy
 from rlmux.sim.results.result import SimResult
 from rlmux.sim.simulator import simulate

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from rlmux.core.steps.cycles import (
+from rlmux.core.estimation.cycles import (
     PhaseLoad,
     cycle_order,
     cycle_s,

@@ -7,7 +7,7 @@ import pytest
 from rlmux.core.actions import Admit, Queue
 from rlmux.core.events import NodeJoined, NodeLost, PipelineCancelled, WaitsRestored
 from rlmux.core.model import NodeId, Pipeline, PipelineId, PipelineStatus
-from rlmux.core.queue.queue_order import PipelineWait
+from rlmux.core.queue_order import PipelineWait
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from rlmux.core import invariants
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable
 from rlmux.core.model import Cluster, Phase, Pool
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.log import value_codec
 from rlmux.policies import make_policy
 

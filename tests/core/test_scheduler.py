@@ -17,8 +17,8 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import OrderId, Phase, PipelineId, PipelineStatus, Resident, Stage
-from rlmux.core.placement import placer
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.settle import placer
 from rlmux.policies.baselines import Colocated
 from rlmux.policies.rollmux import RollMux
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import (
+from rlmux.core.estimation.colocation import (
     BaseBatches,
     SharedRates,
     SharingEntry,
@@ -11,6 +10,7 @@ from rlmux.core.steps.colocation import (
     SharingTriple,
     sub_stage_in,
 )
+from rlmux.core.model import SubStage
 
 
 def entry(a, b, device_fraction, slow_a, slow_b):

@@ -15,9 +15,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from rlmux.core.estimation.cycles import PhaseLoad, meta_iteration_s
 from rlmux.core.model import NodeId
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.cycles import PhaseLoad, meta_iteration_s
 from rlmux.policies import make_policy
 
 NEVER = -1e18

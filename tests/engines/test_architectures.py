@@ -17,10 +17,10 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.packed_attention import is_packed
-from rlmux.engines.train import training_forward
-from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.train_engine import TorchTrainEngine
-from rlmux.engines.train.training_forward import PACKED, prepare_forward, score_tokens
+from rlmux.engines.train.update import training_forward
+from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.update.training_forward import PACKED, prepare_forward, score_tokens
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig, TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary

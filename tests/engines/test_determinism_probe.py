@@ -16,10 +16,10 @@ from rlmux.engines.model.transformer import DecodePlan
 from rlmux.engines.rollout.batch_probe import BatchProbe
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.train.state import trainer_state
-from rlmux.engines.train.state.ranks import touching_others
 from rlmux.engines.train.train_engine import TorchTrainEngine
-from rlmux.engines.train.train_tensors import deterministic_backward
-from rlmux.engines.train.training_forward import TokenScores, score_tokens
+from rlmux.engines.train.update.ranks import touching_others
+from rlmux.engines.train.update.train_tensors import deterministic_backward
+from rlmux.engines.train.update.training_forward import TokenScores, score_tokens
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import ProbeReport, Promise, promise_of
 from rlmux.rl.types import TrajectoryRequest

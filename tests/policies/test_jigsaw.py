@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.actions import MigrateShard, Pause, RunStage, SetDeviceFraction
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable
 from rlmux.core.estimation.estimates import StepHistory
 from rlmux.core.events import (
     ChunkFinished,
@@ -16,7 +17,6 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.core.work import WorkState
 from rlmux.policies.jigsaw import Jigsaw, overdue_first
 from rlmux.policies.rlmux import RlMux

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from rlmux.core.model import QUEUED, Account, PipelineId, Urgency
-from rlmux.core.queue.queue_order import QueueView, Share, WaitingPipeline
+from rlmux.core.queue_order import QueueView, Share, WaitingPipeline
 from rlmux.policies.max_min_fairness import AGED_S, AGEING_S, FairShares, dominant_share
 
 CAPACITY = {"rollout": 100.0, "train": 100.0}

@@ -16,7 +16,7 @@ from rlmux.policies import make_policy
 START = """
 import itertools, random
 from dataclasses import dataclass, field
-from rlmux.core.views import RunWork
+from rlmux.core.decision.views import RunWork
 from rlmux.policies.baselines import Fifo
 from rlmux.policies.lookahead.dispatching import start_oldest_first
 

@@ -11,7 +11,7 @@ from itertools import combinations, count
 import pytest
 
 from rlmux.core.errors import PipelineError, UserError
-from rlmux.core.steps.colocation import SharedRates, SharingTriple
+from rlmux.core.estimation.colocation import SharedRates, SharingTriple
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling import interference_probe
 from rlmux.profiling.interference_probe import QUICK, fraction_grid_of, measure_interference

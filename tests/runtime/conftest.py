@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from tests.waiting import until
 
+from rlmux.core.decision.views import Choice, GroupView, MigrateWork, PauseOrder
 from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import Cluster, MigrationEstimate, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.views import Choice, GroupView, MigrateWork, PauseOrder
 from rlmux.policies import make_policy
 from rlmux.policies.lookahead.dispatching import start_where_free
 from rlmux.policies.rollmux import RollMux
@@ -33,11 +33,10 @@ from rlmux.rl.config import (
     TrainingConfig,
 )
 from rlmux.rl.determinism_class import ProbeReport
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 STAGES = (
     Stage.GENERATE,

@@ -14,9 +14,9 @@ from rlmux.core.errors import SpecError
 from rlmux.rl.config import TaskConfig, TrainingConfig
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.user_code.pipeline_env import PipelineEnv
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.launch import submissions
 from rlmux.runtime.workers.processes import WorkerProcess
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 LIMIT_S = 2.5
 WORKER = """

@@ -13,6 +13,7 @@ import pytest
 
 from rlmux.core.actions import Action, Admit, Pause, RunStage
 from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.estimation.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import Event, RewardOverdue, StagePaused, TimeReached, WorkArrived, WorkWithdrawn
 from rlmux.core.model import (
     AdmissionKind,
@@ -27,7 +28,6 @@ from rlmux.core.model import (
     Stage,
 )
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.policies import make_policy
 from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.types import ChunkReport, FinishedTurn

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.events import PipelineFailed, WorkerLost
-from rlmux.runtime.workers.worker_pool import WorkerOptions
+from rlmux.runtime.backend import WorkerOptions
 
 REWARDS = """
 import os, sys, time

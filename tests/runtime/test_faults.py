@@ -16,8 +16,8 @@ import torch
 from rlmux.core.actions import RunStage
 from rlmux.core.events import PipelineFailed, PipelineRestarted, WorkerLost
 from rlmux.core.model import Stage
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.workers.worker_calls import TrainCall
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 
 def pair_of(real, num_steps: int) -> list:

@@ -13,7 +13,7 @@ from rlmux.core.errors import RefusedError, UserError
 from rlmux.core.model import Cluster, Footprint, Phase, Pool
 from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES
 from rlmux.runtime.local import assign_gpus
-from rlmux.runtime.memory.machine_probe import GpuDriver, describe_machine
+from rlmux.runtime.machine_probe import GpuDriver, describe_machine
 from rlmux.runtime.memory.memory_budget import MachineMemory, check_each_fits, with_machine_memory
 
 GB = 1e9

@@ -10,13 +10,13 @@ import pytest
 from tests.runtime.killed_runs import check_killed_twice
 
 from rlmux.core.actions import MigrateShard
+from rlmux.core.decision.views import Choice, GroupView, PauseOrder
 from rlmux.core.events import ChunkFinished, PipelineRestarted, WorkerLost
 from rlmux.core.model import Stage
-from rlmux.core.views import Choice, GroupView, PauseOrder
 from rlmux.policies.lookahead.dispatching import start_oldest_first
 from rlmux.policies.rollmux import RollMux
 from rlmux.rl.config import InterruptibleConfig
-from rlmux.runtime.workers.worker_pool import WorkerOptions
+from rlmux.runtime.backend import WorkerOptions
 
 STEPS = 6
 FINE = WorkerOptions(chunk_decode_steps=2)

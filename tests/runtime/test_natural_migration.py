@@ -7,7 +7,7 @@ import pytest
 from rlmux.core.actions import MigrateShard, Pause, RunStage
 from rlmux.core.events import TrajectoriesMigrated
 from rlmux.core.model import Cluster, Phase, Pool, Stage
-from rlmux.runtime.workers.worker_pool import WorkerOptions
+from rlmux.runtime.backend import WorkerOptions
 
 MAX_STEPS = 60
 """Steps within which a tail must have migrated: many more than it takes, and the run ends once one was trained on."""

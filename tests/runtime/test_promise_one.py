@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from rlmux.core.actions import MigrateShard
+from rlmux.core.decision.views import Choice, GroupView, PauseOrder
 from rlmux.core.events import StagePaused
 from rlmux.core.model import Cluster, Phase, Pool, Stage
-from rlmux.core.views import Choice, GroupView, PauseOrder
 from rlmux.policies.lookahead.dispatching import start_oldest_first
 from rlmux.policies.rollmux import RollMux
-from rlmux.runtime.workers.worker_pool import WorkerOptions
+from rlmux.runtime.backend import WorkerOptions
 
 
 @pytest.fixture(scope="module")

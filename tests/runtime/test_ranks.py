@@ -13,10 +13,10 @@ from rlmux.core.actions import Admit, RunStage, Switch
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Placement, Stage
 from rlmux.policies import make_policy
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.heartbeat import Activity
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 STEPS = 2
 TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)

@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from rlmux.core.actions import Release, Relocate
+from rlmux.core.decision.views import GroupView, RunWork
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
 from rlmux.core.placement.choice import PlacementChoice, Relocation
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.lookahead.dispatching import start_oldest_first
 
 ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)

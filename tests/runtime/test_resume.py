@@ -24,19 +24,19 @@ from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.core.events import AlikeRestored, PipelineSubmitted, StageFinished
 from rlmux.core.model import OrderId, PhaseSeconds, PipelineStatus
-from rlmux.core.queue.queue_order import PipelineWait
+from rlmux.core.queue_order import PipelineWait
 from rlmux.core.scheduler import Scheduler
 from rlmux.engines.train.state import checkpoint
 from rlmux.log.run_log import LOG_NAME, LogReader
 from rlmux.log.value_codec import encode
 from rlmux.policies import make_policy
 from rlmux.runtime import local, worker_backend
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory.memory_budget import with_machine_memory
 from rlmux.runtime.orders.train_driver import TrainDriver
 from rlmux.runtime.records.end_records import salvage
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 STEPS = 5
 

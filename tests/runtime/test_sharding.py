@@ -20,8 +20,8 @@ from rlmux.engines.model.weights import read_tensors, weights_sha256
 from rlmux.policies import make_policy
 from rlmux.rl.config import AdapterConfig
 from rlmux.rl.memory.model_shape import shape_of
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.run import RunOptions, resume_pipelines, run_pipelines
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Admit
+from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable
 from rlmux.core.events import StageFinished, StagePaused, WorkerLost
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, Placement, SubStage
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
-from rlmux.core.views import Choice, GroupView
 from rlmux.policies.lookahead.side_by_side import start_side_by_side
 from rlmux.policies.rollmux import RollMux
 from rlmux.rl.config import AdapterConfig
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory.memory_budget import with_footprint
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 DECODES = (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE)
 TRAININGS = (SubStage.REFERENCE, SubStage.OLD_LOGPROBS, SubStage.UPDATE)

@@ -8,8 +8,8 @@ import pytest
 from tests.runtime.test_shared_rollouts import ADAPTERS, pids_of, run_together
 
 from rlmux.core.events import PipelineRestarted, StageFinished, StagePaused
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.memory.memory_budget import with_footprint
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 SHORT_STAGES = WorkerOptions(chunk_s=1e-6)
 """A call does one micro-batch of each pipeline."""

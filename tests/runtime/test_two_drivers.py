@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Action, ExpectSteps
+from rlmux.core.decision.views import MarkPlanned, RunWork
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.views import MarkPlanned, RunWork
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import POLICIES, make_policy
 from rlmux.report.reports import write_report

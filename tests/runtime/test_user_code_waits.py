@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Admit, RunStage, Switch
+from rlmux.core.estimation.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import ReplyArrived, RewardOverdue, StageFinished, StagePaused
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
-from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.types import ChunkReport, FinishedTurn, TurnReply
 from rlmux.rl.user_code.pipeline_env import PipelineEnv

@@ -12,7 +12,7 @@ from rlmux.config import Spec
 from rlmux.config.load import parse_spec
 from rlmux.config.shares import parse_shares
 from rlmux.core.events import Event
-from rlmux.core.queue.queue_order import QueueOrder
+from rlmux.core.queue_order import QueueOrder
 from rlmux.core.scheduler import Scheduler
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy

@@ -9,7 +9,7 @@ import pytest
 
 from rlmux.core.actions import Admit, Park, Release
 from rlmux.core.model import Account, Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
-from rlmux.core.queue.queue_order import AccountShare, Quota, Share, ShareSettings
+from rlmux.core.queue_order import AccountShare, Quota, Share, ShareSettings
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import Simulation
 from rlmux.sim.workloads.arrivals import Arrival, Workload

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rlmux.core.model import QUEUED, Account, PhaseSeconds, Pipeline, PipelineId
-from rlmux.core.queue.queue_order import AccountShare, Quota, Share, ShareSettings
+from rlmux.core.queue_order import AccountShare, Quota, Share, ShareSettings
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from rlmux.core.estimation.colocation import SharingTable
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.colocation import SharingTable
 from rlmux.papers.rollmux import WEAVE_ACCOUNTING
 from rlmux.policies import POLICIES, make_policy, with_sharing
 from rlmux.policies.baselines import Solo

@@ -19,7 +19,7 @@ from tests.examples import examples
 
 from rlmux.core.actions import Admit, Release
 from rlmux.core.model import QUEUED, Account, Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Urgency
-from rlmux.core.queue.queue_order import AccountShare, Share, ShareSettings
+from rlmux.core.queue_order import AccountShare, Share, ShareSettings
 from rlmux.policies import make_policy, max_min_fairness
 from rlmux.policies.max_min_fairness import AGED_S
 from rlmux.sim.simulator import Simulation

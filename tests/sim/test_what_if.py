@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.errors import UserError
 from rlmux.core.events import UsageRestored
 from rlmux.core.model import Account, Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.queue.queue_order import AccountShare, AccountUsage, Quota, ShareSettings
+from rlmux.core.queue_order import AccountShare, AccountUsage, Quota, ShareSettings
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import simulate

@@ -20,7 +20,7 @@ from rlmux.core.errors import UserError
 from rlmux.policies import check_policy, split_name, with_ablations
 
 if TYPE_CHECKING:
-    from rlmux.core.policy import Policy
+    from rlmux.core.decision.policy import Policy
     from rlmux.runtime.controller import Listener
     from rlmux.runtime.launch import AddCosts
     from rlmux.runtime.run import RunOptions, RunResult

@@ -21,8 +21,8 @@ from rlmux.config import Purpose, Spec, load_spec
 from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
 from rlmux.config.tree import EstimateConfig, PipelineConfig
+from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import SpecError, UserError
-from rlmux.core.policy import Policy
 from rlmux.policies import POLICIES, check_policy, make_policy
 
 if TYPE_CHECKING:

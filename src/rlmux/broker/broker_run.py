@@ -16,8 +16,8 @@ from pathlib import Path
 from rlmux.broker.embedded import EmbeddedBroker, token_check
 from rlmux.broker.server import PermitServer
 from rlmux.config.broker_file import BrokerSpec
+from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import UserError
-from rlmux.core.policy import Policy
 from rlmux.log.folder_lock import FolderLock
 from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.runtime.backend import Submission

@@ -154,7 +154,7 @@ def export_model(place: str, name: str | None, out: str | None, *, step: int | N
         known = target.status()["pipelines"]
     if name not in known:
         raise UserError(f"no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
-    from rlmux.runtime.weights.model_export import export_model
+    from rlmux.runtime.model_export import export_model
 
     written = export_model(Path(place), name, Path(out), step=step, is_merged=is_merged)
     print(f"rlmux: {name}: weights of step {written} written to {out}", file=sys.stderr)

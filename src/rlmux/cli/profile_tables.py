@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli import tables
+from rlmux.core.estimation.colocation import MIN_GAIN, SharingTable
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import MIN_GAIN, SharingTable
 from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
 from rlmux.profiling.step_estimates import StepTimes

@@ -30,7 +30,7 @@ from rlmux.config.source_map import Node, parse_yaml
 from rlmux.config.tree import AlertConfig, EstimateConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
-from rlmux.core.queue.queue_order import ShareSettings
+from rlmux.core.queue_order import ShareSettings
 from rlmux.rl.config import TrainingConfig
 
 

@@ -19,7 +19,7 @@ from rlmux.config.error_messages import explain
 from rlmux.config.source_map import parse_yaml
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Account, Cluster
-from rlmux.core.queue.queue_order import AccountShare, Quota, Share, ShareSettings
+from rlmux.core.queue_order import AccountShare, Quota, Share, ShareSettings
 from rlmux.rl.config import Count, FromFile, Name, PositiveFloat, Takes
 
 _SECONDS_BY_UNIT = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from rlmux.core.model import ARRIVING_KINDS, AlikeSeconds, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
-from rlmux.core.queue.queue_order import AccountSpent, AccountUsage, PipelineWait, ShareSettings
+from rlmux.core.queue_order import AccountSpent, AccountUsage, PipelineWait, ShareSettings
 
 UNDATED = math.nan
 """`time_s` of an event that has not entered a tick: seconds since the run began are not known for it."""

@@ -339,7 +339,7 @@ class Urgency(StrEnum):
     NORMAL = "normal"
     BACKGROUND = "background"
     FILLER = "filler"
-    """It takes only what no other pipeline wants, in no queue: `core/queue/filler_placement.py`."""
+    """It takes only what no other pipeline wants, in no queue: `core/settle/filler_placement.py`."""
 
 
 QUEUED = (Urgency.URGENT, Urgency.NORMAL, Urgency.BACKGROUND)
@@ -394,7 +394,7 @@ class Pipeline:
     slo_slowdown: float = math.inf
     """Largest step slowdown that it accepts, 1.0 or more."""
     slo_probability: float | None = None
-    """Probability with which the steps that are left keep its SLO as planned (`core/estimation/step_bounds.py`). None:
+    """Probability with which the steps that are left keep its SLO as planned (`core/placement/step_bounds.py`). None:
     planned with the mean of its steps."""
     spread: float = 1.0
     """Factor on its estimate that the mean of its coming steps stays below with that probability, 1.0 or more."""

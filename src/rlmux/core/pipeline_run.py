@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from rlmux.core.estimation.estimates import StepHistory
 from rlmux.core.estimation.measured_steps import DoneSteps, MeasuredSteps
 from rlmux.core.estimation.on_demand_seconds import RequestBatchSeconds
-from rlmux.core.estimation.step_bounds import StepBounds
 from rlmux.core.model import (
     DeviceId,
     MeasuredSeconds,
@@ -31,6 +30,7 @@ from rlmux.core.model import (
     Placement,
     Stage,
 )
+from rlmux.core.placement.step_bounds import StepBounds
 from rlmux.core.work import Order, RequestBatch, RolloutShard, TrainingStage, WorkState
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlmux.core.decision.views import GroupView, MemberView, OrderView
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.queue.quotas import too_many_waiting
 from rlmux.core.state import SchedulerState
-from rlmux.core.views import GroupView, MemberView, OrderView
 from rlmux.core.work import ReadyWork, WorkState
 
 

@@ -32,20 +32,18 @@ from typing import Any
 
 from rlmux.core import events
 from rlmux.core.actions import Action
+from rlmux.core.decision.policy import Policy
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster, PipelineId
-from rlmux.core.parts import Parts
-from rlmux.core.placement import node_events, placer
 from rlmux.core.placement.placement_ledger import PlacementLedger
-from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
-from rlmux.core.queue import admin_events, filler_placement, lifecycle_events
 from rlmux.core.queue.accounts import AccountRow, Bill, account_rows, bill_of
-from rlmux.core.queue.queue_order import AccountSpent, AccountUsage, QueueOrder
 from rlmux.core.queue.wait_reasons import Wait, wait_of, waits
+from rlmux.core.queue_order import AccountSpent, AccountUsage, QueueOrder
+from rlmux.core.settle import admin_events, filler_placement, lifecycle_events, node_events, placer, step_events
+from rlmux.core.settle.dispatch import dispatch
+from rlmux.core.settle.parts import Parts
 from rlmux.core.state import SchedulerState
-from rlmux.core.steps import step_events
-from rlmux.core.steps.dispatch import dispatch
 
 _APPLY: dict[type, Callable[[Parts, Any], list[Action]]] = {
     events.PipelineSubmitted: lifecycle_events.on_submitted,

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rlmux.core.decayed_usage import DecayedUsage
 from rlmux.core.estimation.alike_seconds import KeptSeconds
 from rlmux.core.estimation.batch_slowdowns import BatchSlowdowns
 from rlmux.core.model import (
@@ -33,8 +34,7 @@ from rlmux.core.model import (
 )
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.group_snapshot import NO_MEMBERS, GroupLook, MemberFacts
-from rlmux.core.queue.decayed_usage import DecayedUsage
-from rlmux.core.queue.queue_order import AccountSpent, PipelineWait, Quota, Share, ShareSettings
+from rlmux.core.queue_order import AccountSpent, PipelineWait, Quota, Share, ShareSettings
 from rlmux.core.work import Order, ReadyWork, WorkState
 
 FILLERS = GroupId(1_000_000_000)

@@ -28,8 +28,8 @@ from rlmux.core.errors import IllegalTransitionError
 from rlmux.engines.rollout.protocol import RolloutEngine
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.rollout.tenants import TenantEngine
-from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.train_engine import TorchTrainEngine
+from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.rl.determinism_class import ProbeCheck, ProbeReport
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 

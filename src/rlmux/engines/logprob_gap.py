@@ -11,7 +11,7 @@ import math
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
-from rlmux.engines.train.micro_batches import MicroBatch
+from rlmux.engines.train.update.micro_batches import MicroBatch
 
 
 class LogprobGap:

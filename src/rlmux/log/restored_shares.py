@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlmux.core.decayed_usage import DecayedUsage
 from rlmux.core.events import Event, SharesSet, UsageRestored
 from rlmux.core.model import Account
-from rlmux.core.queue.decayed_usage import DecayedUsage
-from rlmux.core.queue.queue_order import AccountSpent, AccountUsage, ShareSettings
 from rlmux.core.queue.quotas import DAY_S
+from rlmux.core.queue_order import AccountSpent, AccountUsage, ShareSettings
 from rlmux.log.value_codec import from_fields
 
 

@@ -47,9 +47,9 @@ from typing import Any, cast
 
 from rlmux.core.actions import Action
 from rlmux.core.errors import LogError, UserError
+from rlmux.core.estimation.colocation import SharingTable
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster
-from rlmux.core.steps.colocation import SharingTable
 from rlmux.log import value_codec
 from rlmux.log.block_codec import Entry as Entry
 from rlmux.log.block_codec import Kind, entry_of, pack, parts_of, unpack

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rlmux.core.decision.views import Choice, GroupView
 from rlmux.core.model import AdmissionKind, Pipeline
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.steps.idle_check import Idling
-from rlmux.core.views import Choice, GroupView
 from rlmux.policies import make_policy
 from rlmux.policies.lookahead.dispatching import start_in_cycle_order, start_oldest_first
 from rlmux.sim.api import solo_usd_per_hour

@@ -1,8 +1,8 @@
 """The policies, by the name a user types: one file a policy, the one-rule baselines together.
 
 `search/` and `lookahead/` hold the algorithms they share. To add a policy, write its file and its line here;
-`core/policy.py` has the interface. A policy outside rlmux is a plug-in (`user_policy.py`), named `module:Class` or by
-an entry point.
+`core/decision/policy.py` has the interface. A policy outside rlmux is a plug-in (`user_policy.py`), named
+`module:Class` or by an entry point.
 
 The name of a built-in policy may switch mechanisms off: `rlmux-no-tails`, `rlmux-no-tails-no-fill`. Such a policy is an
 ablation, and shows what the mechanism is worth.
@@ -18,9 +18,9 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from rlmux import plugins
+from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import UserError
-from rlmux.core.policy import Policy
-from rlmux.core.steps.colocation import SharingTable
+from rlmux.core.estimation.colocation import SharingTable
 from rlmux.policies.baselines import Colocated, Fifo, GapRatio, GavelSteps, MostIdle, RandomGroups, Solo, Split
 from rlmux.policies.gavel import gavel
 from rlmux.policies.jigsaw import Jigsaw

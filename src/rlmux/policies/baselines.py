@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rlmux.core.decision.views import GroupView, RunWork
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad, colocated_step_s, slo_step_s, solo_s
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.plain_order import age, devices_kept_for_batches, may_take
-from rlmux.core.views import GroupView, RunWork
+from rlmux.core.settle.plain_order import age, devices_kept_for_batches, may_take
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.dispatching import start_oldest_first, start_where_free
 from rlmux.policies.search.candidates import any_room, founding, impossible, queue, sharing_everything

@@ -23,12 +23,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rlmux.core.decision.views import Choice, GroupView, MarkPlanned, MemberView, RunWork
+from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.colocation import NO_SHARING, SharingTable
 from rlmux.core.steps.idle_check import Idling
-from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView, RunWork
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.cycle_priorities import in_cycle_order
 from rlmux.policies.lookahead.dispatching import (

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlmux.core.model import Account, PipelineId, Urgency
-from rlmux.core.queue.queue_order import QueueView, Share, WaitingPipeline
+from rlmux.core.queue_order import QueueView, Share, WaitingPipeline
 
 AGEING_S = 24 * 3600.0
 """Seconds of waiting that halve a share."""

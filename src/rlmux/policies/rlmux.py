@@ -32,16 +32,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.colocation import NO_SHARING, SharingTable
 from rlmux.core.steps.idle_check import Idling
-from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw
-from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
 from rlmux.policies.search.candidates import as_of_now, founding, impossible, joining, may_join, newcomer, queue
+from rlmux.policies.search.cycle_steps import CycleStepFinder
 from rlmux.policies.search.economic_placement import cheapest_place
 from rlmux.policies.search.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
 from rlmux.policies.search.economy import Economy

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
+from rlmux.core.decision.views import Choice, GroupView
 from rlmux.core.model import Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.steps.idle_check import Idling
-from rlmux.core.views import Choice, GroupView
 from rlmux.policies.lookahead.dispatching import start_in_cycle_order
 from rlmux.policies.lookahead.measured_tails import migrate_tails
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import DeviceId, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.colocation import NO_SHARING, SharingTable
-from rlmux.core.steps.plain_order import age
-from rlmux.core.views import Choice, GroupView
+from rlmux.core.settle.plain_order import age
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.dispatching import start_oldest_first
 from rlmux.policies.lookahead.side_by_side import start_side_by_side

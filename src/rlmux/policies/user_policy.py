@@ -6,7 +6,7 @@
     a policy keeps nothing in mind           a class that is no frozen dataclass,    when it is made
                                              or a field that can change
     a choice follows from the view alone     another choice for the same view          when each is called twice
-    a choice is a value of `core/views.py`   anything else                           at that choice
+    a choice is a value of `core/decision/views.py`   anything else                           at that choice
     a choice is allowed                      work that is not ready, a held device   by the scheduler
 
 Each is one line that names the policy and the promise. A promise that is broken in a run fails that decision alone: the
@@ -21,15 +21,15 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from rlmux import plugins
+from rlmux.core.decision.policy import Policy
+from rlmux.core.decision.views import ChangeFraction, Choice, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork
 from rlmux.core.errors import PolicyError, RlmuxError, UserError
+from rlmux.core.estimation.colocation import SharingTable
 from rlmux.core.model import Pipeline, PipelineId, Placement
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.policy import Policy
 from rlmux.core.queue.time_slicing import TakesTurns, TimeSlice
-from rlmux.core.steps.colocation import SharingTable
 from rlmux.core.steps.idle_check import Idling, MayIdle
-from rlmux.core.views import ChangeFraction, Choice, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork
 
 _ASKED = ("name", "reacts_to_progress", "sharing", "place", "rebalance", "dispatch")
 _CHOICES = (RunWork, ChangeFraction, PauseOrder, MigrateWork, MarkPlanned)

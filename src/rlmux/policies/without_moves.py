@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 
+from rlmux.core.decision.policy import Policy
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.policy import Policy
 
 
 def without_moves(policy: Policy) -> Policy:

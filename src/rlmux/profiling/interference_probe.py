@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import SharingTable, SharingTriple
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import SharingTable, SharingTriple
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling.micro_benchmarks import (
     BENCHMARK_SUB_STAGES,

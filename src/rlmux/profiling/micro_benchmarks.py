@@ -32,10 +32,10 @@ from rlmux.engines.device_fraction import fraction_setter
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.packed_attention import pack_attention
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
-from rlmux.engines.train.adamw import AdamW, AdamWNumbers
-from rlmux.engines.train.micro_batches import TrainingSequence, cut
 from rlmux.engines.train.state.flat_parameters import FlatParameters
-from rlmux.engines.train.training_forward import score_tokens
+from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers
+from rlmux.engines.train.update.micro_batches import TrainingSequence, cut
+from rlmux.engines.train.update.training_forward import score_tokens
 from rlmux.hidden_main import hidden_main
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import MIN_GAIN, SharingTable
 from rlmux.core.model import Phase, Pipeline, Stage, SubStage
-from rlmux.core.steps.colocation import MIN_GAIN, SharingTable
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.device_costs import DeviceCosts
 from rlmux.profiling.interference_probe import fraction_grid_of

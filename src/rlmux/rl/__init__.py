@@ -1,5 +1,5 @@
 """Trajectories, tasks, rewards, advantages and losses: what reinforcement learning is about here.
 
 Reading order: types, config, vocabulary, literal_chat, token_bytes, conversations, episode, algorithms, datum_losses,
-batch_metrics, demonstrations, client_requests, packed_turns, fast_pickle, determinism_class, origin.
+batch_metrics, demonstrations, client_requests, packed_turns, fast_pickle, determinism_class, origin, loading.
 """

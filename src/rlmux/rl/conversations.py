@@ -18,9 +18,9 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.episode import Episode, parts_of
+from rlmux.rl.loading import PendingCalls, call_and_await, call_each
 from rlmux.rl.tasks import Environment, Task
 from rlmux.rl.types import FinishedTurn, TrajectoryId
-from rlmux.rl.user_code.loading import PendingCalls, call_and_await, call_each
 from rlmux.rl.vocabulary import Vocabulary, check_unicode, reply_tokens_of
 
 

@@ -21,7 +21,6 @@ from rlmux.core.model import Pipeline, PipelineId
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import Promise
 from rlmux.rl.origin import Origin
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +28,27 @@ class Note:
     """A record for people and reports; no decision depends on it."""
 
     type: str
-    """One of `promise`, `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `standstill`,
-    `warning`, `neighbour`, `permit`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How workers are run; none of it can change a result."""
+
+    chunk_s: float = 0.5
+    """Longest uninterrupted piece of work, in seconds: a Pause is served within it."""
+    chunk_decode_steps: int = 1_000_000
+    """Most decode steps in one chunk; tests that want many safe points lower it."""
+    multi_turn_decode_steps: int = 8
+    """Most decode steps in one chunk of a multi-turn task: finished turns wait that long for their environment."""
+    call_limit_s: float = 120.0
+    """Seconds within which a call must be answered or show life; otherwise the worker is lost."""
+    checkpoint_every: int = 1
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """Number of checkpoints kept to fall back from damaged ones, beyond what staleness needs."""
+    max_losses: int = 3
+    """Deaths of one worker that its pipeline survives without publishing a new step in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,11 @@ from rlmux import plugins
 from rlmux.config import Spec
 from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
+from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable, SharingTriple
 from rlmux.core.model import Cluster, Pipeline, Pool
-from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
 from rlmux.log import value_codec
 from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy

@@ -25,9 +25,10 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.processes import WorkerProcess, warm_up
-from rlmux.runtime.workers.worker_pool import Neighbour, Worker, WorkerOptions
+from rlmux.runtime.workers.worker_pool import Neighbour, Worker
 
 _DRIVER = Path("/dev/nvidiactl")
 _GPUS = Path("/proc/driver/nvidia/gpus")

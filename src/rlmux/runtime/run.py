@@ -24,11 +24,11 @@ from typing import Any, Protocol
 
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Action, Queue, Refuse, Release
+from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, RlmuxError, StorageError, ThreadDiedError
 from rlmux.core.events import AlikeRestored, ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
 from rlmux.core.model import AlikeSeconds, BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
-from rlmux.core.policy import Policy
-from rlmux.core.queue.queue_order import PipelineWait, ShareSettings
+from rlmux.core.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.folder_lock import FolderLock
@@ -38,14 +38,13 @@ from rlmux.log.run_state import RunState
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.reports import write_report
 from rlmux.rl.memory.footprint import BOTH_PHASES
-from rlmux.runtime.backend import Backend, Note, Submission
-from rlmux.runtime.checks.determinism_check import check_promises
+from rlmux.runtime.backend import Backend, Note, Submission, WorkerOptions
 from rlmux.runtime.control.control_socket import ControlServer
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.control.run_control import ParseSubmission, RunControl
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.memory.machine_probe import describe_machine
+from rlmux.runtime.machine_probe import describe_machine
 from rlmux.runtime.memory.memory_budget import (
     MachineMemory,
     check_each_fits,
@@ -53,6 +52,7 @@ from rlmux.runtime.memory.memory_budget import (
     with_footprint,
     with_machine_memory,
 )
+from rlmux.runtime.orders.determinism_check import check_promises
 from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
 from rlmux.runtime.records.filler_outputs import answered_steps
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
@@ -63,7 +63,6 @@ from rlmux.runtime.weights.checkpoints import checkpoint_folder
 from rlmux.runtime.weights.origins import plan_notes, with_origin
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.processes import raise_file_limit
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 LOCAL = "local"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -40,27 +40,27 @@ from rlmux.core.actions import (
     SetDeviceFraction,
 )
 from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.estimation.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import Event, RewardOverdue
 from rlmux.core.model import Cluster, DeviceId, NodeId, PipelineId, Stage
-from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
-from rlmux.runtime.backend import Note, Submission
-from rlmux.runtime.checks.determinism_check import EngineProbes
+from rlmux.runtime.backend import Note, Submission, WorkerOptions
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.memory.memory_budget import HostMemory
-from rlmux.runtime.orders.call_loop import CallLoop, Work
+from rlmux.runtime.orders.determinism_check import EngineProbes
 from rlmux.runtime.orders.external_programs import ExternalPrograms
 from rlmux.runtime.orders.on_demand import OnDemandPipelines
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.request_batches import BatchOptions, Surroundings
 from rlmux.runtime.orders.resident_states import ResidentStates
 from rlmux.runtime.orders.rollout_driver import RolloutDriver
 from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder, RunningOrders
 from rlmux.runtime.orders.shared_training import SharedTrainers
 from rlmux.runtime.orders.train_driver import TrainDriver
+from rlmux.runtime.workers.call_loop import CallLoop, Work
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workers.supervisor import WorkerSupervisor
 from rlmux.runtime.workers.tenant_process import TenantWorkplace
-from rlmux.runtime.workers.worker_pool import Neighbour, Worker, WorkerOptions, Workplace
+from rlmux.runtime.workers.worker_pool import Neighbour, Worker, Workplace
 
 _TOUCHING_CALLS = frozenset({"build", "probe", "join_ranks", "run_chunk", "run_stage", "offload"})
 """Calls of device workers that compute, or that move a state to or from the device. The others touch none: they read

@@ -25,7 +25,7 @@ from rlmux.policies import make_policy
 from rlmux.runtime.checks.replay_verification import Difference, PrintLine, Verdict
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.memory.machine_probe import describe_machine
+from rlmux.runtime.machine_probe import describe_machine
 from rlmux.runtime.memory.memory_budget import with_machine_memory
 from rlmux.service.app import served_of
 from rlmux.service.model_serving import LEDGER, Serving

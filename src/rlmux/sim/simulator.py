@@ -42,6 +42,8 @@ from rlmux.core.actions import (
     SetDeviceFraction,
     Switch,
 )
+from rlmux.core.decision.policy import Policy
+from rlmux.core.estimation.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import (
     ClientFinished,
     Event,
@@ -60,9 +62,7 @@ from rlmux.core.events import (
     WorkArrived,
 )
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
-from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.work import WorkState
 from rlmux.policies import with_sharing
 from rlmux.policies.max_min_fairness import FairShares

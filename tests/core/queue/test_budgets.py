@@ -7,8 +7,8 @@ import pytest
 from rlmux.core.actions import Admit, Park, Refuse, Remind
 from rlmux.core.events import SharesSet, UsageRestored
 from rlmux.core.model import Account, Cluster, Phase, PipelineId, PipelineStatus, Pool
-from rlmux.core.queue.queue_order import AccountShare, AccountSpent, Quota, ShareSettings
 from rlmux.core.queue.wait_reasons import Change, Wait
+from rlmux.core.queue_order import AccountShare, AccountSpent, Quota, ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from rlmux.core.actions import Admit, Park, Queue, Release, Relocate
+from rlmux.core.decayed_usage import FULL_S, HALF_LIFE_S, DecayedUsage
 from rlmux.core.events import HoldReleased, NodeLost, PipelineCancelled, PipelineHeld, PipelineRanked, WaitsRestored
 from rlmux.core.model import QUEUED, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus, Urgency
-from rlmux.core.queue.decayed_usage import FULL_S, HALF_LIFE_S, DecayedUsage
-from rlmux.core.queue.queue_order import PipelineWait
+from rlmux.core.queue_order import PipelineWait
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from rlmux.core.decision.views import MarkPlanned, RunWork
 from rlmux.core.events import PipelineCancelled, StagePaused
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.steps.idle_check import Idling
-from rlmux.core.views import MarkPlanned, RunWork
 from rlmux.policies import make_policy
 from rlmux.policies.baselines import Fifo
 from rlmux.policies.jigsaw import Jigsaw

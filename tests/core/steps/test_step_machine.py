@@ -10,6 +10,7 @@ import pytest
 
 from rlmux.core import invariants
 from rlmux.core.actions import RunStage
+from rlmux.core.decision.views import Choice, GroupView, MigrateWork
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import (
     PipelineCancelled,
@@ -25,7 +26,6 @@ from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, Pipe
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.steps.idle_check import Idling
 from rlmux.core.steps.step_machine import PIPELINE_MOVES, SHARD_MOVES, TRAINING_MOVES, WorkInput, diagrams
-from rlmux.core.views import Choice, GroupView, MigrateWork
 from rlmux.core.work import WorkState
 from rlmux.policies import make_policy
 from rlmux.policies.jigsaw import Jigsaw

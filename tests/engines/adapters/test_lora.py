@@ -16,7 +16,6 @@ from tests.engines.conftest import make_lively
 from tests.examples import examples
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
-from rlmux.engines.adapters.adapter_rows import LowRank, RowAdapters
 from rlmux.engines.adapters.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -25,6 +24,7 @@ from rlmux.engines.adapters.lora import (
     trained_parameters,
 )
 from rlmux.engines.determinism_probe import probe_rollout
+from rlmux.engines.model.adapter_rows import LowRank, RowAdapters
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.weights import SHA256, read_tensors, weights_sha256, write_tensors
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine

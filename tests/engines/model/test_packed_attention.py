@@ -10,8 +10,8 @@ from tests.engines.conftest import VOCAB_SIZE, make_lively
 
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.packed_attention import pack_attention
-from rlmux.engines.train.micro_batches import TrainingSequence, cut
-from rlmux.engines.train.training_forward import score_tokens
+from rlmux.engines.train.update.micro_batches import TrainingSequence, cut
+from rlmux.engines.train.update.training_forward import score_tokens
 from rlmux.rl.config import ModelConfig
 
 

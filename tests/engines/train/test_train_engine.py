@@ -135,7 +135,7 @@ def test_the_gradient_is_that_of_the_written_formula() -> None:
 
 
 def test_the_optimizer_is_torchs_adamw() -> None:
-    from rlmux.engines.train.adamw import AdamW, AdamWNumbers
+    from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers
 
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(50, generator=generator)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from rlmux.core.estimation.colocation import NO_SHARING, SharingEntry, SharingTable, SharingTriple
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import NO_SHARING, SharingEntry, SharingTable, SharingTriple
 from rlmux.policies.lookahead.priorities import longest_paths
 from rlmux.policies.lookahead.problem import IdleMigration, Problem, SiblingMigration, WorkItem
 from rlmux.policies.lookahead.search import plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rlmux.core.steps.cycles import PhaseLoad, fits_period
+from rlmux.core.estimation.cycles import PhaseLoad, fits_period
 from rlmux.policies.search.packing import PackingBook
 from rlmux.policies.search.partition import NodePrices, PipelineDemand, pack_rollouts
 

@@ -20,7 +20,7 @@ from rlmux.core.model import (
     SwitchEstimate,
 )
 from rlmux.core.placement.group_load import Member, group_load
-from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
+from rlmux.policies.search.cycle_steps import CycleStepFinder
 from rlmux.policies.search.partition import NodePrices, candidate_groups, demand_of
 
 MEMORY_BYTES = 10.0

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable
 from rlmux.core.model import SUB_STAGE_BY_STAGE, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.report.figures.planned_step import planned_step

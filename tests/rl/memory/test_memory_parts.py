@@ -18,10 +18,10 @@ from rlmux.engines.model.packed_attention import pack_attention
 from rlmux.engines.residency import storage_bytes
 from rlmux.engines.rollout import batch_probe, prefill_ahead
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
-from rlmux.engines.train import micro_batches
-from rlmux.engines.train.state.tree_sum import TreeSum
 from rlmux.engines.train.train_engine import TorchTrainEngine
-from rlmux.engines.train.training_forward import score_tokens
+from rlmux.engines.train.update import micro_batches
+from rlmux.engines.train.update.training_forward import score_tokens
+from rlmux.engines.train.update.tree_sum import TreeSum
 from rlmux.rl.config import (
     AdapterConfig,
     AlgorithmConfig,

@@ -15,11 +15,11 @@ from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
 from rlmux.rl.client_requests import ForwardBackward, OptimizerStep, SampleRequest, TrainRequest, WriteWeights
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
-from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.request_batches import BatchOptions, OnDemandPipeline, Surroundings
 from rlmux.runtime.orders.running_orders import RunningOrder
 from rlmux.runtime.orders.shared_sampling import SharedSamplers
 from rlmux.runtime.orders.shared_training import SharedTrainers
+from rlmux.runtime.workers.call_loop import CallLoop, Future, Work
 from rlmux.runtime.workers.request_workers import BatchReport, RequestChunk, RequestResult
 
 CHUNK_S = 1.0

@@ -39,7 +39,7 @@ class Trainer:
 SCORER = """
 import os, signal, subprocess, time
 from multiprocessing import Pool
-from rlmux.rl.user_code.loading import call_each
+from rlmux.rl.loading import call_each
 
 
 class Scorer:

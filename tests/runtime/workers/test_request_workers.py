@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlmux.engines.train.stage_work import TrainWork
-from rlmux.engines.train.train_tensors import Requests, Score
+from rlmux.engines.train.update.train_tensors import Requests, Score
 from rlmux.rl.client_requests import OptimizerStep
 from rlmux.runtime.workers import heartbeat
 from rlmux.runtime.workers.request_workers import DatumWorker, RequestChunk

@@ -17,9 +17,9 @@ from rlmux.policies import make_policy
 from rlmux.report.timeline.build import build_timeline
 from rlmux.report.timeline.history import History
 from rlmux.report.timeline.intervals import Cause
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.run import RunOptions, run_pipelines
 from rlmux.runtime.workers.heartbeat import Activity
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.standstill import StandstillWatch
 
 

@@ -19,8 +19,7 @@ from tests.service.pages_server import Pages
 
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.samples import KeptSample, SampleWriter
-from rlmux.service.dashboard import audit
-from rlmux.service.dashboard.auth import tokens, users
+from rlmux.service.dashboard.auth import audit, tokens, users
 from rlmux.service.dashboard.auth.access import Access
 from rlmux.service.dashboard.router import PREFIX
 from rlmux.service.lanes.bundles import Bundles

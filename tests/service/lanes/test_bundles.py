@@ -22,9 +22,9 @@ from rlmux.client import bundle
 from rlmux.client.bundle import pack
 from rlmux.config import Spec, load_spec
 from rlmux.core.errors import UserError
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes import bundles
 from rlmux.service.lanes.bundles import Bundles
+from rlmux.service.problems import ProblemError
 
 FILE = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}

@@ -17,11 +17,11 @@ from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import CallerContext
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.indexer import LaneIndexer
 from rlmux.service.index.lanes import Root
 from rlmux.service.lanes import controllers
 from rlmux.service.lanes.controllers import MAX_DEATHS, LaneController
+from rlmux.service.problems import ProblemError
 
 
 class Clock:

@@ -22,8 +22,7 @@ from rlmux.config.service_file import load_service_file
 from rlmux.core.errors import UserError
 from rlmux.policies import POLICIES
 from rlmux.runtime.control.run_control import submitted_to
-from rlmux.service.dashboard import audit
-from rlmux.service.dashboard.auth import tokens
+from rlmux.service.dashboard.auth import audit, tokens
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.data_dir import open_root
 

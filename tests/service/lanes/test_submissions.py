@@ -17,12 +17,12 @@ from rlmux.core.errors import RlmuxError
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.runtime.control.control_socket import send_request
 from rlmux.runtime.control.run_control import submitted_to
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.schemas.timeline_schemas import Submission
 from rlmux.service.lanes import submissions
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
 from rlmux.service.lanes.submission_ledger import SubmissionLedger
+from rlmux.service.problems import ProblemError
 
 BODY = {"lane": "cpu", "source": "a.yaml", "text": "pipelines: [{name: a, task: sort, steps: 1}]"}
 

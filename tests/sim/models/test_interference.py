@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import SharingTriple
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import SharingTriple
 from rlmux.sim.models.interference import (
     NO_SPLIT,
     SUB_STAGE_PROFILES,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable
 from rlmux.core.events import ReplyArrived, StageFinished, StagePaused
 from rlmux.core.model import Stage
-from rlmux.core.steps.colocation import SharingEntry, SharingTable
 from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, LaterTurn, Unfinished

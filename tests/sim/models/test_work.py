@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from rlmux.core.estimation.colocation import SharingTriple
 from rlmux.core.model import DeviceId
-from rlmux.core.steps.colocation import SharingTriple
 from rlmux.sim.models.interference import estimated_table, fraction_grid
 from rlmux.sim.models.rates import FractionRates, InterferenceRates
 from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds

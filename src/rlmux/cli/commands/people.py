@@ -145,7 +145,7 @@ def _audit_rows(place: str, limit: int, user: str | None) -> list[dict[str, Any]
 
         with closing(OnServer(place, lambda text: None)) as server:
             return server.audit(limit, user)
-    from rlmux.service.dashboard import audit as kept
+    from rlmux.service.dashboard.auth import audit as kept
 
     if not Path(place).is_dir():
         raise UserError(f"{place}: no such folder; accepted: that of a server, or its URL")

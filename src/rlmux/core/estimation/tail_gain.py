@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlmux.core.estimation.cycles import PhaseLoad
 from rlmux.core.model import Pipeline, RolloutTail
-from rlmux.core.steps.cycles import PhaseLoad
 
 _ROUNDING = 1e-9
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from rlmux.core.estimation.cycles import PhaseLoad, fits_period, formula_s, is_formula_exact, meta_iteration_s
+from rlmux.core.estimation.switches import Tenant, switch_seconds
 from rlmux.core.estimation.tail_gain import numbers_left, with_tails
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Placement, Pool
-from rlmux.core.steps.cycles import PhaseLoad, fits_period, formula_s, is_formula_exact, meta_iteration_s
-from rlmux.core.steps.switches import Tenant, switch_seconds
 
 MAX_PIPELINES_PER_GROUP = 5
 """Stands in for host memory where footprints are unknown (the paper keeps 2 to 5 on a node of 1 to 2 TB)."""

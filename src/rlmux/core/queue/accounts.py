@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rlmux.core.decayed_usage import HALF_LIFE_S
 from rlmux.core.model import Account, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.queue.decayed_usage import HALF_LIFE_S
 from rlmux.core.queue.fair_share import Shares
-from rlmux.core.queue.queue_order import AccountUsage, Quota, Share
 from rlmux.core.queue.wait_reasons import is_over
+from rlmux.core.queue_order import AccountUsage, Quota, Share
 from rlmux.core.state import SchedulerState
 
 

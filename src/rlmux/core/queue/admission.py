@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlmux.core.actions import Action, Queue, Refuse
+from rlmux.core.decision.policy import Policy
+from rlmux.core.decision.policy_faults import PolicyFaults
 from rlmux.core.errors import PolicyError
 from rlmux.core.estimation.estimates import StepEstimates
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
@@ -32,10 +34,8 @@ from rlmux.core.placement.group_load import GroupLoad, Member
 from rlmux.core.placement.own_nodes import on_nodes_of_its_own
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.policy import Policy
-from rlmux.core.policy_faults import PolicyFaults
 from rlmux.core.queue.fair_share import Shares
-from rlmux.core.queue.queue_order import PipelineWait
+from rlmux.core.queue_order import PipelineWait
 from rlmux.core.state import Reservation, SchedulerState
 
 _TOLERANCE = 1e-9

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 
 from rlmux.core.model import Account, Cluster, Phase, Pipeline
-from rlmux.core.queue.queue_order import AccountSpent
+from rlmux.core.queue_order import AccountSpent
 from rlmux.core.state import SchedulerState
 
 

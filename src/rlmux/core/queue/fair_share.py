@@ -25,12 +25,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from rlmux.core.decayed_usage import HALF_LIFE_S, DecayedUsage, full_of
 from rlmux.core.events import BatchShare
 from rlmux.core.model import Account, Cluster, DeviceId, Phase, Pipeline, PipelineId, PipelineStatus, Urgency
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.group_load import phases_of
-from rlmux.core.queue.decayed_usage import HALF_LIFE_S, DecayedUsage, full_of
-from rlmux.core.queue.queue_order import (
+from rlmux.core.queue.quotas import DAY_S, Quotas
+from rlmux.core.queue_order import (
     AccountSpent,
     AccountUsage,
     QueueOrder,
@@ -39,7 +40,6 @@ from rlmux.core.queue.queue_order import (
     ShareSettings,
     WaitingPipeline,
 )
-from rlmux.core.queue.quotas import DAY_S, Quotas
 from rlmux.core.state import GroupState, HeldDevice, SchedulerState
 from rlmux.core.work import Order
 

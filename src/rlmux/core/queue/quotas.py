@@ -19,7 +19,7 @@ from typing import Any
 from rlmux.core.model import Account, Cluster, Phase, Pipeline, PipelineId
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.queue.budgets import Budgets
-from rlmux.core.queue.queue_order import Quota
+from rlmux.core.queue_order import Quota
 from rlmux.core.state import SchedulerState
 
 DAY_S = 86_400.0

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from rlmux.core.decision.policy import Policy
+from rlmux.core.decision.policy_faults import PolicyFaults
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus, Placement
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.own_nodes import on_nodes_of_its_own
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.policy import Policy
-from rlmux.core.policy_faults import PolicyFaults
 from rlmux.core.queue.fair_share import Shares
 from rlmux.core.state import SchedulerState
 

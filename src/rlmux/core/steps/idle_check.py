@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from rlmux.core.decision.cycle_slots import has_phase_to_begin
+from rlmux.core.decision.views import GroupView
 from rlmux.core.model import DeviceId
 from rlmux.core.state import GroupState, SchedulerState
-from rlmux.core.steps.cycle_slots import has_phase_to_begin
-from rlmux.core.views import GroupView
 from rlmux.core.work import ReadyWork
 
 

@@ -21,8 +21,8 @@ from rlmux.core.events import WorkArrived, WorkWithdrawn
 from rlmux.core.journal import Journal
 from rlmux.core.model import DeviceId, Phase, PhaseSeconds, PipelineStatus, Stage
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.placement.groups import Groups
 from rlmux.core.state import SchedulerState
+from rlmux.core.steps.groups import Groups
 from rlmux.core.steps.orders import Orders
 from rlmux.core.steps.step_machine import StepMachine, WorkInput
 from rlmux.core.work import Order, ReadyWork, RequestBatch

@@ -1,4 +1,4 @@
-"""LoRA adapters: injection, tenants in one batch, a base that workers share.
+"""LoRA adapters: injection, files, a base that workers share.
 
-Reading order: lora, adapter_table, adapter_rows, adapter_weights, shared_base.
+Reading order: lora, adapter_weights, shared_base.
 """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError, UserError
-from rlmux.engines.adapters.adapter_rows import HEAD, LowRank, rotation_pairs
+from rlmux.engines.model.adapter_rows import HEAD, LowRank, rotation_pairs
 from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.rl.config import AdapterConfig
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from rlmux.engines.rollout.row_product import row_product
+from rlmux.engines.model.row_product import row_product
 
 _SIZES = (4, 8, 16, 32, 64)
 """Rows of an expert's batches. The largest is what the others are compared with."""

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
-from rlmux.engines.adapters.adapter_rows import RowAdapters, rotation_pairs
+from rlmux.engines.model.adapter_rows import RowAdapters, rotation_pairs
+from rlmux.engines.model.decode_graphs import DecodeGraphs
 from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.engines.model.experts import ExpertWeights
+from rlmux.engines.model.row_product import row_product
 from rlmux.engines.model.weight_layout import attention_sizes, check_sizes, views_of, weight_sizes
-from rlmux.engines.rollout.decode_graphs import DecodeGraphs
-from rlmux.engines.rollout.row_product import row_product
 
 FUSED_AT_ONCE = 2**22
 """Numbers whose products with a norm's gain are in memory at once."""

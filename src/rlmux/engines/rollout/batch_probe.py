@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlmux.engines.adapters.adapter_rows import RowAdapters
 from rlmux.engines.adapters.adapter_weights import AdapterWeights
+from rlmux.engines.model.adapter_rows import RowAdapters
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables, prefill
 from rlmux.engines.residency import release_storage
 from rlmux.engines.rollout.sampling import sample

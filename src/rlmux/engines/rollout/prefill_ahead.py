@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rlmux.core.model import SubStage
-from rlmux.engines.adapters.adapter_table import AdapterTable
 from rlmux.engines.model.transformer import DecoderWeights, PositionTables, prefill
+from rlmux.engines.rollout.adapter_table import AdapterTable
 from rlmux.engines.rollout.batch_probe import PREFILL_BUCKET, BatchProbe, pad_rows
 from rlmux.engines.rollout.chunk_tally import ChunkTally
 from rlmux.engines.rollout.live_trajectory import LiveTrajectory

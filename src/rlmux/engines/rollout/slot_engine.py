@@ -40,16 +40,16 @@ from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import dense_threshold_of
-from rlmux.engines.adapters.adapter_table import AdapterTable
 from rlmux.engines.adapters.adapter_weights import AdapterWeights
 from rlmux.engines.adapters.shared_base import SharedBase
+from rlmux.engines.model.decode_graphs import DecodeGraphs
 from rlmux.engines.model.decoder_shape import check_window
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, PositionTables, score
 from rlmux.engines.model.weights import read_weights
 from rlmux.engines.residency import Offloaded, release_storage, storage_bytes
+from rlmux.engines.rollout.adapter_table import AdapterTable
 from rlmux.engines.rollout.batch_probe import BatchProbe
 from rlmux.engines.rollout.chunk_tally import ChunkTally
-from rlmux.engines.rollout.decode_graphs import DecodeGraphs
 from rlmux.engines.rollout.live_trajectory import LiveTrajectory
 from rlmux.engines.rollout.prefill_ahead import PrefillAhead
 from rlmux.engines.rollout.request_limits import RequestLimits

@@ -1,5 +1,5 @@
-"""Our train engine: micro-batches, losses, optimizer steps.
+"""Our train engine: stages, losses, optimizer steps; `update/` computes them, `state/` keeps what they change.
 
-Reading order: train_engine, rl_step, micro_batches, train_tensors, training_forward, stage_work, sft_warmup, adamw,
-router_loss, datum_train, datum_batches, joint_training, joint_forward, row_probe.
+Reading order: train_engine, rl_step, stage_work, sft_warmup, datum_train, datum_batches, joint_training, joint_forward,
+row_probe.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlmux.core.errors import UserError
-from rlmux.engines.train.micro_batches import MicroBatch
+from rlmux.engines.train.update.micro_batches import MicroBatch
 from rlmux.rl.client_requests import Datum
 from rlmux.rl.datum_losses import TARGETS
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from rlmux.core.errors import CheckpointError, PipelineError, UserError
 from rlmux.engines.adapters.shared_base import TenantBase, build_trained_model
 from rlmux.engines.model.weight_checksum import CHECKSUM
-from rlmux.engines.train.adamw import AdamWNumbers
 from rlmux.engines.train.datum_batches import DatumBatch, check_datums, datum_batches
 from rlmux.engines.train.stage_work import TrainWork
 from rlmux.engines.train.state.checkpoint import read_checkpoint
 from rlmux.engines.train.state.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train.state.trainer_state import TrainState
-from rlmux.engines.train.train_tensors import Backward, Requests, Score
-from rlmux.engines.train.training_forward import prepare_forward
+from rlmux.engines.train.update.adamw import AdamWNumbers
+from rlmux.engines.train.update.train_tensors import Backward, Requests, Score
+from rlmux.engines.train.update.training_forward import prepare_forward
 from rlmux.rl.client_requests import (
     ForwardBackward,
     ForwardBackwardDone,

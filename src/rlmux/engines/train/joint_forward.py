@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from rlmux.engines.adapters.shared_base import TenantBase
-from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.row_probe import RowProbe
-from rlmux.engines.train.training_forward import TokenScores, hidden_states, prepare_forward, score_hidden
+from rlmux.engines.train.update.micro_batches import MicroBatch
+from rlmux.engines.train.update.training_forward import TokenScores, hidden_states, prepare_forward, score_hidden
 from rlmux.rl.config import BLOCK_TARGETS, TrainConfig
 
 _ROWS = 32

@@ -29,12 +29,12 @@ from rlmux.core.model import Stage
 from rlmux.engines.adapters.shared_base import TenantBase
 from rlmux.engines.train.datum_train import DatumTrainEngine
 from rlmux.engines.train.joint_forward import JointForward, Rows
-from rlmux.engines.train.router_loss import has_experts
 from rlmux.engines.train.stage_work import TrainWork
 from rlmux.engines.train.state.trainer_state import TrainState
 from rlmux.engines.train.train_engine import TorchTrainEngine
-from rlmux.engines.train.train_tensors import Backward, Score, deterministic_backward
-from rlmux.engines.train.training_forward import TokenScores
+from rlmux.engines.train.update.router_loss import has_experts
+from rlmux.engines.train.update.train_tensors import Backward, Score, deterministic_backward
+from rlmux.engines.train.update.training_forward import TokenScores
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.adapter_base import base_name
 from rlmux.rl.origin import Origin

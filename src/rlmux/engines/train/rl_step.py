@@ -27,12 +27,12 @@ from torch import Tensor
 from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import Stage
 from rlmux.engines.logprob_gap import LogprobGap
-from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.sft_warmup import risen_learning_rate
 from rlmux.engines.train.stage_work import StageWork
-from rlmux.engines.train.state.ranks import Ranks, in_leaf_order
-from rlmux.engines.train.train_tensors import Backward, Requests, Score, TrainTensors
-from rlmux.engines.train.training_forward import TokenScores
+from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.update.ranks import Ranks, in_leaf_order
+from rlmux.engines.train.update.train_tensors import Backward, Requests, Score, TrainTensors
+from rlmux.engines.train.update.training_forward import TokenScores
 from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig

@@ -24,7 +24,7 @@ from rlmux.core.errors import PipelineError
 from rlmux.engines.adapters.shared_base import TenantBase
 from rlmux.engines.model.packed_attention import pack_attention
 from rlmux.engines.residency import release_storage
-from rlmux.engines.train.train_tensors import deterministic_backward
+from rlmux.engines.train.update.train_tensors import deterministic_backward
 
 _PROBED_LAYERS = 2
 """Layers of a probe: the second reads what the first has rounded."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 from rlmux.core.model import Stage
-from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.stage_work import StageWork
-from rlmux.engines.train.state.ranks import in_leaf_order
-from rlmux.engines.train.train_tensors import Backward, Requests, Score, TrainTensors
+from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.update.ranks import in_leaf_order
+from rlmux.engines.train.update.train_tensors import Backward, Requests, Score, TrainTensors
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from rlmux.engines.train.train_tensors import Backward, Requests, Score, TrainTensors, answered
+from rlmux.engines.train.update.train_tensors import Backward, Requests, Score, TrainTensors, answered
 from rlmux.rl.types import TrainReport
 
 

@@ -31,19 +31,19 @@ from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineE
 from rlmux.core.model import Stage
 from rlmux.engines.adapters.shared_base import TenantBase, build_trained_model
 from rlmux.engines.model.weight_checksum import CHECKSUM
-from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.rl_step import RlStep
-from rlmux.engines.train.router_loss import has_experts
 from rlmux.engines.train.sft_warmup import SftWarmup
 from rlmux.engines.train.stage_work import StageWork
 from rlmux.engines.train.state.checkpoint import PROMPTS, read_checkpoint, read_state
 from rlmux.engines.train.state.model_parts import build_uncut_model
-from rlmux.engines.train.state.ranks import Ranks
 from rlmux.engines.train.state.sharded_state import ShardedState
 from rlmux.engines.train.state.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train.state.trainer_state import TrainState
-from rlmux.engines.train.train_tensors import TrainTensors
-from rlmux.engines.train.training_forward import prepare_forward
+from rlmux.engines.train.update.micro_batches import MicroBatch
+from rlmux.engines.train.update.ranks import Ranks
+from rlmux.engines.train.update.router_loss import has_experts
+from rlmux.engines.train.update.train_tensors import TrainTensors
+from rlmux.engines.train.update.training_forward import prepare_forward
 from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlmux.core.decision.views import GroupView
 from rlmux.core.model import Phase
-from rlmux.core.views import GroupView
 from rlmux.policies.lookahead.forecast import Forecast, state_number
 from rlmux.policies.lookahead.priorities import Priorities, compatible_migrations
 from rlmux.policies.lookahead.problem import Problem

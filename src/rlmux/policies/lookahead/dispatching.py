@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from rlmux.core.decision.cycle_slots import CycleSlot
+from rlmux.core.decision.views import GroupView, RunWork
 from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import DeviceId, Phase
-from rlmux.core.steps.cycle_slots import CycleSlot
-from rlmux.core.steps.plain_order import age, devices_kept_for_batches, may_take
-from rlmux.core.views import GroupView, RunWork
+from rlmux.core.settle.plain_order import age, devices_kept_for_batches, may_take
 from rlmux.core.work import ReadyWork
 
 LEAST_FREE = 0.5

@@ -17,6 +17,8 @@ import math
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from rlmux.core.decision.views import GroupView, MemberView, OrderView
+from rlmux.core.estimation.colocation import sub_stage_in
 from rlmux.core.estimation.estimates import StepEstimates, StepPlan
 from rlmux.core.model import (
     SUB_STAGE_BY_STAGE,
@@ -27,8 +29,6 @@ from rlmux.core.model import (
     SubStage,
     decode_sub_stage,
 )
-from rlmux.core.steps.colocation import sub_stage_in
-from rlmux.core.views import GroupView, MemberView, OrderView
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.problem import WorkItem
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlmux.core.decision.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
-from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.migration import continue_migrations
 

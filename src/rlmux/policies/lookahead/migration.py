@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 
+from rlmux.core.decision.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
+from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
-from rlmux.core.steps.colocation import NO_SHARING, SharingTable
-from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.forecast import Forecast, is_idle, name_of_order, name_of_work
 from rlmux.policies.lookahead.problem import IdleMigration, Problem, Schedule, SiblingMigration

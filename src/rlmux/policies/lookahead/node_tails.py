@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlmux.core.decision.views import ChangeFraction, GroupView, OrderView
 from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import Phase, Stage
-from rlmux.core.views import ChangeFraction, GroupView, OrderView
 
 _ROUNDING = 1e-9
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from bisect import insort
 
+from rlmux.core.estimation.colocation import sub_stage_in
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import sub_stage_in
 from rlmux.policies.lookahead.priorities import Priorities, longest_paths
 from rlmux.policies.lookahead.problem import BEFORE_NOW, NOT_YET, Problem, Schedule, SiblingMigration, WorkItem
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import NO_SHARING, SharingTable
 
 NOT_YET, BEFORE_NOW = -1.0, -0.5
 """Stand-ins for a time in a schedule: it has not come; it was before the present moment."""

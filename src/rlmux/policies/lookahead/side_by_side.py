@@ -11,9 +11,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from rlmux.core.decision.views import ChangeFraction, Choice, GroupView, MemberView, RunWork
+from rlmux.core.estimation.colocation import BaseBatches, SharedRates, SharingTable
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, SubStage
-from rlmux.core.steps.colocation import BaseBatches, SharedRates, SharingTable
-from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, RunWork
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.forecast import name_of_order, name_of_work
 

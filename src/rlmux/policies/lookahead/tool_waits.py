@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from rlmux.core.decision.views import GroupView, OrderView, PauseOrder
 from rlmux.core.model import DeviceId, Phase
-from rlmux.core.views import GroupView, OrderView, PauseOrder
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.forecast import is_idle
 

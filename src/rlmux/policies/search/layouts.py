@@ -18,9 +18,9 @@ from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
+from rlmux.core.estimation.cycles import PhaseLoad, fits_period, meta_iteration_s
 from rlmux.core.estimation.tail_gain import numbers_left, tail_seconds
 from rlmux.core.placement.group_load import MAX_PIPELINES_PER_GROUP
-from rlmux.core.steps.cycles import PhaseLoad, fits_period, meta_iteration_s
 from rlmux.policies.search.partition import NodePrices, PipelineDemand, do_fit
 
 Pins = tuple[tuple[int, ...], ...]

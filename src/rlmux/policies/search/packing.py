@@ -6,6 +6,8 @@
 Searches come back to the same kinds of pipelines, and each pipeline has a budget of its own. Pins are the first that a
 depth-first search finds in one fixed order, and a larger budget only opens more ways, so they only come earlier in that
 order: equal at two budgets, they are equal between them. Both are caches: dropping them changes no result.
+
+A module of its own: its tests compare it with searches that reuse nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from operator import attrgetter, itemgetter
 
-from rlmux.core.steps.cycles import PhaseLoad, fits_period
+from rlmux.core.estimation.cycles import PhaseLoad, fits_period
 from rlmux.policies.search.partition import NodePrices, PipelineDemand, pack_rollouts
 
 Pins = tuple[tuple[int, ...], ...]

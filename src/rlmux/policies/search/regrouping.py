@@ -20,7 +20,7 @@ from rlmux.core.placement.choice import PlacementChoice, Relocation
 from rlmux.core.placement.group_load import GroupLoad, slo_step_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
-from rlmux.policies.lookahead.cycle_steps import CycleStepFinder
+from rlmux.policies.search.cycle_steps import CycleStepFinder
 from rlmux.policies.search.partition import (
     CandidateGroup,
     NodePrices,

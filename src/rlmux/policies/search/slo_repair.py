@@ -22,7 +22,7 @@ from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad, Member, slo_budget_s
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
-from rlmux.policies.lookahead.cycle_steps import cycle_rank
+from rlmux.policies.search.cycle_steps import cycle_rank
 
 SLO_MARGIN = 0.2
 """Part of each SLO that steps per cycle keep in hand where they can: seconds vary from step to step, and hand-overs and

@@ -16,11 +16,11 @@ from html import escape
 
 from rlmux.core.model import PipelineId
 from rlmux.report.figures.canvas import GUTTER, RIGHT, TOP, WIDTH, Canvas
+from rlmux.report.figures.device_rows import DeviceRows
+from rlmux.report.figures.pipeline_rows import PipelineRows
 from rlmux.report.figures.svg import nice_ticks, number, tag
 from rlmux.report.summary import StepTimes
 from rlmux.report.timeline.build import Timeline
-from rlmux.report.timeline.device_rows import DeviceRows
-from rlmux.report.timeline.pipeline_rows import PipelineRows
 from rlmux.report.timeline.records import Instant
 
 _MAX_ROWS = 64

@@ -18,11 +18,11 @@ from typing import Any
 
 from rlmux.core.model import PipelineId
 from rlmux.report.figures.device_chart import Chart
+from rlmux.report.figures.device_rows import CLASS_BY_CAUSE
 from rlmux.report.figures.svg import PALETTE, percent_text, seconds_text, tag
 from rlmux.report.slos import move_words, slo_words
 from rlmux.report.summary import StepTimes, step_times, summarize
 from rlmux.report.timeline.build import DeviceTimeline, Timeline
-from rlmux.report.timeline.device_rows import CLASS_BY_CAUSE
 from rlmux.report.timeline.intervals import Cause, Charge, Kind
 from rlmux.report.timeline.records import STOPPED
 

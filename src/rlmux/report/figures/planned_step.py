@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import cast
 
 from rlmux.core.actions import RunStage
+from rlmux.core.decision.views import MemberView
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.views import MemberView
 from rlmux.log.block_codec import Entry
 from rlmux.report.figures.step_graph import SubStageGraph, graph_of_plan
 from rlmux.report.figures.svg import seconds_text

@@ -113,7 +113,7 @@ class PipelineRecord:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Figures of each step's `step` note, by step."""
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Fields of each step's `rollout` note (runtime/records/rollout_record.py), by step."""
+    """Fields of each step's `rollout` note (runtime/orders/rollout_record.py), by step."""
     deliveries: Deliveries = field(default_factory=Deliveries)
     """Versions and checksums of the weights that sampled each step."""
     weights_sha256: str | None = None

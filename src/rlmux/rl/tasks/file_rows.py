@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 from rlmux.core.errors import UserError
 from rlmux.core.json_text import parse_json
+from rlmux.rl.loading import load_callable
 from rlmux.rl.tasks.base import Environment, SingleTurnTask
 from rlmux.rl.types import Prompt
-from rlmux.rl.user_code.loading import load_callable
 
 RenderChat = Callable[[Sequence[Mapping[str, Any]]], str]
 

@@ -29,6 +29,7 @@ from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import Conversations
 from rlmux.rl.episode import Episode, parts_of
+from rlmux.rl.loading import call_and_await
 from rlmux.rl.prompts.epoch_clock import Admitted, ClockState
 from rlmux.rl.prompts.learned_lengths import LearnedLengths
 from rlmux.rl.prompts.prompt_rounds import PromptQueue, Round, check_task
@@ -43,7 +44,6 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.rl.user_code.loading import call_and_await
 from rlmux.rl.user_code.rewards import Response, Reward
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, prompt_tokens_of, stop_tokens_of
 

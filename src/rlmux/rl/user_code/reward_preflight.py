@@ -19,12 +19,12 @@ from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import check_reply
 from rlmux.rl.demonstrations import demonstration_batch
+from rlmux.rl.loading import call_and_await, call_each
 from rlmux.rl.prompts.prompt_rounds import check_task
 from rlmux.rl.tasks import Task, is_of_user, make_task
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code.engine_check import check_engine
-from rlmux.rl.user_code.loading import call_and_await, call_each
 from rlmux.rl.user_code.rewards import Response, Reward
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, opening_tokens_of, reply_tokens_of, stop_tokens_of
 

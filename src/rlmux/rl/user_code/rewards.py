@@ -31,9 +31,9 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TaskConfig
+from rlmux.rl.loading import load_callable
 from rlmux.rl.tasks.base import Task
 from rlmux.rl.types import Prompt
-from rlmux.rl.user_code.loading import load_callable
 
 _ACCEPTED = (
     "accepted: verl's (data_source, solution_str, ground_truth, extra_info) or TRL's (prompts, completions, **columns)"

@@ -1,4 +1,4 @@
 """Checks of a run: before it starts, by replaying it, by killing it.
 
-Reading order: preflight, determinism_check, replay_verification, run_comparison, chaos_kills.
+Reading order: preflight, replay_verification, run_comparison, chaos_kills.
 """

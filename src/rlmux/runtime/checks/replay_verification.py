@@ -52,15 +52,14 @@ from rlmux.report.timeline.history import History
 from rlmux.report.timeline.records import Ending, OrderRecord
 from rlmux.report.weight_sums import SUMS, weight_sums
 from rlmux.runtime import launch
-from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.backend import Note, Submission, WorkerOptions
 from rlmux.runtime.control.run_control import submitted_to
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.memory.machine_probe import describe_machine
+from rlmux.runtime.machine_probe import describe_machine
 from rlmux.runtime.memory.memory_budget import with_footprint, with_machine_memory
 from rlmux.runtime.records.input_files import changed_input_notes
 from rlmux.runtime.weights.checkpoints import CheckpointStore, checkpoint_folder, damage_of, is_due
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 PrintLine = Callable[[str], None]
 """Prints one line: progress of a pipeline, or a possible cause of a difference."""

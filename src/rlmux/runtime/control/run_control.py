@@ -26,10 +26,10 @@ from rlmux.core.events import (
     SharesSet,
 )
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
-from rlmux.core.queue.parking import PARKED
-from rlmux.core.queue.queue_order import ShareSettings
 from rlmux.core.queue.wait_reasons import Wait, WaitToken
+from rlmux.core.queue_order import ShareSettings
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.settle.parking import PARKED
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.control.control_requests import (

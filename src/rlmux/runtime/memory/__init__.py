@@ -1,4 +1,4 @@
-"""Memory of devices and hosts: what there is, what pipelines need, what fits.
+"""Memory of devices and hosts: what pipelines need, what fits.
 
-Reading order: memory_budget, machine_probe.
+Reading order: memory_budget.
 """

@@ -25,9 +25,9 @@ from rlmux.core.events import (
     WorkWithdrawn,
 )
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Resident
-from rlmux.runtime.orders.call_loop import CallLoop, Future
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
+from rlmux.runtime.workers.call_loop import CallLoop, Future
+from rlmux.runtime.workers.outbox import Outbox
 
 Report = ChunkFinished | StageFinished | WorkArrived | WorkWithdrawn | ClientFinished | PipelineFailed
 """Events that a program may report."""

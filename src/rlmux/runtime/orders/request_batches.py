@@ -27,12 +27,12 @@ from rlmux.core.events import BatchShare, WorkArrived
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.rl.client_requests import Loss, OptimizerStep, SampleRequest, SaveState, TrainRequest, WriteWeights
 from rlmux.rl.config import TrainingConfig
-from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.idle_timeout import IdleTimeout
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
 from rlmux.runtime.orders.shared_sampling import SampleQueue, SharedSampler, SharedSamplers, shared_base
 from rlmux.runtime.orders.shared_training import SharedTrainers, shared_train_base
+from rlmux.runtime.workers.call_loop import CallLoop, Future, Work
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.request_workers import BatchReport, DatumWorker, RequestChunk, RequestResult, SampleWorker
 from rlmux.runtime.workers.tenant_hosts import DatumHost
 from rlmux.runtime.workers.tenant_process import TenantWorkplace

@@ -17,11 +17,11 @@ from rlmux.core.actions import RunStage
 from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import PipelineId, Resident
 from rlmux.runtime.memory.memory_budget import HostMemory
-from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.external_programs import ExternalPrograms
 from rlmux.runtime.orders.on_demand import OnDemandPipelines
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.orders.running_orders import RunningOrder
+from rlmux.runtime.workers.call_loop import CallLoop, Future, Work
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workers.worker_pool import Worker
 

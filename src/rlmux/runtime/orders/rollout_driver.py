@@ -21,24 +21,24 @@ from typing import Any
 from rlmux.core.actions import MigrateShard, Switch
 from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
-from rlmux.core.queue.filler_placement import CHUNK_S
+from rlmux.core.settle.filler_placement import CHUNK_S
 from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.prompts.backlog import Backlog
 from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
-from rlmux.runtime.checks.determinism_check import EngineProbes
-from rlmux.runtime.orders.call_loop import CallLoop, Future, LoopTask, Work
-from rlmux.runtime.orders.outbox import Outbox
+from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.orders.determinism_check import EngineProbes
 from rlmux.runtime.orders.prompt_sharding import assign_prompts
 from rlmux.runtime.orders.resident_states import ResidentStates
 from rlmux.runtime.orders.rollout_epochs import RolloutEpochs
 from rlmux.runtime.orders.rollout_legs import RolloutLegs
 from rlmux.runtime.orders.rollout_race import RolloutRace
+from rlmux.runtime.orders.rollout_record import RolloutRecord
 from rlmux.runtime.orders.rollout_shard import LiveShard
 from rlmux.runtime.orders.running_orders import RunningOrder, RunningOrders
-from rlmux.runtime.records.rollout_record import RolloutRecord
+from rlmux.runtime.workers.call_loop import CallLoop, Future, LoopTask, Work
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workers.worker_calls import RolloutChunk, RolloutChunkResult, StepBatch
-from rlmux.runtime.workers.worker_pool import WorkerOptions
 
 _PATIENCE_S = 0.02
 """Longest wait of the env worker for environments, in seconds, while an order of its pipeline computes."""

@@ -11,23 +11,13 @@ with one prefill of its trajectories' tokens, under its weights, whatever happen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.prompts.backlog import Backlog, SampledTokens
 from rlmux.rl.prompts.epoch_clock import EpochClock, EpochSizes
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOver:
-    """The env worker's input for a step's batch."""
-
-    ids: Sequence[TrajectoryId]
-    """Trajectories to train on, in id order."""
-    backlog: bytes
-    """A packed `Backlog`: the state from which the next step continues."""
+from rlmux.runtime.workers.worker_calls import StepOver
 
 
 class RolloutEpochs:

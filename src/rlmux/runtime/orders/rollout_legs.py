@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from rlmux.core.model import DeviceId
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest
 from rlmux.runtime.orders.prompt_sharding import assign_prompts
-from rlmux.runtime.orders.rollout_epochs import RolloutEpochs, StepOver
+from rlmux.runtime.orders.rollout_epochs import RolloutEpochs
 from rlmux.runtime.orders.rollout_shard import LiveShard
-from rlmux.runtime.workers.worker_calls import RolloutChunkResult
+from rlmux.runtime.workers.worker_calls import RolloutChunkResult, StepOver
 
 
 class RolloutLegs:

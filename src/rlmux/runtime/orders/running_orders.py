@@ -10,7 +10,7 @@ from rlmux.core.actions import RunStage
 from rlmux.core.events import BatchShare, ChunkFinished, Event, StageFinished, StagePaused
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, SubStage
 from rlmux.rl.types import SubStageIterations
-from rlmux.runtime.orders.call_loop import Future, LoopTask
+from rlmux.runtime.workers.call_loop import Future, LoopTask
 
 OrderWork = Generator[Future, Any, Event]
 """An order being carried out; returns the event that ends it."""

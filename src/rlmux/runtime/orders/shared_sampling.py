@@ -27,7 +27,7 @@ from rlmux.core.model import DeviceId, PipelineId
 from rlmux.rl.client_requests import SampleRequest
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.memory.adapter_base import base_name
-from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
+from rlmux.runtime.workers.call_loop import CallLoop, Future, Work
 from rlmux.runtime.workers.request_workers import BatchReport, RequestResult
 from rlmux.runtime.workers.worker_pool import Worker
 

@@ -20,7 +20,7 @@ from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import DeviceId, PipelineId
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.adapter_base import train_base
-from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
+from rlmux.runtime.workers.call_loop import CallLoop, Future, Work
 from rlmux.runtime.workers.request_workers import BatchReport
 
 

@@ -16,17 +16,18 @@ from typing import Any
 from rlmux.core.actions import Switch
 from rlmux.core.model import Phase, PipelineId, Stage
 from rlmux.rl.types import TrainReport
-from rlmux.runtime.checks.determinism_check import EngineProbes
-from rlmux.runtime.orders.call_loop import CallLoop, Future
-from rlmux.runtime.orders.outbox import Outbox
+from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.orders.determinism_check import EngineProbes
 from rlmux.runtime.orders.resident_states import ResidentStates
 from rlmux.runtime.orders.rollout_driver import RolloutDriver
 from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
 from rlmux.runtime.weights.checkpoints import is_due
+from rlmux.runtime.workers.call_loop import CallLoop, Future
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers, all_of
 from rlmux.runtime.workers.supervisor import WorkerSupervisor
 from rlmux.runtime.workers.worker_calls import HandOut, StepBatch, TrainCall, TrainCallResult, joined, noted_metrics
-from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
+from rlmux.runtime.workers.worker_pool import Worker
 
 
 class TrainDriver:

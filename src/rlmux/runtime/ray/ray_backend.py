@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.log.run_log import LOG_NAME
+from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.ray.actor import NodeProbe, RayWorkerActor, RayWorkerSetup, probe_node
 from rlmux.runtime.ray.cluster import RayNode, alive_nodes, connect, head_answers, nodes_by_pool, resource_of
@@ -39,7 +40,7 @@ from rlmux.runtime.ray.shared_folder import Newcomers, check_shared
 from rlmux.runtime.ray.weight_delivery import Deliveries, RaySync
 from rlmux.runtime.ray.worker import PROBE_EVERY_S, RayWorker
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
+from rlmux.runtime.workers.worker_pool import Worker
 
 _POLL_NODES_EVERY_S = 1.0
 _MAX_PROBES_PER_S = 100

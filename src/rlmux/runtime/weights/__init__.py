@@ -1,4 +1,4 @@
-"""Weights as files: checkpoints, their origin, models for other programs, copies over a thin link.
+"""Weights as files: checkpoints, their origin, copies over a thin link.
 
-Reading order: checkpoints, origins, model_export, thin_link.
+Reading order: checkpoints, origins, thin_link.
 """

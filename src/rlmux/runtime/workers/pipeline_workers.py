@@ -10,8 +10,8 @@ from typing import Any
 from rlmux.core.model import DeviceId, Phase, PipelineId, Placement
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.weights.checkpoints import CheckpointStore
+from rlmux.runtime.workers.call_loop import CallLoop, Future, Work
 from rlmux.runtime.workers.worker_calls import AdapterRoom
 from rlmux.runtime.workers.worker_pool import Worker
 

@@ -39,7 +39,6 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.runtime.orders.rollout_epochs import StepOver
 from rlmux.runtime.records.filler_outputs import AnswerFile
 from rlmux.runtime.records.sample_archive import SampleKeeper
 from rlmux.runtime.weights.checkpoints import (
@@ -58,14 +57,15 @@ from rlmux.runtime.workers.worker_calls import (
     RolloutChunk,
     RolloutChunkResult,
     StepBatch,
+    StepOver,
     TrainCall,
     TrainCallResult,
 )
 
 if TYPE_CHECKING:
     from rlmux.engines.rollout.protocol import RolloutEngine
-    from rlmux.engines.train.state.ranks import RankStore
     from rlmux.engines.train.train_engine import TorchTrainEngine
+    from rlmux.engines.train.update.ranks import RankStore
 
 
 class EnvWorker:
@@ -308,7 +308,7 @@ class TrainWorker:
         return worker
 
     def _take(self, engine: TorchTrainEngine, origin: Origin | None, restore_from: Path | None) -> None:
-        from rlmux.engines.train.state.ranks import Ranks
+        from rlmux.engines.train.update.ranks import Ranks
 
         self._engine = engine
         self._origin = origin
@@ -331,14 +331,14 @@ class TrainWorker:
 
     def open_rank_store(self, host: str) -> tuple[str, int]:
         """Open the rank store in the first rank's process; returns its address."""
-        from rlmux.engines.train.state.ranks import RankStore
+        from rlmux.engines.train.update.ranks import RankStore
 
         self._store = RankStore(host)
         return self._store.address
 
     def join_ranks(self, store: tuple[str, int], rank: int, count: int, host: str) -> None:
         """Join the other ranks; returns once all have joined. `host`: this rank's address for them."""
-        from rlmux.engines.train.state.ranks import join_ranks
+        from rlmux.engines.train.update.ranks import join_ranks
 
         with beating():
             self._ranks = join_ranks(self._store or store, rank, count, host=host)

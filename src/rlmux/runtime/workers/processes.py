@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from rlmux.core.errors import PipelineError, RlmuxError, StorageError, WorkerLostError
 from rlmux.hidden_main import hidden_main, show_working_folder
 from rlmux.reaper import marking, variable
-from rlmux.rl.user_code.loading import tell_calls_to
+from rlmux.rl.loading import tell_calls_to
 from rlmux.runtime.workers.heartbeat import Activity, activity_of, beat_with
 
 _FORKSERVER = get_context("forkserver")

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.workers.heartbeat import Activity
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
 from rlmux.runtime.workers.worker_pool import Worker
 

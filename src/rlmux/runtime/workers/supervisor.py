@@ -32,19 +32,19 @@ from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Place
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.adapter_base import rollout_base, train_base
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.memory.memory_budget import HostMemory
-from rlmux.runtime.orders.call_loop import CallLoop, Work
-from rlmux.runtime.orders.outbox import Outbox
 from rlmux.runtime.records.filler_outputs import ANSWERS_NAME, answered_steps
 from rlmux.runtime.weights.checkpoints import CheckpointStore, Written, checkpoint_folder, checkpoint_note
+from rlmux.runtime.workers.call_loop import CallLoop, Work
+from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers, rank_devices
 from rlmux.runtime.workers.planned_workers import EnvWorker, RolloutWorker, TrainWorker
 from rlmux.runtime.workers.standstill import StandstillWatch
 from rlmux.runtime.workers.tenant_hosts import RolloutHost, TrainHost
 from rlmux.runtime.workers.tenant_process import TenantWorkplace
 from rlmux.runtime.workers.worker_calls import AdapterRoom
-from rlmux.runtime.workers.worker_pool import Worker, WorkerOptions
+from rlmux.runtime.workers.worker_pool import Worker
 
 
 class WorkerSupervisor:

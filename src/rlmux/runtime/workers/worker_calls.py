@@ -154,6 +154,16 @@ class TrainCallResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepOver:
+    """The env worker's input for a step's batch."""
+
+    ids: Sequence[TrajectoryId]
+    """Trajectories to train on, in id order."""
+    backlog: bytes
+    """A packed `Backlog`: the state from which the next step continues."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """A scored step, as the env worker hands it over."""
 

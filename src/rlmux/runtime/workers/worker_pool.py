@@ -119,23 +119,3 @@ class Neighbour:
             f"{which} has a lane or run there too ({self.folder}), idle now: while both compute, both take longer, "
             "with the same results"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """How workers are run; none of it can change a result."""
-
-    chunk_s: float = 0.5
-    """Longest uninterrupted piece of work, in seconds: a Pause is served within it."""
-    chunk_decode_steps: int = 1_000_000
-    """Most decode steps in one chunk; tests that want many safe points lower it."""
-    multi_turn_decode_steps: int = 8
-    """Most decode steps in one chunk of a multi-turn task: finished turns wait that long for their environment."""
-    call_limit_s: float = 120.0
-    """Seconds within which a call must be answered or show life; otherwise the worker is lost."""
-    checkpoint_every: int = 1
-    """Steps between checkpoints; the last step always has one."""
-    keep_checkpoints: int = 2
-    """Number of checkpoints kept to fall back from damaged ones, beyond what staleness needs."""
-    max_losses: int = 3
-    """Deaths of one worker that its pipeline survives without publishing a new step in between."""

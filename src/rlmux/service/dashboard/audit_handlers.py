@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlmux.core.errors import UserError
-from rlmux.service.dashboard import audit
+from rlmux.service.dashboard.auth import audit
 from rlmux.service.dashboard.parameters import Cursor, Limit, Line
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, get
 from rlmux.service.dashboard.schemas.run_schemas import AuditRow, Page
+from rlmux.service.problems import ProblemError
 
 
 class AuditReads:

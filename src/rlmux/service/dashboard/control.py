@@ -22,10 +22,10 @@ from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError,
 from rlmux.runtime.control.run_status import StatusReader
 from rlmux.service.dashboard.handlers import SHOWN_ONLY, Reads
 from rlmux.service.dashboard.parameters import Caller, CallerContext
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas.run_schemas import File, Nothing, Outcome, Queue, Rank, Shares, Status, Why
 from rlmux.service.dashboard.schemas.usage_schemas import Usage
+from rlmux.service.problems import ProblemError
 
 _LIMIT_S = 20.0
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"

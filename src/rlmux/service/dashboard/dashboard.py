@@ -20,19 +20,18 @@ from starlette.responses import PlainTextResponse
 from rlmux.log.run_log import SCHEMA_VERSION
 from rlmux.runtime.records.folders import TOKEN
 from rlmux.service.dashboard import pages
-from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.audit_handlers import AuditReads
 from rlmux.service.dashboard.auth.access import Access, Limits, Principal
+from rlmux.service.dashboard.auth.audit import Audit
 from rlmux.service.dashboard.auth.host_middleware import Gate, Hosts
 from rlmux.service.dashboard.auth.sessions import LONGEST_SESSION_S
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.cost import CostReads
-from rlmux.service.dashboard.finding.finding_handlers import Finding
+from rlmux.service.dashboard.finding_handlers import Finding
 from rlmux.service.dashboard.handlers import Reads, Trouble
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.openapi import Document
 from rlmux.service.dashboard.parameters import Caller, CallerContext
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.router import PREFIX, Address, ApiRouter, cookie_name, get, post
 from rlmux.service.dashboard.sample_handlers import SampleReads
@@ -43,6 +42,7 @@ from rlmux.service.dashboard.webhook import Webhook
 from rlmux.service.dashboard.what_if_jobs import Questions
 from rlmux.service.http_server import Server
 from rlmux.service.index.lanes import Root
+from rlmux.service.problems import ProblemError
 
 API_VERSION = 1
 _SPARE_NAME = ".indexes"

@@ -26,12 +26,12 @@ from rlmux.report.samples import SAMPLES_NAME
 from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
-from rlmux.service.dashboard.finding.labels import NONE, labels_of
+from rlmux.service.dashboard.labels import NONE, labels_of
 from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Limit, Line, Words, words_of
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.schemas import run_schemas
 from rlmux.service.index.lanes import Root, log_signature
 from rlmux.service.index.store import IndexReader
+from rlmux.service.problems import ProblemError
 
 LOG_FILE = "workers.log"
 MAX_LOG_BYTES = 256 << 10

@@ -16,8 +16,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import compile_path
 
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.http_server import Server
+from rlmux.service.problems import ProblemError
 
 DIST = Path(__file__).parents[1] / "pages" / "dist"
 """Output folder of `make pages`."""

@@ -36,11 +36,11 @@ from starlette.responses import JSONResponse, Response
 
 from rlmux.core.errors import LogError
 from rlmux.service.addresses import PROXY_USER
-from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.auth.access import Access, Principal
+from rlmux.service.dashboard.auth.audit import Audit
 from rlmux.service.dashboard.parameters import CallerContext
-from rlmux.service.dashboard.problems import PROBLEMS, ProblemError, invalid, of_storage, unwritten
 from rlmux.service.index.store import dumps
+from rlmux.service.problems import PROBLEMS, ProblemError, invalid, of_storage, unwritten
 
 PREFIX = "/api/v1"
 JSON = "application/json"

@@ -14,9 +14,9 @@ from rlmux.core.errors import UserError
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Line
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, get
 from rlmux.service.dashboard.schemas.timeline_schemas import Sample, Samples
+from rlmux.service.problems import ProblemError
 
 _ADDRESS = "/pipelines/{lane}/{name}/samples"
 Place = Annotated[int, Path(ge=0, le=2**20 - 1, description=f"STEP/PROMPT/SAMPLE, each up to {2**20 - 1}")]

@@ -25,8 +25,8 @@ from rlmux.core.errors import LogError
 from rlmux.service.dashboard.auth.access import SERVER, Access, Principal
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller, Words, words_of
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.store import dumps
+from rlmux.service.problems import ProblemError
 
 LOOK_EVERY_S = 0.33
 QUIET_S = 15.0

@@ -23,7 +23,6 @@ from rlmux.report.timeline.live_steps import PublishedStep
 from rlmux.report.timeline.step_causes import steady, step_causes, tokens_of
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import SECONDS, Caller, Seconds
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, get
 from rlmux.service.dashboard.schemas.timeline_schemas import (
     Gap,
@@ -41,6 +40,7 @@ from rlmux.service.index.columns import CAUSES, KIND_BY_CAUSE, KINDS, NO_PIPELIN
 from rlmux.service.index.interval_rows import charges
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import LEVELS, without_overlaps
+from rlmux.service.problems import ProblemError
 
 _ADDRESS = "/timeline/{lane}"
 MAX_INTERVALS = 20_000

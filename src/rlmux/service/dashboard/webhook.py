@@ -28,7 +28,7 @@ from rlmux.core.errors import LogError
 from rlmux.service.addresses import LOOPBACK
 from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.handlers import Reads
-from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.problems import ProblemError
 
 LOOK_EVERY_S = 2.0
 _ANSWER_LIMIT_S = 5.0

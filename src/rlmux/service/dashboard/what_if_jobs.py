@@ -26,9 +26,9 @@ from rlmux.policies import POLICIES
 from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas.usage_schemas import Answer, Question, Score
+from rlmux.service.problems import ProblemError
 
 LIMIT_S = 180.0
 """Seconds after which an answer is given up: it has three simulations of each side."""

@@ -7,7 +7,7 @@ import json
 from rlmux.config.load import Spec
 from rlmux.rl.config import ENGINES, TrainingConfig
 from rlmux.service.dashboard.auth.access import Principal
-from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.problems import ProblemError
 
 
 def check_rights(spec: Spec, principal: Principal | None) -> None:

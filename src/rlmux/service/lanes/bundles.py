@@ -22,11 +22,11 @@ from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from rlmux.service.dashboard.parameters import Caller
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas.timeline_schemas import Bundle
 from rlmux.service.lanes.authorization import check_may_run_code
 from rlmux.service.lanes.data_dir import BUNDLES, NO_CODE
+from rlmux.service.problems import ProblemError
 
 MAX_BYTES = 512 << 20
 MAX_FILES = 20_000

@@ -27,13 +27,13 @@ from rlmux.runtime.control.control_requests import Check, Submit
 from rlmux.runtime.control.control_socket import NotRunningError, send_request
 from rlmux.service.dashboard.auth.access import Principal
 from rlmux.service.dashboard.parameters import Caller, Limit
-from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas import timeline_schemas as shapes
 from rlmux.service.lanes.authorization import check_rights, own_user
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.submission_ledger import ACCEPTED, OVER_QUOTA, REFUSED, SubmissionLedger, SubmissionRow
+from rlmux.service.problems import ProblemError
 
 MAX_TEXT_BYTES = 256 << 10
 _MAX_KEY_CHARS = 100

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.estimation.colocation import SharingEntry, SharingTable, SharingTriple
 from rlmux.core.json_text import parse_json
 from rlmux.core.model import SubStage
-from rlmux.core.steps.colocation import SharingEntry, SharingTable, SharingTriple
 from rlmux.sim import data_tables
 from rlmux.sim.models.hardware import gpu_spec
 

@@ -19,11 +19,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlmux.core.estimation.cycles import PhaseLoad
+from rlmux.core.estimation.switches import switch_seconds
 from rlmux.core.estimation.tail_gain import with_tails
 from rlmux.core.model import Cluster, NodeId, PipelineId, Pool
 from rlmux.core.placement.group_load import GroupLoad, Member, solo_s
-from rlmux.core.steps.cycles import PhaseLoad
-from rlmux.core.steps.switches import switch_seconds
 from rlmux.sim.bounds import planned_work_usd
 
 PAID_FOR: Mapping[str, str] = {

@@ -20,8 +20,8 @@ from typing import TypeVar
 
 import psutil
 
+from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import UserError
-from rlmux.core.policy import Policy
 from rlmux.hidden_main import hidden_main
 from rlmux.policies import make_policy
 from rlmux.policies.without_moves import without_moves

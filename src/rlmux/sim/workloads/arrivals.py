@@ -25,7 +25,7 @@ from rlmux.core.model import (
     RolloutTail,
     Stage,
 )
-from rlmux.core.queue.queue_order import ShareSettings
+from rlmux.core.queue_order import ShareSettings
 from rlmux.sim import data_tables
 from rlmux.sim.clients import ClientBatch
 from rlmux.sim.models.neighbour_slowdown import Neighbours

@@ -15,7 +15,7 @@ from rlmux.config import Purpose, Spec, load_spec
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Pool
-from rlmux.core.queue.filler_placement import CHUNK_S
+from rlmux.core.settle.filler_placement import CHUNK_S
 from rlmux.policies import POLICIES
 from rlmux.sim.workloads.arrivals import Arrival, Workload, free_of_costs
 from rlmux.sim.world import NO_SWITCH, SwitchSeconds, TrueSeconds

@@ -17,8 +17,8 @@ from tests.engines.train.test_train_engine import batch, config, run_step
 from rlmux.core.errors import CheckpointError
 from rlmux.engines.model import model_io
 from rlmux.engines.train.state import model_parts
-from rlmux.engines.train.state.ranks import RankStore, join_ranks
 from rlmux.engines.train.train_engine import TorchTrainEngine
+from rlmux.engines.train.update.ranks import RankStore, join_ranks
 from rlmux.rl.config import AdapterConfig, ModelConfig, TrainConfig, TrainingConfig
 from rlmux.rl.vocabulary import CharVocabulary
 

@@ -17,8 +17,7 @@ from tests.service.pages_server import Pages
 
 from rlmux.core.errors import UserError
 from rlmux.service.addresses import Listening
-from rlmux.service.dashboard import audit
-from rlmux.service.dashboard.auth import tokens
+from rlmux.service.dashboard.auth import audit, tokens
 from rlmux.service.dashboard.auth.access import Access, Limits, token_of
 from rlmux.service.dashboard.auth.host_middleware import HEADERS, Hosts
 from rlmux.service.dashboard.dashboard import Dashboard

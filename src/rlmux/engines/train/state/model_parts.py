@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from rlmux.engines.adapters.lora import inject_adapter
 from rlmux.engines.model.model_io import build_model, build_skeleton, weight_paths
-from rlmux.engines.train.state.ranks import Ranks, touching_others
-from rlmux.engines.train.training_forward import PACKED
+from rlmux.engines.train.update.ranks import Ranks, touching_others
+from rlmux.engines.train.update.training_forward import PACKED
 from rlmux.rl.config import ModelConfig, TrainingConfig
 
 _TIED_HEAD = "lm_head.weight"

@@ -42,21 +42,21 @@ from rlmux.engines.adapters.lora import trained_parameters
 from rlmux.engines.model.weight_checksum import CHECKSUM, WeightsChecksum
 from rlmux.engines.model.weights import SHA256, WeightsSha256, stream_tensors
 from rlmux.engines.residency import return_freed_memory
-from rlmux.engines.train.adamw import AdamW, AdamWNumbers
-from rlmux.engines.train.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.state.checkpoint import begin_checkpoint, folder_aside
 from rlmux.engines.train.state.flat_parameters import offsets_of
 from rlmux.engines.train.state.model_parts import fill_rows, own_rows, rows_of, rows_per_rank
-from rlmux.engines.train.state.moments import BLOCK_SIZE
-from rlmux.engines.train.state.ranks import Ranks, touching_others
-from rlmux.engines.train.train_tensors import (
+from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers
+from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.train.update.moments import BLOCK_SIZE
+from rlmux.engines.train.update.ranks import Ranks, touching_others
+from rlmux.engines.train.update.train_tensors import (
     OPTIMIZER_FILE,
     REFERENCE_FILE,
     TrainTensors,
     deterministic_backward,
     require_same_model,
 )
-from rlmux.engines.train.training_forward import TokenScores, score_tokens
+from rlmux.engines.train.update.training_forward import TokenScores, score_tokens
 from rlmux.rl.config import TrainConfig, TrainingConfig
 
 _FLOAT_MOMENTS = ("first_moment", "second_moment")

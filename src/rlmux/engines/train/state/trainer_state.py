@@ -22,19 +22,19 @@ from rlmux.core.errors import CheckpointError, PipelineError
 from rlmux.engines.adapters.shared_base import TenantBase
 from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
 from rlmux.engines.model.weights import own_copies, read_tensors, weights_sha256, write_tensors
-from rlmux.engines.train.adamw import AdamW, AdamWNumbers
-from rlmux.engines.train.micro_batches import MicroBatch
 from rlmux.engines.train.state.flat_parameters import FlatParameters
-from rlmux.engines.train.state.ranks import Ranks
-from rlmux.engines.train.state.tree_sum import RunningSum, TreeSum
-from rlmux.engines.train.train_tensors import (
+from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers
+from rlmux.engines.train.update.micro_batches import MicroBatch
+from rlmux.engines.train.update.ranks import Ranks
+from rlmux.engines.train.update.train_tensors import (
     OPTIMIZER_FILE,
     REFERENCE_FILE,
     TrainTensors,
     deterministic_backward,
     require_same_model,
 )
-from rlmux.engines.train.training_forward import TokenScores, score_tokens
+from rlmux.engines.train.update.training_forward import TokenScores, score_tokens
+from rlmux.engines.train.update.tree_sum import RunningSum, TreeSum
 from rlmux.rl.config import TrainingConfig
 
 

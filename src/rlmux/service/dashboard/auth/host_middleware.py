@@ -16,7 +16,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.problems import ProblemError
 
 MAX_BODY_BYTES = 4 << 20
 MAX_BUNDLE_BYTES = 64 << 20

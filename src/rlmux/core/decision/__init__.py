@@ -1,0 +1,4 @@
+"""What a policy sees and answers, and what becomes of a decision that fails.
+
+Reading order: policy, views, planned, cycle_slots, policy_faults.
+"""
