@@ -22,7 +22,7 @@ from exact_schedule import least_makespan, random_problem
 
 from rlmux.core.errors import UserError
 from rlmux.policies import make_policy
-from rlmux.policies.lookahead.search import plan
+from rlmux.policies.lookahead.search import look_ahead
 from rlmux.policies.search.greedy import greedy
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.rates import InterferenceRates
@@ -73,7 +73,7 @@ def quality(num_graphs: int, *, is_sharing: bool, limit_s: float) -> dict[str, f
     gaps, greedy_gaps, num_unproved = [], [], 0
     for seed in range(num_graphs):
         problem = random_problem(random.Random(seed), is_sharing=is_sharing)
-        made, by_greed = plan(problem), greedy(problem)
+        made, by_greed = look_ahead(problem), greedy(problem)
         try:
             least = least_makespan(problem, limit_s=limit_s, upper_s=min(made.makespan_s, by_greed.makespan_s))
         except UserError:

@@ -17,12 +17,13 @@ import random
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
 
+from rlmux.core.decision.plan import GroupPlan
 from rlmux.core.decision.policy import Policy
+from rlmux.core.estimation.colocation import SharingTable
 from rlmux.core.events import Event, PipelineFailed, PipelineSubmitted
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
-from rlmux.core.placement.choice import FruitlessSearch, Refusal, Relocation
+from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.scheduler import Scheduler
@@ -147,15 +148,26 @@ def full_scheduler(policy: Policy, size: int) -> tuple[Scheduler, random.Random]
     return scheduler, random.Random(0)
 
 
-class TimedRegrouping:
+class TimedRegrouping(Policy):
     """A policy whose regrouping is timed apart from the rest of a decision."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.regroup_ms: list[float] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
+    @property
+    def name(self) -> str:
+        return self._policy.name
+
+    @property
+    def sharing(self) -> SharingTable | None:
+        return self._policy.sharing
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        return self._policy.place(pipeline, view)
+
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        return self._policy.dispatch(plan)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
         began = time.thread_time()

@@ -28,7 +28,7 @@ from rlmux.policies.baselines import Fifo
 class Raising(Fifo):
     name: str = "raising"
 
-    def dispatch(self, view):
-        return [view.no_such_thing]
+    def dispatch(self, plan):
+        return plan.no_such_thing
 """
 """A module with a policy `Raising` of a user's own, of which no decision to start work succeeds."""

@@ -1,16 +1,14 @@
 """A policy, a task, a rollout engine and a workload for rlmux, in one package: `pyproject.toml` gives their names."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
 from rlmux.policy import (
-    GroupView,
+    GroupPlan,
     PlacementChoice,
     PlacementView,
+    Policy,
     Refusal,
-    Relocation,
-    RunWork,
     impossible,
     queue,
     sharing_everything,
@@ -23,21 +21,16 @@ from rlmux.sim.world import TrueSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewestFirst:
+class NewestFirst(Policy):
     """One set of nodes for all; of ready work, what became ready last starts first."""
 
     name: str = "newest-first"
-    reacts_to_progress: bool = False
-    sharing: None = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_where_free(view, sorted(view.ready, key=lambda work: -work.sequence))
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        return plan.choose(*start_where_free(plan, sorted(plan.ready, key=lambda work: -work.sequence)))
 
 
 class CountUp(SingleTurnTask):

@@ -1,26 +1,25 @@
 """All that a policy's author imports.
 
-    from rlmux.policy import GroupView, Pipeline, PlacementChoice, PlacementView, RunWork, start_where_free
+    from rlmux.policy import GroupPlan, Pipeline, PlacementChoice, PlacementView, RunWork, start_where_free
 
-    the interface        Policy, and what a method gets and answers
-    ways to answer       `impossible`, `sharing_everything`, `queue` for `place`; `start_where_free`,
+    the interface        Policy, and what a method gets and returns
+    ways to choose       `impossible`, `sharing_everything`, `queue` for `place`; `start_where_free`,
                          `start_oldest_first` for `dispatch`
 
 docs/how-to/write-a-policy.md has a whole policy. Built-in policies and a user's own pass the same scheduler.
 """
 
-from rlmux.core.decision.policy import Policy
-from rlmux.core.decision.views import (
+from rlmux.core.decision.plan import (
     ChangeFraction,
     Choice,
-    GroupView,
+    GroupPlan,
     MarkPlanned,
-    MemberView,
     MigrateWork,
-    OrderView,
     PauseOrder,
     RunWork,
 )
+from rlmux.core.decision.policy import Idling, Policy, TimeSlice, TurnTaking
+from rlmux.core.decision.views import GroupView, MemberView, OrderView
 from rlmux.core.estimation.colocation import SharingTable
 from rlmux.core.model import (
     AdmissionKind,
@@ -37,8 +36,6 @@ from rlmux.core.model import (
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.queue.time_slicing import TakesTurns, TimeSlice
-from rlmux.core.steps.idle_check import Idling
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.dispatching import start_oldest_first, start_where_free
 from rlmux.policies.search.candidates import founding, impossible, joining, queue, sharing_everything
@@ -52,6 +49,7 @@ __all__ = [
     "FruitlessSearch",
     "GroupId",
     "GroupLoad",
+    "GroupPlan",
     "GroupView",
     "Idling",
     "MarkPlanned",
@@ -73,8 +71,8 @@ __all__ = [
     "RunWork",
     "SharingTable",
     "Stage",
-    "TakesTurns",
     "TimeSlice",
+    "TurnTaking",
     "founding",
     "impossible",
     "joining",

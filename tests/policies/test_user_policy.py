@@ -16,24 +16,18 @@ from rlmux.policies import make_policy
 START = """
 import itertools, random
 from dataclasses import dataclass, field
-from rlmux.core.decision.views import RunWork
 from rlmux.policies.baselines import Fifo
-from rlmux.policies.lookahead.dispatching import start_oldest_first
+from rlmux.policy import Policy, RunWork, start_oldest_first
 
 @dataclass(frozen=True)
-class Base:
+class Base(Policy):
     name: str = "base"
-    reacts_to_progress: bool = False
-    sharing: None = None
 
     def place(self, pipeline, view):
         return Fifo().place(pipeline, view)
 
-    def rebalance(self, view):
-        return ()
-
-    def dispatch(self, view):
-        return start_oldest_first(view)
+    def dispatch(self, plan):
+        return plan.choose(*start_oldest_first(plan))
 """
 
 
@@ -68,11 +62,11 @@ def test_a_policy_that_keeps_its_promises_runs_under_the_name_that_was_typed(bui
     ("source", "line"),
     [
         ("class Own(Base):\n    __dataclass_params__ = None", "could keep state between decisions; accepted: a @data"),
-        ("@dataclass\nclass Own:\n    name: str = ''\n    reacts_to_progress: bool = False\n    sharing: None = None\n"
-         "    place = rebalance = dispatch = None", "could keep state between decisions"),
+        ("@dataclass\nclass Own(Policy):\n    name: str = ''\n    place = dispatch = None",
+         "could keep state between decisions"),
         ("@dataclass(frozen=True)\nclass Own(Base):\n    seen: list = field(default_factory=list)",
          "could keep state in its field 'seen', which can change"),
-        ("class Own: pass", "has no 'name'; accepted: a class with name, reacts_to_progress, sharing, place"),
+        ("class Own: pass", "is no policy; accepted: a subclass of rlmux.policy.Policy"),
         ("class Own:\n    def __init__(self, x): pass", "making it without arguments raised TypeError"),
     ],
 )  # fmt: skip
@@ -86,11 +80,14 @@ def test_a_policy_that_could_remember_is_refused_when_it_is_made(made, source, l
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ("return [RunWork(work=each) for each in view.ready if count()]", "when called again with the same view"),
-        ("return list(view.ready)", "accepted: RunWork, ChangeFraction"),
-        ("return [RunWork(work=each) for each in [*view.ready, *view.ready]]", "which is not ready"),
-        ("return [RunWork(work=each) for each in view.ready]", "leases 1.0 of"),
-        ("return view.reddy", "dispatch raised AttributeError"),
+        ("return plan.choose(*[RunWork(work=each) for each in plan.ready if count()])", "called again with the same"),
+        ("return plan.choose(*plan.ready)", "accepted: RunWork, ChangeFraction"),
+        ("return list(start_oldest_first(plan))", "accepted: the plan that it was given, filled"),
+        ("yield from start_oldest_first(plan)", "accepted: the plan that it was given, filled"),
+        ("plan.choose(*start_oldest_first(plan))", "dispatch returned None; accepted: the plan that it was given"),
+        ("return plan.choose(*[RunWork(work=each) for each in [*plan.ready, *plan.ready]])", "which is not ready"),
+        ("return plan.choose(*[RunWork(work=each) for each in plan.ready])", "leases 1.0 of"),
+        ("return plan.reddy", "dispatch raised AttributeError"),
     ],
 )
 def test_a_policy_that_breaks_a_promise_is_told_which(builders, made, body, line):
@@ -101,7 +98,7 @@ def test_a_policy_that_breaks_a_promise_is_told_which(builders, made, body, line
             return next(calls) % 2
 
         class Own(Base):
-            def dispatch(self, view):
+            def dispatch(self, plan):
                 {body}
     """)
     with pytest.raises(PolicyError, match="policy my_policies:Own") as broken:
@@ -121,6 +118,6 @@ def test_a_policy_that_raises_in_a_run_is_reported_once_and_the_run_goes_on(buil
     (fault,) = driver.actions(ReportPolicyFault)
     assert (fault.policy, fault.method) == ("my_policies:Own", method)
     assert fault.error.startswith(f"policy my_policies:Own: {method} raised AttributeError: ")
-    assert fault.error.endswith("(my_policies.py, line 25)")
+    assert fault.error.endswith("(my_policies.py, line 19)")
     query = driver.scheduler.query
     assert {query.status(one) for one in query.pipelines()} == {PipelineStatus.FINISHED}

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from tests.waiting import until
 
-from rlmux.core.decision.views import Choice, GroupView, MigrateWork, PauseOrder
+from rlmux.core.decision.plan import GroupPlan, MigrateWork, PauseOrder
+from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import Cluster, MigrationEstimate, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
@@ -149,12 +150,11 @@ def run(
     )
 
 
-class Meddler:
+class Meddler(Policy):
     """Places like `rollmux` and dispatches as no sane policy would."""
 
     name = "meddler"
     reacts_to_progress = True
-    sharing = None
     place = RollMux().place
     rebalance = RollMux().rebalance
 
@@ -167,10 +167,10 @@ class MovesEverything(Meddler):
         self.num_moves: dict[tuple[str, int], int] = {}
         self.paused: set[tuple[str, int]] = set()
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        devices = {member.id: member.rollout_devices for member in view.members}
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        devices = {member.id: member.rollout_devices for member in plan.members}
         going_on = []
-        for work in view.ready:
+        for work in plan.ready:
             key = (work.pipeline, work.step)
             moves = self.num_moves.get(key, 0)
             is_moving = work.phase is Phase.ROLLOUT and moves < 2
@@ -178,19 +178,20 @@ class MovesEverything(Meddler):
                 continue  # its time comes after the next move
             if is_moving and work.is_continuation and key in self.paused:
                 source, target = work.devices[0], devices[work.pipeline][1 - moves]
-                if not view.can_migrate(work.pipeline, source, target):
+                if not plan.can_migrate(work.pipeline, source, target):
                     continue  # the first move is still under way
                 self.paused.discard(key)
                 self.num_moves[key] = moves + 1
-                yield MigrateWork(pipeline=work.pipeline, source=source, target=target)
+                plan.choose(MigrateWork(pipeline=work.pipeline, source=source, target=target))
             else:
                 going_on.append(work)
-        yield from start_where_free(view, going_on)
-        for order in view.running:
+        plan.choose(*start_where_free(plan, going_on))
+        for order in plan.running:
             moves = self.num_moves.get((order.pipeline, order.step), 0)
             if order.phase is Phase.ROLLOUT and moves < 2 and order.num_active:
                 self.paused.add((order.pipeline, order.step))
-                yield PauseOrder(order=order.id)
+                plan.choose(PauseOrder(order=order.id))
+        return plan
 
 
 # ------------------------------------------------------------------ every backend

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from rlmux.core.actions import MigrateShard
-from rlmux.core.decision.views import Choice, GroupView, PauseOrder
+from rlmux.core.decision.plan import GroupPlan, PauseOrder
+from rlmux.core.decision.policy import Policy
 from rlmux.core.events import StagePaused
 from rlmux.core.model import Cluster, Phase, Pool, Stage
 from rlmux.policies.lookahead.dispatching import start_oldest_first
@@ -65,12 +64,11 @@ def test_the_size_of_a_chunk_changes_nothing(real, make_backend, pair, solo, tmp
     assert run.sha256 == solo.sha256
 
 
-class Meddler:
+class Meddler(Policy):
     """Places like `rollmux` and dispatches as no sane policy would."""
 
     name = "meddler"
     reacts_to_progress = True
-    sharing = None
     place = RollMux().place
     rebalance = RollMux().rebalance
 
@@ -81,13 +79,14 @@ class PausesEverything(Meddler):
     def __init__(self) -> None:
         self.seen: set[tuple[object, ...]] = set()
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        yield from start_oldest_first(view)
-        for order in view.running:
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        plan.choose(*start_oldest_first(plan))
+        for order in plan.running:
             key = (order.pipeline, order.step, order.stage)
             if order.num_active is not None and key not in self.seen:
                 self.seen.add(key)
-                yield PauseOrder(order=order.id)
+                plan.choose(PauseOrder(order=order.id))
+        return plan
 
 
 def test_a_forced_pause_changes_nothing(real, make_backend, pair, solo, tmp_path):

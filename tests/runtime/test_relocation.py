@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import psutil
 import pytest
 
 from rlmux.core.actions import Release, Relocate
-from rlmux.core.decision.views import GroupView, RunWork
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Policy
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
 from rlmux.core.placement.choice import PlacementChoice, Relocation
@@ -18,12 +17,10 @@ from rlmux.policies.lookahead.dispatching import start_oldest_first
 ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)
 
 
-class RelocatesOnce:
+class RelocatesOnce(Policy):
     """Nodes of its own for each pipeline; when one leaves, the last one relocates to the nodes that became free."""
 
     name = "relocates-once"
-    reacts_to_progress = False
-    sharing = None
 
     def __init__(self) -> None:
         self.has_relocated = False
@@ -39,8 +36,8 @@ class RelocatesOnce:
         self.has_relocated = True
         return (Relocation(pipeline=PipelineId("long"), choice=ON_NEW_NODES),)
 
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        return plan.choose(*start_oldest_first(plan))
 
 
 class HoldsBack:

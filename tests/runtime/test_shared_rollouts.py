@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Admit
-from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Policy
 from rlmux.core.estimation.colocation import SharingEntry, SharingTable
 from rlmux.core.events import StageFinished, StagePaused, WorkerLost
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, Placement, SubStage
@@ -40,17 +40,17 @@ ADAPTERS = {
 SHORT_CHUNKS = WorkerOptions(chunk_decode_steps=1, multi_turn_decode_steps=1)
 
 
-class Together:
+class Together(Policy):
     """Places like `rollmux`; starts any two rollouts beside each other, as soon as they are ready, and trainings."""
 
     name = "together"
-    reacts_to_progress = False
     sharing = TOGETHER
     place = RollMux().place
     rebalance = RollMux().rebalance
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        yield from start_side_by_side(view, [work for work in view.ready if not work.is_waiting], self.sharing)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        start_side_by_side(plan, [work for work in plan.ready if not work.is_waiting], self.sharing)
+        return plan
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 from tests.runtime.killed_runs import check_killed_twice
 
 from rlmux.core.actions import MigrateShard
-from rlmux.core.decision.views import Choice, GroupView, PauseOrder
+from rlmux.core.decision.plan import GroupPlan, PauseOrder
+from rlmux.core.decision.policy import Policy
 from rlmux.core.events import ChunkFinished, PipelineRestarted, WorkerLost
 from rlmux.core.model import Stage
 from rlmux.policies.lookahead.dispatching import start_oldest_first
@@ -60,24 +60,24 @@ def test_two_devices_in_chunks_of_two_steps_keep_the_same(real, make_backend, al
     assert (run.sha256, rounds(run)) == (alone.sha256, rounds(alone))
 
 
-class PausesEverything:
+class PausesEverything(Policy):
     """Pauses every order at its first progress report."""
 
     name = "pauses"
     reacts_to_progress = True
-    sharing = None
     place = RollMux().place
     rebalance = RollMux().rebalance
 
     def __init__(self) -> None:
         self.seen: set[object] = set()
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        yield from start_oldest_first(view)
-        for order in view.running:
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        plan.choose(*start_oldest_first(plan))
+        for order in plan.running:
             if order.num_active is not None and order.id not in self.seen:
                 self.seen.add(order.id)
-                yield PauseOrder(order=order.id)
+                plan.choose(PauseOrder(order=order.id))
+        return plan
 
 
 @pytest.mark.slow

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rlmux.core.actions import Action, ExpectSteps
-from rlmux.core.decision.views import MarkPlanned, RunWork
+from rlmux.core.decision.plan import GroupPlan, MarkPlanned, RunWork
+from rlmux.core.decision.policy import Policy
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.log.run_log import LogReader, RunLog, run_header
@@ -34,15 +34,17 @@ OPTIONS = {"jigsaw": {"tails": False}}
 """The fake backend does not know what a paused shard has left: it would begin again there, and goes on in the world."""
 
 
-class Recording:
+class Recording(Policy):
     """A policy that writes down what the policy inside it decides, and when."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
-        self.name = policy.name
-        self.reacts_to_progress = policy.reacts_to_progress
-        self.sharing = policy.sharing
         self.decisions: list[object] = []
+
+    name = property(lambda self: self._policy.name)
+    reacts_to_progress = property(lambda self: self._policy.reacts_to_progress)
+    sharing = property(lambda self: self._policy.sharing)
+    tails = property(lambda self: self._policy.tails)
 
     def place(self, pipeline, view):
         choice = self._policy.place(pipeline, view)
@@ -52,16 +54,16 @@ class Recording:
     def rebalance(self, view):
         return self._policy.rebalance(view)
 
-    def dispatch(self, view) -> Iterator[Any]:
-        for choice in self._policy.dispatch(view):
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        for choice in self._policy.dispatch(plan).decision:
             if isinstance(choice, RunWork):
                 work = choice.work
                 self.decisions.append(
-                    (view.now_s, work.pipeline, work.stage, work.step, work.devices, choice.device_fraction)
+                    (plan.now_s, work.pipeline, work.stage, work.step, work.devices, choice.device_fraction)
                 )
             elif not isinstance(choice, MarkPlanned):
-                self.decisions.append((view.now_s, choice))
-            yield choice
+                self.decisions.append((plan.now_s, choice))
+        return plan
 
 
 @pytest.fixture

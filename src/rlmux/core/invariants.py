@@ -25,7 +25,7 @@ from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.choice import Refusal
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import DeviceState, SchedulerState
-from rlmux.core.steps.idle_check import Idling, MayIdle, check_idling
+from rlmux.core.steps.idle_check import check_idling
 from rlmux.core.work import ReadyWork, Work, WorkState
 
 _TOLERANCE = 1e-9
@@ -48,7 +48,7 @@ def check(scheduler: Scheduler) -> None:
     _check_queue(scheduler)
     for view in scheduler.query.groups():
         policy = scheduler.policy
-        check_idling(state, view, policy.idling(view) if isinstance(policy, MayIdle) else Idling())
+        check_idling(state, view, policy.idling(view))
 
 
 def _check_devices(scheduler: Scheduler) -> None:

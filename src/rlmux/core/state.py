@@ -203,6 +203,8 @@ class SchedulerState:
     """Methods and errors of these that were reported, in order."""
     clock: Any = None
     """What a policy counts that gives nodes by turns, and that it alone reads; None under any other."""
+    policy_caches: dict[str, Any] = field(default_factory=dict)
+    """Caches of the policy, which keeps nothing itself, by their names."""
     now_s: float = 0.0
     """Time of the last event."""
     next_order: int = 1

@@ -17,15 +17,15 @@ A module of its own: it runs the groups as the paper draws them, by a policy of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Idling, Policy
+from rlmux.core.decision.views import GroupView
 from rlmux.core.model import AdmissionKind, Pipeline
-from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.idle_check import Idling
 from rlmux.policies import make_policy
 from rlmux.policies.lookahead.dispatching import start_in_cycle_order, start_oldest_first
 from rlmux.sim.api import solo_usd_per_hour
@@ -51,7 +51,7 @@ _ROLLOUT_NODES: Mapping[str, tuple[tuple[int, ...], ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsDrawn:
+class AsDrawn(Policy):
     """All pipelines in one group, each on the rollout nodes that the paper's figure gives it."""
 
     rollout_nodes: tuple[tuple[int, ...], ...]
@@ -59,8 +59,6 @@ class AsDrawn:
     is_strict: bool
     """Whether the order is round robin; else first come, first served, so that a short pipeline laps a long one."""
     name: str = "as-drawn"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         wanted = self.rollout_nodes[view.num_pipelines]
@@ -81,11 +79,8 @@ class AsDrawn:
             train_nodes=group.train_nodes,
         )
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterable[Choice]:
-        return start_in_cycle_order(view) if self.is_strict else start_oldest_first(view)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        return plan.choose(*(start_in_cycle_order(plan) if self.is_strict else start_oldest_first(plan)))
 
     def idling(self, view: GroupView) -> Idling:
         return Idling(cycle_lead=1.0 if self.is_strict else 0.0)

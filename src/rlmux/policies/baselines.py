@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
-from rlmux.core.decision.views import GroupView, RunWork
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Policy
+from rlmux.core.decision.views import GroupView
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad, colocated_step_s, slo_step_s, solo_s
@@ -31,18 +31,13 @@ from rlmux.policies.search.shared_placement import nodes_for_both, place_on_shar
 from rlmux.policies.search.slo_repair import mend_slos
 
 
-class OneRule:
+class OneRule(Policy):
     """What a baseline leaves as it is: work starts oldest first, alone on its devices, and no pipeline relocates."""
 
     __slots__ = ()
-    reacts_to_progress: ClassVar[bool] = False
-    sharing: ClassVar[None] = None
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        return plan.choose(*start_oldest_first(plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +170,15 @@ class GapRatio(OneRule):
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return in_one_set(pipeline, view)
 
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        kept = devices_kept_for_batches(view)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        kept = devices_kept_for_batches(plan)
         shards = [
             work
-            for work in sorted(view.ready, key=age)
-            if _is_new_shard(work) and not work.is_waiting and view.is_free(work.devices) and may_take(work, kept)
+            for work in sorted(plan.ready, key=age)
+            if _is_new_shard(work) and not work.is_waiting and plan.is_free(work.devices) and may_take(work, kept)
         ]
-        others = [work for work in sorted(view.ready, key=age) if not work.is_waiting and not _is_new_shard(work)]
-        yield from start_where_free(view, [*others, *_by_gap(view, shards)])
+        others = [work for work in sorted(plan.ready, key=age) if not work.is_waiting and not _is_new_shard(work)]
+        return plan.choose(*start_where_free(plan, [*others, *_by_gap(plan, shards)]))
 
 
 def _is_new_shard(work: ReadyWork) -> bool:

@@ -21,11 +21,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlmux.core.decision.policy import TimeSlice, TurnTaking
 from rlmux.core.model import AdmissionKind, Phase, Pipeline, PipelineId, Placement
 from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.group_load import colocated_step_s, slo_step_s
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.queue.time_slicing import TimeSlice
 from rlmux.policies.baselines import OneRule
 from rlmux.policies.search.candidates import impossible, queue
 from rlmux.policies.search.linear_program import Solver, require_solver, solve_with_glop
@@ -67,6 +67,10 @@ class Gavel(OneRule):
             return options
         free = _free_nodes(view)
         return next((one.choice for one in options if _fits(one, free)), None) or queue(pipeline, view)
+
+    @property
+    def turn_taking(self) -> TurnTaking:
+        return self
 
     def new_clock(self) -> SliceClock:
         return SliceClock()

@@ -20,15 +20,15 @@ not while no other work waits, and not when contexts are so long that migrating 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rlmux.core.decision.views import Choice, GroupView, MarkPlanned, MemberView, RunWork
+from rlmux.core.decision.plan import GroupPlan, MarkPlanned, RunWork
+from rlmux.core.decision.policy import Idling, Policy
+from rlmux.core.decision.views import GroupView, MemberView
 from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
-from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.idle_check import Idling
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.cycle_priorities import in_cycle_order
 from rlmux.policies.lookahead.dispatching import (
@@ -49,7 +49,7 @@ from rlmux.policies.lookahead.migration import (
 )
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
 from rlmux.policies.lookahead.problem import Problem, Schedule, SiblingMigration
-from rlmux.policies.lookahead.search import BUDGET, plan, play_out
+from rlmux.policies.lookahead.search import BUDGET, look_ahead, play_out
 from rlmux.policies.lookahead.side_by_side import (
     TableCache,
     base_batches,
@@ -72,7 +72,7 @@ _LEAST_STARTS = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jigsaw:
+class Jigsaw(Policy):
     name: str = "jigsaw"
     reacts_to_progress: bool = True
     sharing: SharingTable = NO_SHARING
@@ -100,56 +100,51 @@ class Jigsaw:
     """True where a place was promised by the strict cycle: it is kept unless another schedule is expected to be clearly
     shorter, and a step is due as its pipeline's SLO requires in the mean of its steps."""
 
-    _tables: TableCache = field(init=False, default_factory=TableCache, repr=False, compare=False)
-
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_on_shared_nodes(pipeline, view, max_members=self.max_members)
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if not self.has_sub_stages_to_place(view):
-            yield from self._start_phases(view)
-            return
-        sharing = self._sharing(view)
-        has_migrated = yield from continue_migrations(view, sharing)
-        if not view.has_changed:
-            return
-        yield MarkPlanned()
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        if not self.has_sub_stages_to_place(plan):
+            return self._start_phases(plan)
+        sharing = self._sharing(plan)
+        has_migrated = continue_migrations(plan, sharing)
+        if not plan.has_changed:
+            return plan
+        plan.choose(MarkPlanned())
         if self.fill:
-            yield from yield_devices(view)
-        pairs = shards_for_idle_devices(view) if self.tails else ()
-        if not pairs and not self._is_choice(view, sharing):
-            yield from start_side_by_side(view, (), sharing)
-            return
-        forecast = forecast_group(view, is_due_by_mean=self.keeps_cycle, splits_training=self.fill)
+            yield_devices(plan)
+        pairs = shards_for_idle_devices(plan) if self.tails else ()
+        if not pairs and not self._is_choice(plan, sharing):
+            start_side_by_side(plan, (), sharing)
+            return plan
+        forecast = forecast_group(plan, is_due_by_mean=self.keeps_cycle, splits_training=self.fill)
         problem = Problem(
             work_items=tuple(forecast.work_items),
-            sibling_migrations=self._sibling_migrations(view, forecast, sharing) if self.tails else (),
-            idle_migrations=idle_migrations_of(view, forecast, pairs, self._migration_s),
+            sibling_migrations=self._sibling_migrations(plan, forecast, sharing) if self.tails else (),
+            idle_migrations=idle_migrations_of(plan, forecast, pairs, self._migration_s),
             sharing=sharing,
             kept=forecast.kept,
             num_kept=forecast.num_kept,
-            mean_weight=self.mean_weight * (view.num_members - 1),
+            mean_weight=self.mean_weight * (plan.num_members - 1),
         )
-        cycles = tuple(in_cycle_order(view, forecast, problem)) if self.keeps_cycle else ()
+        cycles = tuple(in_cycle_order(plan, forecast, problem)) if self.keeps_cycle else ()
         if self.looks_ahead:
-            schedule = plan(problem, budget=self._budget(view), openings=cycles)
+            schedule = look_ahead(problem, budget=self._budget(plan), openings=cycles)
         else:
             schedule = greedy(problem)
         cycle = min((play_out(problem, one) for one in cycles), key=lambda one: one.score, default=None)
         is_kept = cycle is not None and not _is_worth_leaving(schedule, cycle)
         if is_kept:
             if self.tails:
-                yield from begin_tail_migrations(view)
-            works = [choice.work for choice in self._in_cycle_order(view)]
+                begin_tail_migrations(plan)
+            works = [choice.work for choice in self._in_cycle_order(plan)]
         else:
-            yield from begin_migrations(view, forecast, problem, schedule, pairs)
-            works = _works_to_start(view, forecast, schedule)
-        has_started = yield from start_side_by_side(view, overdue_first(view, works), sharing)
-        if not has_started and not view.running and not view.migrating and not has_migrated:
-            yield from start_where_free(view, [work for work in view.ready if not work.is_waiting])
+            begin_migrations(plan, forecast, problem, schedule, pairs)
+            works = _works_to_start(plan, forecast, schedule)
+        has_started = start_side_by_side(plan, overdue_first(plan, works), sharing)
+        if not has_started and not plan.running and not plan.migrating and not has_migrated:
+            plan.choose(*start_where_free(plan, [work for work in plan.ready if not work.is_waiting]))
+        return plan
 
     def idling(self, view: GroupView) -> Idling:
         """A device waits for what is about to become ready, but not while nothing runs, nor beside overdue work; for
@@ -177,19 +172,19 @@ class Jigsaw:
         batches = base_batches(view) if self.fractions else ()
         if not self.fractions or not (self.sharing.entries or batches):
             return NO_SHARING
-        return self._tables.with_batches(self.sharing, batches, num_fitting_together(view))
+        tables = view.cache("tables with batches", TableCache)
+        return tables.with_batches(self.sharing, batches, num_fitting_together(view))
 
-    def _start_phases(self, view: GroupView) -> Iterator[Choice]:
+    def _start_phases(self, plan: GroupPlan) -> GroupPlan:
         if not self.keeps_cycle:
-            yield from start_oldest_first(view)
-            return
-        if self.fill and view.num_members > 1:
-            yield from yield_devices(view)
-        if self.tails and view.has_tails:
-            yield from share_nodes_with_tails(view)
-        yield from self._in_cycle_order(view)
+            return plan.choose(*start_oldest_first(plan))
+        if self.fill and plan.num_members > 1:
+            yield_devices(plan)
+        if self.tails and plan.has_tails:
+            share_nodes_with_tails(plan)
+        return plan.choose(*self._in_cycle_order(plan))
 
-    def _in_cycle_order(self, view: GroupView) -> Iterator[RunWork]:
+    def _in_cycle_order(self, view: GroupView) -> list[RunWork]:
         return start_in_cycle_order_or_overtake(view) if self.fill else start_in_cycle_order(view)
 
     def _sibling_migrations(

@@ -28,17 +28,18 @@ allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Idling, Policy
+from rlmux.core.decision.views import GroupView
 from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.idle_check import Idling
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.search.candidates import as_of_now, founding, impossible, joining, may_join, newcomer, queue
 from rlmux.policies.search.cycle_steps import CycleStepFinder
@@ -53,11 +54,10 @@ from rlmux.policies.search.slo_repair import mend_slos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RlMux:
+class RlMux(Policy):
     name: str = "rlmux"
     reacts_to_progress: bool = True
-    shares_in_halves: ClassVar[bool] = True
-    """Whether a simulated device's table has its most even split, too: two alike then leave nothing of it unused."""
+    splits_evenly: ClassVar[bool] = True
     sharing: SharingTable = NO_SHARING
     """Pairs of sub-stages that were measured to help on these devices."""
     max_neighbourhood: int = 16
@@ -153,8 +153,8 @@ class RlMux:
                 break
         return tuple(fruitless)
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        return self._sub_stages_of(view).dispatch(view)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        return self._sub_stages_of(plan).dispatch(plan)
 
     def idling(self, view: GroupView) -> Idling:
         return self._sub_stages_of(view).idling(view)

@@ -19,17 +19,15 @@ placed again when its mean or spread has changed, or while others wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import ClassVar
 
-from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Idling, Policy
+from rlmux.core.decision.views import GroupView
 from rlmux.core.model import Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.group_load import GroupLoad
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.steps.idle_check import Idling
 from rlmux.policies.lookahead.dispatching import start_in_cycle_order
 from rlmux.policies.lookahead.measured_tails import migrate_tails
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
@@ -40,10 +38,9 @@ from rlmux.policies.search.slo_repair import mend_slos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RollMux:
+class RollMux(Policy):
     name: str = "rollmux"
     reacts_to_progress: bool = True
-    sharing: ClassVar[None] = None
     tails: bool = True
     """Whether the tail of a rollout on several devices leaves those that another pipeline waits for."""
     skips_saturated: bool = False
@@ -73,10 +70,11 @@ class RollMux:
         mended = mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)
         return mended or place_again(view, self.place)
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if self.tails and (view.has_wide_rollouts or view.has_tails):
-            return chain(migrate_tails(view), share_nodes_with_tails(view), start_in_cycle_order(view))
-        return start_in_cycle_order(view)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        if self.tails and (plan.has_wide_rollouts or plan.has_tails):
+            migrate_tails(plan)
+            share_nodes_with_tails(plan)
+        return plan.choose(*start_in_cycle_order(plan))
 
     def idling(self, view: GroupView) -> Idling:
         """A device waits for the member whose slot is first, at most for a cycle of the others."""

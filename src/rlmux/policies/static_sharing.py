@@ -10,13 +10,13 @@ All start ready work as soon as their rule allows it, continuations and older wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rlmux.core.decision.views import Choice, GroupView
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Policy
 from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import DeviceId, Phase, Pipeline
-from rlmux.core.placement.choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.settle.plain_order import age
 from rlmux.core.work import ReadyWork
@@ -26,8 +26,8 @@ from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticSharing:
-    name: str
+class StaticSharing(Policy):
+    name: str = field()
     reacts_to_progress: bool = True
     sharing: SharingTable = NO_SHARING
     """Pairs that were measured to help on these devices."""
@@ -40,24 +40,21 @@ class StaticSharing:
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_on_shared_nodes(pipeline, view, max_members=self.max_members)
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if view.has_arriving_work:  # the sub-stages of another program are not known
-            yield from start_oldest_first(view)
-            return
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        if plan.has_arriving_work:  # the sub-stages of another program are not known
+            return plan.choose(*start_oldest_first(plan))
         phases: dict[DeviceId, list[Phase]] = {}
-        for order in view.running:
+        for order in plan.running:
             for device in order.devices:
                 phases.setdefault(device, []).append(order.phase)
         allowed = []
-        for work in sorted((work for work in view.ready if not work.is_waiting), key=age):
+        for work in sorted((work for work in plan.ready if not work.is_waiting), key=age):
             if all(self._may_join(work, phases.get(device, [])) for device in work.devices):
                 allowed.append(work)
                 for device in work.devices:
                     phases.setdefault(device, []).append(work.phase)
-        yield from start_side_by_side(view, allowed, self.sharing)
+        start_side_by_side(plan, allowed, self.sharing)
+        return plan
 
     def _may_join(self, work: ReadyWork, there: list[Phase]) -> bool:
         if not there:

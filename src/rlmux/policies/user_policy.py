@@ -15,33 +15,29 @@ plain order of work stands in for it, and the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 from rlmux import plugins
-from rlmux.core.decision.policy import Policy
-from rlmux.core.decision.views import ChangeFraction, Choice, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Idling, Policy, TurnTaking
+from rlmux.core.decision.views import GroupView
 from rlmux.core.errors import PolicyError, RlmuxError, UserError
 from rlmux.core.estimation.colocation import SharingTable
-from rlmux.core.model import Pipeline, PipelineId, Placement
+from rlmux.core.model import Pipeline
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.placement.view import PlacementView
-from rlmux.core.queue.time_slicing import TakesTurns, TimeSlice
-from rlmux.core.steps.idle_check import Idling, MayIdle
-
-_ASKED = ("name", "reacts_to_progress", "sharing", "place", "rebalance", "dispatch")
-_CHOICES = (RunWork, ChangeFraction, PauseOrder, MigrateWork, MarkPlanned)
 
 A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class Checked(Policy):
     """The user's policy: each method is called twice, and each result checked. Abilities are those of the object."""
 
-    name: str
+    name: str = field()
     """Name or `module:Class` that the user typed: a run is resumed by it."""
     wrapped: Policy
     """The user's object."""
@@ -56,14 +52,18 @@ class Checked:
 
     @property
     def tails(self) -> bool:
-        return bool(getattr(self.wrapped, "tails", False))
+        return self.wrapped.tails
 
     @property
-    def shares_in_halves(self) -> bool:
-        return bool(getattr(self.wrapped, "shares_in_halves", False))
+    def splits_evenly(self) -> bool:
+        return self.wrapped.splits_evenly
+
+    @property
+    def turn_taking(self) -> TurnTaking | None:
+        return self.wrapped.turn_taking
 
     def idling(self, view: GroupView) -> Idling:
-        return self.wrapped.idling(view) if isinstance(self.wrapped, MayIdle) else Idling()
+        return self.wrapped.idling(view)
 
     def with_sharing(self, sharing: SharingTable) -> Checked:
         """The same with this table."""
@@ -83,14 +83,13 @@ class Checked:
                 raise self._error("rebalance", f"answered {each!r}; accepted: Relocation and FruitlessSearch")
         return found
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        """One after another: the view answers as if the choices before had been carried out. The caller repeats it."""
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        """The caller repeats it, with a fresh plan."""
         with self._naming_errors("dispatch"):
-            for each in self.wrapped.dispatch(view):
-                if not isinstance(each, _CHOICES):
-                    accepted = ", ".join(kind.__name__ for kind in _CHOICES)
-                    raise self._error("dispatch", f"chose {each!r}; accepted: {accepted}")
-                yield each
+            found = self.wrapped.dispatch(plan)
+        if found is not plan:
+            raise self._error("dispatch", f"returned {found!r}; accepted: the plan that it was given, filled")
+        return plan
 
     def _twice(self, method: str, call: Callable[[], A]) -> A:
         with self._naming_errors(method):
@@ -119,38 +118,6 @@ class Checked:
         return PolicyError(f"policy {self.name}: {method} {what}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedTurns(Checked):
-    """The same for a policy whose pipelines hold nodes by turns."""
-
-    @property
-    def _turns(self) -> TakesTurns:
-        return cast("TakesTurns", self.wrapped)
-
-    @property
-    def turn_s(self) -> float:
-        return self._turns.turn_s
-
-    def new_clock(self) -> Any:
-        return self._turns.new_clock()
-
-    def begin_turn(self, clock: Any, pipeline: PipelineId, placement: Placement, now_s: float) -> None:
-        self._turns.begin_turn(clock, pipeline, placement, now_s)
-
-    def end_turn(self, clock: Any, pipeline: PipelineId, now_s: float) -> None:
-        self._turns.end_turn(clock, pipeline, now_s)
-
-    def give_turns(
-        self,
-        clock: Any,
-        claimants: tuple[tuple[Pipeline, Placement | None], ...],
-        pipelines: tuple[Pipeline, ...],
-        now_s: float,
-        view: PlacementView,
-    ) -> Mapping[PipelineId, TimeSlice | Refusal]:
-        return self._turns.give_turns(clock, claimants, pipelines, now_s, view)
-
-
 def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
     """The plug-in of that name. Raises UserError where there is none, or where it could keep something in mind."""
     make = plugins.find("policy", text, built_in)
@@ -161,11 +128,10 @@ def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
             f"policy {text!r}: making it without arguments raised {plugins.described(error)}; accepted: a frozen "
             "dataclass whose fields have default values"
         ) from error
-    absent = [name for name in _ASKED if not hasattr(made, name)]
-    if absent:
-        raise UserError(f"policy {text!r} has no {absent[0]!r}; accepted: a class with {', '.join(_ASKED)}")
+    if not isinstance(made, Policy):
+        raise UserError(f"policy {text!r} is no policy; accepted: a subclass of rlmux.policy.Policy")
     _refuse_memory(text, made)
-    return (CheckedTurns if isinstance(made, TakesTurns) else Checked)(name=text, wrapped=made)
+    return Checked(name=text, wrapped=made)
 
 
 def _refuse_memory(text: str, made: Any) -> None:

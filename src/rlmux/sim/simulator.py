@@ -137,7 +137,7 @@ def _with_table(policy: Policy, table: InterferenceTable | None) -> Policy:
     """The policy with this table, unless it was given one."""
     if table is None or policy.sharing is None or policy.sharing.entries:
         return policy
-    has_halves = getattr(policy, "shares_in_halves", False)
+    has_halves = policy.splits_evenly
     return with_sharing(policy, sharing_table(table, table.grid.with_half() if has_halves else table.grid.usual()))
 
 

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+from tests.plans import Filtered
 
 from rlmux.core.actions import Action, Admit, Queue, Relocate, ReportPolicyFault, RunStage
+from rlmux.core.decision.plan import ChangeFraction, MigrateWork, PauseOrder, RunWork
+from rlmux.core.decision.policy import Idling, Policy
 from rlmux.core.decision.policy_faults import MAX_REPORTED
-from rlmux.core.decision.views import ChangeFraction, MigrateWork, PauseOrder, RunWork
 from rlmux.core.errors import PolicyError
 from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import AdmissionKind, Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Pool
 from rlmux.core.placement.choice import FruitlessSearch, PlacementChoice, Relocation
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.idle_check import Idling
 from rlmux.policies import make_policy
 from rlmux.policies.baselines import Fifo, Solo
 from rlmux.policies.gavel import Gavel
@@ -28,15 +29,18 @@ OWN_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_
 GPU = DeviceId("gpu", 0, 0)
 
 
-class Changed:
+class Changed(Policy):
     """A policy of which some decisions of a scheduler are others; what the invariants ask is as it was."""
 
     def __init__(self, wrapped, **changes: Callable) -> None:
         self._wrapped = wrapped
         self._changes = changes
         self._is_deciding = False
-        self.name, self.sharing = wrapped.name, wrapped.sharing
-        self.reacts_to_progress = wrapped.reacts_to_progress
+
+    name = property(lambda self: self._wrapped.name)
+    reacts_to_progress = property(lambda self: self._wrapped.reacts_to_progress)
+    sharing = property(lambda self: self._wrapped.sharing)
+    turn_taking = property(lambda self: self._wrapped.turn_taking)
 
     @contextmanager
     def deciding(self):
@@ -55,8 +59,8 @@ class Changed:
     def rebalance(self, view):
         return self._call("rebalance", view)
 
-    def dispatch(self, view):
-        return self._call("dispatch", view)
+    def dispatch(self, plan):
+        return self._call("dispatch", plan)
 
     def idling(self, view):
         """What stands in may go ahead of a cycle; that something runs is still asserted."""
@@ -82,11 +86,19 @@ def now_and_then(wrapped, chance: random.Random) -> dict[str, Callable]:
 
         return call
 
-    def dispatch(view):
-        for choice in wrapped.dispatch(view):
-            yield choice
-            if chance.random() < 0.25:
+    def dispatch(plan):
+        raises_after = [False]
+
+        def keep(choice) -> bool:
+            if raises_after[0]:
                 raise ZeroDivisionError("division after a choice")
+            raises_after[0] = chance.random() < 0.25
+            return True
+
+        wrapped.dispatch(Filtered(plan, keep))
+        if raises_after[0]:
+            raise ZeroDivisionError("division after a choice")
+        return plan
 
     return {"place": failing("place"), "rebalance": failing("rebalance"), "dispatch": dispatch}
 
@@ -241,23 +253,23 @@ PLANS = {
         "the group has no such pipeline",
     ),
     "the work itself": (lambda view: [RunWork(work=works(view)[0]), *view.ready], "accepted: RunWork, ChangeFraction"),
-    "nothing that can be looped over": (lambda view: None, "TypeError"),
+    "a number": (lambda view: [3], "chose 3; accepted: RunWork"),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_with_a_choice_that_is_not_allowed_is_dropped_as_a_whole(builders, name):
     """Both pipelines have a shard ready on one device. What stands in starts the older one alone."""
-    plan, line = PLANS[name]
+    choices, line = PLANS[name]
     is_asked = []
 
-    def dispatch(view):
+    def dispatch(plan):
         if is_asked:
-            return Fifo().dispatch(view)
-        if view.num_members < 2:
-            return ()
+            return Fifo().dispatch(plan)
+        if plan.num_members < 2:
+            return plan
         is_asked.append(True)
-        return plan(view)
+        return plan.choose(*choices(plan))
 
     scheduler = Deciding(builders.cluster(), Changed(Fifo(), dispatch=dispatch))
     driver = builders.Driver(scheduler, raises_policy_faults=False)
@@ -275,10 +287,11 @@ def test_a_plan_with_a_choice_that_is_not_allowed_is_dropped_as_a_whole(builders
 def test_a_policy_sees_what_it_has_chosen_so_far(builders):
     seen = []
 
-    def dispatch(view):
-        for work in view.ready:
-            yield RunWork(work=work)
-            seen.append((work in view.ready, view.is_free(work.devices), view.free_fraction(work.devices[0])))
+    def dispatch(plan):
+        for work in plan.ready:
+            plan.choose(RunWork(work=work))
+            seen.append((work in plan.ready, plan.is_free(work.devices), plan.free_fraction(work.devices[0])))
+        return plan
 
     driver = builders.Driver(Deciding(builders.cluster(), Changed(Solo(), dispatch=dispatch)))
     driver.submit(builders.pipeline("a", num_steps=1))
@@ -361,7 +374,7 @@ def test_a_test_gets_the_error_itself(builders):
     def fail(view):
         raise KeyError("gone")
 
-    for dispatch, error in ((fail, KeyError), (lambda view: [None], PolicyError)):
+    for dispatch, error in ((fail, KeyError), (lambda plan: plan.choose(None), PolicyError)):
         driver = builders.Driver(Deciding(builders.cluster(), Changed(Solo(), dispatch=dispatch)))
         with pytest.raises(error):
             driver.submit(builders.pipeline("a"))

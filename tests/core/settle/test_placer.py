@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from rlmux.core.actions import Admit, Relocate
-from rlmux.core.decision.views import GroupView, RunWork
+from rlmux.core.decision.plan import GroupPlan
+from rlmux.core.decision.policy import Policy
 from rlmux.core.events import PipelineCancelled, PipelineSubmitted
 from rlmux.core.model import AdmissionKind, Pipeline, PipelineId
 from rlmux.core.placement.choice import PlacementChoice, Relocation
@@ -24,12 +25,10 @@ ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollo
 Moves = Callable[[PlacementView], tuple[Relocation, ...]]
 
 
-class Scripted:
+class Scripted(Policy):
     """Nodes of its own for each pipeline; each time that a pipeline leaves, the next move is chosen."""
 
     name = "scripted"
-    reacts_to_progress = False
-    sharing = None
 
     def __init__(self, *moves: Moves) -> None:
         self.moves = list(moves)
@@ -42,8 +41,8 @@ class Scripted:
         has_left, self.num_pipelines = view.num_pipelines < self.num_pipelines, view.num_pipelines
         return self.moves.pop(0)(view) if has_left and self.moves else ()
 
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
+        return plan.choose(*start_oldest_first(plan))
 
 
 def to_new_nodes(name: PipelineId) -> Moves:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from tests.plans import Filtered
 
-from rlmux.core.decision.views import MarkPlanned, RunWork
+from rlmux.core.decision.plan import MarkPlanned, RunWork
+from rlmux.core.decision.policy import Idling
 from rlmux.core.events import PipelineCancelled, StagePaused
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.idle_check import Idling
 from rlmux.policies import make_policy
 from rlmux.policies.baselines import Fifo
 from rlmux.policies.jigsaw import Jigsaw
@@ -22,45 +23,45 @@ from rlmux.policies.rollmux import RollMux
 class Lazy(Fifo):
     """`fifo` that starts no work of pipeline `b`."""
 
-    def dispatch(self, view):
-        return (choice for choice in start_oldest_first(view) if choice.work.pipeline != "b")
+    def dispatch(self, plan):
+        return plan.choose(*[choice for choice in start_oldest_first(plan) if choice.work.pipeline != "b"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneOnly(RollMux):
     """`rollmux` that never starts `a` again after its first step, whose slots the others then wait for."""
 
-    def dispatch(self, view):
-        for choice in RollMux.dispatch(self, view):
-            if choice.work.pipeline != "a" or choice.work.step < 2:
-                yield choice
+    def dispatch(self, plan):
+        RollMux.dispatch(self, Filtered(plan, lambda choice: choice.work.pipeline != "a" or choice.work.step < 2))
+        return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfair(RollMux):
     """`rollmux` that starts `b` whenever it is ready, while it promises that none is ahead by more than a cycle."""
 
-    def dispatch(self, view):
-        others = [work for work in view.ready if work.pipeline == "b"]
-        return (choice for choice in start_oldest_first(view) if choice.work in others)
+    def dispatch(self, plan):
+        others = [work for work in plan.ready if work.pipeline == "b"]
+        return plan.choose(*[choice for choice in start_oldest_first(plan) if choice.work in others])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forgetful(Jigsaw):
     """`b` never begins its rollout on the rollout pool, whatever is free there."""
 
-    def dispatch(self, view):
-        yield MarkPlanned()
-        works = [work for work in view.ready if work.pipeline != "b" or work.devices[0].pool == "train"]
-        yield from start_where_free(view, works)
+    def dispatch(self, plan):
+        plan.choose(MarkPlanned())
+        works = [work for work in plan.ready if work.pipeline != "b" or work.devices[0].pool == "train"]
+        return plan.choose(*start_where_free(plan, works))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle(Jigsaw):
     """`jigsaw` that only plans."""
 
-    def dispatch(self, view):
-        return (one for one in Jigsaw.dispatch(self, view) if not isinstance(one, RunWork))
+    def dispatch(self, plan):
+        Jigsaw.dispatch(self, Filtered(plan, lambda choice: not isinstance(choice, RunWork)))
+        return plan
 
 
 def play(builders, policy):

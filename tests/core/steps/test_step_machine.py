@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlmux.core import invariants
 from rlmux.core.actions import RunStage
-from rlmux.core.decision.views import Choice, GroupView, MigrateWork
+from rlmux.core.decision.plan import GroupPlan, MigrateWork
+from rlmux.core.decision.policy import Idling, Policy
+from rlmux.core.decision.views import GroupView
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import (
     PipelineCancelled,
@@ -24,7 +25,6 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.steps.idle_check import Idling
 from rlmux.core.steps.step_machine import PIPELINE_MOVES, SHARD_MOVES, TRAINING_MOVES, WorkInput, diagrams
 from rlmux.core.work import WorkState
 from rlmux.policies import make_policy
@@ -114,12 +114,10 @@ def test_trajectories_arrive_only_by_a_migration(driver):
         driver.scheduler.handle(arrived)
 
 
-class Migrates:
+class Migrates(Policy):
     """Migrates shards that have not begun as it is told, and starts nothing."""
 
     name = "migrates"
-    reacts_to_progress = False
-    sharing = None
     place = Jigsaw().place
     rebalance = Jigsaw().rebalance
 
@@ -132,11 +130,12 @@ class Migrates:
     def idling(self, view: GroupView) -> Idling:
         return Idling(patience_s=math.inf)
 
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+    def dispatch(self, plan: GroupPlan) -> GroupPlan:
         for pair in self.pairs:
             source, target = (DeviceId("gpu", node, 0) for node in pair)
-            self.allowed.append(view.can_migrate(A, source, target))
-            yield MigrateWork(pipeline=A, source=source, target=target)
+            self.allowed.append(plan.can_migrate(A, source, target))
+            plan.choose(MigrateWork(pipeline=A, source=source, target=target))
+        return plan
 
 
 def migrate(builders, *pairs: tuple[int, int]) -> tuple[Migrates, Scheduler]:

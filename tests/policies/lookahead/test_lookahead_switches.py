@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlmux.policies.lookahead.problem import Problem, SiblingMigration, WorkItem
-from rlmux.policies.lookahead.search import plan
+from rlmux.policies.lookahead.search import look_ahead
 
 
 def on_one_device(switch_s: float, **fields) -> Problem:
@@ -20,20 +20,20 @@ def on_one_device(switch_s: float, **fields) -> Problem:
 
 
 def test_a_plan_switches_as_seldom_as_it_can():
-    made = plan(on_one_device(0.5, kept=((0,),), num_kept=(1,)), budget=4000)
+    made = look_ahead(on_one_device(0.5, kept=((0,),), num_kept=(1,)), budget=4000)
     assert made.makespan_s == pytest.approx(4.4 + 0.5)
     assert {made.start_s[1], made.start_s[3]} == {0.0, 1.0}, "those whose state is there come first"
 
 
 def test_where_two_states_fit_each_is_brought_once():
-    made = plan(on_one_device(0.5, kept=((0,),), num_kept=(2,)))
+    made = look_ahead(on_one_device(0.5, kept=((0,),), num_kept=(2,)))
     assert made.makespan_s == pytest.approx(4.4 + 0.5)
-    everything = plan(on_one_device(0.5, kept=((0, 2),), num_kept=(2,)))
+    everything = look_ahead(on_one_device(0.5, kept=((0, 2),), num_kept=(2,)))
     assert everything.makespan_s == pytest.approx(4.4)
 
 
 def test_without_room_to_count_switches_cost_nothing():
-    assert plan(on_one_device(0.5)).makespan_s == pytest.approx(4.4)
+    assert look_ahead(on_one_device(0.5)).makespan_s == pytest.approx(4.4)
 
 
 @pytest.mark.parametrize(("switch_s", "num_merges"), [(0.0, 1), (3.0, 0)])
@@ -46,5 +46,5 @@ def test_a_tail_does_not_migrate_for_work_that_would_pay_for_it_in_switches(swit
         WorkItem(pipeline=0, sub_stage="dense", devices=(0,), seconds=1.0, needs=(1,), state=0, switch_s=switch_s),
     )
     merge = SiblingMigration(source=0, target=1, cost_s=0.1)
-    made = plan(Problem(work_items=work_items, sibling_migrations=(merge,), kept=((0,), (0,)), num_kept=(1, 1)))
+    made = look_ahead(Problem(work_items=work_items, sibling_migrations=(merge,), kept=((0,), (0,)), num_kept=(1, 1)))
     assert len(made.sibling_migrations_now) == num_merges

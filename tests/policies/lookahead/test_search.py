@@ -10,7 +10,7 @@ from rlmux.core.estimation.colocation import NO_SHARING, SharingEntry, SharingTa
 from rlmux.core.model import SubStage
 from rlmux.policies.lookahead.priorities import longest_paths
 from rlmux.policies.lookahead.problem import IdleMigration, Problem, SiblingMigration, WorkItem
-from rlmux.policies.lookahead.search import plan
+from rlmux.policies.lookahead.search import look_ahead
 from rlmux.policies.search.greedy import greedy
 
 
@@ -39,7 +39,7 @@ def figure_11() -> Problem:
 
 
 def test_greedy_takes_the_best_pair_and_ends_later_than_the_look_ahead():
-    by_greed, ahead = greedy(figure_11()), plan(figure_11())
+    by_greed, ahead = greedy(figure_11()), look_ahead(figure_11())
     assert by_greed.starts_now == (0, 1)
     assert ahead.starts_now == (0, 2)
     assert by_greed.makespan_s == pytest.approx(8 + 4 * 1.15 + (4 - 4 * 1.15 / 1.3) * 0.3 / 1.3, abs=0.2)
@@ -51,7 +51,7 @@ def test_tasks_on_one_device_without_sharing_run_one_after_another():
     problem = Problem(
         work_items=(item(0, "update", (0,), 2.0), item(1, "update", (0, 1), 3.0), item(2, "dense", (1,), 1.0))
     )
-    made = plan(problem)
+    made = look_ahead(problem)
     assert made.makespan_s == pytest.approx(5.0)
     for first in range(3):
         for second in range(first):
@@ -69,7 +69,7 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
             item(0, "dense", (1,), 6.0, needs=(1,)),
         )
     )
-    made = plan(problem)
+    made = look_ahead(problem)
     assert made.makespan_s == pytest.approx(13.0)
     assert 2 not in made.starts_now
     assert greedy(problem).makespan_s == pytest.approx(17.0)
@@ -77,7 +77,7 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
 
 def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
     problem = Problem(work_items=(item(0, "update", (0,), 4.0), item(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
-    made = plan(problem)
+    made = look_ahead(problem)
     assert made.end_s[0] == pytest.approx(4.6)
     assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
 
@@ -87,9 +87,9 @@ def test_an_item_goes_through_its_sub_stages_and_each_has_its_own_neighbours():
     later = ((8.0, SubStage.DENSE_DECODE), (4.0, SubStage.TAIL_DECODE))
     rollout = item(0, "prefill", (0,), 9.0, later=later, tail_s=2.0)
     problem = Problem(work_items=(item(1, "tail", (0,), 5.0, tail_s=5.0, is_running=True), rollout), sharing=TABLE)
-    assert plan(problem).start_s[1] == pytest.approx(5.0)
+    assert look_ahead(problem).start_s[1] == pytest.approx(5.0)
     begun = replace(rollout, sub_stage=SubStage.DENSE_DECODE, seconds=8.0, later=later[1:])
-    made = plan(replace(problem, work_items=(problem.work_items[0], begun)))
+    made = look_ahead(replace(problem, work_items=(problem.work_items[0], begun)))
     assert made.start_s[1] == 0.0
     # Beside the tail 4 s of dense decode take 5.2 s; then the tail has 1 s left, beside which no other tail helps.
     assert made.end_s[1] == pytest.approx(5.2 + (5.0 - 5.2 / 1.3) * 2.0 + 4.0 - (5.0 - 5.2 / 1.3))
@@ -100,15 +100,15 @@ def test_three_share_a_device_only_at_rates_that_were_measured_for_three():
     triple = SharingTriple(sub_stages=kinds, device_fractions=(0.3, 0.3, 0.4), slowdowns=(1.5, 1.5, 1.5))
     items = tuple(item(number, kind, (0,), 3.0) for number, kind in enumerate(kinds))
     with_triple = SharingTable(TABLE.entries, (triple,))
-    assert plan(Problem(work_items=items, sharing=with_triple)).makespan_s == pytest.approx(4.5)
-    assert plan(Problem(work_items=items, sharing=TABLE)).makespan_s > 6.0
+    assert look_ahead(Problem(work_items=items, sharing=with_triple)).makespan_s == pytest.approx(4.5)
+    assert look_ahead(Problem(work_items=items, sharing=TABLE)).makespan_s > 6.0
 
 
 def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
     problem = Problem(
         work_items=(item(0, "update", (0, 1), 4.0), item(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
     )
-    assert plan(problem).end_s[0] == pytest.approx(4.6)
+    assert look_ahead(problem).end_s[0] == pytest.approx(4.6)
 
 
 @pytest.mark.parametrize("table", [NO_SHARING, TABLE])
@@ -123,14 +123,14 @@ def test_running_items_that_share_a_device_go_on_together_whatever_the_table_say
         ),
         sharing=table,
     )
-    for made in (plan(problem), greedy(problem)):
+    for made in (look_ahead(problem), greedy(problem)):
         assert made.end_s == pytest.approx((4.0, 7.0, 5.0, 10.0))
         assert made.start_s[3] == pytest.approx(7.0)
 
 
 def test_three_running_items_that_no_table_has_take_a_third_of_their_device_each():
     items = tuple(item(number, "prefill", (0,), 1.0 + number, is_running=True) for number in range(3))
-    assert plan(Problem(work_items=items)).end_s == pytest.approx((3.0, 5.0, 6.0))
+    assert look_ahead(Problem(work_items=items)).end_s == pytest.approx((3.0, 5.0, 6.0))
 
 
 def test_a_running_item_that_migrates_off_a_shared_device_leaves_the_other_alone():
@@ -141,7 +141,7 @@ def test_a_running_item_that_migrates_off_a_shared_device_leaves_the_other_alone
         ),
         idle_migrations=(IdleMigration(item=0, device=1, cost_s=0.5),),
     )
-    made = plan(problem)
+    made = look_ahead(problem)
     assert made.idle_migrations_now == (0,)
     assert made.end_s == pytest.approx((4.5, 4.0))
 
@@ -153,7 +153,7 @@ def test_a_playout_of_years_ends_where_a_rounding_error_is_more_than_the_seconds
         for number in range(6)
     ]
     expected_s = sum(one.seconds for one in items)
-    assert plan(Problem(work_items=tuple(items))).makespan_s == pytest.approx(expected_s)
+    assert look_ahead(Problem(work_items=tuple(items))).makespan_s == pytest.approx(expected_s)
 
 
 def two_tails(cost_s: float) -> Problem:
@@ -169,14 +169,14 @@ def two_tails(cost_s: float) -> Problem:
 
 
 def test_a_tail_migrates_where_that_lets_another_pipeline_start():
-    made = plan(two_tails(cost_s=0.2))
+    made = look_ahead(two_tails(cost_s=0.2))
     assert made.sibling_migrations_now == (0,)
     assert made.start_s[2] == 0.0
     assert made.makespan_s == pytest.approx(6.0)
 
 
 def test_no_tail_migrates_where_that_costs_more_than_it_frees():
-    made = plan(two_tails(cost_s=8.0))
+    made = look_ahead(two_tails(cost_s=8.0))
     assert made.sibling_migrations == ()
     assert made.makespan_s == pytest.approx(10.0)
 
@@ -184,7 +184,7 @@ def test_no_tail_migrates_where_that_costs_more_than_it_frees():
 def test_a_deadline_comes_before_the_makespan():
     long, urgent = item(0, "update", (0,), 5.0), item(1, "update", (0,), 1.0, deadline_s=1.0)
     work_items = (long, urgent, item(0, "dense", (1,), 9.0, needs=(0,)))
-    assert plan(Problem(work_items=work_items)).start_s[1] == 0.0
+    assert look_ahead(Problem(work_items=work_items)).start_s[1] == 0.0
 
 
 def test_the_longest_path_counts_what_waits():
@@ -193,7 +193,7 @@ def test_the_longest_path_counts_what_waits():
 
 
 def test_a_plan_is_a_function_of_its_problem():
-    assert plan(figure_11()) == plan(figure_11())
+    assert look_ahead(figure_11()) == look_ahead(figure_11())
 
 
 def whole_shards(cost_s: float) -> Problem:
@@ -212,13 +212,13 @@ def whole_shards(cost_s: float) -> Problem:
 
 
 def test_whole_shards_migrate_where_that_saves_device_time():
-    made = plan(whole_shards(cost_s=1.0))
+    made = look_ahead(whole_shards(cost_s=1.0))
     assert made.sibling_migrations_now == (0, 2)
     assert made.makespan_s == pytest.approx(4.0 + 1.0 + 2.0)
 
 
 def test_no_whole_shard_migrates_where_its_sibling_would_take_twice_as_long():
-    made = plan(whole_shards(cost_s=4.0))
+    made = look_ahead(whole_shards(cost_s=4.0))
     assert made.sibling_migrations == ()
     assert made.makespan_s == pytest.approx(8.0 + 2.0)
 
@@ -228,7 +228,7 @@ def test_a_shard_that_has_begun_does_not_migrate_as_a_whole():
     begun = tuple(
         replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.work_items)
     )
-    assert not {0} & set(plan(replace(problem, work_items=begun)).sibling_migrations_now)
+    assert not {0} & set(look_ahead(replace(problem, work_items=begun)).sibling_migrations_now)
 
 
 def migrating(cost_s: float, *, is_running: bool) -> Problem:
@@ -242,7 +242,7 @@ def migrating(cost_s: float, *, is_running: bool) -> Problem:
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_shard_migrates_to_an_idle_device_where_others_want_its_own(is_running):
-    made = plan(migrating(0.5, is_running=is_running))
+    made = look_ahead(migrating(0.5, is_running=is_running))
     assert made.idle_migrations_now == (0,)
     assert made.start_s[1] == 0.0
     assert made.end_s == pytest.approx((4.5, 6.0))
@@ -250,7 +250,7 @@ def test_a_shard_migrates_to_an_idle_device_where_others_want_its_own(is_running
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_no_shard_migrates_where_that_costs_more_than_it_frees(is_running):
-    made = plan(migrating(7.0, is_running=is_running))
+    made = look_ahead(migrating(7.0, is_running=is_running))
     assert made.idle_migrations_now == ()
     assert made.makespan_s == pytest.approx(10.0)
 
@@ -258,7 +258,7 @@ def test_no_shard_migrates_where_that_costs_more_than_it_frees(is_running):
 def test_a_shard_that_migrates_later_stays_until_then():
     problem = migrating(0.5, is_running=False)
     held = (*problem.work_items, item(1, "dense", (1,), 1.0, is_running=True))
-    made = plan(replace(problem, work_items=held))
+    made = look_ahead(replace(problem, work_items=held))
     assert made.makespan_s == pytest.approx(6.0)
     assert made.idle_migrations_now == ()
 
@@ -268,8 +268,8 @@ def test_a_migration_of_a_rollout_to_come_is_planned_and_not_made():
     later = [item(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
     work_items = (item(0, "update", (0,), 1.0, is_running=True), *later, item(1, "dense", (1,), 6.0))
     later = SiblingMigration(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
-    made = plan(Problem(work_items=work_items, sibling_migrations=(later,)))
+    made = look_ahead(Problem(work_items=work_items, sibling_migrations=(later,)))
     assert made.makespan_s == pytest.approx(6.0)
     assert made.sibling_migrations == (0,)
     assert made.sibling_migrations_now == ()
-    assert plan(Problem(work_items=work_items)).makespan_s == pytest.approx(10.0)
+    assert look_ahead(Problem(work_items=work_items)).makespan_s == pytest.approx(10.0)

@@ -1,72 +1,61 @@
-"""What a policy sees of a group, and the choices that it returns.
+"""What a policy sees of a group.
 
 A view is live and read-only. Its properties give frozen values or plain numbers, with no way from them to the state.
-While a policy chooses, its view answers as if what it has chosen so far had been done (`steps/planned.py`).
+While a policy fills its plan, the plan's view answers as if what was chosen so far had been done (`plan.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import TypeVar
 
 from rlmux.core.decision.cycle_slots import CycleSlot, has_phase_to_begin
-from rlmux.core.decision.planned import NOTHING_PLANNED, Planned
 from rlmux.core.estimation.estimates import StepEstimates, StepPlan
 from rlmux.core.estimation.switches import num_fitting
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage, dense_threshold_of
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.group_load import sync_s
 from rlmux.core.placement.group_snapshot import GroupLook
+from rlmux.core.placement.view import cached
 from rlmux.core.state import GroupState, SchedulerState
 from rlmux.core.work import Order, ReadyWork, RolloutShard, WorkState
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunWork:
-    """A policy's choice: start this ready work now, on this fraction of its devices."""
-
-    work: ReadyWork
-    device_fraction: float = 1.0
-    slowdown: float = 1.0
-    """Expected seconds beside the orders on its devices, over the seconds of having them alone."""
+C = TypeVar("C")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseOrder:
-    """A policy's choice: stop this order at its next safe point."""
+@dataclass(slots=True)
+class Planned:
+    """What was chosen so far in the decision under way."""
 
-    order: OrderId
-    migrate_to: DeviceId | None = None
-    """The device to which the order's shard is to migrate then; the paused shard names it when it is ready."""
+    gone: set[int] = field(default_factory=set)
+    """Sequence numbers of ready work that starts or migrates."""
+    held: dict[DeviceId, float] = field(default_factory=dict)
+    """Device fraction that work which starts takes on each device."""
+    states: dict[DeviceId, dict[tuple[PipelineId, Phase], float | None]] = field(default_factory=dict)
+    """Device bytes of each state that work which starts needs on each device; None is unknown."""
+    begun: set[tuple[PipelineId, Phase, DeviceId]] = field(default_factory=set)
+    """Phases that begin, each a slot of its pipeline's cycle."""
+    targets: dict[tuple[PipelineId, DeviceId], DeviceId] = field(default_factory=dict)
+    """Target of each migration, by pipeline and source device."""
+    pauses: dict[OrderId, DeviceId | None] = field(default_factory=dict)
+    """Orders that are to pause, with the device to which the shard is to migrate then."""
+    fractions: dict[OrderId, float] = field(default_factory=dict)
+    """Device fraction of each running order that gets another one."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeFraction:
-    """A policy's choice: give a running order another fraction of its devices, from its next safe point on."""
-
-    order: OrderId
-    device_fraction: float
-    slowdown: float = 1.0
-    """Expected slowdown from now on, as of a RunWork."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigrateWork:
-    """A policy's choice: migrate the unfinished trajectories of a ready shard to another device of its rollout."""
-
-    pipeline: PipelineId
-    source: DeviceId
-    target: DeviceId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkPlanned:
-    """A policy's choice: the group is planned as it is now. `has_changed` is False until something differs."""
+    def allows_migration(self, pipeline: PipelineId, source: DeviceId, target: DeviceId) -> bool:
+        """Whether no planned migration of the pipeline brings trajectories to the source or takes the target's away."""
+        targets = self.targets
+        if not targets:
+            return True
+        is_awaited = any(name == pipeline and to == source for (name, _), to in targets.items())
+        return not is_awaited and (pipeline, target) not in targets
 
 
-Choice = RunWork | ChangeFraction | PauseOrder | MigrateWork | MarkPlanned
+NOTHING_PLANNED = Planned()
+"""No decision is under way."""
 
 
 class OrderView:
@@ -257,6 +246,10 @@ class GroupView:
     @property
     def now_s(self) -> float:
         return self._state.now_s
+
+    def cache(self, name: str, make: Callable[[], C]) -> C:
+        """The policy's cache of this name, made when it is first wanted: dropping it must change no decision."""
+        return cached(self._state.policy_caches, name, make)
 
     @property
     def ready(self) -> tuple[ReadyWork, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
 from rlmux.core.placement.group_load import GroupLoad, Member
@@ -38,10 +38,7 @@ class PlacementView:
 
     def cache(self, name: str, make: Callable[[], C]) -> C:
         """The policy's cache of this name, made when it is first wanted: dropping it must change no decision."""
-        caches = self._ledger.policy_caches
-        if name not in caches:
-            caches[name] = make()
-        return cast("C", caches[name])
+        return cached(self._ledger.policy_caches, name, make)
 
     def uneven_groups(self) -> tuple[GroupLoad, ...]:
         """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""
@@ -136,3 +133,10 @@ class PlacementView:
         if not self._ledger.expects_losses:
             return groups
         return [group for group in groups if not self._ledger.is_leaving(group)]
+
+
+def cached(caches: dict[str, Any], name: str, make: Callable[[], C]) -> C:
+    """The cache of this name, made when it is first wanted."""
+    if name not in caches:
+        caches[name] = make()
+    return cast("C", caches[name])

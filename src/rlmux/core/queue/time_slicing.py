@@ -10,56 +10,17 @@ policy without turns nothing here is called.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rlmux.core.decision.policy import Policy
+from rlmux.core.decision.policy import Policy, TimeSlice, TurnTaking
 from rlmux.core.decision.policy_faults import PolicyFaults
-from rlmux.core.model import Pipeline, PipelineId, PipelineStatus, Placement
+from rlmux.core.model import PipelineId, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
-from rlmux.core.placement.choice import PlacementChoice, Refusal
+from rlmux.core.placement.choice import Refusal
 from rlmux.core.placement.own_nodes import on_nodes_of_its_own
 from rlmux.core.placement.placement_ledger import PlacementLedger
 from rlmux.core.placement.view import PlacementView
 from rlmux.core.queue.fair_share import Shares
 from rlmux.core.state import SchedulerState
-
-
-class TimeSlice(NamedTuple):
-    """The nodes that a pipeline holds next."""
-
-    choice: PlacementChoice
-    is_as_before: bool
-    """Whether they are of the kind that it holds now."""
-
-
-@runtime_checkable
-class TakesTurns(Protocol):
-    """A policy whose pipelines hold nodes by turns."""
-
-    turn_s: float
-    """Seconds after which a turn ends at the next step boundary."""
-
-    def new_clock(self) -> Any:
-        """The clock of a run that begins."""
-        ...
-
-    def begin_turn(self, clock: Any, pipeline: PipelineId, placement: Placement, now_s: float) -> None: ...
-
-    def end_turn(self, clock: Any, pipeline: PipelineId, now_s: float) -> None: ...
-
-    def give_turns(
-        self,
-        clock: Any,
-        claimants: tuple[tuple[Pipeline, Placement | None], ...],
-        pipelines: tuple[Pipeline, ...],
-        now_s: float,
-        view: PlacementView,
-    ) -> Mapping[PipelineId, TimeSlice | Refusal]:
-        """Who of the claimants, with the nodes that each holds now, gets which of the free nodes; why the others wait.
-
-        `pipelines`: all that are not over or held, running ones included.
-        """
-        ...
 
 
 class TimeSlices:
@@ -71,53 +32,53 @@ class TimeSlices:
         self._state = state
         self._ledger = ledger
         self._view = PlacementView(ledger)
-        self._policy = policy if isinstance(policy, TakesTurns) else None
+        self._turns = policy.turn_taking
         self._shares = shares
         self._faults = faults
-        if self._policy is not None:
-            state.clock = self._policy.new_clock()
+        if self._turns is not None:
+            state.clock = self._turns.new_clock()
 
     @property
     def are_taken(self) -> bool:
         """Whether the policy gives nodes by turns."""
-        return self._policy is not None
+        return self._turns is not None
 
     def next(self) -> list[tuple[PipelineRun, TimeSlice | Refusal]]:
         """What each waiting pipeline gets of the free nodes now, in the order of submission."""
         waiting = self._shares.in_order()
-        if self._policy is None or not waiting:
+        if self._turns is None or not waiting:
             return []
-        answers = self._answers(self._policy, waiting)
+        answers = self._answers(self._turns, waiting)
         return [(run, answers[run.pipeline.id]) for run in waiting]
 
     def is_over(self, run: PipelineRun) -> bool:
         """Whether a pipeline at a step boundary leaves its nodes to others; it stays where the policy has it stay."""
-        policy, state = self._policy, self._state
-        if policy is None or run.nodes.placement is None or not state.waiting:
+        turns, state = self._turns, self._state
+        if turns is None or run.nodes.placement is None or not state.waiting:
             return False
-        if state.now_s - run.admission.admitted_s < policy.turn_s or run.pipeline.work_arrives or run.is_filler:
+        if state.now_s - run.admission.admitted_s < turns.turn_s or run.pipeline.work_arrives or run.is_filler:
             return False
         if not (waiting := self._shares.in_order()):
             return False
         with self._ledger.trial():
             self._ledger.depart(run.pipeline.id)
-            answer = self._answers(policy, [*waiting, run])[run.pipeline.id]
+            answer = self._answers(turns, [*waiting, run])[run.pipeline.id]
         return isinstance(answer, Refusal) or not answer.is_as_before
 
     def begin(self, run: PipelineRun) -> None:
         """The pipeline holds nodes from now on."""
-        if self._policy is not None and run.nodes.placement is not None:
-            self._policy.begin_turn(self._state.clock, run.pipeline.id, run.nodes.placement, self._state.now_s)
+        if self._turns is not None and run.nodes.placement is not None:
+            self._turns.begin_turn(self._state.clock, run.pipeline.id, run.nodes.placement, self._state.now_s)
 
     def end(self, run: PipelineRun) -> None:
         """The pipeline leaves its nodes."""
-        if self._policy is not None:
-            self._policy.end_turn(self._state.clock, run.pipeline.id, self._state.now_s)
+        if self._turns is not None:
+            self._turns.end_turn(self._state.clock, run.pipeline.id, self._state.now_s)
 
-    def _answers(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, TimeSlice | Refusal]:
+    def _answers(self, turns: TurnTaking, runs: list[PipelineRun]) -> Mapping[PipelineId, TimeSlice | Refusal]:
         """The policy's answers, where all can be done; where it fails, nodes of their own in the order of offers."""
         try:
-            answers = self._ask(policy, runs)
+            answers = self._ask(turns, runs)
             with self._ledger.trial():
                 for run in runs:
                     answer = answers[run.pipeline.id]
@@ -139,10 +100,10 @@ class TimeSlices:
                     answers[run.pipeline.id] = TimeSlice(choice, is_as_before=True)
         return answers
 
-    def _ask(self, policy: TakesTurns, runs: list[PipelineRun]) -> Mapping[PipelineId, TimeSlice | Refusal]:
+    def _ask(self, turns: TurnTaking, runs: list[PipelineRun]) -> Mapping[PipelineId, TimeSlice | Refusal]:
         claimants = tuple((run.pipeline, run.nodes.placement) for run in sorted(runs, key=lambda run: run.sequence))
         pipelines = tuple(run.pipeline for run in self._state.runs.values() if _claims_time(run))
-        return policy.give_turns(self._state.clock, claimants, pipelines, self._state.now_s, self._view)
+        return turns.give_turns(self._state.clock, claimants, pipelines, self._state.now_s, self._view)
 
 
 def _claims_time(run: PipelineRun) -> bool:

@@ -1,7 +1,7 @@
 """A policy's choices for a group become orders. All are collected and checked before any is carried out.
 
-GroupView ──▶ Policy.dispatch ──▶ RunWork | PauseOrder | MigrateWork | ChangeFraction ──▶ plan_check ──▶ Orders
-                                                                                              └─ or the plain order
+GroupPlan ──▶ Policy.dispatch ── each choice ─▶ plan_check ──▶ Decision ──▶ Orders
+                                                    └─ or the plain order
 
 A decision that fails, because the policy raises or chooses what is not allowed, changes nothing: it is reported, and
 work starts in the plain order instead.
@@ -12,11 +12,10 @@ again once it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from rlmux.core.actions import Action, MigrateShard
-from rlmux.core.decision.planned import Planned
-from rlmux.core.decision.views import Choice, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork
+from rlmux.core.decision.plan import Decision, GroupPlan, MarkPlanned, MigrateWork, PauseOrder, RunWork
 from rlmux.core.model import Phase
 from rlmux.core.settle import plan_check
 from rlmux.core.settle.parts import Parts
@@ -32,40 +31,32 @@ def dispatch(parts: Parts, group: GroupState) -> list[Action]:
     if not group.ready and not (parts.policy.reacts_to_progress and group.running):
         return []
     try:
-        choices = _choices(parts, group)
+        decision = _decision(parts, group)
     except Exception as error:  # a policy, a user's above all, may raise anything
         parts.faults.note("dispatch", error)
-        choices = in_plain_order(parts.groups.view(group))
-    actions = _carry_out(parts, group, choices)
+        decision = tuple(in_plain_order(parts.groups.view(group)))
+    actions = _carry_out(parts, group, decision)
     if group.has_requested_migrations:
         parts.steps.drop_requested_migrations(group)
     return actions
 
 
-def _choices(parts: Parts, group: GroupState) -> Sequence[Choice]:
+def _decision(parts: Parts, group: GroupState) -> Decision:
     """All that the policy chooses now. Raises PolicyError for a choice that is not allowed, and for other choices of a
-    policy that is called again with the same view."""
-    choices = _chosen(parts, group)
+    policy that is called again with the same plan."""
+    check = partial(plan_check.enter, parts)
+    decision = parts.policy.dispatch(GroupPlan(parts.state, group, check)).decision
     if parts.repeated is not None:
-        parts.repeated.compare("dispatch", choices, _chosen(parts, group))
-    return choices
+        again = parts.policy.dispatch(GroupPlan(parts.state, group, check))
+        parts.repeated.compare("dispatch", decision, again.decision)
+    return decision
 
 
-def _chosen(parts: Parts, group: GroupState) -> Sequence[Choice]:
-    """What one call chooses. Its view answers as if each choice had been carried out."""
-    planned = Planned()
-    choices: list[Choice] = []
-    for choice in parts.policy.dispatch(GroupView(parts.state, group, planned)):
-        plan_check.enter(parts, group, planned, choice)
-        choices.append(choice)
-    return choices
-
-
-def _carry_out(parts: Parts, group: GroupState, choices: Sequence[Choice]) -> list[Action]:
+def _carry_out(parts: Parts, group: GroupState, decision: Decision) -> list[Action]:
     """Order what was chosen and is allowed."""
     actions: list[Action] = []
     is_all_started, last_plan = True, (group.planned, group.planned_s)
-    for choice in choices:
+    for choice in decision:
         if isinstance(choice, RunWork):
             started, orders = _start(parts, group, choice)
             is_all_started &= started

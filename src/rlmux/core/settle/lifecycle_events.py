@@ -35,7 +35,7 @@ def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
     pipeline, state = event.pipeline, parts.state
     if pipeline.id in state.runs:
         raise parts.journal.illegal(f"pipeline {pipeline.id} was submitted before")
-    if pipeline.tail is not None and not getattr(parts.policy, "tails", False):
+    if pipeline.tail is not None and not parts.policy.tails:
         pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do
     state.has_tails = state.has_tails or pipeline.tail is not None
     youngest = parts.placement.youngest_group()

@@ -69,6 +69,7 @@ class Parts:
         """The parts of a scheduler to which nothing was submitted yet."""
         state, journal = SchedulerState(), Journal(policy.name)
         ledger = PlacementLedger(cluster, state.work_left, lambda: len(state.waiting))
+        ledger.policy_caches = state.policy_caches
         shares = Shares(cluster, state, queue_order)
         leases = Leases(cluster, state, journal)
         orders = Orders(state, leases, shares, journal)

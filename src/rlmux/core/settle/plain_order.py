@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlmux.core.decision.views import GroupView, RunWork
+from rlmux.core.decision.plan import RunWork
+from rlmux.core.decision.views import GroupView
 from rlmux.core.model import DeviceId
 from rlmux.core.work import ReadyWork
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rlmux.core.decision.planned import Planned
-from rlmux.core.decision.views import ChangeFraction, Choice, MarkPlanned, MigrateWork, PauseOrder, RunWork
+from rlmux.core.decision.plan import ChangeFraction, Choice, MarkPlanned, MigrateWork, PauseOrder, RunWork
+from rlmux.core.decision.views import Planned
 from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId
 from rlmux.core.settle.parts import Parts

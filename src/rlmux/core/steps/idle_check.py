@@ -1,6 +1,6 @@
 """When a device may be idle beside work that could start on it: what a policy promises, and the check of that promise.
 
-    without `idling`   no device is free beside ready work
+    by default         no device is free beside ready work
     cycle_lead         one is while another member's cycle slot comes first       for so many cycles of the others
     patience_s         one is while the group computes or migrates                for so long, then until the next plan
 
@@ -11,35 +11,12 @@ A shard whose every trajectory waits for its environment is not ready to compute
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
 from rlmux.core.decision.cycle_slots import has_phase_to_begin
+from rlmux.core.decision.policy import Idling
 from rlmux.core.decision.views import GroupView
 from rlmux.core.model import DeviceId
 from rlmux.core.state import GroupState, SchedulerState
 from rlmux.core.work import ReadyWork
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Idling:
-    """What ready work of a group may wait for, and for how long, while all its devices are free. By default nothing."""
-
-    cycle_lead: float = 0.0
-    """Cycles that the member whose work waits may be ahead of the one whose cycle slot comes first; infinite where
-    phases may begin out of order; 0: no work waits for a cycle slot. With several steps in its cycle a member may be
-    one step further ahead."""
-    patience_s: float = 0.0
-    """Seconds that work may have been ready at a plan of the group and be left; 0: no plan leaves any."""
-
-
-@runtime_checkable
-class MayIdle(Protocol):
-    """A policy that may keep a device for work to come. One without this method never does."""
-
-    def idling(self, view: GroupView) -> Idling:
-        """What is promised in this group now."""
-        ...
 
 
 def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None:

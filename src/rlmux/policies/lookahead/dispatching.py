@@ -10,10 +10,11 @@ prefer continuations, so that no other pipeline slips in between and pays two sw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from rlmux.core.decision.cycle_slots import CycleSlot
-from rlmux.core.decision.views import GroupView, RunWork
+from rlmux.core.decision.plan import RunWork
+from rlmux.core.decision.views import GroupView
 from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import DeviceId, Phase
 from rlmux.core.settle.plain_order import age, devices_kept_for_batches, may_take
@@ -23,18 +24,19 @@ LEAST_FREE = 0.5
 """Part of a node beside tails with which a rollout begins."""
 
 
-def start_oldest_first(view: GroupView) -> Iterator[RunWork]:
+def start_oldest_first(view: GroupView) -> list[RunWork]:
     """Oldest ready work first, continuations before all; no device idles beside work that could start on it."""
     return start_where_free(view, _by_age(view))
 
 
-def start_in_cycle_order(view: GroupView) -> Iterator[RunWork]:
+def start_in_cycle_order(view: GroupView) -> list[RunWork]:
     """Strict meta-iteration: each member one rollout and one training phase per cycle, in cyclic order.
 
     A device waits for the member whose slot is next, even if another is ready, unless that member only waits for its
     own user code. SFT warm-ups come before the first
     cycle and take no slot.
     """
+    starts: list[RunWork] = []
     taken: set[DeviceId] = set()
     kept = devices_kept_for_batches(view)
     for work in _by_age(view):
@@ -47,10 +49,11 @@ def start_in_cycle_order(view: GroupView) -> Iterator[RunWork]:
             and (work.is_continuation or work.step == 0 or view.is_next_in_cycle(work))
         ):
             taken.update(work.devices)
-            yield RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction)
+            starts.append(RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction))
+    return starts
 
 
-def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
+def start_in_cycle_order_or_overtake(view: GroupView) -> list[RunWork]:
     """Start work in cycle order, but where that would break an SLO or leave a gap, the order is another:
 
         into a gap    a ready work whose slot has not come starts if it ends before those before it can begin, and
@@ -59,6 +62,7 @@ def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
 
     A step is in time if it ends before the mean of all steps so far breaks the SLO; all by the estimates.
     """
+    starts: list[RunWork] = []
     taken: set[DeviceId] = set()
     kept = devices_kept_for_batches(view)
     out_of_order: list[ReadyWork] = []
@@ -70,13 +74,14 @@ def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
             continue
         if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work):
             taken.update(work.devices)
-            yield RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction)
+            starts.append(RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction))
         elif fraction == 1.0:
             out_of_order.append(work)
     for work in out_of_order:
         if taken.isdisjoint(work.devices) and _may_overtake(view, work):
             taken.update(work.devices)
-            yield RunWork(work=work)
+            starts.append(RunWork(work=work))
+    return starts
 
 
 def _may_overtake(view: GroupView, work: ReadyWork) -> bool:
@@ -119,12 +124,13 @@ def _are_in_time(slots: Sequence[CycleSlot], free_s: float = 0.0) -> bool:
     return True
 
 
-def start_where_free(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[RunWork]:
+def start_where_free(view: GroupView, works: Iterable[ReadyWork]) -> list[RunWork]:
     """Start, in the given order, every work whose devices are free and not taken by one before it.
 
     A shard of which every trajectory waits for its environment would compute nothing: it starts with the first reply.
     A batch that needs several devices at once keeps them from younger work.
     """
+    starts: list[RunWork] = []
     taken: set[DeviceId] = set()
     kept = devices_kept_for_batches(view)
     for work in works:
@@ -133,7 +139,8 @@ def start_where_free(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[Ru
         fraction = free_fraction(view, work)
         if fraction and may_take(work, kept):
             taken.update(work.devices)
-            yield RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction)
+            starts.append(RunWork(work=work, device_fraction=fraction, slowdown=1.0 / fraction))
+    return starts
 
 
 def free_fraction(view: GroupView, work: ReadyWork) -> float:

@@ -17,10 +17,11 @@ where they are expected to pay:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlmux.core.decision.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
+from rlmux.core.decision.plan import GroupPlan, MigrateWork, PauseOrder
+from rlmux.core.decision.views import GroupView, MemberView, OrderView
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.migration import continue_migrations
@@ -53,32 +54,32 @@ class _Shard:
         return self.order.devices[0]
 
 
-def migrate_tails(view: GroupView) -> Iterator[Choice]:
+def migrate_tails(plan: GroupPlan) -> None:
     """Migrate what was paused for it, pause the shards whose tails are to migrate now, and let no shard wait for
     another pipeline's tail."""
-    if view.num_members < 2 or view.has_arriving_work or not view.has_wide_rollouts:
+    if plan.num_members < 2 or plan.has_arriving_work or not plan.has_wide_rollouts:
         return
-    yield from continue_migrations(view)
-    yield from begin_tail_migrations(view)
+    continue_migrations(plan)
+    begin_tail_migrations(plan)
 
 
-def begin_tail_migrations(view: GroupView) -> Iterator[Choice]:
+def begin_tail_migrations(plan: GroupPlan) -> None:
     """Pause the shards whose tails are to migrate now, and let no shard wait for another pipeline's tail."""
-    waiting = [work for work in view.ready if _begins_a_shard(work) and not view.is_free(work.devices)]
+    waiting = [work for work in plan.ready if _begins_a_shard(work) and not plan.is_free(work.devices)]
     if not waiting:
         return
     rollouts: Rollouts = {}
-    for order in view.running:
+    for order in plan.running:
         if order.phase is Phase.ROLLOUT:
             rollouts.setdefault(order.pipeline, []).append(order)
-    members = {member.id: member for member in view.members}
+    members = {member.id: member for member in plan.members}
     for pipeline, orders in rollouts.items():
         if len(members[pipeline].rollout_devices) < 2:
             continue
-        wanted = {work.devices[0] for work in waiting if work.pipeline != pipeline and view.is_next_in_cycle(work)}
+        wanted = {work.devices[0] for work in waiting if work.pipeline != pipeline and plan.is_next_in_cycle(work)}
         if wanted:
-            yield from _pause_for_tail(view, members[pipeline], orders, wanted)
-    yield from _spread_over_siblings(view, members, rollouts, waiting)
+            _pause_for_tail(plan, members[pipeline], orders, wanted)
+    _spread_over_siblings(plan, members, rollouts, waiting)
 
 
 def _begins_a_shard(work: ReadyWork) -> bool:
@@ -106,11 +107,9 @@ def _late_s(member: MemberView) -> float:
     return (TAIL_GROWTH if growth is None else growth) * member.estimates.longest_s
 
 
-def _pause_for_tail(
-    view: GroupView, member: MemberView, orders: Sequence[OrderView], wanted: set[DeviceId]
-) -> Iterator[PauseOrder]:
+def _pause_for_tail(plan: GroupPlan, member: MemberView, orders: Sequence[OrderView], wanted: set[DeviceId]) -> None:
     """Pause all shards of the rollout but the one that would end last, if only its tail is left and that pays."""
-    shards = _shards_at_their_end(member, orders, view.now_s)
+    shards = _shards_at_their_end(member, orders, plan.now_s)
     if len(shards) < 2:
         return
     last = max(shards, key=lambda shard: shard.left_s)
@@ -118,10 +117,10 @@ def _pause_for_tail(
     late_s = _late_s(member)
     if sum(shard.left_s for shard in leaving) <= late_s * len(member.rollout_devices):
         return
-    if late_s > _spare_s(view, member):
+    if late_s > _spare_s(plan, member):
         return
     for shard in leaving:
-        yield PauseOrder(order=shard.order.id, migrate_to=last.device)
+        plan.choose(PauseOrder(order=shard.order.id, migrate_to=last.device))
 
 
 def _shards_at_their_end(member: MemberView, orders: Sequence[OrderView], now_s: float) -> list[_Shard]:
@@ -144,24 +143,24 @@ def _shards_at_their_end(member: MemberView, orders: Sequence[OrderView], now_s:
 
 
 def _spread_over_siblings(
-    view: GroupView,
+    plan: GroupPlan,
     members: Members,
     rollouts: Rollouts,
     waiting: Sequence[ReadyWork],
-) -> Iterator[MigrateWork]:
+) -> None:
     """Give whole shards whose device holds another pipeline's tail to a sibling that has just begun."""
-    migrating = {pipeline for pipeline, _ in view.migrating}
+    migrating = {pipeline for pipeline, _ in plan.migrating}
     for work in waiting:
         member, siblings = members[work.pipeline], rollouts.get(work.pipeline, [])
-        if not siblings or work.pipeline in migrating or not view.is_next_in_cycle(work):
+        if not siblings or work.pipeline in migrating or not plan.is_next_in_cycle(work):
             continue
-        wait_s = _tail_s(view, members, rollouts, work.devices[0])
+        wait_s = _tail_s(plan, members, rollouts, work.devices[0])
         growth = member.estimates.whole_migration_growth
         grows_s = (GROWTH if growth is None else growth) * member.estimates.shard_s
         target = max(siblings, key=lambda order: order.started_s).devices[0]
-        if grows_s < wait_s and view.can_migrate(work.pipeline, work.devices[0], target):
+        if grows_s < wait_s and plan.can_migrate(work.pipeline, work.devices[0], target):
             migrating.add(work.pipeline)
-            yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=target)
+            plan.choose(MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=target))
 
 
 def _tail_s(

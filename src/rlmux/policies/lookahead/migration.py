@@ -9,9 +9,10 @@ A running shard is paused first, with the device that it is to migrate to; the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from rlmux.core.decision.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
+from rlmux.core.decision.plan import GroupPlan, MigrateWork, PauseOrder
+from rlmux.core.decision.views import GroupView, MemberView, OrderView
 from rlmux.core.estimation.colocation import NO_SHARING, SharingTable
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.work import ReadyWork
@@ -24,13 +25,13 @@ ShardAndDevice = tuple[ReadyWork | OrderView, DeviceId]
 """A shard, ready or running, and an idle device for it."""
 
 
-def continue_migrations(view: GroupView, sharing: SharingTable = NO_SHARING) -> Generator[MigrateWork, None, bool]:
+def continue_migrations(plan: GroupPlan, sharing: SharingTable = NO_SHARING) -> bool:
     """Migrate the shards that were paused for it and whose target can take them; returns whether there was one."""
     has_migrated = False
-    for work in view.ready:
-        if work.migrate_to is not None and _can_take(view, work, work.migrate_to, sharing):
+    for work in plan.ready:
+        if work.migrate_to is not None and _can_take(plan, work, work.migrate_to, sharing):
             has_migrated = True
-            yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=work.migrate_to)
+            plan.choose(MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=work.migrate_to))
     return has_migrated
 
 
@@ -224,8 +225,8 @@ def _has_not_begun(shard: ReadyWork | OrderView) -> bool:
 
 
 def begin_migrations(
-    view: GroupView, forecast: Forecast, problem: Problem, schedule: Schedule, pairs: Sequence[ShardAndDevice]
-) -> Iterator[Choice]:
+    plan: GroupPlan, forecast: Forecast, problem: Problem, schedule: Schedule, pairs: Sequence[ShardAndDevice]
+) -> None:
     """Make the schedule's migrations of this moment: running shards pause first. Works that migrate leave the
     forecast. A shard to which trajectories are on their way stays until the next plan."""
     for number in schedule.sibling_migrations_now:
@@ -233,22 +234,22 @@ def begin_migrations(
         target = forecast.device_of[migration.target]
         order = forecast.orders.get(migration.source)
         if order is not None:
-            yield from _pause_to_migrate(order, target)
+            _pause_to_migrate(plan, order, target)
         elif migration.source in forecast.works:
             source = forecast.device_of[migration.source]
-            if view.can_migrate(forecast.works[migration.source].pipeline, source, target):
+            if plan.can_migrate(forecast.works[migration.source].pipeline, source, target):
                 work = forecast.works.pop(migration.source)
-                yield MigrateWork(pipeline=work.pipeline, source=source, target=target)
+                plan.choose(MigrateWork(pipeline=work.pipeline, source=source, target=target))
     for number in schedule.idle_migrations_now:
         shard, device = pairs[number]
         if isinstance(shard, OrderView):
-            yield from _pause_to_migrate(shard, device)
-        elif not view.can_migrate(shard.pipeline, shard.devices[0], device):
+            _pause_to_migrate(plan, shard, device)
+        elif not plan.can_migrate(shard.pipeline, shard.devices[0], device):
             continue
         elif forecast.works.pop(problem.idle_migrations[number].item, None) is not None:
-            yield MigrateWork(pipeline=shard.pipeline, source=shard.devices[0], target=device)
+            plan.choose(MigrateWork(pipeline=shard.pipeline, source=shard.devices[0], target=device))
 
 
-def _pause_to_migrate(order: OrderView, target: DeviceId) -> Iterator[PauseOrder]:
+def _pause_to_migrate(plan: GroupPlan, order: OrderView, target: DeviceId) -> None:
     if not order.is_pausing:
-        yield PauseOrder(order=order.id, migrate_to=target)
+        plan.choose(PauseOrder(order=order.id, migrate_to=target))

@@ -11,32 +11,32 @@ instead (`migration.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from rlmux.core.decision.views import ChangeFraction, GroupView, OrderView
+from rlmux.core.decision.plan import ChangeFraction, GroupPlan
+from rlmux.core.decision.views import GroupView, OrderView
 from rlmux.core.estimation.tail_gain import is_tail
 from rlmux.core.model import Phase, Stage
 
 _ROUNDING = 1e-9
 
 
-def share_nodes_with_tails(view: GroupView) -> Iterator[ChangeFraction]:
+def share_nodes_with_tails(plan: GroupPlan) -> None:
     """Let tails leave their nodes now, and give what they have left, or ended on, to the rollout beside them."""
-    if view.num_members < 2:
+    if plan.num_members < 2:
         return
-    for order in view.running:
+    for order in plan.running:
         if order.phase is not Phase.ROLLOUT or order.is_pausing:
             continue
-        pipeline = view.pipeline(order.pipeline)
+        pipeline = plan.pipeline(order.pipeline)
         if is_tail(pipeline, order.device_fraction):
             continue
-        slowdown = _slowdown_of_tail(view, order)
+        slowdown = _slowdown_of_tail(plan, order)
         if slowdown is not None and pipeline.tail is not None:
-            yield ChangeFraction(order=order.id, device_fraction=pipeline.tail.device_fraction, slowdown=slowdown)
+            fraction = pipeline.tail.device_fraction
+            plan.choose(ChangeFraction(order=order.id, device_fraction=fraction, slowdown=slowdown))
         elif order.device_fraction < 1.0 - _ROUNDING:
-            fraction = min(1.0, order.device_fraction + view.free_fraction(order.devices[0]))
+            fraction = min(1.0, order.device_fraction + plan.free_fraction(order.devices[0]))
             if fraction > order.device_fraction + _ROUNDING:
-                yield ChangeFraction(order=order.id, device_fraction=fraction, slowdown=1.0 / fraction)
+                plan.choose(ChangeFraction(order=order.id, device_fraction=fraction, slowdown=1.0 / fraction))
 
 
 def _slowdown_of_tail(view: GroupView, order: OrderView) -> float | None:

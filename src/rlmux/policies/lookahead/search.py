@@ -1,6 +1,6 @@
 """What to start now, judged by how everything that is known of the future would then end.
 
-    Problem ──plan──▶ priorities ⇄ playout ──▶ Schedule: its first moment is the decision
+    Problem ─▶ look_ahead ─▶ priorities ⇄ playout ──▶ Schedule: its first moment is the decision
 
 The search is list scheduling by the longest remaining path, then local improvement of the list: work items that stood
 in another's way trade places, hold back for it, share or not, shards migrate or not; the least score wins. It is
@@ -26,7 +26,7 @@ BUDGET = 400
 a day of production pipelines on whole devices."""
 
 
-def plan(problem: Problem, *, budget: int = BUDGET, openings: Sequence[Priorities] = ()) -> Schedule:
+def look_ahead(problem: Problem, *, budget: int = BUDGET, openings: Sequence[Priorities] = ()) -> Schedule:
     """The best schedule found by playing out about `budget` starts, a work item counting once for each device.
 
     `openings`: priorities that are tried before all others, so that the schedule is never worse than theirs.

@@ -7,11 +7,12 @@ An order that shares gives up its part before the newcomer starts; an order that
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from rlmux.core.decision.views import ChangeFraction, Choice, GroupView, MemberView, RunWork
+from rlmux.core.decision.plan import ChangeFraction, GroupPlan, RunWork
+from rlmux.core.decision.views import GroupView, MemberView
 from rlmux.core.estimation.colocation import BaseBatches, SharedRates, SharingTable
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, SubStage
 from rlmux.core.work import ReadyWork
@@ -69,10 +70,13 @@ class TableCache:
     """Tables with batches, by what they are made of. Dropping its content changes no decision."""
 
     def __init__(self) -> None:
+        self._of: SharingTable | None = None
         self._tables: dict[tuple[tuple[BaseBatches, ...], int], SharingTable] = {}
 
     def with_batches(self, table: SharingTable, batches: tuple[BaseBatches, ...], num_fitting: int) -> SharingTable:
         """One policy's table with these batches, for devices that so many states fit together."""
+        if table is not self._of:
+            self._of, self._tables = table, {}
         key = batches, num_fitting
         if key not in self._tables:
             if len(self._tables) >= _MAX_TABLES:
@@ -81,17 +85,15 @@ class TableCache:
         return self._tables[key]
 
 
-def start_side_by_side(
-    view: GroupView, works: Sequence[ReadyWork], sharing: SharingTable
-) -> Generator[Choice, None, bool]:
+def start_side_by_side(plan: GroupPlan, works: Sequence[ReadyWork], sharing: SharingTable) -> bool:
     """Start these works where they fit, in this order, with fractions lowered before and raised after.
 
     Returns whether any work was started. With no works it only raises orders that are alone again.
     """
     holders: Holders = {}
     pausing: set[DeviceId] = set()
-    members = {member.id: member for member in view.members}
-    for order in view.running:
+    members = {member.id: member for member in plan.members}
+    for order in plan.running:
         for device in order.devices:
             holders.setdefault(device, []).append((order.id, name_of_order(members[order.pipeline], order)))
             if order.is_pausing:
@@ -99,7 +101,7 @@ def start_side_by_side(
     granted = _grant(members, works, sharing, holders, pausing)
     fractions = _fractions(holders, sharing)
     raised: list[ChangeFraction] = []
-    for order in view.running:
+    for order in plan.running:
         device_fraction, slowdown = fractions[order.id]
         if order.is_pausing or (abs(device_fraction - order.device_fraction) < 1e-9 and not granted):
             continue
@@ -109,11 +111,11 @@ def start_side_by_side(
         if device_fraction > order.device_fraction:
             raised.append(change)
         else:
-            yield change
+            plan.choose(change)
     for work in granted:
         device_fraction, slowdown = fractions[work]
-        yield RunWork(work=work, device_fraction=device_fraction, slowdown=slowdown)
-    yield from raised
+        plan.choose(RunWork(work=work, device_fraction=device_fraction, slowdown=slowdown))
+    plan.choose(*raised)
     return bool(granted)
 
 

@@ -4,33 +4,34 @@ meanwhile."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from rlmux.core.decision.views import GroupView, OrderView, PauseOrder
+from rlmux.core.decision.plan import GroupPlan, PauseOrder
+from rlmux.core.decision.views import GroupView, OrderView
 from rlmux.core.model import DeviceId, Phase
 from rlmux.core.work import ReadyWork
 from rlmux.policies.lookahead.forecast import is_idle
 
 
-def yield_devices(view: GroupView) -> Iterator[PauseOrder]:
+def yield_devices(plan: GroupPlan) -> None:
     """Pause idle shards on devices that ready work could then start on.
 
     Not where their environments are known to reply before the states have been switched to and fro.
     """
-    idle = {order.devices[0]: order for order in view.running if order.phase is Phase.ROLLOUT and is_idle(order)}
+    idle = {order.devices[0]: order for order in plan.running if order.phase is Phase.ROLLOUT and is_idle(order)}
     if not idle:
         return
     given: set[DeviceId] = set()
-    for work in view.ready:
-        needed = [device for device in work.devices if not view.is_free((device,))]
+    for work in plan.ready:
+        needed = [device for device in work.devices if not plan.is_free((device,))]
         if work.is_waiting or not needed or not all(device in idle for device in needed) or given & set(needed):
             continue
-        if not _is_worth_switching(view, work, [idle[device] for device in needed]):
+        if not _is_worth_switching(plan, work, [idle[device] for device in needed]):
             continue
         given.update(needed)
         for device in needed:
             if not idle[device].is_pausing:
-                yield PauseOrder(order=idle[device].id)
+                plan.choose(PauseOrder(order=idle[device].id))
 
 
 def _is_worth_switching(view: GroupView, work: ReadyWork, idle: Sequence[OrderView]) -> bool:
