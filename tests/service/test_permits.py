@@ -83,6 +83,7 @@ def trainer_of(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
         each.process.communicate()
 
 
+@pytest.mark.slow  # beside the same of a pipeline and a client in test_hosted_lane.py
 def test_a_program_and_a_client_take_turns_on_one_device_and_end_as_each_does_alone(serve, connect, trainer_of):
     alone = trainer_of().weights()
     served = serve(text=SHARED)

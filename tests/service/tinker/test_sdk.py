@@ -48,6 +48,7 @@ def test_the_sdks_own_calls_are_served(serve, program):
         assert re.search(text, found["refusals"][name]), found["refusals"][name]
 
 
+@pytest.mark.slow  # beside the same of an exported model in test_model_export.py
 def test_downloaded_weights_are_a_model_that_transformers_loads(serve, program, tmp_path):
     found = program(serve(), PROGRAMS / "download.py", "rlmux/tiny", tmp_path).line()
     (from_state,) = {file.parent for file in (tmp_path / "cli").rglob("config.json")}
