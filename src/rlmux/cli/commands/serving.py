@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlmux.service.dashboard.dashboard import Dashboard
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
-_PAGES_NEED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+_PAGES_NEED = ("fastapi", "uvicorn", "h11", "prometheus_client")
 _SERVING_NEEDS = (*_PAGES_NEED, "google.protobuf")
 Listen = Annotated[
     str | None,
