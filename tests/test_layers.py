@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # the server that people leave running: HTTP and the wire formats of its clients, above the runtime that it drives
     "service": (
         {"core", "policies", "log", "report", "rl", "runtime", "config", "plugins", "broker"},
-        {"fastapi", "starlette", "uvicorn", "pydantic", "google", "numpy", "prometheus_client"},
+        {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "google", "numpy", "prometheus_client"},
     ),
     "profiling": (
         {"core", "policies", "report", "rl", "engines", "sim.models", "runtime", "config", "hidden_main"},

@@ -20,7 +20,7 @@ from rlmux.core.errors import UserError
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import POLICIES, make_policy
 from rlmux.runtime import launch
-from rlmux.service.app import served_of
+from rlmux.service.hosted_lane import served_of
 
 pytestmark = pytest.mark.xdist_group("plugins")  # one installation for all
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"

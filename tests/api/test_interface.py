@@ -78,13 +78,6 @@ def test_an_ablation_is_simulated_beside_its_policy():
     assert told["ablations"]["rollmux"]["tails"]["policy"] == "rollmux-no-tails"
 
 
-def test_an_old_key_is_a_warning_of_the_logger(caplog):
-    rlmux.plan({**FILE, "defaults": {**FILE["defaults"], "warm_start": {"updates": 4}}})
-    assert [(record.name, record.getMessage()) for record in caplog.records] == [
-        ("rlmux", "the mapping: warm_start is now sft_warmup; the old key is accepted until the next release")
-    ]
-
-
 @pytest.mark.parametrize(
     ("call", "line"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.service.conftest import FILE, LANE
-from tests.service.test_app import program
+from tests.service.test_lane_apis import program
 from tests.small_files import SORT, small_file
 from tests.waiting import until
 
@@ -14,7 +14,7 @@ from rlmux.core.errors import UserError
 from rlmux.policies import POLICIES
 from rlmux.report.reports import load_summary
 from rlmux.runtime.control.run_status import StatusReader
-from rlmux.service.app import HostedLane
+from rlmux.service.hosted_lane import HostedLane
 from rlmux.service.lanes.controllers import LaneController
 
 

@@ -23,8 +23,7 @@ from tests.waiting import until
 from rlmux.core.errors import ThreadDiedError
 from rlmux.service import http_patience
 from rlmux.service.addresses import Listening
-from rlmux.service.http_head import MAX_HEAD_BYTES
-from rlmux.service.http_server import Server
+from rlmux.service.http_server import MAX_HEAD_BYTES, Server
 
 
 def test_a_client_that_connects_as_soon_as_the_server_has_started_is_not_refused():
@@ -89,10 +88,10 @@ HEAD = b"POST /echo/ HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
 @pytest.mark.parametrize(
     "pieces",
     [
-        [HEAD + b"X: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"],
-        [HEAD + b"X: a\r\n" * 6000 + b"\r\n"],
+        [HEAD + b"X: " + b"a" * MAX_HEAD_BYTES],
+        [HEAD + b"X: a\r\n" * 6000],
         [HEAD + b"X: ", *[b"a" * 6000] * 3],
-        [b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: a\r\n\r\n"],
+        [b"GET /" + b"a" * MAX_HEAD_BYTES],
     ],
     ids=["a long line", "many lines", "a line without end", "a long address"],
 )
@@ -150,14 +149,25 @@ def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(echo):
         b"GET /echo/ HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"GET /echo/ HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n",
         b"GET /echo/ HTTP/1.1\r\nHost: a\r\nX : 1\r\n\r\n",
-        b"GET /echo/ HTTP/1.1\r\nHost: a\r\nX: 1\r\n 2\r\n\r\n",
         b"GET /echo/ HTTP/1.1\r\nHost: a\r\nX: \x001\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
-    ids=["two lengths", "two different lengths", "a space in a name", "a folded line", "a zero byte", "TLS"],
+    ids=["two lengths", "two different lengths", "a space in a name", "a zero byte", "TLS"],
 )
 def test_what_two_readers_could_read_differently_is_refused(echo, head):
     assert exchange(echo, head)[0] == b"HTTP/1.1 400 Bad Request"
+
+
+def test_a_folded_header_is_one_line(echo):
+    _, body = exchange(echo, b"GET /echo/ HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX: 1\r\n 2\r\n\r\n")
+    assert dict(json.loads(body)["headers"])["x"] == "1 2"
+
+
+@pytest.mark.parametrize("chunk", [b"ZZ\r\n", b"1" * (MAX_HEAD_BYTES + 1)], ids=["no size", "a size without end"])
+def test_a_malformed_body_whose_request_is_answered_ends_the_connection_without_a_traceback(echo, caplog, chunk):
+    head = b"POST /no HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert exchange(echo, head, chunk)[0] == b"HTTP/1.1 404 Not Found"
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +223,7 @@ _OF_FEW_FILES = """\
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 from rlmux.service.addresses import Listening
-from rlmux.service.http_server import Server
+from rlmux.service.http_server import MAX_HEAD_BYTES, Server
 server = Server(Listening())
 server.start()
 print(server.port, resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.broker.room import HERE, SHARE_FOLDER
 from tests.service.conftest import FILE
-from tests.service.test_app import program
+from tests.service.test_lane_apis import program
 from tests.waiting import until
 
 from rlmux.cli.main import run_command_line

@@ -134,7 +134,7 @@ def run(
     `rlmux run` has them.
     `listeners`: receive every event (`runtime/controller.py`); `display`: makes one from the checked file.
     In the main thread Ctrl-C and SIGTERM stop the run at the next safe point; it goes on with `Run.resume`.
-    `on_warning`: receives old keys of the file and unusable parts of the profile; by default the logger `rlmux`.
+    `on_warning`: receives pools without a price and unusable parts of the profile; by default the logger `rlmux`.
     Raises UserError before anything starts. A pipeline's own failure is in `Run.summary`, not raised.
     """
     from rlmux.runtime.records import folders

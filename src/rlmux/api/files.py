@@ -58,7 +58,7 @@ def load_file(
     Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
     file's. `may_be_empty`: it may be without pipelines. `profile`: gives pipelines without an estimate the measured
     one. To plan, its device may be any, and UserError is raised for a pipeline that it has no estimate for; to run, it
-    is raised for another device. `on_warning`: receives each old key, each pool of a run without a price beside one
+    is raised for another device. `on_warning`: receives each pool of a run without a price beside one
     with a price, and the estimates that were taken.
     """
     if policy is not None:
@@ -75,8 +75,6 @@ def load_file(
         may_be_empty=may_be_empty,
         estimate_of=None if measured is None else partial(_take_estimate, measured, purpose, on_warning, taken),
     )
-    for hint in spec.hints:
-        on_warning(hint)
     if purpose is Purpose.RUN and cluster_of is None:
         from rlmux.sim.workloads.arrivals import notes_of_prices
 
@@ -203,15 +201,10 @@ def _load(file: File, **how: Any) -> Spec:
     if isinstance(file, str | Path):
         return load_spec(file, **how)
     text, source, folder = _text_of(file)
-
-    def without_line(message: str) -> str:  # the lines are of a text that is not the caller's
-        return re.sub(rf"^{re.escape(source)}:\d+", source, message)
-
     try:
         loaded = parse_spec(text, source=source, folder=folder, **how)
-    except SpecError as error:
-        raise SpecError(without_line(str(error))) from None
-    loaded = replace(loaded, hints=tuple(map(without_line, loaded.hints)))
+    except SpecError as error:  # the lines are of a text that is not the caller's
+        raise SpecError(re.sub(rf"^{re.escape(source)}:\d+", source, str(error))) from None
     return replace(loaded, policy=file.policy) if isinstance(file, Spec) else loaded
 
 

@@ -11,7 +11,6 @@ from rlmux.core.estimation.colocation import MIN_GAIN, SharingTable
 from rlmux.core.model import SubStage
 from rlmux.profiling.migration_times import MigrationTimes
 from rlmux.profiling.profile_file import Profile
-from rlmux.profiling.step_estimates import StepTimes
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, sharing_entries
 
@@ -29,7 +28,12 @@ def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str
     device = profile.table.device
     if profile.estimates:
         print(f"{device}: seconds of a pipeline's step alone; at limit: every answer reaches the token limit")
-        tables.print_rows(_estimate_rows(profile.estimates))
+        tables.print_rows(
+            [{"step of": name, "in": times} for name, times in profile.estimates.items()],
+            "step of | step s: in.step_s .3f | rollout s: in.rollout_s .3f | train s: in.train_s .3f | "
+            "sync s: in.sync_s .3f | rollout s at limit: in.limit_rollout_s .3f | "
+            "train s at limit: in.limit_train_s .3f",
+        )
     print(f"{device}: slowdown of each of two side by side, by the first one's device fraction")
     tables.print_rows(_pair_rows(profile.table))
     print(f"best together: work in a second, over one after the other; {MIN_GAIN:g} or more helps")
@@ -47,22 +51,6 @@ def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str
     tables.print_rows(_migration_rows(profile.migrations))
     print(f"The profile took {profile.wall_s:.1f} s")
     print(f"Written: {path}")
-
-
-def _estimate_rows(estimates: Mapping[str, StepTimes]) -> list[dict[str, Any]]:
-    """One row for each pipeline."""
-    return [
-        {
-            "step of": name,
-            "step s": f"{times.step_s:.3f}",
-            "rollout s": f"{times.rollout_s:.3f}",
-            "train s": f"{times.train_s:.3f}",
-            "sync s": f"{times.sync_s:.3f}",
-            "rollout s at limit": f"{times.limit_rollout_s:.3f}",
-            "train s at limit": f"{times.limit_train_s:.3f}",
-        }
-        for name, times in estimates.items()
-    ]
 
 
 def _pair_rows(table: InterferenceTable) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +41,8 @@ def show_budgets(hours_by_project: Mapping[str, tuple[float, float]], *, as_json
         print_json({"projects": rows})
         return
     print_rows(
-        [
-            {
-                "project": row["project"],
-                "used today, device-hours": f"{row['used_device_hours']:.4g}",
-                "a day": "none" if row["budget_device_hours"] is None else f"{row['budget_device_hours']:g}",
-            }
-            for row in rows
-        ]
+        [{**row, "day": f"{row['budget_device_hours'] or math.inf:g}".replace("inf", "none")} for row in rows],
+        "project | used today, device-hours: used_device_hours .4g | a day: day",
     )
 
 
@@ -61,19 +56,19 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
     pipelines = [
         {
             "pipeline": name,
-            "steps": one["steps"],
+            **one,
             "reward": _reward(one),
-            "tokens": one["tokens"],
-            "s/step": one["step_s_mean"],
-            "slowdown": one["step_slowdown"],
-            "accepts": one["slo_slowdown"],
-            "SLO": _SLO_WORDS[one["keeps_slo"]],
+            "keeps_slo": _SLO_WORDS[one["keeps_slo"]],
             "promise": one["promise"] or "",
             "status": f"{one['status']}, filler" if "score" in one else one["status"],
         }
         for name, one in summary["pipelines"].items()
     ]
-    print_rows(pipelines)
+    print_rows(
+        pipelines,
+        "pipeline | steps | reward | tokens | s/step: step_s_mean | slowdown: step_slowdown | accepts: slo_slowdown | "
+        "SLO: keeps_slo | promise | status",
+    )
     for name, one in summary["pipelines"].items():
         if one["slo_reason"]:
             print(f"{name}: {one['slo_reason']}")
@@ -86,18 +81,10 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
         if one.get("delivery"):
             print(f"{name}: {one['delivery']['says']}")
     print()
-    devices = [
-        {
-            "device": name,
-            "busy": _percent(one["utilization"]),
-            "busy s": one["busy_s"],
-            "switch s": one["switch_s"],
-            "bubble s": one["bubble_s"],
-            "idle s": one["idle_s"],
-        }
-        for name, one in summary["devices"].items()
-    ]
-    print_rows(devices)
+    print_rows(
+        [{"device": name, **one} for name, one in summary["devices"].items()],
+        "device | busy: utilization .0% | busy s: busy_s | switch s: switch_s | bubble s: bubble_s | idle s: idle_s",
+    )
     print(f"\ncontrol overhead {_percent(summary['control_overhead'], digits=2)}")
     for name, what in (("timeline.html", "timeline"), ("trace.json", "trace for ui.perfetto.dev")):
         if (folder / name).is_file():
@@ -150,30 +137,14 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     if "measured" in result:
         _show_predictions(result)
         return
-    rows = []
     has_unheld = any(figures["paid_usd"] > figures["cost_usd"] for figures in result["policies"].values())
-    for policy, figures in result["policies"].items():
-        rows.append(
-            {
-                "policy": policy,
-                **({"paid $": figures["paid_usd"]} if has_unheld else {}),
-                "$": figures["cost_usd"],
-                "bound $": figures["bound_usd"],
-                "$/solo h": figures["paid_usd_per_solo_hour"],
-                "$/h": figures["cost_usd_per_hour"],
-                "SLOs kept": _percent(figures["slo_attainment"], digits=1),
-                "slowdown mean": figures["mean_step_slowdown"],
-                "max": figures["max_step_slowdown"],
-                "queued s": figures["mean_queue_s"],
-                "wait s": figures["mean_wait_s"],
-                "hours": figures["makespan_s"] / 3600,
-                "peak GPUs": _pair(figures["peak_gpus"], _text),
-                "busy": _pair(figures["utilization"], _percent),
-                "direct/scaled/new": _pair(figures["admissions"], _text),
-                "refused": figures["num_refused"],
-            }
-        )
-    print_rows(rows)
+    print_rows(
+        [{**row, "hours": row["makespan_s"] / 3600} for row in _by_policy(result)],
+        f"policy | {'paid $: paid_usd | ' if has_unheld else ''}$: cost_usd | bound $: bound_usd | "
+        "$/solo h: paid_usd_per_solo_hour | $/h: cost_usd_per_hour | SLOs kept: slo_attainment .1% | "
+        "slowdown mean: mean_step_slowdown | max: max_step_slowdown | queued s: mean_queue_s | wait s: mean_wait_s | "
+        "hours | peak GPUs: peak_gpus | busy: utilization .0% | direct/scaled/new: admissions | refused: num_refused",
+    )
     print(
         "\nbound $: the steps that were made, on nodes that are never idle; $/solo h: for an hour of solo work;"
         "\nSLOs kept: of all submitted, counted from submission; wait s: mean to the first work, queued s of them"
@@ -189,6 +160,11 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     _show_notes(result)
     for picture in result.get("pictures", ()):
         print(picture)
+
+
+def _by_policy(result: Row) -> list[Row]:
+    """The figures of each policy, with its name."""
+    return [{"policy": policy, **figures} for policy, figures in result["policies"].items()]
 
 
 def _show_moves(result: Row) -> None:
@@ -220,37 +196,23 @@ def _show_fillers(result: Row) -> None:
     print("\nfillers, which no other figure counts:")
     print_rows(
         [
-            {
-                "policy": policy,
-                "finished": f"{figures['fillers']['num_finished']:g} of {figures['fillers']['num']:g}",
-                "steps": figures["fillers"]["steps"],
-                "device-hours": figures["fillers"]["device_hours"],
-                "$": figures["fillers"]["usd"],
-            }
-            for policy, figures in result["policies"].items()
-        ]
+            {**row, "finished": f"{row['fillers']['num_finished']:g} of {row['fillers']['num']:g}"}
+            for row in _by_policy(result)
+        ],
+        "policy | finished | steps: fillers.steps | device-hours: fillers.device_hours | $: fillers.usd",
     )
 
 
 def _show_spot(result: Row) -> None:
     """What came of nodes with a price over time and of those that were taken back, where there were any."""
-    spots = {policy: figures["spot"] for policy, figures in result["policies"].items()}
-    if not any(one["num_notices"] or one["usd"] or one["list_usd"] for one in spots.values()):
+    spots = [figures["spot"] for figures in result["policies"].values()]
+    if not any(one["num_notices"] or one["usd"] or one["list_usd"] for one in spots):
         return
     print("\nspot nodes:")
     print_rows(
-        [
-            {
-                "policy": policy,
-                "spot $": one["usd"],
-                "at list price": one["list_usd"],
-                "notices": one["num_notices"],
-                "moved in time": one["num_moved"],
-                "caught": one["num_caught"],
-                "lost s": one["lost_s"],
-            }
-            for policy, one in spots.items()
-        ]
+        _by_policy(result),
+        "policy | spot $: spot.usd | at list price: spot.list_usd | notices: spot.num_notices | "
+        "moved in time: spot.num_moved | caught: spot.num_caught | lost s: spot.lost_s",
     )
 
 
@@ -278,20 +240,17 @@ def _show_ablations(result: Row) -> None:
     if "ablations" not in result:
         return
     print("\nwhat mechanisms are worth (above 100%: they help):")
-    print_rows(
-        [
-            {
-                "policy": policy,
-                "mechanisms": mechanisms.replace(",", ", "),
-                "figure": _ABLATION_FIGURES[worth["figure"]],
-                "with": worth["with"],
-                "without": worth["without"],
-                "without/with": _percent(worth["ratio"], digits=1),
-            }
-            for policy, ablations in result["ablations"].items()
-            for mechanisms, worth in ablations.items()
-        ]
-    )
+    rows = [
+        {
+            **worth,
+            "policy": policy,
+            "mechanisms": names.replace(",", ", "),
+            "figure": _ABLATION_FIGURES[worth["figure"]],
+        }
+        for policy, ablations in result["ablations"].items()
+        for names, worth in ablations.items()
+    ]
+    print_rows(rows, "policy | mechanisms | figure | with | without | without/with: ratio .1%")
 
 
 def _show_notes(result: Row) -> None:
@@ -303,19 +262,14 @@ def _show_notes(result: Row) -> None:
 def _show_predictions(result: Row) -> None:
     """A run that was made, and what it would have taken."""
     measured = result["measured"]
-    first = {"policy": f"{measured['policy']}, measured", "seconds": measured["makespan_s"], "of measured": 1.0}
-    rows = [
-        {
-            "policy": policy,
-            "seconds": figures["makespan_s"],
-            "of measured": figures["makespan_s"] / measured["makespan_s"],
-            "slowdown mean": figures["mean_step_slowdown"],
-            "max": figures["max_step_slowdown"],
-            "busy": _pair(figures["utilization"], _percent),
-        }
-        for policy, figures in result["policies"].items()
-    ]
-    print_rows([{**dict.fromkeys(rows[0]), **first}, *rows])
+    seconds = measured["makespan_s"]
+    figures = ("mean_step_slowdown", "max_step_slowdown", "utilization")
+    first = {"policy": f"{measured['policy']}, measured", "makespan_s": seconds, **dict.fromkeys(figures)}
+    print_rows(
+        [{**row, "of_measured": row["makespan_s"] / seconds} for row in (first, *_by_policy(result))],
+        "policy | seconds: makespan_s | of measured: of_measured | slowdown mean: mean_step_slowdown | "
+        "max: max_step_slowdown | busy: utilization .0%",
+    )
     if any(figures["moves_saved_usd"] is not None for figures in result["policies"].values()):
         _show_moves(result)
     _show_ablations(result)
@@ -329,23 +283,10 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         print_json(plan)
         return
     print_rows(
-        [
-            {
-                "pipeline": one["pipeline"],
-                "status": one["status"],
-                "group": one["group"],
-                "admission": one["admission"],
-                "rollout nodes": " ".join(one["rollout_nodes"]),
-                "train nodes": " ".join(one["train_nodes"]),
-                "s/step": one["step_s"],
-                "slowdown": one["step_slowdown"],
-                "accepts": one["slo_slowdown"],
-                "$/h": one["usd_per_hour"],
-                "bound $/h": one["bound_usd_per_hour"],
-                "": one["reason"],
-            }
-            for one in plan["pipelines"]
-        ]
+        plan["pipelines"],
+        "pipeline | status | group | admission | rollout nodes: rollout_nodes | train nodes: train_nodes | "
+        "s/step: step_s | slowdown: step_slowdown | accepts: slo_slowdown | $/h: usd_per_hour | "
+        "bound $/h: bound_usd_per_hour | : reason",
     )
     for one in plan["pipelines"]:
         if words := slo_words(one):
@@ -411,19 +352,14 @@ def _show_splits(splits: Sequence[Row]) -> None:
     print_rows(
         [
             {
-                "pipeline": one["pipeline"],
+                **one,
                 "phases": "overlap" if one["overlaps"] else "one after the other",
-                "rollout nodes": one["rollout_nodes"],
-                "train nodes": one["train_nodes"],
-                "rollout s": one["rollout_s"],
-                "train s": one["train_s"],
-                "s/step": one["step_s"],
                 "asked for": f"{one['asked']['rollout_nodes']} + {one['asked']['train_nodes']}",
-                "s/step there": one["asked"]["step_s"],
-                "gain": one["gain"],
             }
             for one in splits
-        ]
+        ],
+        "pipeline | phases | rollout nodes: rollout_nodes | train nodes: train_nodes | rollout s: rollout_s | "
+        "train s: train_s | s/step: step_s | asked for | s/step there: asked.step_s | gain",
     )
     for one in splits:
         if one["wants_another_rollout_node"]:
@@ -449,9 +385,8 @@ def show_reproduction(result: Row, *, as_json: bool) -> None:
             cause = row["cause"] if without is None else f"{row['cause']}; without that, ours is {without:.4g}"
             note = str(causes.setdefault(f"{row['cause_is']}: {cause}", len(causes) + 1))
         low, high = row["accepted"]
-        columns = ("section", "figure", "published", "replay", "ours", "min", "max", "deviation")
-        shown.append({**{key: row[key] for key in columns}, "accepted": f"{low:.4g}-{high:.4g}", "missed": note})
-    print_rows(shown)
+        shown.append({**row, "accepted": f"{low:.4g}-{high:.4g}", "missed": note})
+    print_rows(shown, "section | figure | published | replay | ours | min | max | deviation | accepted | missed")
     if causes:
         print("\nmissed (outside the accepted range):")
     for cause, number in causes.items():
@@ -472,13 +407,43 @@ def print_json(value: Any) -> None:
     print(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[Row], columns: str = "") -> None:
     """Rows with equal keys as aligned columns; numbers to the right. Nothing is wrapped or cut off, so that scripts can
-    read it."""
+    read it.
+
+    `columns`: which to print and in what order, by default all: `title: key format`, with bars between. The key is the
+    title where there is no other; a key with dots leads into nested values.
+    """
     from rich.console import Console
 
-    for line in Console(width=_WIDE).render_lines(table_of(rows), pad=False) if rows else ():
+    shown = [_picked(row, columns) for row in rows] if columns else rows
+    for line in Console(width=_WIDE).render_lines(table_of(shown), pad=False) if shown else ():
         print("".join(segment.text for segment in line).rstrip())
+
+
+def _picked(row: Row, columns: str) -> Row:
+    cells: dict[str, Any] = {}
+    for column in columns.split("|"):
+        title, colon, key = map(str.strip, column.partition(":"))
+        path, _, how = key.partition(" ") if colon else (title, "", "")
+        cells[title] = _cell(reduce(_value_at, path.split("."), row), how)
+    return cells
+
+
+def _value_at(value: Any, name: str) -> Any:
+    return value[name] if isinstance(value, Mapping) else getattr(value, name)
+
+
+def _cell(value: Any, how: str) -> Any:
+    """The value in its format; those of pools with slashes between, those of a list with spaces."""
+    match value:
+        case Mapping():
+            return "/".join(_text(_cell(child, how)) for child in value.values())
+        case list() | tuple():
+            return " ".join(value)
+        case None:
+            return "-" if how else None
+    return format(value, how) if how else value
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -533,11 +498,6 @@ def _finite(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return None
     return value
-
-
-def _pair(by_pool: Row, shown: Callable[[Any], str]) -> str:
-    """The values of a small mapping, in its order, with slashes."""
-    return "/".join(shown(value) for value in by_pool.values())
 
 
 def _percent(share: float | None, digits: int = 0) -> str:

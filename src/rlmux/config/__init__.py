@@ -1,7 +1,7 @@
 """The user's YAML file as one typed tree: the same file for `run`, `compare`, `simulate`, `plan` and `submit`.
 
 Reading order: tree, load, source_map, error_messages, file_kind, merge, overrides, derive, checks, import_checks,
-old_keys, shares, checkpoint_folder, serve_file, service_file, broker_file, schema_docs, json_schema.
+shares, checkpoint_folder, serve_file, service_file, broker_file, schema_docs, json_schema.
 """
 
 from rlmux.config.checks import Purpose

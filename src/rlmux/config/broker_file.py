@@ -66,7 +66,7 @@ def load_broker_spec(path: str | Path, *, overrides: Sequence[str] = (), policie
     source = str(path)
     tree = parse_yaml(read_text(Path(path)), source)
     check_kind(tree, FileKind.PERMITS, source)
-    root = merge(tree, source, overrides, [])
+    root = merge(tree, source, overrides)
     try:
         config = TypeAdapter(BrokerConfig).validate_json(json.dumps(root.plain()))
     except ValidationError as error:

@@ -89,8 +89,6 @@ class Spec:
     """What projects and users are entitled to; None if the file has no such section."""
     resolved: str
     """YAML with defaults, overrides and absolute paths worked in: it loads to the same pipelines anywhere."""
-    hints: tuple[str, ...] = ()
-    """One line for each old key that the file or an override uses."""
 
 
 EstimateOf = Callable[[PipelineConfig], EstimateConfig | None]
@@ -138,8 +136,7 @@ def parse_spec(
 
 def spec_of_tree(tree: Node, *, source: str, folder: Path, **reading: Unpack[Reading]) -> Spec:
     """`load_spec` for nodes that are at hand."""
-    hints: list[str] = []
-    root = merge(tree, source, reading.get("overrides", ()), hints)
+    root = merge(tree, source, reading.get("overrides", ()))
     try:
         config = read_tree(root.plain(), is_open=reading.get("may_be_empty", False))
     except ValidationError as error:
@@ -155,7 +152,7 @@ def spec_of_tree(tree: Node, *, source: str, folder: Path, **reading: Unpack[Rea
         check_training=reading.get("check_training"),
         policies=reading.get("policies"),
     ).run()
-    return _spec(config, source, tuple(hints))
+    return _spec(config, source)
 
 
 def read_text(path: Path) -> str:
@@ -208,7 +205,7 @@ def _with_estimates(config: RunConfig, estimate_of: EstimateOf) -> RunConfig:
     )
 
 
-def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
+def _spec(config: RunConfig, source: str) -> Spec:
     assert config.code_folder is not None, "paths are absolute already"
     cluster, shares = make_cluster(config.cluster), make_shares(config.shares)
     check_prices(shares, cluster, source)
@@ -234,7 +231,6 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
         ),
         shares=shares,
         resolved=_resolved(config),
-        hints=hints,
     )
 
 

@@ -6,11 +6,9 @@ nodes ─ --set ─▶ nodes ─ merge defaults ─▶ nodes ─ --set pipelines
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from rlmux.config.error_messages import shown_value, spec_error
-from rlmux.config.old_keys import rename_keys, rename_override
-from rlmux.config.overrides import Override, apply_override, parse_override
+from rlmux.config.overrides import apply_override, parse_override
 from rlmux.config.source_map import Node
 from rlmux.core.errors import SpecError
 
@@ -20,15 +18,14 @@ _TAKEN_WHOLE = ("model", "task", "engine")
 """Keys that are one decision: a pipeline's own takes nothing from the default one."""
 
 
-def merge(root: Node, source: str, override_texts: Sequence[str], hints: list[str]) -> Node:
-    """The tree with overrides and defaults worked in, `defaults` gone, and old keys renamed (with `hints`)."""
+def merge(root: Node, source: str, override_texts: Sequence[str]) -> Node:
+    """The tree with overrides and defaults merged in, and `defaults` gone."""
     _check_is_mapping(root, source)
-    root = _with_new_keys(root, hints)
-    overrides = [_renamed(parse_override(text), hints) for text in override_texts]
+    overrides = [parse_override(text) for text in override_texts]
     for override in overrides:
         if not override.is_of_one_pipeline:
             root = apply_override(root, override)
-    root = _under_defaults(_with_new_keys(root, hints))  # once more: an override may be a whole mapping
+    root = _under_defaults(root)
     for override in overrides:
         if override.is_of_one_pipeline:
             root = apply_override(root, override)
@@ -41,16 +38,6 @@ def _check_is_mapping(root: Node, source: str) -> None:
     if not isinstance(root.value, dict):
         shown = shown_value(root.plain())
         raise SpecError(f"{root.where}: the file is {shown}; accepted: a mapping with cluster and pipelines")
-
-
-def _renamed(override: Override, hints: list[str]) -> Override:
-    return replace(override, keys=rename_override(override.keys, override.value.where, hints))
-
-
-def _with_new_keys(root: Node, hints: list[str]) -> Node:
-    if "defaults" in root.value:
-        root = root.replaced(["defaults"], rename_keys(root.value["defaults"], hints))
-    return _each_pipeline(root, lambda pipeline: rename_keys(pipeline, hints))
 
 
 def _under_defaults(root: Node) -> Node:

@@ -13,7 +13,6 @@ from typing import Any
 
 from rlmux.config import serve_file, service_file, shares, tree
 from rlmux.config.error_messages import accepted, fields_by_key
-from rlmux.config.old_keys import NEW_BY_OLD
 from rlmux.rl import config
 
 SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
@@ -49,8 +48,8 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
 
 
 def markdown() -> str:
-    """One heading, one sentence and one table for each mapping of the file; the old keys last."""
-    return "\n".join([*(_section(title, mapping) for title, mapping in SECTIONS), _old_keys()])
+    """One heading, one sentence and one table for each mapping of the file."""
+    return "\n".join(_section(title, mapping) for title, mapping in SECTIONS)
 
 
 def _section(title: str, mapping: type[config.FromFile]) -> str:
@@ -90,12 +89,6 @@ def _shown(field: dataclasses.Field[Any]) -> str:
         return ""
     default = list(field.default) if isinstance(field.default, tuple) else field.default
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
-
-
-def _old_keys() -> str:
-    rows = [f"| `{old}` | `{new}` |" for old, new in NEW_BY_OLD.items()]
-    about = "Accepted until the next release, with a hint on stderr that names the new key."
-    return "\n".join(["## Old keys", "", about, "", "| old key of a pipeline | new |", "|---|---|", *rows, ""])
 
 
 if __name__ == "__main__":

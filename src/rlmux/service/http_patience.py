@@ -8,7 +8,7 @@
 Beyond `max_connections` the one that has waited longest for a head is closed; where none waits, the new one is refused.
 Half of the files that the process may open are for connections: logs, indexes and processes need theirs.
 
-A module of its own: it wraps both of uvicorn's protocols, and the accept loop of asyncio.
+A module of its own: it wraps uvicorn's protocol of a connection, and the accept loop of asyncio.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import time
 from functools import partial
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 15.0
 """Seconds in which a head is to arrive, from the connection or its first byte on; a TLS handshake, likewise."""
@@ -43,18 +45,15 @@ def max_connections() -> int:
     return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_CONNECTIONS, soft // 2))
 
 
-class PatientProtocol:
-    """A mixin in front of one of uvicorn's protocols of a connection; see the module."""
+class PatientHttp(H11Protocol):
+    """uvicorn's protocol of one connection; see the module."""
 
     connections: set[Any]
-    cycle: Any
-    loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
     _head_timer: asyncio.TimerHandle | None = None
     _waits_since_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)  # type: ignore[misc]
+        super().connection_made(transport)
         self._waits_since_s = time.monotonic()
         if len(self.connections) > max_connections():
             waiting = [one for one in self.connections if one is not self and one.is_waiting]
@@ -66,12 +65,19 @@ class PatientProtocol:
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)  # type: ignore[misc]
+        super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        super().connection_lost(exc)  # type: ignore[misc]
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request; one whose response has begun has no room for a second, and its connection ends."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     @property
     def is_waiting(self) -> bool:

@@ -27,7 +27,7 @@ from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine_probe import describe_machine
 from rlmux.runtime.memory.memory_budget import with_machine_memory
-from rlmux.service.app import served_of
+from rlmux.service.hosted_lane import served_of
 from rlmux.service.model_serving import LEDGER, Serving
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront

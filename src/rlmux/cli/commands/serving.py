@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlmux.service.dashboard.dashboard import Dashboard
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
-_PAGES_NEED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+_PAGES_NEED = ("fastapi", "uvicorn", "h11", "prometheus_client")
 _SERVING_NEEDS = (*_PAGES_NEED, "google.protobuf")
 Listen = Annotated[
     str | None,
@@ -163,7 +163,7 @@ def _serve_file(
 ) -> None:
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
-    from rlmux.service.app import check_permits
+    from rlmux.service.hosted_lane import check_permits
     from rlmux.service.lanes import data_dir
     from rlmux.service.lanes.devices import check_devices
 
@@ -192,7 +192,7 @@ def _serve_lanes(
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
     from rlmux.service.lanes import data_dir
-    from rlmux.service.lanes.service import Ready, serve_lanes
+    from rlmux.service.service import Ready, serve_lanes
 
     def print_ready(server: Ready) -> None:
         if server.tinker_url is not None:
@@ -258,9 +258,9 @@ def budget(
         raise UserError("budget: accepted: DIR, or DIR PROJECT HOURS")
     folders.check_run(folder)
     _check_installed(*_SERVING_NEEDS)
-    from rlmux.service import app as server
+    from rlmux.service.hosted_lane import open_budgets
 
-    with server.open_budgets(folder) as (budgets, projects):
+    with open_budgets(folder) as (budgets, projects):
         if project is not None:
             if project not in projects:
                 raise UserError(f"project {project!r}: accepted: {', '.join(projects) or 'none has computed yet'}")

@@ -1,4 +1,4 @@
-"""One service for a module: a server process with a lane, whose controller outlives it; both end with the module."""
+"""A service: a server process with a lane, whose controller outlives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlmux.log.folder_lock import living_owner
 from rlmux.runtime.control.control_requests import GetStatus
 from rlmux.runtime.control.control_socket import send_request
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FILE = """
 lanes:
   cpu:
@@ -124,16 +124,3 @@ class Service:
             return bool(send_request(self.lane, GetStatus())["pid"])
         except RlmuxError:
             return False
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    pytest.importorskip("torch")
-    one = Service(tmp_path_factory.mktemp("service"))
-    one.start()
-    try:
-        yield one
-    finally:
-        one.kill()
-        with contextlib.suppress(ProcessLookupError, AssertionError):
-            one.kill_controller()

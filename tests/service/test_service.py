@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from tests.service.service_process import Service
 from tests.small_files import small_file
 
 import rlmux
@@ -28,6 +31,20 @@ from rlmux.service.lanes.data_dir import open_root
 
 pytestmark = pytest.mark.xdist_group("service")  # one service for all
 CLUSTER = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Both processes end with the module."""
+    pytest.importorskip("torch")
+    one = Service(tmp_path_factory.mktemp("service"))
+    one.start()
+    try:
+        yield one
+    finally:
+        one.kill()
+        with contextlib.suppress(ProcessLookupError, AssertionError):
+            one.kill_controller()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 file ─▶ a Lane each ─┬─ a thread each: controller started or adopted
                      ├─ the lane with models or permits: its controller in this process
-                     └─ Server ◀─ Dashboard of the folder, doors of clients
+                     └─ Server ◀─ Dashboard of the folder, LaneApis
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 from rlmux.config.service_file import Lane
 from rlmux.runtime.records.folders import ADDRESS
 from rlmux.service.addresses import Listening
-from rlmux.service.app import TINKER, Doors, HostedLane
 from rlmux.service.dashboard.dashboard import Dashboard
 from rlmux.service.folder_address import wait_for_signal
+from rlmux.service.hosted_lane import HostedLane
 from rlmux.service.http_server import Server
+from rlmux.service.lane_apis import TINKER, LaneApis
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.devices import neighbours_of, parts_of
@@ -152,8 +153,8 @@ class _Opened:
         self._on_ready = on_ready
         self._dashboard: Dashboard | None = None
 
-    def open(self, doors: Doors | None) -> None:
-        """`doors`: of the lane with models or permits, mounted."""
+    def open(self, apis: LaneApis | None) -> None:
+        """`apis`: of the lane with models or permits, mounted."""
         supervisor, server = self._supervisor, self._server
         if self._has_pages:
             self._dashboard = Dashboard(
@@ -175,8 +176,8 @@ class _Opened:
                 url=server.url,
                 lanes=tuple(supervisor.by_name),
                 dashboard=self._dashboard,
-                tinker_url=f"{server.url}{TINKER}" if doors and doors.has_models else None,
-                permits=doors.permits.address if doors and doors.permits else None,
+                tinker_url=f"{server.url}{TINKER}" if apis and apis.has_models else None,
+                permits=apis.permits.address if apis and apis.permits else None,
                 neighbours=tuple(map(str, neighbours_of(self._root, supervisor.by_name))),
             )
         )

@@ -12,7 +12,7 @@ from tests.waiting import until
 from rlmux.core.actions import Admit, Queue, RunStage
 from rlmux.core.events import WorkArrived
 from rlmux.log.run_log import LogReader
-from rlmux.service.app import silence_limits
+from rlmux.service.lane_apis import silence_limits
 
 PARAMS = {"max_tokens": 12, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
