@@ -1,11 +1,10 @@
 """The backend that runs workers: dispatches actions to its parts and collects their events and notes.
 
-                             ┌─▶ WorkerSupervisor   processes: start, watch, replace, end          (one)
-    execute(action) ─────────┼─▶ RolloutDriver      rollout shards, turns, migration               (per pipeline)
-                             ├─▶ TrainDriver        SFT warm-up, rewards, training, publishing     (per pipeline)
-                             ├─▶ OnDemandPipelines  request batches of Tinker clients              (one)
-                             ├─▶ ExternalPrograms   permits of programs with their own engines     (one)
-                             └─▶ ResidentStates     states on devices, in host memory, on disk     (one)
+                          a Carrier, found by the pipeline
+                             ┌─▶ ExternalPrograms   permits of programs with their own engines
+    execute(action) ─────────┼─▶ OnDemandPipelines  request batches of Tinker clients
+                             ├─▶ PlannedPipelines   rollouts and training, step by step
+                             └─▶ ResidentStates     states on devices, in host memory, on disk, of all three
     poll() ◀── Outbox ◀── all of them
                   ▲
     workers ──────┴── answers ───▶ CallLoop ──▶ resumes the order that waits
@@ -24,7 +23,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlmux.core.actions import (
     Action,
@@ -42,36 +41,26 @@ from rlmux.core.actions import (
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.estimation.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import Event, RewardOverdue
-from rlmux.core.model import Cluster, DeviceId, NodeId, PipelineId, Stage
+from rlmux.core.model import Cluster, NodeId, PipelineId, Stage
 from rlmux.runtime.backend import Note, Submission, WorkerOptions
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.memory.memory_budget import HostMemory
-from rlmux.runtime.orders.determinism_check import EngineProbes
 from rlmux.runtime.orders.external_programs import ExternalPrograms
 from rlmux.runtime.orders.on_demand import OnDemandPipelines
+from rlmux.runtime.orders.planned_pipelines import PlannedPipelines
 from rlmux.runtime.orders.request_batches import BatchOptions, Surroundings
 from rlmux.runtime.orders.resident_states import ResidentStates
-from rlmux.runtime.orders.rollout_driver import RolloutDriver
-from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder, RunningOrders
+from rlmux.runtime.orders.running_orders import Carrier, RunningOrder, RunningOrders
 from rlmux.runtime.orders.shared_training import SharedTrainers
-from rlmux.runtime.orders.train_driver import TrainDriver
 from rlmux.runtime.workers.call_loop import CallLoop, Work
 from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
-from rlmux.runtime.workers.supervisor import WorkerSupervisor
 from rlmux.runtime.workers.tenant_process import TenantWorkplace
 from rlmux.runtime.workers.worker_pool import Neighbour, Worker, Workplace
 
 _TOUCHING_CALLS = frozenset({"build", "probe", "join_ranks", "run_chunk", "run_stage", "offload"})
 """Calls of device workers that compute, or that move a state to or from the device. The others touch none: they read
 files, wait for one, or pick up trajectories that lie still (`take_partials`, while the shard is being migrated)."""
-
-
-class _Drivers(NamedTuple):
-    """The drivers of one pipeline, created at each start of its processes."""
-
-    rollout: RolloutDriver
-    train: TrainDriver
 
 
 class WorkerBackend:
@@ -101,26 +90,8 @@ class WorkerBackend:
         self._places = TenantWorkplace(workplace, self._outbox.now_s)
         self._calls = CallLoop(self._places, self._outbox.now_s, check=self._check_lease)
         self._orders = RunningOrders()
-        self._drivers: dict[PipelineId, _Drivers] = {}
         host_memory = HostMemory(cluster)
-        self._supervisor = WorkerSupervisor(
-            cluster,
-            folder,
-            weights_folder,
-            workplace=self._places,
-            calls=self._calls,
-            outbox=self._outbox,
-            host_memory=host_memory,
-            options=self._options,
-            on_started=self._make_drivers,
-            on_replaced=self._notify_successor,
-            on_ending=self._end_drivers,
-        )
-        self._expected_losses: dict[NodeId, float] = {}
-        """Expected time of loss, by node with a notice."""
-        self._lost_nodes: set[NodeId] = set()
-        """Nodes reported as lost (membership tests only)."""
-        self._promises = EngineProbes(self._calls, self._outbox)
+        self.external = ExternalPrograms(self._calls, self._outbox)
         self.on_demand = OnDemandPipelines(
             Surroundings(
                 workplace=self._places,
@@ -130,10 +101,25 @@ class WorkerBackend:
                 options=batch_options,
             )
         )
-        self.external = ExternalPrograms(self._calls, self._outbox)
-        self._states = ResidentStates(
-            self._calls, self._outbox, host_memory, self._supervisor.find, self.on_demand, self.external
+        self._states = ResidentStates(self._outbox, host_memory, self.external, self._carrier_of)
+        self._planned = PlannedPipelines(
+            cluster,
+            folder,
+            weights_folder,
+            workplace=self._places,
+            calls=self._calls,
+            outbox=self._outbox,
+            orders=self._orders,
+            states=self._states,
+            host_memory=host_memory,
+            options=self._options,
         )
+        self._supervisor = self._planned.supervisor
+        self._carriers: tuple[Carrier, ...] = (self.external, self.on_demand, self._planned)
+        self._expected_losses: dict[NodeId, float] = {}
+        """Expected time of loss, by node with a notice."""
+        self._lost_nodes: set[NodeId] = set()
+        """Nodes reported as lost (membership tests only)."""
 
     @property
     def workers_by_pipeline(self) -> Mapping[PipelineId, PipelineWorkers]:
@@ -157,7 +143,7 @@ class WorkerBackend:
         self._supervisor.add_pipeline(submission)
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
-        return self._supervisor.weights_sha256(pipeline) or self.on_demand.weights_sha256(pipeline)
+        return next(filter(None, (each.weights_sha256(pipeline) for each in self._carriers)), None)
 
     def execute(self, action: Action) -> None:
         match action:
@@ -166,7 +152,7 @@ class WorkerBackend:
             case RunStage():
                 self._run(action)
             case MigrateShard():
-                self._drivers[action.pipeline].rollout.migrate(action)
+                self._planned.migrate(action)
             case Pause():
                 if (order := self._orders.find(action.order)) is not None:  # else its end is in the outbox
                     order.pause()
@@ -177,38 +163,18 @@ class WorkerBackend:
                 self._expect_loss(action)
             case Admit():
                 self._lost_nodes.difference_update(action.placement.nodes)  # a user may report a node as back
-                if not self._is_client(action.pipeline):  # a client's workers start with its first order
-                    self._supervisor.admit(action)
-            case Relocate() if not self._is_client(action.pipeline):
-                self._supervisor.relocate(action)
+                self._carrier_of(action.pipeline).admit(action)
+            case Relocate():
+                self._carrier_of(action.pipeline).relocate(action)
             case Park():
-                if not self._park_client(action.pipeline):
-                    self._supervisor.park(action)
+                self._carrier_of(action.pipeline).park(action)
             case Release() | Refuse():
-                self._release(action.pipeline)
+                self._carrier_of(action.pipeline).release(action.pipeline)
             case _:
                 pass  # Queue is the controller's to show
 
-    def _is_client(self, pipeline: PipelineId) -> bool:
-        return pipeline in self.external or self.on_demand.find(pipeline) is not None
-
-    def _release(self, pipeline: PipelineId) -> None:
-        if pipeline in self.external:
-            self.external.release(pipeline)
-        elif self.on_demand.find(pipeline) is not None:
-            self.on_demand.release(pipeline)
-        else:
-            self._supervisor.release(pipeline)
-
-    def _park_client(self, pipeline: PipelineId) -> bool:
-        """End the orders and workers of an on-demand pipeline or a program; returns whether it is one."""
-        if (found := self.on_demand.find(pipeline)) is not None:
-            found.park()
-        elif pipeline in self.external:
-            self.external.park(pipeline)
-        else:
-            return False
-        return True
+    def _carrier_of(self, pipeline: PipelineId) -> Carrier:
+        return next(each for each in self._carriers if pipeline in each)
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         has_events = self._outbox.has_events()  # of actions since the last poll
@@ -218,10 +184,9 @@ class WorkerBackend:
             ready = self._places.wait(self._seconds_to_wait(timeout_s))
             self._report_node_changes()
             for worker in ready:
-                if not self.on_demand.receive(worker):
-                    self._supervisor.receive(worker)
-            self._supervisor.end_overdue_workers()
-            self.on_demand.end_overdue_workers()
+                any(each.receive(worker) for each in self._carriers)
+            for carrier in self._carriers:
+                carrier.end_overdue_workers()
             self._calls.fire_timers()
             self._report_long_waits()
             self._run_commands()
@@ -250,7 +215,9 @@ class WorkerBackend:
             if is_there or node not in self._lost_nodes:
                 self._supervisor.change_node(node, is_there=is_there)
                 for order in () if is_there else self._orders.on_node(node):
-                    self._park_client(order.action.pipeline)
+                    carrier = self._carrier_of(order.action.pipeline)
+                    if carrier is not self._planned:  # whose orders there have ended
+                        carrier.park(Park(pipeline=order.action.pipeline))
             self._expected_losses.pop(node, None)
             if is_there:
                 self._lost_nodes.discard(node)
@@ -258,9 +225,8 @@ class WorkerBackend:
                 self._lost_nodes.add(node)
 
     def close(self) -> None:
-        for pipeline in list(self._supervisor.workers_by_pipeline):
-            self._supervisor.release(pipeline, finishes_checkpoints=True)
-        self.on_demand.close()
+        for carrier in self._carriers:
+            carrier.close()
         self.workplace.close()
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
@@ -272,33 +238,14 @@ class WorkerBackend:
 
     def _carry_out(self, order: RunningOrder) -> Work:
         """The life of an order; closing it, or a lost worker, ends it without an event."""
+        carrier = self._carrier_of(order.action.pipeline)
         try:
-            event = yield from self._work_of(order)
+            if not carrier.makes_room:
+                yield from self._states.make_room(order)
+            event = yield from carrier.run(order)
         finally:
             self._orders.end(order)
         self._outbox.add(event)
-
-    def _work_of(self, order: RunningOrder) -> OrderWork:
-        pipeline = order.action.pipeline
-        if (on_demand := self.on_demand.find(pipeline)) is not None:
-            return self._after_room(order, on_demand.run(order))
-        if pipeline in self.external:
-            return self._after_room(order, self.external.run(order))
-        rollout, train = self._drivers[pipeline]
-        match order.action.stage:
-            case Stage.GENERATE:
-                return rollout.run(order)
-            case Stage.REWARD:
-                return train.score(order)
-            case Stage.PUBLISH:
-                return train.publish(order)
-            case _:
-                return train.run_stage(order)
-
-    def _after_room(self, order: RunningOrder, work: OrderWork) -> OrderWork:
-        """A client's order, once the evicted states have left its devices."""
-        yield from self._states.make_room(order)
-        return (yield from work)
 
     def _check_lease(self, worker: Worker, method: str) -> None:
         """Raises IllegalTransitionError for a call that touches a device without a lease.
@@ -324,34 +271,3 @@ class WorkerBackend:
                 self._outbox.add(RewardOverdue(order=order.action.order))
             else:
                 order.pause()
-
-    # ------------------------------------------------------------------ wiring
-
-    def _make_drivers(self, workers: PipelineWorkers) -> None:
-        rollout = RolloutDriver(
-            workers,
-            calls=self._calls,
-            outbox=self._outbox,
-            orders=self._orders,
-            states=self._states,
-            promises=self._promises,
-            options=self._options,
-        )
-        train = TrainDriver(
-            workers,
-            rollout,
-            calls=self._calls,
-            outbox=self._outbox,
-            states=self._states,
-            promises=self._promises,
-            supervisor=self._supervisor,
-            options=self._options,
-        )
-        self._drivers[workers.id] = _Drivers(rollout, train)
-
-    def _notify_successor(self, workers: PipelineWorkers, device: DeviceId) -> None:
-        self._drivers[workers.id].rollout.replace_worker(device)
-
-    def _end_drivers(self, workers: PipelineWorkers) -> None:
-        del self._drivers[workers.id]
-        self._calls.close_all_of(workers.id)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlmux.core.actions import RunStage
+from rlmux.core.actions import Park, RunStage
 from rlmux.core.events import (
     ChunkFinished,
     ClientFinished,
@@ -25,7 +25,7 @@ from rlmux.core.events import (
     WorkWithdrawn,
 )
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Resident
-from rlmux.runtime.orders.running_orders import OrderWork, RunningOrder
+from rlmux.runtime.orders.running_orders import Carrier, OrderWork, RunningOrder
 from rlmux.runtime.workers.call_loop import CallLoop, Future
 from rlmux.runtime.workers.outbox import Outbox
 
@@ -43,7 +43,7 @@ class ExternalProgram(Protocol):
         """Evict the program's state from the devices; `on_left` is then called in the controller's thread."""
 
 
-class ExternalPrograms:
+class ExternalPrograms(Carrier):
     """All programs of a run; lives in the controller's thread."""
 
     def __init__(self, calls: CallLoop, outbox: Outbox) -> None:
@@ -124,13 +124,19 @@ class ExternalPrograms:
         (program or self._programs[resident.pipeline]).evict(resident, devices, on_left)
         return left
 
-    def park(self, pipeline: PipelineId) -> None:
+    def offload(self, resident: Resident, action: RunStage) -> Sequence[Future]:
+        is_own = resident.pipeline == action.pipeline  # a program moves its own states itself
+        return () if is_own else (self.evict(resident, action.devices),)
+
+    def park(self, action: Park) -> None:
         """Take the program's nodes: its orders end, and its states are off the devices."""
+        self._take_nodes(action.pipeline)
+
+    def release(self, pipeline: PipelineId) -> None:
+        del self._programs[pipeline]
+        self._take_nodes(pipeline)
+
+    def _take_nodes(self, pipeline: PipelineId) -> None:
         self._calls.close_all_of(pipeline)
         for left in self._leaving.pop(pipeline, []):
             left.set_result()
-
-    def release(self, pipeline: PipelineId) -> None:
-        """Remove a program that is over for the scheduler."""
-        del self._programs[pipeline]
-        self.park(pipeline)

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlmux.core.actions import Park, RunStage
 from rlmux.core.errors import RlmuxError, WorkerLostError
 from rlmux.core.events import ClientFinished, PipelineFailed, PipelineSubmitted, WorkerLost
-from rlmux.core.model import Pipeline, PipelineId
+from rlmux.core.model import Pipeline, PipelineId, Resident
 from rlmux.rl.client_requests import SampleRequest, TrainRequest
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.orders.request_batches import Client, OnDemandPipeline, Surroundings
+from rlmux.runtime.orders.running_orders import Carrier, OrderWork, RunningOrder
+from rlmux.runtime.workers.call_loop import Future
 from rlmux.runtime.workers.worker_pool import Worker
 
-_MAX_LOSSES = 3
-"""Deaths in a row of a pipeline's workers of one phase that it survives, no request being answered in between."""
 
-
-class OnDemandPipelines:
+class OnDemandPipelines(Carrier):
     """Every on-demand pipeline of a run; lives in the controller's thread."""
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -37,8 +37,10 @@ class OnDemandPipelines:
         """The pipeline; None if it is over or of another kind."""
         return self._pipelines.get(pipeline)
 
+    def __contains__(self, pipeline: PipelineId) -> bool:
+        return pipeline in self._pipelines
+
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
-        """Hash of the weights of the newest checkpoint; None before the first one."""
         found = self._pipelines.get(pipeline)
         return self._sha256.get(pipeline) if found is None else found.sha256
 
@@ -75,14 +77,22 @@ class OnDemandPipelines:
 
     # --- from the backend ---------------------------------------------------------------------------------------
 
+    def run(self, order: RunningOrder) -> OrderWork:
+        return self._pipelines[order.action.pipeline].run(order)
+
+    def offload(self, resident: Resident, action: RunStage) -> Sequence[Future]:
+        offloaded = self._pipelines[resident.pipeline].offload(resident.phase)
+        return () if offloaded is None else (offloaded,)
+
+    def park(self, action: Park) -> None:
+        self._pipelines[action.pipeline].park()
+
     def release(self, pipeline: PipelineId) -> None:
-        """The pipeline is over."""
         ended = self._pipelines.pop(pipeline)
         ended.park()
         self._sha256[pipeline] = ended.sha256
 
     def receive(self, worker: Worker) -> bool:
-        """Handle a worker's answer or its loss; returns whether the worker belongs to on-demand pipelines."""
         owners = [each for each in self._pipelines.values() if worker in each.workers]
         if owners:
             try:
@@ -92,7 +102,6 @@ class OnDemandPipelines:
         return bool(owners)
 
     def end_overdue_workers(self) -> None:
-        """Replace workers whose call exceeded its limit without a sign of life."""
         now_s = self._outbox.now_s()
         overdue = [one for each in self._pipelines.values() for one in each.workers if one.is_overdue(now_s)]
         for worker in dict.fromkeys(overdue):
@@ -101,7 +110,6 @@ class OnDemandPipelines:
                 self._lose(owners, worker, WorkerLostError(f"{worker.name} gave no answer in time"))
 
     def close(self) -> None:
-        """End every worker."""
         for each in self._pipelines.values():
             each.park()
 
@@ -113,7 +121,7 @@ class OnDemandPipelines:
             if len(owners) > 1:
                 each.stop_sharing()  # alone, each shows whether it was its own fault
             num_losses = each.count_loss(worker)
-            if num_losses > _MAX_LOSSES:
+            if num_losses > self._surroundings.options.max_losses:
                 self._fail(each, f"{error}, {num_losses} times in a row")
             else:
                 self._outbox.add(WorkerLost(pipeline=each.id, device=each.forget(worker)))

@@ -53,6 +53,8 @@ class BatchOptions:
     """Longest wait for more requests before a batch ends, in seconds, where a switch costs less."""
     call_limit_s: float = 120.0
     """Seconds within which a worker's call must be answered, or show that it lives."""
+    max_losses: int = 3
+    """Deaths in a row of a pipeline's workers of one phase that it survives, no request being answered in between."""
 
 
 class Client(Protocol):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from rlmux.core.actions import RunStage
+from rlmux.core.actions import Admit, Park, Relocate, RunStage
 from rlmux.core.events import BatchShare, ChunkFinished, Event, StageFinished, StagePaused
-from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, SubStage
+from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Resident, SubStage
 from rlmux.rl.types import SubStageIterations
 from rlmux.runtime.workers.call_loop import Future, LoopTask
+from rlmux.runtime.workers.worker_pool import Worker
 
 OrderWork = Generator[Future, Any, Event]
 """An order being carried out; returns the event that ends it."""
@@ -126,6 +128,57 @@ class RunningOrder:
             batches=tuple(self.batches[number] for number in sorted(self.batches)),
             is_waiting=is_waiting,
         )
+
+
+class Carrier(Protocol):
+    """Carries out the orders of one kind of pipelines, and moves what they need: planned ones, clients', programs'."""
+
+    makes_room: ClassVar[bool] = False
+    """Whether its orders have evicted states leave their devices themselves; else that is done before each begins."""
+
+    @abstractmethod
+    def __contains__(self, pipeline: PipelineId) -> bool:
+        """Whether the pipeline is of this kind, and not over."""
+
+    @abstractmethod
+    def run(self, order: RunningOrder) -> OrderWork:
+        """Carry the order out."""
+
+    @abstractmethod
+    def offload(self, resident: Resident, action: RunStage) -> Sequence[Future]:
+        """Have a state leave the devices of another's order; each future is done once a part of it has left."""
+
+    @abstractmethod
+    def park(self, action: Park) -> None:
+        """End the pipeline's orders and free its devices."""
+
+    @abstractmethod
+    def release(self, pipeline: PipelineId) -> None:
+        """The pipeline is over."""
+
+    def admit(self, action: Admit) -> None:
+        """The pipeline has nodes. Without a method of its own, its workers start with its first order."""
+        return
+
+    def relocate(self, action: Relocate) -> None:
+        """The pipeline has other nodes from its next order on."""
+        return
+
+    def receive(self, worker: Worker) -> bool:
+        """Handle a worker's answer or its loss; returns whether the worker is of these pipelines."""
+        return False
+
+    def end_overdue_workers(self) -> None:
+        """Replace workers whose call exceeded its limit without a sign of life."""
+        return
+
+    def weights_sha256(self, pipeline: PipelineId) -> str | None:
+        """Hash of the weights of the newest checkpoint; None before the first one."""
+        return None
+
+    def close(self) -> None:
+        """End every worker."""
+        return
 
 
 class RunningOrders:
