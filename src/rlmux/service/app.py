@@ -29,9 +29,9 @@ from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
+from rlmux.log.notes import Note
 from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
-from rlmux.runtime.backend import Note
 from rlmux.runtime.controller import Listener
 from rlmux.runtime.launch import resume_run, spec_of, start_run
 from rlmux.runtime.records.folders import SERVED

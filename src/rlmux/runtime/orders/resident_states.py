@@ -16,6 +16,7 @@ from pathlib import Path
 from rlmux.core.actions import RunStage
 from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import PipelineId, Resident
+from rlmux.log.notes import SpillNote
 from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.call_loop import CallLoop, Future, Work
 from rlmux.runtime.orders.external_programs import ExternalPrograms
@@ -84,5 +85,5 @@ class ResidentStates:
         """The file for a worker's state; None: it goes to host memory."""
         if self._host_memory.offload(worker.name):
             return None
-        self._outbox.note("spill", pipeline=workers.id, worker=worker.name)
+        self._outbox.add_note(SpillNote(pipeline=workers.id, worker=worker.name))
         return workers.folder / f"spilled-{worker.name.rpartition('/')[2]}.safetensors"
