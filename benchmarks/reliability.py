@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from rlmux.core.errors import LogError
 from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
+from rlmux.log.notes import CheckpointNote
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
@@ -123,7 +124,7 @@ class Killer:
     def update(self, now_s: float, events: Sequence[Any], actions: Sequence[Any], notes: Sequence[Any]) -> None:
         for note in notes:
             if note.type == "worker":
-                self.pid_by_role[note.fields["role"].partition("-")[0]] = note.fields["pid"]
+                self.pid_by_role[note.role.partition("-")[0]] = note.pid
             elif note.type == "loss" and self.killed_s is not None:
                 self.detected_s.append(time.monotonic() - self.killed_s)
         under_way = [work for event in events if (work := self.work_by_order.get(getattr(event, "order", 0)))]
@@ -242,7 +243,7 @@ def overhead(num_steps: int, rounds: int, size: str) -> list[list[str]]:
         row = [f"with {kind}", *(f"{value * 1e3:.1f} ms" for value in (statistics.mean(fastest), median_s, cpu_s))]
         rows.append(row)
     written = [each for run in made["both"] for each in run["checkpoints"]]
-    stalls, beside = ([each[name] for each in written] for name in ("stall_s", "seconds"))
+    stalls, beside = ([getattr(each, name) for each in written] for name in ("stall_s", "seconds"))
     rows += [
         ["checkpoint: training waits", f"{statistics.median(stalls) * 1e3:.1f} ms", "", ""],
         ["checkpoint: written beside what follows", f"{statistics.median(beside) * 1e3:.1f} ms", "", ""],
@@ -258,7 +259,7 @@ def _timed_run(folder: Path, num_steps: int, size: str, options: WorkerOptions, 
     log = RunLog.create(folder / "log", header) if has_log else None
     backend = local_backend(CLUSTER, folder, options=options)
     ends: list[float] = []
-    checkpoints: list[Mapping[str, float]] = []
+    checkpoints: list[CheckpointNote] = []
     cpu_s: dict[int, float] = {}
     begun, enough = 4, 2 * num_steps - 2  # steps of both: before, workers warm up; after, some are gone
 
@@ -267,7 +268,7 @@ def _timed_run(folder: Path, num_steps: int, size: str, options: WorkerOptions, 
             ends.extend(now_s for note in notes if note.type == "step")
             if len(ends) in (begun, enough):
                 cpu_s.setdefault(len(ends), _cpu_s())
-            checkpoints.extend(note.fields for note in notes if note.type == "checkpoint")
+            checkpoints.extend(note for note in notes if isinstance(note, CheckpointNote))
 
     try:
         Controller(Scheduler(CLUSTER, policy), backend, log, [Clock()]).run(pair)

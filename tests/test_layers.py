@@ -58,7 +58,20 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "google", "numpy", "prometheus_client"},
     ),
     "profiling": (
-        {"core", "policies", "report", "rl", "engines", "sim.models", "runtime", "config", "hidden_main"},
+        {
+            *(
+                "core",
+                "policies",
+                "log.notes",
+                "report",
+                "rl",
+                "engines",
+                "sim.models",
+                "runtime",
+                "config",
+                "hidden_main",
+            )
+        },
         TRAINING,
     ),
     "config": (

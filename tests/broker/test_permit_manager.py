@@ -84,7 +84,7 @@ def test_a_program_that_has_room_beside_others_ends_its_permit_for_them_and_does
     assert called == ["while it held"]
     manager.evict(NAME, "gpu0", lambda: called.append("between two permits"))
     assert called == ["while it held", "between two permits"]
-    assert "told_to_leave" not in [note.fields["what"] for note in manager.notes]
+    assert "told_to_leave" not in [note.what for note in manager.notes]
 
 
 @pytest.mark.parametrize(("asks", "end"), [(False, ClientFinished), (True, PipelineFailed)])

@@ -11,7 +11,7 @@ from rlmux.config import load_spec
 from rlmux.core.actions import ReportPolicyFault, RunStage
 from rlmux.core.events import ChunkFinished, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.runtime.backend import Note
+from rlmux.log.notes import StepNote
 
 ROLLOUT, TRAIN = DeviceId("rollout", 0, 0), DeviceId("train", 0, 0)
 A = PipelineId("a")
@@ -28,9 +28,9 @@ def generate(order: int, step: int = 1) -> RunStage:
     )
 
 
-def step(number: int, reward: float) -> Note:
+def step(number: int, reward: float) -> StepNote:
     metrics = {"reward_mean": reward, "tokens": 50}
-    return Note(type="step", fields={"pipeline": A, "step": number, "metrics": metrics})
+    return StepNote(pipeline=A, step=number, metrics=metrics)
 
 
 def drawn(live: Live) -> str:

@@ -16,6 +16,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.log.run_state import RunState
+from rlmux.log.value_codec import dumps, loads
 from rlmux.runtime.records.input_files import retried
 
 FILE = """\
@@ -121,4 +122,4 @@ def test_a_pipeline_whose_retry_was_interrupted_is_not_over(tmp_path: Path):
     with LogReader(tmp_path) as reader:
         state = reader.state()
     assert set(state.ended) == {"b"}
-    assert RunState(**json.loads(json.dumps(state.as_json()))) == state
+    assert RunState.from_json(loads(dumps(state))) == state

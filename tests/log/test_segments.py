@@ -97,10 +97,10 @@ def test_a_state_read_from_a_snapshot_equals_the_fold_from_the_first_row_at_ever
             log.commit()
             from_start = RunState()
             for entry in reader.entries():
-                from_start.add(*entry)
+                from_start.add(entry)
             assert reader.state() == from_start
     assert reader_state(tmp_path).ended.keys() == {"sort", "tools"}
-    assert [fields["source"] for fields in reader_state(tmp_path).submitted] == ["late.yaml"]
+    assert [note.source for note in reader_state(tmp_path).submitted] == ["late.yaml"]
 
 
 def test_of_pipelines_alike_the_newest_seconds_are_kept_the_oldest_key_first() -> None:
@@ -112,11 +112,13 @@ def test_of_pipelines_alike_the_newest_seconds_are_kept_the_oldest_key_first() -
 
     state = RunState()
     for seq, action in enumerate([expected("x", 1.0), expected("y", 2.0), expected("x", 3.0)], 1):
-        state.add(seq, 0.0, "action", "ExpectSteps", action)
-    kept = value_codec.reader(tuple[AlikeSeconds, ...])(RunState(**state.as_json()).alike, "alike")
+        state.add(Entry(seq, 0.0, "action", "ExpectSteps", action))
+    kept = value_codec.reader(tuple[AlikeSeconds, ...])(
+        RunState.from_json(value_codec.loads(value_codec.dumps(state))).alike, "alike"
+    )
     assert [(one.alike, one.measured.median.rollout_s) for one in kept] == [("y", 2.0), ("x", 3.0)]
     for seq in range(MAX_KEPT):
-        state.add(4 + seq, 0.0, "action", "ExpectSteps", expected(str(seq), 1.0))
+        state.add(Entry(4 + seq, 0.0, "action", "ExpectSteps", expected(str(seq), 1.0)))
     assert [one["alike"] for one in state.alike] == [str(number) for number in range(MAX_KEPT)]
 
 

@@ -79,7 +79,7 @@ def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, 
     tight = with_memory(real.cluster(), 15 * MEGABYTE, 12 * MEGABYTE, spills_to_disk=True)
     crowded = [with_footprint(one, tight) for one in with_processes(pair, MEGABYTE)]
     run = real.run(tmp_path / "run", crowded, on=tight, make_backend=make_backend)
-    spilled = {note.fields["worker"].partition("-")[0] for note in run.recorder.notes if note.type == "spill"}
+    spilled = {note.worker.partition("-")[0] for note in run.recorder.notes if note.type == "spill"}
     assert {worker.partition("/")[2] for worker in spilled} == {"rollout", "train"}
     assert set(run.status.values()) == {"finished"}
     assert run.sha256 == roomy.sha256

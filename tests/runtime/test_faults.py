@@ -46,9 +46,9 @@ def undisturbed(real, pair, tmp_path_factory):
 def pid_of(recorder, pipeline: str, role: str) -> int | None:
     """None until its present process is known."""
     pids = [
-        note.fields["pid"]
+        note.pid
         for note in recorder.notes
-        if note.type == "worker" and note.fields["pipeline"] == pipeline and note.fields["role"].startswith(role)
+        if note.type == "worker" and note.pipeline == pipeline and note.role.startswith(role)
     ]
     return pids[-1] if pids else None
 
@@ -140,7 +140,7 @@ def test_a_worker_that_hangs_is_replaced(real, make_backend, pair, undisturbed, 
 
     run = real.run(tmp_path / "run", pair, watch=once_at("sort", stage, 3, stop), make_backend=make_backend)
     assert not psutil.pid_exists(stopped[0])
-    assert any(note.type == "loss" and "no answer" in note.fields["reason"] for note in run.recorder.notes)
+    assert any(note.type == "loss" and "no answer" in note.reason for note in run.recorder.notes)
     assert run.sha256 == undisturbed.sha256
 
 
@@ -166,7 +166,7 @@ def test_a_worker_that_runs_out_of_memory_is_replaced(real, make_backend, pair, 
 
     watch = once_at("sort", Stage.REFERENCE_LOGPROBS, 3, leave_no_memory)
     run = real.run(tmp_path / "run", pair, watch=watch, make_backend=make_backend)
-    (loss,) = [note.fields["reason"] for note in run.recorder.notes if note.type == "loss"]
+    (loss,) = [note.reason for note in run.recorder.notes if note.type == "loss"]
     assert "out of memory" in loss or "is gone" in loss
     assert run.sha256 == undisturbed.sha256
 
@@ -191,8 +191,8 @@ def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(
     killed = []
 
     def kill_every_env_worker_of_sort(backend, recorder) -> bool:
-        pids = [note.fields["pid"] for note in recorder.notes if note.type == "worker"
-                 and (note.fields["pipeline"], note.fields["role"]) == ("sort", "env")]  # fmt: skip
+        pids = [note.pid for note in recorder.notes if note.type == "worker"
+                 and (note.pipeline, note.role) == ("sort", "env")]  # fmt: skip
         if pids and pids[-1] is not None and pids[-1] not in killed:
             killed.append(pids[-1])
             os.kill(pids[-1], signal.SIGKILL)

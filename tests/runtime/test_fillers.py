@@ -88,10 +88,7 @@ class KillsAt:
         self.step = step
 
     def update(self, now_s, events, actions, notes) -> None:
-        if any(
-            note.type == "step" and note.fields["pipeline"] == "eval" and note.fields["step"] == self.step
-            for note in notes
-        ):
+        if any(note.type == "step" and note.pipeline == "eval" and note.step == self.step for note in notes):
             os.kill(os.getpid(), signal.SIGINT)
 
 

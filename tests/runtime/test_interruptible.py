@@ -52,9 +52,9 @@ def alone(real, mode, tmp_path_factory):
 
 def steps(run, name="p"):
     """What each step trained on, in numbers."""
-    notes = [note.fields for note in run.recorder.notes if note.type == "step" and note.fields["pipeline"] == name]
+    notes = [note for note in run.recorder.notes if note.type == "step" and note.pipeline == name]
     keys = ("tokens", "interrupted_trajectories", "staleness_max", "backlog_trajectories")
-    return {note["step"]: tuple(note["metrics"][key] for key in keys) for note in notes}
+    return {note.step: tuple(note.metrics[key] for key in keys) for note in notes}
 
 
 def same(run, alone):
@@ -148,8 +148,8 @@ class Kills:
         is_under_way = recorder.events and isinstance(recorder.events[-1], ChunkFinished)
         if is_under_way and self.step in self.victims:
             role = self.victims.pop(self.step)
-            notes = [note.fields for note in recorder.notes if note.type == "worker"]
-            os.kill([note["pid"] for note in notes if note["role"].startswith(role)][-1], signal.SIGKILL)
+            notes = [note for note in recorder.notes if note.type == "worker"]
+            os.kill([note.pid for note in notes if note.role.startswith(role)][-1], signal.SIGKILL)
         return False
 
 

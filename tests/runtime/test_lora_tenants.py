@@ -65,9 +65,9 @@ class KillsATrainer:
             for action in recorder.actions
         )
         pids = [
-            note.fields["pid"]
+            note.pid
             for note in recorder.notes
-            if note.type == "worker" and (note.fields["pipeline"], note.fields["role"]) == (self.pipeline, "train")
+            if note.type == "worker" and (note.pipeline, note.role) == (self.pipeline, "train")
         ]
         if is_due and pids:
             os.kill(pids[-1], signal.SIGKILL)
@@ -93,7 +93,7 @@ class InterruptsAt:
         self.at = (pipeline, step)
 
     def update(self, now_s, events, actions, notes) -> None:
-        if any(note.type == "step" and (note.fields["pipeline"], note.fields["step"]) == self.at for note in notes):
+        if any(note.type == "step" and (note.pipeline, note.step) == self.at for note in notes):
             os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -45,8 +45,8 @@ def migrated_tails(recorder) -> list[tuple[str, int]]:
 
 def weights_by_step(recorder, pipeline: str) -> dict[int, str]:
     """Checksum of the weights that each step of the pipeline published."""
-    steps = [note.fields for note in recorder.notes if note.type == "step" and note.fields["pipeline"] == pipeline]
-    return {one["step"]: one["weights_checksum"] for one in steps}
+    steps = [note for note in recorder.notes if note.type == "step" and note.pipeline == pipeline]
+    return {one.step: one.weights_checksum for one in steps}
 
 
 def test_a_tail_that_the_policy_chose_to_migrate_trains_the_weights_of_running_alone(real, submissions, tmp_path):

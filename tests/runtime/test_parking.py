@@ -59,7 +59,7 @@ class ParksAtRandom:
 
     @property
     def num_steps(self) -> int:
-        return sum(note.type == "step" and note.fields["pipeline"] == LONG for note in self.notes)
+        return sum(note.type == "step" and note.pipeline == LONG for note in self.notes)
 
     def update(self, now_s: float, events: Sequence[Any], actions: object, notes: Sequence[Any]) -> None:
         self.events += events
@@ -92,6 +92,6 @@ def test_a_pipeline_that_is_parked_again_and_again_trains_the_same_weights(real,
     parked = [event for event in asking.events if isinstance(event, PipelineParked)]
     assert len(parked) >= num_parks - 1 > 0, "the last one may come behind the last step"
     assert len([event for event in asking.events if isinstance(event, PipelineRestarted)]) == len(parked)
-    steps = [note.fields["step"] for note in asking.notes if note.type == "step" and note.fields["pipeline"] == LONG]
+    steps = [note.step for note in asking.notes if note.type == "step" and note.pipeline == LONG]
     assert steps == [*range(1, 5 + 2 * num_parks)], "none is left out or done twice"
     assert backend.weights_sha256(LONG) == alone.sha256[LONG]

@@ -39,7 +39,7 @@ class TakesImage:
     def update(self, now_s, events, actions, notes) -> None:
         for note in notes:
             if note.type == "step":
-                self.steps[note.fields["pipeline"]] = note.fields["step"]
+                self.steps[note.pipeline] = note.step
         if max(self.steps.values(), default=0) < 2:
             self.early_bytes = (self.folder / "run.db-wal").stat().st_size
         if len(self.steps) == 2 and min(self.steps.values()) >= CUT_AT and not self.image.exists():

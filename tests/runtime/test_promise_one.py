@@ -33,7 +33,7 @@ def test_solo_runs_one_pipeline_after_the_other(solo):
 
 def test_every_step_trains_on_what_its_own_version_sampled(solo):
     """Promise 2. The trainer's log-probs of the sampled tokens are the engine's, the first step included."""
-    gaps = [note.fields["metrics"]["logprob_gap"] for note in solo.recorder.notes if note.type == "step"]
+    gaps = [note.metrics["logprob_gap"] for note in solo.recorder.notes if note.type == "step"]
     assert len(gaps) == 4
     assert max(gaps) < 1e-4
 

@@ -38,7 +38,7 @@ def of_ranks(
 
 def figures(run) -> list[Any]:
     """Everything that the steps of a run were noted with, hashes of the weights among it."""
-    return [note.fields for note in run.recorder.notes if note.type == "step"]
+    return [note for note in run.recorder.notes if note.type == "step"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_ranks_give_the_weights_and_figures_of_one_wherever_stages_are_cut(
     options = WorkerOptions(chunk_s=chunk_s)
     run = real.run(tmp_path, [of_ranks(real, count)], on=real.cluster(train=count), options=options)
     assert figures(run) == figures(alone)
-    roles = [note.fields["role"] for note in run.recorder.notes if note.type == "worker"]
+    roles = [note.role for note in run.recorder.notes if note.type == "worker"]
     assert sum(role.startswith("train") for role in roles) == count
 
 
@@ -68,7 +68,7 @@ def test_ranks_with_running_sums_give_their_own_bits_wherever_stages_are_cut(rea
     options = WorkerOptions(chunk_s=0.0)
     cut = real.run(tmp_path / "cut", [given], on=real.cluster(train=2), options=options)
     assert figures(cut) == figures(whole)
-    found, expected = figures(whole)[0]["metrics"], figures(alone)[0]["metrics"]
+    found, expected = figures(whole)[0].metrics, figures(alone)[0].metrics
     for name in ("reward_mean", "tokens", "entropy", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-2), name
 
@@ -141,7 +141,7 @@ def test_the_rank_that_is_stopped_is_named_and_not_one_that_waits_for_it(real, t
         worker.is_overdue = lambda now_s: True
         worker.activity = lambda state=state: Activity(state=state, cpu_s=1.0)
     _, notes = backend.poll(0.0)
-    (loss,) = [note.fields["reason"] for note in notes if note.type == "loss"]
+    (loss,) = [note.reason for note in notes if note.type == "loss"]
     assert loss.startswith("sort/train-1 gave no answer in time")
 
 
@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_ranks(real, al
     on, folder = real.cluster(train=4), tmp_path / "run"
 
     def interrupt(now_s, events, actions, notes) -> None:
-        if any(note.type == "step" and note.fields["step"] == 1 for note in notes):
+        if any(note.type == "step" and note.step == 1 for note in notes):
             os.kill(os.getpid(), signal.SIGINT)
 
     listener = type("Interrupts", (), {"update": staticmethod(interrupt)})()

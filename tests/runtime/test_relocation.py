@@ -48,8 +48,8 @@ class HoldsBack:
         self.held: dict[str, psutil.Process] = {}
 
     def __call__(self, backend, recorder) -> bool:
-        checkpoints = [note.fields for note in recorder.notes if note.type == "checkpoint"]
-        has_checkpoint = any(fields["pipeline"] == "long" and fields["step"] >= 1 for fields in checkpoints)
+        checkpoints = [note for note in recorder.notes if note.type == "checkpoint"]
+        has_checkpoint = any(note.pipeline == "long" and note.step >= 1 for note in checkpoints)
         has_left = any(isinstance(action, Release) and action.pipeline == "short" for action in recorder.actions)
         self.hold(backend, "short", not has_checkpoint)
         self.hold(backend, "long", has_checkpoint and not has_left)
@@ -76,7 +76,7 @@ def test_a_pipeline_relocated_between_two_steps_trains_the_same_weights(real, ma
     assert relocation.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
     (restart,) = [event for event in relocated.recorder.events if isinstance(event, PipelineRestarted)]
     assert restart.restored_step >= 1
-    steps = [note.fields for note in relocated.recorder.notes if note.type == "step"]
-    assert [fields["step"] for fields in steps if fields["pipeline"] == "long"] == [*range(1, 17)], "none is done twice"
+    steps = [note for note in relocated.recorder.notes if note.type == "step"]
+    assert [note.step for note in steps if note.pipeline == "long"] == [*range(1, 17)], "none is done twice"
     assert relocated.status == {"short": "finished", "long": "finished"}, relocated.recorder.notes
     assert relocated.sha256["long"] == alone.sha256["long"]

@@ -83,7 +83,7 @@ class InterruptsAt:
 
     def update(self, now_s, events, actions, notes) -> None:
         self.notes += notes
-        if any(note.type == "step" and (note.fields["pipeline"], note.fields["step"]) == self.at for note in notes):
+        if any(note.type == "step" and (note.pipeline, note.step) == self.at for note in notes):
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -147,7 +147,7 @@ class StopsBeforeTheNote:
 
     def poll(self, timeout_s: float):
         events, notes = self._backend.poll(timeout_s)
-        kept = [note for note in notes if note.type != "step" or note.fields["step"] != self._step]
+        kept = [note for note in notes if note.type != "step" or note.step != self._step]
         if len(kept) < len(notes):
             os.kill(os.getpid(), signal.SIGINT)
         return events, kept
@@ -236,7 +236,7 @@ class EndsAnOrderThatNeverWas:
 
     def poll(self, timeout_s: float):
         events, notes = self._backend.poll(timeout_s)
-        if any(note.type == "step" and note.fields["step"] == self._step for note in notes):
+        if any(note.type == "step" and note.step == self._step for note in notes):
             events = [*events, StageFinished(order=OrderId(999), seconds=1.0)]
         return events, notes
 
@@ -372,11 +372,11 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
     recorder = InterruptsAt("none", 0)
     result = resume(real, pair, folder, listeners=[recorder])
     # On a busy machine a process that gets no processor is warned of as well.
-    warnings = [note.fields for note in recorder.notes if note.type == "warning" and "step_" in note.fields["reason"]]
-    assert {fields["pipeline"] for fields in warnings} == {"sort", "tool"}
-    for fields in warnings:
-        assert f"step_{steps[fields['pipeline']]}" in fields["reason"]
-        assert "falling back" in fields["reason"]
+    warnings = [note for note in recorder.notes if note.type == "warning" and "step_" in note.reason]
+    assert {note.pipeline for note in warnings} == {"sort", "tool"}
+    for note in warnings:
+        assert f"step_{steps[note.pipeline]}" in note.reason
+        assert "falling back" in note.reason
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
@@ -427,7 +427,7 @@ def test_a_checkpoint_of_another_pipeline_is_not_taken(real, pair, undisturbed, 
     shutil.copytree(folder / "tool", folder / "sort", ignore=shutil.ignore_patterns("*.jsonl", "tensorboard"))
     recorder = InterruptsAt("none", 0)
     result = resume(real, pair, folder, listeners=[recorder])
-    warnings = [note.fields["reason"] for note in recorder.notes if note.type == "warning"]
+    warnings = [note.reason for note in recorder.notes if note.type == "warning"]
     assert any(f"sort/step_{step} is of another plan, of pipeline tool; this is sort" in each for each in warnings)
     assert weights(result.summary) == weights(undisturbed.summary)
 
@@ -443,7 +443,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(real, pair, undisturbed, stopp
     shutil.copytree(tmp_path / "other" / "sort" / f"step_{step}", folder / "sort" / f"step_{step}")
     recorder = InterruptsAt("none", 0)
     result = resume(real, pair, folder, listeners=[recorder])
-    assert any("is of another run: " in note.fields["reason"] for note in recorder.notes if note.type == "warning")
+    assert any("is of another run: " in note.reason for note in recorder.notes if note.type == "warning")
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
@@ -484,7 +484,7 @@ def test_a_finished_run_whose_log_is_gone_trains_nothing_once_it_is_salvaged(rea
     assert resume(real, pair, folder).was_over
     with LogReader(folder) as reader:
         ended = reader.state().ended
-    assert {name: one["weights_sha256"] for name, one in ended.items()} == weights(undisturbed.summary)
+    assert {name: one.weights_sha256 for name, one in ended.items()} == weights(undisturbed.summary)
 
 
 def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path):

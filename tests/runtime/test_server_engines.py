@@ -60,9 +60,7 @@ def test_two_pipelines_with_servers_share_a_device_and_train_as_alone(
     assert together.status == {"one": "finished", "other": "finished"}
     alone = real.run(tmp_path / "alone", pair[:1])
     assert alone.sha256["one"] == together.sha256["one"] is not None
-    promises = {
-        note.fields["pipeline"]: note.fields["promise"] for note in together.recorder.notes if note.type == "promise"
-    }
+    promises = {note.pipeline: note.promise for note in together.recorder.notes if note.type == "promise"}
     assert promises == {"one": "exact", "other": "exact"}
 
 
@@ -86,9 +84,9 @@ def at_last_rollout(act: dict[str, Callable[[psutil.Process], None]]) -> Callabl
 def server_of(recorder: Any, pipeline: str) -> psutil.Process:
     """The server beneath the pipeline's present rollout worker."""
     pids = [
-        note.fields["pid"]
+        note.pid
         for note in recorder.notes
-        if note.type == "worker" and note.fields["pipeline"] == pipeline and note.fields["role"].startswith("rollout")
+        if note.type == "worker" and note.pipeline == pipeline and note.role.startswith("rollout")
     ]
     family = psutil.Process(pids[-1]).children(recursive=True)
     (server,) = [each for each in family if each.cmdline()[1:2] == ["-m"]]
@@ -107,7 +105,7 @@ def misbehave(**how: Any) -> Callable[[psutil.Process], None]:
 
 
 def losses(run: Any) -> dict[str, str]:
-    return {note.fields["pipeline"]: note.fields["reason"] for note in run.recorder.notes if note.type == "loss"}
+    return {note.pipeline: note.reason for note in run.recorder.notes if note.type == "loss"}
 
 
 @pytest.mark.slow

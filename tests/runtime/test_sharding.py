@@ -62,7 +62,7 @@ def with_experts(real):
 
 
 def steps(run) -> list[Any]:
-    return [note.fields for note in run.recorder.notes if note.type == "step"]
+    return [note for note in run.recorder.notes if note.type == "step"]
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +76,11 @@ def alone(real, tmp_path_factory):
 def test_a_sharded_model_learns_what_a_whole_one_does_but_for_rounding(real, alone, tmp_path) -> None:
     run = real.run(tmp_path, [whole(sharded(real))], on=real.cluster(train=2))
     require_same_learning(alone, run)
-    assert steps(alone)[0]["weights_checksum"] != steps(run)[0]["weights_checksum"], "sums have another order"
+    assert steps(alone)[0].weights_checksum != steps(run)[0].weights_checksum, "sums have another order"
 
 
 def require_same_learning(found, expected) -> None:
-    found, expected = steps(found)[0]["metrics"], steps(expected)[0]["metrics"]
+    found, expected = steps(found)[0].metrics, steps(expected)[0].metrics
     for name in ("reward_mean", "tokens", "kl", "entropy", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-2), name
 
@@ -90,7 +90,7 @@ def test_a_sharded_pipeline_that_shares_its_devices_has_the_weights_of_alone(rea
     other = real.submission("tool", seed=2, task="calculator")
     options = WorkerOptions(chunk_s=0.0)
     shared = real.run(tmp_path, [sharded(real), other], on=real.cluster(train=2), options=options)
-    assert [one for one in steps(shared) if one["pipeline"] == "sort"] == steps(alone)
+    assert [one for one in steps(shared) if one.pipeline == "sort"] == steps(alone)
     orders = [action for action in shared.recorder.actions if isinstance(action, RunStage)]
     of_gang = [one for one in orders if one.pipeline == "sort" and one.stage in TRAIN_STAGES]
     assert {len(one.devices) for one in of_gang} == {2}
@@ -130,7 +130,7 @@ def test_a_rank_that_dies_takes_its_gang_back_to_the_checkpoint(real, alone, tmp
 
 def interrupted_after_a_step(real, folder) -> None:
     def interrupt(now_s, events, actions, notes) -> None:
-        if any(note.type == "step" and note.fields["step"] == 1 for note in notes):
+        if any(note.type == "step" and note.step == 1 for note in notes):
             os.kill(os.getpid(), signal.SIGINT)
 
     listener = type("Interrupts", (), {"update": staticmethod(interrupt)})()
@@ -171,7 +171,7 @@ def test_an_adapter_of_a_base_in_parts_learns_as_one_of_a_whole_base_and_survive
     given = [with_adapter(real), other]
     shared = real.run(tmp_path / "shared", given, on=real.cluster(train=2), options=options, watch=kills)
     assert kills.killed
-    assert [one for one in steps(shared) if one["pipeline"] == "sort"] == steps(runs["parts"])
+    assert [one for one in steps(shared) if one.pipeline == "sort"] == steps(runs["parts"])
 
 
 @pytest.mark.slow

@@ -111,8 +111,8 @@ def pids_of(recorder: Any, role: str = "rollout") -> dict[str, set[int]]:
     """Process ids of the rollout workers of each pipeline, or of its trainers, and of their successors."""
     found: dict[str, set[int]] = {}
     for note in recorder.notes:
-        if note.type == "worker" and note.fields["role"].startswith(role):
-            found.setdefault(note.fields["pipeline"], set()).add(note.fields["pid"])
+        if note.type == "worker" and note.role.startswith(role):
+            found.setdefault(note.pipeline, set()).add(note.pid)
     return {pipeline: pids - {None} for pipeline, pids in found.items()}
 
 

@@ -38,9 +38,9 @@ def alone(real, tmp_path_factory):
 
 def rounds(run, name="racer"):
     """(is long, cut, queued) of each step."""
-    notes = [note.fields for note in run.recorder.notes if note.type == "step" and note.fields["pipeline"] == name]
+    notes = [note for note in run.recorder.notes if note.type == "step" and note.pipeline == name]
     keys = ("is_long_round", "cut_trajectories", "queued_prompts")
-    return [tuple(note["metrics"][key] for key in keys) for note in notes]
+    return [tuple(note.metrics[key] for key in keys) for note in notes]
 
 
 def test_four_short_rounds_then_a_long_one_and_the_rest_of_the_run_drains_the_queue(alone):
@@ -117,8 +117,8 @@ class Kills:
         is_under_way = recorder.events and isinstance(recorder.events[-1], ChunkFinished)
         if is_under_way and self.step in self.victims:
             role = self.victims.pop(self.step)
-            notes = [note.fields for note in recorder.notes if note.type == "worker"]
-            os.kill([note["pid"] for note in notes if note["role"].startswith(role)][-1], signal.SIGKILL)
+            notes = [note for note in recorder.notes if note.type == "worker"]
+            os.kill([note.pid for note in notes if note.role.startswith(role)][-1], signal.SIGKILL)
         return False
 
 

@@ -47,7 +47,7 @@ def test_neighbours_of_a_reward_that_hangs_go_through_all_their_steps(
     slow = replace(slow, config=replace(slow.config, task=task))
 
     def open_when_busy_is_over(backend: WorkerBackend, recorder: Any) -> bool:
-        published = [event for event in recorder.notes if event.type == "step" and event.fields["pipeline"] == "busy"]
+        published = [event for event in recorder.notes if event.type == "step" and event.pipeline == "busy"]
         if len(published) == 6:
             gate.touch()
         return False

@@ -14,9 +14,9 @@ from rlmux.config.shares import parse_shares
 from rlmux.core.events import Event
 from rlmux.core.queue_order import QueueOrder
 from rlmux.core.scheduler import Scheduler
+from rlmux.log.notes import Note
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
-from rlmux.runtime.backend import Note
 from rlmux.runtime.control.control_socket import ControlServer
 from rlmux.runtime.control.run_control import RunControl
 from rlmux.runtime.controller import Controller

@@ -19,6 +19,7 @@ from rlmux.config.broker_file import BrokerSpec
 from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderLock
+from rlmux.log.notes import ResumedNote
 from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.inbox import Inbox
@@ -67,7 +68,7 @@ def run_broker(
         first_fence=log.last_seq + 1,
     )
     if is_there:
-        log.note("resumed", log.last_time_s, pipelines=[], retried=[])
+        log.append_note(log.last_time_s, ResumedNote(pipelines=(), retried=()))
         permits.restore(folder)
     permits.start()
     on_listening(server.address)

@@ -30,7 +30,7 @@ from rlmux.broker.wire import WireError, read_message, write_message
 from rlmux.core.actions import Refuse, Release, RunStage
 from rlmux.core.events import PipelineCancelled, PipelineFailed, PipelineSubmitted
 from rlmux.core.model import Cluster, DeviceId, Phase, Pipeline, PipelineId, Resident
-from rlmux.runtime.backend import Note
+from rlmux.log.notes import Note, PermitNote
 from rlmux.runtime.control.inbox import Command, Inbox
 from rlmux.runtime.control.supervised_thread import SupervisedThread
 from rlmux.runtime.orders.external_programs import Report
@@ -111,7 +111,7 @@ class EmbeddedBroker:
                     self._release(each.pipeline, each.reason)
                 case PipelineCancelled() | PipelineFailed() | Release():
                     self._release(each.pipeline, NO_MORE)
-        num_permits = sum(note.type == "permit" for note in notes)
+        num_permits = sum(isinstance(note, PermitNote) for note in notes)
         if num_permits:
             self._num_committed += num_permits
             self._server.wake()
@@ -147,7 +147,7 @@ class EmbeddedBroker:
             self._emit(event)
 
     def _note(self, note: Note) -> None:
-        self.call_controller(lambda backend: backend.note(note.type, **note.fields))
+        self.call_controller(lambda backend: backend.add_note(note))
 
     def _emit(self, event: PipelineSubmitted | Report) -> None:
         if not isinstance(event, PipelineSubmitted):

@@ -37,7 +37,17 @@ from rlmux.core.events import (
     WorkWithdrawn,
 )
 from rlmux.core.model import Cluster, PipelineId
-from rlmux.runtime.backend import Note
+from rlmux.log.notes import (
+    LeaveRequestedNote,
+    Note,
+    PermitAdoptedNote,
+    PermitEndedNote,
+    PermitGrantedNote,
+    PoolLeftNote,
+    ProgramGoneNote,
+    ProgramMarkedNote,
+    RankJoinedNote,
+)
 from rlmux.runtime.orders.external_programs import Report
 
 _ANOTHER = PipelineId("another pipeline")
@@ -163,13 +173,14 @@ class PermitManager:
         if program is None:
             program = self._add_program(hello)
         program.ranks[rank.number] = rank
-        self._note(program, "joined", rank=rank.number, session=rank.session, process=rank.process)
+        joined = RankJoinedNote(pipeline=program.id, rank=rank.number, session=rank.session, process=rank.process)
+        self.notes.append(joined)
         return program, rank
 
     def _add_program(self, hello: dict[str, Any]) -> Program:
         program = program_of(hello, self.roster.free_name(hello["job"]), self._roles)
         self.submit(program)
-        self._note(program, "program", **program.described())
+        self.notes.append(program.note())
         return program
 
     def submit(self, program: Program) -> None:
@@ -198,7 +209,7 @@ class PermitManager:
             return
         self.ledger.adopt(program.id, held, fence)
         program.fence, program.granted_s = fence, self._now_s()
-        self._note(program, "adopted", fence=fence, pools=held)
+        self.notes.append(PermitAdoptedNote(pipeline=program.id, fence=fence, pools=held))
 
     def _on_ask(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         request, rank.has_signed_off = program.request, False
@@ -281,7 +292,10 @@ class PermitManager:
         program.fence, program.request, program.pools_to_leave = None, None, []
         program.unanswered = program.last_fence = fence
         program.done = {}
-        self._note(program, "ended", fence=fence, pools=list(permit.pools), used_s=used_s, restore_s=restore_s)
+        note = PermitEndedNote(
+            pipeline=program.id, fence=fence, pools=list(permit.pools), used_s=used_s, restore_s=restore_s
+        )
+        self.notes.append(note)
         if program.order is not None:
             self._finish_order(program, used_s, max(0.0, program.granted_s - program.begun_s) + restore_s)
         self._try_to_grant()
@@ -306,7 +320,7 @@ class PermitManager:
             program.forget_leaving(pool)
             self.ledger.left(program.id, pool)
             self._mark(program, pool, "")
-            self._note(program, "left", pool=pool, freed_bytes=message.get("freed_bytes"))
+            self.notes.append(PoolLeftNote(pipeline=program.id, pool=pool, freed_bytes=message.get("freed_bytes")))
             self._call_waiting(program.id, pool)
             self._try_to_grant()
 
@@ -389,8 +403,11 @@ class PermitManager:
     def _grant(self, program: Program, request: PhaseRequest) -> None:
         permit = self.ledger.grant(program.id, {pool: program.need(pool) for pool in request.pools})
         program.fence, program.granted_s, program.done = permit.fence, self._now_s(), {}
-        self._note(program, "granted", fence=permit.fence, pools=list(request.pools), phase=request.phase,
-                   ask=request.number, waited_s=self._now_s() - program.begun_s)  # fmt: skip
+        waited_s = self._now_s() - program.begun_s
+        self.notes.append(PermitGrantedNote(
+            pipeline=program.id, fence=permit.fence, pools=list(request.pools), phase=request.phase,
+            ask=request.number, waited_s=waited_s,
+        ))  # fmt: skip
         for rank in program.ranks.values():
             self._send_granted(program, rank)
 
@@ -419,7 +436,7 @@ class PermitManager:
         self.ledger.request_leave(program.id, pool)
         program.leaving[pool] = set(program.ranks)
         program.leave_until_s[pool] = self._now_s() + self._leave_limit_s
-        self._note(program, "told_to_leave", pool=pool, waiting=_ANOTHER)
+        self.notes.append(LeaveRequestedNote(pipeline=program.id, pool=pool, waiting=_ANOTHER))
         if program.unanswered is not None:
             program.pools_to_leave.append(pool)
         else:
@@ -444,7 +461,7 @@ class PermitManager:
         held = self.ledger.permits.get(program.fence or 0)
         self.ledger.remove(program.id)
         self.roster.end(program)
-        self._note(program, "gone", said_bye=rank.has_signed_off)
+        self.notes.append(ProgramGoneNote(pipeline=program.id, said_bye=rank.has_signed_off))
         if program.refusal:
             pass  # its pipeline is over already
         elif rank.has_signed_off and held is None:
@@ -466,10 +483,7 @@ class PermitManager:
 
     def _mark(self, program: Program, what: str, reason: str) -> None:
         if program.mark(what, reason):  # a new problem, or the end of one
-            self._note(program, "marked", reason="; ".join(program.marks.values()))
-
-    def _note(self, program: Program, what: str, **fields: Any) -> None:
-        self.notes.append(Note(type="permit", fields={"pipeline": program.id, "what": what, **fields}))
+            self.notes.append(ProgramMarkedNote(pipeline=program.id, reason="; ".join(program.marks.values())))
 
 
 def _how_it_ended(rank: ProgramRank, held: Permit | None) -> str:

@@ -18,6 +18,7 @@ from rlmux.broker.server import ProgramConnection
 from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, PipelineId
+from rlmux.log.notes import ProgramNote
 
 NO_MORE = "this program gets no permit any more: rlmux status has the reason"
 """Reason sent to a cancelled or ended program."""
@@ -113,10 +114,10 @@ class Program:
     def connected(self) -> list[ProgramRank]:
         return [rank for rank in self.ranks.values() if rank.connection is not None]
 
-    def described(self) -> dict[str, Any]:
-        """The log's fields for a restarted broker."""
+    def note(self) -> ProgramNote:
+        """The log's record for a restarted broker."""
         names = ("world", "pools", "need_bytes", "host_bytes", "slo", "weight")
-        return {name: getattr(self, name) for name in names}
+        return ProgramNote(pipeline=self.id, **{name: getattr(self, name) for name in names})
 
     def end_processes(self, reason: str) -> None:
         """End its processes on this machine."""

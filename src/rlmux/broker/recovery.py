@@ -11,7 +11,6 @@ A module of its own: it reads logs, which the permit manager never does.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rlmux.broker.permit_manager import PermitManager
 from rlmux.broker.program_processes import Process
@@ -19,43 +18,52 @@ from rlmux.broker.program_roster import NO_MORE, PhaseRequest, Program, ProgramR
 from rlmux.core.actions import Refuse
 from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import PipelineId
+from rlmux.log.notes import (
+    PermitAdoptedNote,
+    PermitEndedNote,
+    PermitGrantedNote,
+    PermitNote,
+    PoolLeftNote,
+    ProgramGoneNote,
+    ProgramNote,
+    RankJoinedNote,
+)
 from rlmux.log.run_log import LogReader
 
 
 def restore_programs(folder: Path, manager: PermitManager, now_s: float) -> None:
     """Restore the log's programs, before any message is handled."""
-    programs: dict[str, Program] = {}
-    lodged: dict[str, dict[str, None]] = {}
+    programs: dict[PipelineId, Program] = {}
+    lodged: dict[PipelineId, dict[str, None]] = {}
     refusals: dict[str, str] = {}
     with LogReader(folder) as log:
         entries = list(log.entries())
-    notes = [entry.value for entry in entries if entry.kind == "note" and entry.type == "permit"]
     for entry in entries:
         match entry.value:
             case PipelineCancelled() as cancelled:
                 refusals[cancelled.pipeline] = NO_MORE
             case Refuse() as refused:
                 refusals[refused.pipeline] = refused.reason
-    for fields in notes:
-        assert isinstance(fields, dict)
-        name = fields["pipeline"]
+    for note in (entry.note for entry in entries if entry.type == PermitNote.type):
+        assert isinstance(note, PermitNote)
+        name = note.pipeline
         manager.roster.use_name(name)
-        match fields["what"]:
-            case "program":
-                programs[name], lodged[name] = _program(fields), {}
-            case "joined":
-                programs[name].ranks[fields["rank"]] = _rank(fields, now_s)
-            case "granted" | "adopted":
-                manager.ledger.next_fence = max(manager.ledger.next_fence, fields["fence"] + 1)
-                programs[name].fence = fields["fence"]
-                programs[name].request = _granted_request(fields, programs[name])
-                lodged[name] |= dict.fromkeys(fields["pools"])
-            case "ended":
+        match note:
+            case ProgramNote():
+                programs[name], lodged[name] = _program(note), {}
+            case RankJoinedNote():
+                programs[name].ranks[note.rank] = _rank(note, now_s)
+            case PermitGrantedNote() | PermitAdoptedNote():
+                manager.ledger.next_fence = max(manager.ledger.next_fence, note.fence + 1)
+                programs[name].fence = note.fence
+                programs[name].request = _granted_request(note, programs[name])
+                lodged[name] |= dict.fromkeys(note.pools)
+            case PermitEndedNote():
                 programs[name].fence, programs[name].request = None, None
-                programs[name].last_fence = fields["fence"]
-            case "left":
-                lodged[name].pop(fields["pool"], None)
-            case "gone":
+                programs[name].last_fence = note.fence
+            case PoolLeftNote():
+                lodged[name].pop(note.pool, None)
+            case ProgramGoneNote():
                 del programs[name], lodged[name]
     for name, program in programs.items():
         if name in refusals:
@@ -72,34 +80,29 @@ def restore_programs(folder: Path, manager: PermitManager, now_s: float) -> None
             program.granted_s = now_s
 
 
-def _program(fields: dict[str, Any]) -> Program:
+def _program(note: ProgramNote) -> Program:
     return Program(
-        id=PipelineId(fields["pipeline"]),
-        world=fields["world"],
-        pools=fields["pools"],
-        need_bytes=fields["need_bytes"],
-        host_bytes=fields["host_bytes"],
-        slo=fields["slo"],
-        weight=fields.get("weight", 1.0),
+        id=note.pipeline,
+        world=note.world,
+        pools=dict(note.pools),
+        need_bytes={pool: int(size) for pool, size in note.need_bytes.items()},
+        host_bytes=int(note.host_bytes),
+        slo=note.slo,
+        weight=note.weight,
     )
 
 
-def _rank(fields: dict[str, Any], now_s: float) -> ProgramRank:
-    process = fields["process"]
-    return ProgramRank(
-        number=fields["rank"],
-        session=fields["session"],
-        process=None if process is None else Process(*process),
-        lost_s=now_s,
-    )
+def _rank(note: RankJoinedNote, now_s: float) -> ProgramRank:
+    process = None if note.process is None else Process(*note.process)
+    return ProgramRank(number=note.rank, session=note.session, process=process, lost_s=now_s)
 
 
-def _granted_request(fields: dict[str, Any], program: Program) -> PhaseRequest:
+def _granted_request(note: PermitGrantedNote | PermitAdoptedNote, program: Program) -> PhaseRequest:
     """The granted request, which its program may repeat if it missed the answer."""
     return PhaseRequest(
-        number=fields.get("ask", 0),
-        pools=tuple(fields["pools"]),
-        phase=fields.get("phase", ""),
+        number=note.ask if isinstance(note, PermitGrantedNote) else 0,
+        pools=tuple(note.pools),
+        phase=note.phase if isinstance(note, PermitGrantedNote) else "",
         kind=(),
         ranks=set(range(program.world)),
         is_open=True,

@@ -31,10 +31,10 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Stage
+from rlmux.log.notes import InputsNote, LossNote, NeighbourNote, Note, PromiseNote, StepNote, WarningNote
 from rlmux.report.slos import probability_words
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import Promise
-from rlmux.runtime.backend import Note
 
 if TYPE_CHECKING:
     from rich.live import Live as RichLive
@@ -201,25 +201,25 @@ class Live:
                 self._end(order)
 
     def _take_note(self, note: Note) -> None:
-        pipeline: PipelineId | None = note.fields.get("pipeline")
-        if note.type == "step" and pipeline is not None:
-            self._take_step(pipeline, note)
-        elif note.type == "neighbour":
-            self._print_line(f"rlmux: {note.fields['reason']}")
-        elif note.type == "promise":
-            self._print_line(f"{pipeline}: promise {note.fields['promise']}{_unequal(note)}")
-        elif note.type == "inputs" and note.fields.get("changed"):
-            self._print_line(f"{pipeline}: its files are not what they were: {', '.join(note.fields['changed'])}")
-        elif note.type in ("warning", "loss"):
-            self._print_line(f"{pipeline}: {note.fields.get('reason')}")
+        match note:
+            case StepNote():
+                self._take_step(note)
+            case NeighbourNote():
+                self._print_line(f"rlmux: {note.reason}")
+            case PromiseNote():
+                self._print_line(f"{note.pipeline}: promise {note.promise}{_unequal(note)}")
+            case InputsNote() if note.changed:
+                self._print_line(f"{note.pipeline}: its files are not what they were: {', '.join(note.changed)}")
+            case WarningNote() | LossNote():
+                self._print_line(f"{note.pipeline}: {note.reason}")
 
-    def _take_step(self, pipeline: PipelineId, note: Note) -> None:
+    def _take_step(self, note: StepNote) -> None:
+        pipeline, metrics = note.pipeline, note.metrics
         row = self._rows[pipeline]
-        metrics = note.fields["metrics"]
-        row.step = note.fields["step"]
+        row.step = note.step
         row.reward = metrics["reward_mean"]
         row.reward_first = row.reward if row.reward_first is None else row.reward_first
-        row.tokens_per_s = metrics["tokens"] / max(self._now_s - row.last_step_s, 1e-6)
+        row.tokens_per_s = (metrics["tokens"] or 0.0) / max(self._now_s - row.last_step_s, 1e-6)
         row.last_step_s = self._now_s
         is_last = row.step == row.num_steps
         if is_last:
@@ -274,7 +274,7 @@ def _fault_words(action: ReportPolicyFault) -> str:
     return f"{failed}, and the plain order of work stands in: {action.error}"
 
 
-def _unequal(note: Note) -> str:
+def _unequal(note: PromiseNote) -> str:
     """Why a probe found less than `exact`, in brackets; empty where it found that."""
-    unequal = [name for name, is_equal in note.fields["checks"].items() if not is_equal]
-    return f" (other bits: {', '.join(unequal)})" if note.fields["promise"] != Promise.EXACT else ""
+    unequal = [name for name, is_equal in note.checks.items() if not is_equal]
+    return f" (other bits: {', '.join(unequal)})" if note.promise != Promise.EXACT else ""

@@ -15,6 +15,7 @@ from rlmux.client.own_service import own_root
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
+from rlmux.log.notes import encode
 from rlmux.log.run_log import LogReader
 from rlmux.report.acknowledgements import acknowledge
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
@@ -54,7 +55,8 @@ class InFolder:
             return self._request(GetUsage())
         except NotRunningError:
             with LogReader(self._folder) as log:
-                return log.state().accounts or {"accounts": []}
+                accounts = log.state().accounts
+            return {"accounts": []} if accounts is None else encode(accounts)
 
     def set_shares(self, text: str, source: str) -> dict[str, Any]:
         return self._request(SetShares(text=text, source=source))

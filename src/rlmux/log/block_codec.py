@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 from rlmux.core.actions import Action
 from rlmux.core.errors import LogError
 from rlmux.core.events import ChunkFinished, Event
-from rlmux.log import value_codec
+from rlmux.log import notes, value_codec
 from rlmux.log.progress_rows import Progress
 
 Kind = Literal["header", "event", "action", "note"]
@@ -38,6 +38,11 @@ class Entry(NamedTuple):
     type: str
     value: Event | Action | dict[str, Any]
     """The event or action, or the fields of a note or header."""
+
+    @property
+    def note(self) -> notes.Note | None:
+        """The note; None for another row, and for a note of an unknown type. Raises LogError for a wrong field."""
+        return notes.decode(self.type, cast("dict[str, Any]", self.value)) if self.kind == "note" else None
 
 
 def pack(rows: Iterable[tuple[int, float, str, str, str]]) -> bytes:

@@ -20,14 +20,7 @@ Rows do not stay loose for long: two thousand of them are packed into a block (`
 into sealed segments (`segments.py`). Every reader gets the same rows. Now and then the state that a resumed run needs
 (`run_state.py`) is kept beside them, so that nothing before it has to be read.
 
-Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
-
-    step      pipeline, step, metrics: reward_mean, reward_std, tokens, trajectories, loss, kl, ...
-    promise   pipeline, promise, checks: what a probe of its engines found
-    worker, failure, loss       pipeline, pid, reason, ...
-    pipeline_end                pipeline, status, reason, weights_sha256
-    resumed   orders of the process before it are over; time since the last row is down time
-    end       control_s: the process that ran it ended on purpose
+Notes (`notes.py`) are facts that the scheduler does not need.
 """
 
 from __future__ import annotations
@@ -50,7 +43,7 @@ from rlmux.core.errors import LogError, UserError
 from rlmux.core.estimation.colocation import SharingTable
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster
-from rlmux.log import value_codec
+from rlmux.log import notes, value_codec
 from rlmux.log.block_codec import Entry as Entry
 from rlmux.log.block_codec import Kind, entry_of, pack, parts_of, unpack
 from rlmux.log.folder_lock import FolderLock
@@ -246,8 +239,11 @@ class RunLog:
         for action in actions:
             self._append(self.last_time_s, "action", type(action).__name__, value_codec.encode(action))
 
+    def append_note(self, time_s: float, note: notes.Note) -> None:
+        self.note(note.type, time_s, **notes.encode(note))
+
     def note(self, type: str, time_s: float, **fields: Any) -> None:
-        """A fact for people and reports. Not a number: written as text ("nan"), read back with `float`."""
+        """Append a note's row, of any type and with any fields, as another log has it."""
         self._append(time_s, "note", type, value_codec.dumps(fields))
 
     def commit(self) -> None:
@@ -288,8 +284,8 @@ class RunLog:
         except sqlite3.Error as error:
             raise self._failure(error) from error
         self._num_loose += kind != "header"
-        value = entry_of(*row[:4], value_codec.loads(text)).value if RunState.reads(kind, type) else None
-        self._state.add(*row[:4], value)
+        entry = entry_of(*row[:4], value_codec.loads(text)) if RunState.reads(type) else Entry(*row[:4], {})
+        self._state.add(entry)
 
     # ------------------------------------------------------------------ packing and sealing
 
@@ -311,7 +307,7 @@ class RunLog:
 
     def _keep_state(self) -> None:
         self._connection.execute("DELETE FROM snapshot")
-        kept = value_codec.dumps(self._state.as_json())
+        kept = value_codec.dumps(self._state)
         self._connection.execute("INSERT INTO snapshot VALUES (?, ?)", (self._state.seq, kept))
         self._num_blocks = 0
 
@@ -405,9 +401,9 @@ class LogReader:
             kept = self._connection.execute("SELECT json FROM snapshot").fetchone()
         except sqlite3.Error as error:
             raise LogError(f"{self.path}: the run log is damaged: {error}") from error
-        state = RunState(**value_codec.loads(kept[0])) if kept else RunState()
+        state = RunState.from_json(value_codec.loads(kept[0])) if kept else RunState()
         for entry in self.entries(after=state.seq):
-            state.add(*entry)
+            state.add(entry)
         return state
 
     def sha256(self) -> str:

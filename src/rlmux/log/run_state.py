@@ -1,21 +1,40 @@
 """The past of a run to resume: a small fold over the log, with snapshots in the log.
 
-    rows ──add──▶ RunState ──as_json──▶ snapshot in the log        read back: the snapshot, then the rows after it
+    rows ──add──▶ RunState ──dumps──▶ snapshot in the log        read back: the snapshot, then the rows after it
 
 A state read from any snapshot equals the one folded from the first row on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
+from rlmux.core.actions import Admit, ExpectSteps, Queue
 from rlmux.core.estimation.alike_seconds import MAX_KEPT
-from rlmux.log.value_codec import dumps, encode, loads
+from rlmux.core.events import PipelineParked, PipelineSubmitted, SharesSet
+from rlmux.log.block_codec import Entry
+from rlmux.log.notes import (
+    AccountsNote,
+    InputsNote,
+    Note,
+    PipelineEndNote,
+    PlanNote,
+    ResumedNote,
+    StandingNote,
+    StartPromisedNote,
+    StepNote,
+    SubmittedNote,
+    UsageNote,
+)
+from rlmux.log.value_codec import dumps, encode, loads, reader
 
-_WAITS = ("PipelineSubmitted", "Queue", "PipelineParked")
-"""Events and actions after which a pipeline waits."""
-_READ = ("ExpectSteps", "SharesSet", "Admit", *_WAITS)
+_READ = {each.__name__ for each in (ExpectSteps, SharesSet, Admit, PipelineSubmitted, Queue, PipelineParked)} | {
+    *(PipelineEndNote.type, StartPromisedNote.type, PlanNote.type, StepNote.type, InputsNote.type, UsageNote.type),
+    *(AccountsNote.type, StandingNote.type, SubmittedNote.type, ResumedNote.type),
+}
+"""Types of rows whose value is read."""
 
 
 @dataclass(slots=True)
@@ -26,16 +45,16 @@ class RunState:
     """The last row that is folded in; 0 before the first."""
     last_time_s: float = 0.0
     """Time of that row, in seconds since the run began."""
-    ended: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Fields of the note `pipeline_end` of each pipeline that is over: status, reason, weights_sha256."""
+    ended: dict[str, PipelineEndNote] = field(default_factory=dict)
+    """Pipelines that are over."""
     plans: dict[str, str] = field(default_factory=dict)
     """Hash of each pipeline's plan, from the note `plan`."""
     steps: dict[str, int] = field(default_factory=dict)
     """Last step of each pipeline with a note `step`."""
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     """Hash of each file that a pipeline reads, by pipeline and path, from its last note `inputs`."""
-    submitted: list[dict[str, Any]] = field(default_factory=list)
-    """Fields of the notes `submitted`: the files that came while the run went on, oldest first."""
+    submitted: list[SubmittedNote] = field(default_factory=list)
+    """Files that were submitted to the run in progress, oldest first."""
     standings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Users' settings of each waiting pipeline, `is_held` and `rank`, from the notes `standing`."""
     measured: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -52,60 +71,72 @@ class RunState:
     waits: dict[str, dict[str, float]] = field(default_factory=dict)
     """`since_s` of each pipeline that waits, and `promised_s` of one with a promised start (note `start_promised`)."""
 
-    usage: dict[str, Any] = field(default_factory=dict)
-    """Fields of the last note `usage`: what projects and users have used."""
-    accounts: dict[str, Any] = field(default_factory=dict)
-    """Fields of the last note `accounts`: the same for people, with shares, quotas and charges."""
+    usage: UsageNote | None = None
+    """Last usage of projects and users."""
+    accounts: AccountsNote | None = None
+    """The same for people, with shares, quotas and charges."""
     shares: dict[str, Any] | None = None
     """Fields of the last `SharesSet`, as the log writes them; None where there was none."""
 
     @staticmethod
-    def reads(kind: str, type: str) -> bool:
+    def reads(type: str) -> bool:
         """Whether `add` looks at the value of such a row."""
-        return kind == "note" or type in _READ
+        return type in _READ
 
-    def add(self, seq: int, time_s: float, kind: str, type: str, value: Any) -> None:
-        """Fold in one row; `value`: the fields of a note, or the action."""
-        self.seq, self.last_time_s = seq, time_s
-        if type == "ExpectSteps" and value.measured is not None:
-            seconds = {"estimate": asdict(value.measured.median), "held": asdict(value.measured.held)}
-            self.measured[str(value.pipeline)] = seconds
-        if type == "ExpectSteps" and value.bounded is not None:
-            self.bounded[str(value.pipeline)] = loads(dumps(value.bounded))
-        if type == "ExpectSteps" and value.alike is not None:
-            self._keep_for_alike(loads(dumps(value.alike)))
-        if type == "SharesSet":
-            self.shares = loads(encode(value))
-        if type in _WAITS:
-            name = value.pipeline.id if type == "PipelineSubmitted" else value.pipeline
-            self.waits.setdefault(str(name), {"since_s": time_s})
-        elif type == "Admit":
-            self.waits.pop(str(value.pipeline), None)
-        if kind != "note":
+    def add(self, row: Entry) -> None:
+        """Fold in one row."""
+        self.seq, self.last_time_s = row.seq, row.time_s
+        if row.type not in _READ:
             return
-        if type == "pipeline_end":
-            self.ended[value["pipeline"]] = value
-            self.waits.pop(value["pipeline"], None)
-        elif type == "start_promised" and value["pipeline"] in self.waits:
-            self.waits[value["pipeline"]]["promised_s"] = value["start_s"]
-        elif type == "plan":
-            self.plans[value["pipeline"]] = str(value["plan_sha256"])
-        elif type == "step":
-            self.steps[value["pipeline"]] = max(value["step"], self.steps.get(value["pipeline"], 0))
-        elif type == "inputs":
-            self.inputs[value["pipeline"]] = value["files"]
-        elif type == "usage":
-            self.usage = value
-        elif type == "accounts":
-            self.accounts = value
-        elif type == "standing":
-            changes = {key: value[key] for key in ("is_held", "rank") if key in value}
-            self.standings[value["pipeline"]] = {**self.standings.get(value["pipeline"], {}), **changes}
-        elif type == "submitted":
-            self.submitted.append(value)
-        elif type == "resumed":
-            for name in value.get("retried", ()):
-                self.ended.pop(name, None)
+        match row.value if row.kind != "note" else row.note:
+            case ExpectSteps() as expected:
+                self._expect(expected)
+            case SharesSet() as settings:
+                self.shares = loads(encode(settings))
+            case PipelineSubmitted(pipeline=pipeline):
+                self.waits.setdefault(str(pipeline.id), {"since_s": row.time_s})
+            case Queue(pipeline=name) | PipelineParked(pipeline=name):
+                self.waits.setdefault(str(name), {"since_s": row.time_s})
+            case Admit(pipeline=name):
+                self.waits.pop(str(name), None)
+            case Note() as note:
+                self._add_note(note)
+
+    def _expect(self, action: ExpectSteps) -> None:
+        if action.measured is not None:
+            seconds = {"estimate": asdict(action.measured.median), "held": asdict(action.measured.held)}
+            self.measured[str(action.pipeline)] = seconds
+        if action.bounded is not None:
+            self.bounded[str(action.pipeline)] = loads(dumps(action.bounded))
+        if action.alike is not None:
+            self._keep_for_alike(loads(dumps(action.alike)))
+
+    def _add_note(self, note: Note) -> None:
+        match note:
+            case PipelineEndNote():
+                self.ended[note.pipeline] = note
+                self.waits.pop(note.pipeline, None)
+            case StartPromisedNote() if note.pipeline in self.waits:
+                self.waits[note.pipeline]["promised_s"] = note.start_s
+            case PlanNote():
+                self.plans[note.pipeline] = note.plan_sha256
+            case StepNote():
+                self.steps[note.pipeline] = max(note.step, self.steps.get(note.pipeline, 0))
+            case InputsNote():
+                self.inputs[note.pipeline] = dict(note.files)
+            case UsageNote():
+                self.usage = note
+            case AccountsNote():
+                self.accounts = note
+            case StandingNote():
+                changes = {"is_held": note.is_held, "rank": note.rank}
+                standing = self.standings.setdefault(note.pipeline, {})
+                standing |= {name: value for name, value in changes.items() if value is not None}
+            case SubmittedNote():
+                self.submitted.append(note)
+            case ResumedNote():
+                for name in note.retried:
+                    self.ended.pop(name, None)
 
     def _keep_for_alike(self, newest: dict[str, Any]) -> None:
         """As the scheduler keeps it (`core/estimation/alike_seconds.py`)."""
@@ -116,21 +147,8 @@ class RunState:
         others = [seconds for seconds in self.alike if key(seconds) != key(newest)]
         self.alike = [*others, newest][-MAX_KEPT:]
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "seq": self.seq,
-            "last_time_s": self.last_time_s,
-            "ended": self.ended,
-            "plans": self.plans,
-            "steps": self.steps,
-            "inputs": self.inputs,
-            "submitted": self.submitted,
-            "standings": self.standings,
-            "measured": self.measured,
-            "bounded": self.bounded,
-            "alike": self.alike,
-            "waits": self.waits,
-            "usage": self.usage,
-            "accounts": self.accounts,
-            "shares": self.shares,
-        }
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RunState:
+        """The state whose JSON text was read; an empty value of an older snapshot has the field's default."""
+        hints = get_type_hints(cls)
+        return cls(**{name: reader(hints[name])(value, name) for name, value in fields.items() if value})

@@ -10,6 +10,8 @@ Reading is strict about what it knows (an unknown type or field, or a value of t
 that names it) and lenient about what it may not know yet: a field that the text lacks takes its default, so a
 log outlives additive changes of the core. A field that is gone and decided nothing (`_GONE_FIELDS`) is passed over.
 
+Notes (`notes.py`) are read by the same rules, but leniently: see `Record`.
+
 The fast path of `encode` is one pass of the C encoder over a flat dict: events have no nested values.
 """
 
@@ -32,6 +34,13 @@ from rlmux.core.events import Event
 
 NONFINITE = ("inf", "-inf", "nan")
 """How floats outside JSON are written; `float(text)` reads them back."""
+
+
+class Record:
+    """Base of dataclasses that are read leniently: unknown fields are ignored, and a field that is absent or null has
+    its default, else the empty value of its type."""
+
+    __slots__ = ()
 
 
 def encode(value: Event | Action) -> str:
@@ -119,6 +128,11 @@ Reader = Callable[[Any, str], Any]
 _READERS: dict[Any, Reader] = {}
 
 
+def add_reader(hint: Any, reader: Reader) -> None:
+    """Read values of this annotation by a rule of its own."""
+    _READERS[hint] = reader
+
+
 def reader(hint: Any) -> Reader:
     """The reader of one annotation, made once."""
     made = _READERS.get(hint)
@@ -137,17 +151,19 @@ def _make_reader(hint: Any) -> Reader:
         return _read_tuple(reader(args[0]))
     if origin is tuple:
         return _read_tuple_of([reader(arg) for arg in args])
-    if origin is list:
-        return _read_list(reader(args[0]))
-    if origin is dict and args[0] is int:
-        return _read_dict(reader(args[1]))
+    if origin in (list, Sequence):
+        return _read_list(args[0], reader(args[0]))
+    if origin in (dict, Mapping):
+        return _read_dict(int if args[0] is int else str, reader(args[1]))
+    if hint is Any:
+        return lambda value, path: value
     if isinstance(hint, type):
         if hint in _SCALARS:
             return _SCALARS[hint]
         if issubclass(hint, Enum):
             return _read_enum(hint)
         if dataclasses.is_dataclass(hint):
-            return _read_dataclass(hint)
+            return _read_record(hint) if issubclass(hint, Record) else _read_dataclass(hint)
         if issubclass(hint, tuple):
             return _read_named_tuple(hint)
     raise TypeError(f"the codec has no rule for {hint!r}")
@@ -192,7 +208,7 @@ def _read_optional(reader: Reader) -> Reader:
 
 def _read_tuple(reader: Reader) -> Reader:
     def read(value: Any, path: str) -> tuple[Any, ...]:
-        if type(value) is not list:
+        if not isinstance(value, list | tuple):
             raise _wrong(value, path, "a list")
         return tuple([reader(item, path) for item in value])
 
@@ -201,29 +217,31 @@ def _read_tuple(reader: Reader) -> Reader:
 
 def _read_tuple_of(readers: Sequence[Reader]) -> Reader:
     def read(value: Any, path: str) -> tuple[Any, ...]:
-        if type(value) is not list or len(value) != len(readers):
+        if not isinstance(value, list | tuple) or len(value) != len(readers):
             raise _wrong(value, path, f"a list of {len(readers)}")
         return tuple([read_one(item, path) for read_one, item in zip(readers, value, strict=True)])
 
     return read
 
 
-def _read_list(read_one: Reader) -> Reader:
-    def read(value: Any, path: str) -> list[Any]:
-        if type(value) is not list:
+def _read_list(hint: Any, read_one: Reader) -> Reader:
+    def read(value: Any, path: str) -> Sequence[Any]:
+        if not isinstance(value, list | tuple):
             raise _wrong(value, path, "a list")
+        if {*map(type, value)} <= {hint}:  # nothing to convert
+            return value
         return [read_one(item, path) for item in value]
 
     return read
 
 
-def _read_dict(read_one: Reader) -> Reader:
-    """Mappings by whole numbers: keys are texts in JSON."""
+def _read_dict(key_type: Callable[[Any], Any], read_one: Reader) -> Reader:
+    """Keys are texts in JSON."""
 
-    def read(value: Any, path: str) -> dict[int, Any]:
-        if type(value) is not dict:
+    def read(value: Any, path: str) -> dict[Any, Any]:
+        if not isinstance(value, Mapping):
             raise _wrong(value, path, "a mapping")
-        return {int(key): read_one(item, path) for key, item in value.items()}
+        return {key_type(key): read_one(item, path) for key, item in value.items()}
 
     return read
 
@@ -310,3 +328,31 @@ def _read_fields(kind: Any, value: dict[str, Any], path: str) -> dict[str, Any]:
         if name not in fields:
             raise LogError(f"{kind.__name__} lacks its field {name!r} in the log")
     return fields
+
+
+def _read_record(kind: Any) -> Reader:
+    readers, required = _dataclass_readers(kind)
+    hints = typing.get_type_hints(kind)
+
+    def read(value: Any, path: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong(value, path, f"the fields of a {kind.__name__}")
+        fields = {
+            name: readers[name](item, f"{path}.{name}")
+            for name, item in value.items()
+            if item is not None and name in readers
+        }
+        return kind(**{name: _empty(hints[name]) for name in required if name not in fields}, **fields)
+
+    return read
+
+
+def _empty(hint: Any) -> Any:
+    """The empty value of a type: None if it may be, else nothing of it, or its first member."""
+    hint = getattr(hint, "__supertype__", hint)
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return None
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return next(iter(hint))
+    return {Mapping: dict, Sequence: list}.get(origin, hint)()

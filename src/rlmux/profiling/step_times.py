@@ -23,12 +23,12 @@ from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, Phase, Pipeline, Pool, Stage
+from rlmux.log.notes import Note, StepNote
 from rlmux.policies import make_policy
 from rlmux.profiling.step_estimates import StepTimes, settings_of
 from rlmux.report.reports import read_timeline
 from rlmux.report.timeline.step_rows import read_step_rows
 from rlmux.rl.config import SftWarmupConfig
-from rlmux.runtime.backend import Note
 from rlmux.runtime.launch import start_run
 from rlmux.runtime.run import RunOptions
 
@@ -122,7 +122,7 @@ class _Ticks:
     num_done: int = 0
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
-        ended = sum(note.type == "step" for note in notes)
+        ended = sum(isinstance(note, StepNote) for note in notes)
         self.num_done += ended
         if ended and self.progress is not None:
             self.progress(self.num_done, self.num_total)

@@ -107,6 +107,6 @@ def _devices(
             for pipeline, placement in placements.items()
         )
         if here and name in devices:
-            more = room["free_bytes"] // max(1, room["state_bytes"])
+            more = room.free_bytes // max(1, room.state_bytes)
             devices[name]["adapters"][str(phase)] = {"here": here, "more": more}
     return devices

@@ -9,13 +9,14 @@ Logs of rlmux 0.1.0 have `weights_sha256` in the note `step`, and no checksum.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlmux.core.model import PipelineId
+from rlmux.log.notes import CheckpointNote, Note, StepNote
 
 SUMS = {"weights_checksum": "checksum", "weights_sha256": "sha256"}
 """Names of the sums by their keys in notes."""
-SUM_NOTES = ("step", "checkpoint")
+SUM_NOTES = (StepNote.type, CheckpointNote.type)
 """Notes that have sums."""
 
 
@@ -27,12 +28,12 @@ class WeightSums(NamedTuple):
     by_name: Mapping[str, str]
 
 
-def weight_sums(type: str, fields: Mapping[str, Any]) -> WeightSums | None:
+def weight_sums(note: Note | None) -> WeightSums | None:
     """The sums in a note; None where it has none. Those of version 0 are of no step."""
-    if type not in SUM_NOTES or not fields.get("step"):
+    if not isinstance(note, StepNote | CheckpointNote) or not note.step:
         return None
-    found = {name: str(fields[key]) for key, name in SUMS.items() if fields.get(key)}
-    return WeightSums(PipelineId(str(fields["pipeline"])), int(fields["step"]), found) if found else None
+    found = {name: sum for key, name in SUMS.items() if (sum := getattr(note, key, None))}
+    return WeightSums(note.pipeline, note.step, found) if found else None
 
 
 class StepSums:
@@ -41,9 +42,9 @@ class StepSums:
     def __init__(self) -> None:
         self._by_step: dict[tuple[PipelineId, int], dict[str, str]] = {}
 
-    def add(self, type: str, fields: Mapping[str, Any]) -> WeightSums | None:
+    def add(self, note: Note | None) -> WeightSums | None:
         """Sums of a note; None if it has none."""
-        found = weight_sums(type, fields)
+        found = weight_sums(note)
         if found is not None:
             self._by_step.setdefault((found.pipeline, found.step), {}).update(found.by_name)
         return found

@@ -18,17 +18,10 @@ from typing import Any, Protocol
 from rlmux.core.actions import Action
 from rlmux.core.events import Event
 from rlmux.core.model import Pipeline, PipelineId
+from rlmux.log.notes import Note
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import Promise
 from rlmux.rl.origin import Origin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """A record for people and reports; no decision depends on it."""
-
-    type: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,9 @@ from rlmux.core.actions import Action, MigrateShard, Remind, RunStage
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, PipelineSubmitted, TimeReached
 from rlmux.core.scheduler import Scheduler
+from rlmux.log.notes import Note
 from rlmux.log.run_log import RunLog
-from rlmux.runtime.backend import Backend, Note, Submission
+from rlmux.runtime.backend import Backend, Submission
 from rlmux.runtime.control.run_control import RunControl
 
 _POLL_S = 0.25
@@ -137,7 +138,7 @@ class Controller:
         now_s = self._backend.now_s()
         if self._log is not None:
             for note in notes:
-                self._log.note(note.type, now_s, **note.fields)
+                self._log.append_note(now_s, note)
             self._log.commit()
         for action in sorted(actions, key=_needs_no_device):  # a device waits for its order, user code for none
             if isinstance(action, Remind):

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from rlmux.core.actions import Action, MigrateShard, Park, Pause, RunStage
 from rlmux.core.events import Event, PipelineParked, StageFinished, StagePaused, TrajectoriesMigrated
 from rlmux.core.model import OrderId, PipelineId
-from rlmux.runtime.backend import Note, Submission
+from rlmux.log.notes import Note
+from rlmux.runtime.backend import Submission
 
 
 class FakeBackend:

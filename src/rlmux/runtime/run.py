@@ -32,13 +32,14 @@ from rlmux.core.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.folder_lock import FolderLock
+from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, StartPromisedNote
 from rlmux.log.restored_shares import shares_events
 from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.log.run_state import RunState
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.reports import write_report
 from rlmux.rl.memory.footprint import BOTH_PHASES
-from rlmux.runtime.backend import Backend, Note, Submission, WorkerOptions
+from rlmux.runtime.backend import Backend, Submission, WorkerOptions
 from rlmux.runtime.control.control_socket import ControlServer
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.control.run_control import ParseSubmission, RunControl
@@ -123,7 +124,7 @@ class Prepared:
     backend: WorkerBackend
     run_id: str | None = None
     is_gpu: bool = False
-    ended: Mapping[PipelineId, Mapping[str, Any]] = field(default_factory=dict)
+    ended: Mapping[PipelineId, PipelineEndNote] = field(default_factory=dict)
     """Pipelines that ended in earlier parts of the run, with the fields of their ends."""
     taken: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the pipelines of each submission with an id."""
@@ -161,7 +162,7 @@ def run_pipelines(
         _append(log, [*plan_notes(marked), *input_notes(marked)])
         prepared = Prepared(
             cluster=cluster, submissions=marked, policy=policy, folder=folder, log=log, backend=backend,
-            run_id=header["run_id"], is_gpu=is_gpu, first=shares_events(options.shares, {}, 0.0),
+            run_id=header["run_id"], is_gpu=is_gpu, first=shares_events(options.shares, None, 0.0),
         )  # fmt: skip
         return drive(prepared, options)
 
@@ -209,7 +210,7 @@ def resume_pipelines(
         held.callback(lock.release)
         run_id, state = _read_state(folder)
         again = retried(retry, state, [submission.pipeline.id for submission in submissions])
-        ended = {PipelineId(name): fields for name, fields in state.ended.items() if name not in again}
+        ended = {end.pipeline: end for name, end in state.ended.items() if name not in again}
         unfinished = [submission for submission in submissions if submission.pipeline.id not in ended]
         if not unfinished and not options.is_kept_open:
             _fill_metrics(folder)
@@ -227,9 +228,8 @@ def resume_pipelines(
         _append(log, [*notes, *_lost_step_notes(unfinished, folder, state)])
         log.commit()
         _fill_metrics(folder)
-        log.note(
-            "resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished], retried=again
-        )
+        names = [submission.pipeline.id for submission in unfinished]
+        log.append_note(log.last_time_s, ResumedNote(pipelines=names, retried=again))
         for listener in options.listeners:
             listener.update(log.last_time_s, (), (), notes)
         backend = options.make_backend(cluster, folder, options=options.workers, start_s=log.last_time_s)
@@ -238,7 +238,7 @@ def resume_pipelines(
         prepared = Prepared(
             cluster=cluster, submissions=unfinished, policy=policy, folder=folder, log=log, backend=backend,
             run_id=run_id, is_gpu=_has_gpus(machine), ended=ended, first=first,
-            taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
+            taken={each.id: each.pipelines for each in state.submitted if each.id is not None},
         )  # fmt: skip
         return drive(prepared, options)
 
@@ -289,7 +289,7 @@ def _fill_metrics(folder: Path) -> None:
 
 def _append(log: RunLog, notes: Sequence[Note]) -> None:
     for note in notes:
-        log.note(note.type, log.last_time_s, **note.fields)
+        log.append_note(log.last_time_s, note)
 
 
 def _from_checkpoint(submission: Submission, folder: Path, state: RunState) -> Submission:
@@ -373,7 +373,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
         watch.check()  # a missing folder is the cause, and nothing can be resumed
         raise StorageError(_with_resume_hint(folder, str(error))) from error
     except (IllegalTransitionError, ThreadDiedError) as error:  # a run must not continue from a wrong state
-        log.note("defect", backend.now_s(), text=str(error))
+        log.append_note(backend.now_s(), DefectNote(text=str(error)))
         raise type(error)(_as_defect(folder, error)) from error
     finally:
         if run_api is not None:
@@ -388,14 +388,13 @@ def _write_end(
     log: RunLog,
     now_s: float,
     metrics: MetricsWriter,
-    ended: Mapping[PipelineId, Mapping[str, Any]],
+    ended: Mapping[PipelineId, PipelineEndNote],
     control_s: float,
 ) -> None:
     """Log that the process ended on purpose. On a full disk, earlier commits stay."""
     with contextlib.suppress(OSError, LogError):
         metrics.close()
-        pipelines = {name: dict(fields) for name, fields in ended.items()}
-        log.note("end", now_s, pipelines=pipelines, control_s=control_s)
+        log.append_note(now_s, EndNote(pipelines=ended, control_s=control_s))
         log.commit()
 
 
@@ -456,18 +455,18 @@ class _Endings:
         backend: Backend,
         log: RunLog,
         folder: Path,
-        ended: dict[PipelineId, Mapping[str, Any]],
+        ended: dict[PipelineId, PipelineEndNote],
     ) -> None:
         self._folder = folder
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
-        self.by_pipeline: dict[PipelineId, Mapping[str, Any]] = ended
+        self.by_pipeline: dict[PipelineId, PipelineEndNote] = ended
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         for note in notes:
-            if note.type == "pipeline_end":  # of one that was cancelled before it came
-                keep_end(self._folder, note.fields)
+            if isinstance(note, PipelineEndNote):  # of one that was cancelled before it came
+                keep_end(self._folder, note)
         ends = PipelineFailed | PipelineCancelled | ClientFinished | Release | Refuse
         if not any(isinstance(one, ends) for one in [*events, *actions]):
             return
@@ -476,15 +475,14 @@ class _Endings:
             status = query.status(pipeline)
             is_over = status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING)
             if is_over and pipeline not in self.by_pipeline:
-                fields = {
-                    "pipeline": pipeline,
-                    "status": status.value,
-                    "reason": query.reason(pipeline),
-                    "weights_sha256": self._backend.weights_sha256(pipeline),
-                }
-                self.by_pipeline[pipeline] = fields
-                self._log.note("pipeline_end", now_s, **fields)
-                keep_end(self._folder, fields)
+                end = self.by_pipeline[pipeline] = PipelineEndNote(
+                    pipeline=pipeline,
+                    status=status.value,
+                    reason=query.reason(pipeline),
+                    weights_sha256=self._backend.weights_sha256(pipeline),
+                )
+                self._log.append_note(now_s, end)
+                keep_end(self._folder, end)
 
 
 class _PromisedStarts:
@@ -498,7 +496,7 @@ class _PromisedStarts:
         for name in dict.fromkeys(action.pipeline for action in actions if isinstance(action, Queue)):
             promised_s = self._query.promised_s(name)
             if math.isfinite(promised_s):
-                self._log.note("start_promised", now_s, pipeline=name, start_s=promised_s)
+                self._log.append_note(now_s, StartPromisedNote(pipeline=name, start_s=promised_s))
 
 
 class _UntilClosed:

@@ -23,7 +23,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlmux.core.actions import (
     Action,
@@ -42,7 +41,8 @@ from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.estimation.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import Event, RewardOverdue
 from rlmux.core.model import Cluster, NodeId, PipelineId, Stage
-from rlmux.runtime.backend import Note, Submission, WorkerOptions
+from rlmux.log.notes import NeighbourNote, Note
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.external_programs import ExternalPrograms
@@ -86,7 +86,7 @@ class WorkerBackend:
         self._options = options or WorkerOptions()
         self._outbox = Outbox(start_s, clock)
         for each in neighbours:
-            self._outbox.note("neighbour", pid=each.pid, folder=each.folder, reason=str(each))
+            self._outbox.add_note(NeighbourNote(pid=each.pid, folder=each.folder, reason=str(each)))
         self._places = TenantWorkplace(workplace, self._outbox.now_s)
         self._calls = CallLoop(self._places, self._outbox.now_s, check=self._check_lease)
         self._orders = RunningOrders()
@@ -134,9 +134,9 @@ class WorkerBackend:
         self._inbox = inbox
         inbox.connect(self.workplace.wake)
 
-    def note(self, type: str, **fields: Any) -> None:
-        """A record for the log, from a command."""
-        self._outbox.note(type, **fields)
+    def add_note(self, note: Note) -> None:
+        """A note for the log, from a command."""
+        self._outbox.add_note(note)
 
     def add_pipeline(self, submission: Submission) -> None:
         self._inbox.claim(submission.pipeline.id)

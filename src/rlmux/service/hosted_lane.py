@@ -22,9 +22,9 @@ from rlmux.config.service_file import Lane
 from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event
+from rlmux.log.notes import Note
 from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
-from rlmux.runtime.backend import Note
 from rlmux.runtime.launch import resume_run, spec_of, start_run
 from rlmux.runtime.records.folders import SERVED
 from rlmux.runtime.run import RunOptions

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlmux.log.notes import WeightDelivery
+from rlmux.log.value_codec import reader
 from rlmux.report.timeline.delivery import Deliveries, delivery_summary, short
 
 
@@ -19,8 +21,14 @@ def deliveries(*steps: dict[str, Any]) -> Deliveries:
             "loaded": {str(step - 1): [f"c{step - 1}"]} if step > 1 else {},
             "published": {str(step): [f"c{step}"]},
         }
-        found.add(step, {**fields, **changes})
+        found.add(step, delivery({**fields, **changes}))
     return found
+
+
+def delivery(fields: dict[str, Any]) -> WeightDelivery:
+    """As a note of a log has it."""
+    read: WeightDelivery = reader(WeightDelivery)(fields, "delivery")
+    return read
 
 
 def says(found: Deliveries, gap: float | None = 2e-7) -> str:
@@ -75,7 +83,9 @@ def test_an_engine_without_checksums_is_checked_by_version_alone() -> None:
 def test_a_version_that_is_loaded_again_counts_with_all_its_checksums_published() -> None:
     """The file for rollout workers is in bfloat16, and a resumed run loads the checkpoint in float32."""
     found = deliveries({"published": {"1": ["bfloat16", "float32"]}}, {"loaded": {"1": ["bfloat16"]}})
-    found.add(2, {"versions": [1], "allowed": [1, 1], "loaded": {"1": ["float32"]}, "published": {"2": ["c2"]}})
+    found.add(
+        2, delivery({"versions": [1], "allowed": [1, 1], "loaded": {"1": ["float32"]}, "published": {"2": ["c2"]}})
+    )
     assert text(found, 2, None) == ("v1 = trained", True)
 
 
@@ -83,8 +93,8 @@ def test_steps_that_are_done_again_are_compared_with_their_own_publication() -> 
     found = deliveries({}, {}, {})
     found.forget_after(1)
     assert found.of(2, logprob_gap=None) is None
-    found.add(2, {"versions": [1], "allowed": [1, 1], "loaded": {"1": ["c1"]}, "published": {"2": ["again"]}})
-    found.add(3, {"versions": [2], "allowed": [2, 2], "loaded": {"2": ["again"]}, "published": {"3": ["c3"]}})
+    found.add(2, delivery({"versions": [1], "allowed": [1, 1], "loaded": {"1": ["c1"]}, "published": {"2": ["again"]}}))
+    found.add(3, delivery({"versions": [2], "allowed": [2, 2], "loaded": {"2": ["again"]}, "published": {"3": ["c3"]}}))
     assert text(found, 3, None) == ("v2 = trained", True)
 
 

@@ -90,7 +90,7 @@ def test_with_none_it_loses_its_open_step_says_so_and_trains_the_same_weights(re
     sha256, gives = run_with_notices(real, tmp_path / "run", [2], 0.0)
     assert gives.count(NodeLost) == 1
     assert sha256 == undisturbed
-    losses = [note.fields["reason"] for note in gives.notes if note.type == "loss"]
+    losses = [note.reason for note in gives.notes if note.type == "loss"]
     if not gives.count(PipelineParked):  # else it stood at a step boundary when the notice came
         assert len(losses) == 1
         assert losses[0].startswith("node rollout-0 is gone; what came after step ")

@@ -303,7 +303,7 @@ def test_shares_set_while_it_runs_hold_at_once_and_are_kept(tmp_path, real):
     (row,) = usage["accounts"]
     assert (row["project"], row["user"], row["weight"], row["quota"]["max_running"]) == ("lab", "ann", 2.0, 1)
     with LogReader(going.folder) as reader:
-        (event,) = shares_events(reader.state().shares, {}, 7.0)
+        (event,) = shares_events(reader.state().shares, None, 7.0)
     assert replace(event, time_s=7.0) == SharesSet(time_s=7.0, shares=parse_shares(SHARES, "s.yaml"))
 
 
@@ -355,7 +355,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_dollars_that_were_spent(tmp_path
     controller.run(
         [one],
         until=lambda: bool(scheduler.spent()) and "spent" in reason_of(scheduler, "a"),
-        first=shares_events(shares, {}, 0.0),
+        first=shares_events(shares, None, 0.0),
     )
     notes.write(log.last_time_s)
     log.close()

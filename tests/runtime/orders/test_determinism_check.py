@@ -127,4 +127,4 @@ def test_one_that_was_submitted_later_fails_before_it_trains(real: Any, tmp_path
     assert run.status == {"asking": "failed", "good": "finished"}
     [failure] = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
     assert failure.reason.startswith("pipelines.asking.promise: exact is more than")
-    assert not [note for note in run.recorder.notes if note.type == "step" and note.fields["pipeline"] == "asking"]
+    assert not [note for note in run.recorder.notes if note.type == "step" and note.pipeline == "asking"]

@@ -91,7 +91,7 @@ class Run:
 
     def update(self, now_s: float, events: Any, actions: Any, notes: Any) -> None:
         self.events += events
-        self.shared += [note.fields["tokens"] for note in notes if note.type == "shared_batch"]
+        self.shared += [note.tokens for note in notes if note.type == "shared_batch"]
 
     def on_result(self, pipeline: PipelineId, result: RequestResult) -> None:
         assert result.error is None

@@ -239,8 +239,8 @@ def test_a_lost_nodes_pipelines_go_on_elsewhere_from_their_last_checkpoint(real,
 
 def node_of_a_pipeline_that_needs_it(recorder, num_steps: int) -> NodeId | None:
     """The rollout node of a pipeline that has a checkpoint to go back to, and rollouts still to ask for."""
-    furthest = {note.fields["pipeline"]: note.fields["step"] for note in recorder.notes if note.type == "step"}
-    saved = {note.fields["pipeline"]: note.fields["step"] for note in recorder.notes if note.type == "checkpoint"}
+    furthest = {note.pipeline: note.step for note in recorder.notes if note.type == "step"}
+    saved = {note.pipeline: note.step for note in recorder.notes if note.type == "checkpoint"}
     for action in recorder.actions:
         has_saved = isinstance(action, Admit) and saved.get(action.pipeline, 0) >= 1
         if has_saved and furthest[action.pipeline] < num_steps - 2:

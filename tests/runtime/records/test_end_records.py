@@ -13,9 +13,10 @@ import pytest
 
 from rlmux.core.errors import LogError
 from rlmux.core.events import NodeJoined
-from rlmux.core.model import NodeId
+from rlmux.core.model import NodeId, PipelineId
 from rlmux.log.damaged_log import read_damaged
 from rlmux.log.folder_lock import FolderInUseError, FolderLock
+from rlmux.log.notes import PipelineEndNote
 from rlmux.log.run_log import LOG_NAME, LogLimits, LogReader, RunLog, run_header
 from rlmux.runtime.records.end_records import ENDS_NAME, HEADER_NAME, keep_end, keep_ends, keep_header, salvage
 
@@ -120,7 +121,7 @@ def test_without_its_first_page_or_at_all_a_log_is_made_from_what_is_left(tmp_pa
 @pytest.mark.parametrize("what", ["last pages", "no file"])
 def test_a_pipeline_that_was_over_stays_over_however_its_log_is_damaged(tmp_path, what):
     write_log(tmp_path, 400, block_rows=10**6)
-    end = {"pipeline": "a", "status": "cancelled", "reason": "", "weights_sha256": None}
+    end = PipelineEndNote(pipeline=PipelineId("a"), status="cancelled", reason="", weights_sha256=None)
     keep_ends(tmp_path, ())
     keep_end(tmp_path, end)
     with (tmp_path / ENDS_NAME).open("a") as file:
@@ -229,7 +230,7 @@ def test_a_run_whose_log_is_damaged_goes_on_from_its_checkpoint(tmp_path, monkey
             self.step = step
 
         def update(self, now_s, events, actions, notes) -> None:
-            if any(note.type == "step" and note.fields["step"] == self.step for note in notes):
+            if any(note.type == "step" and note.step == self.step for note in notes):
                 raise BrokenPipeError(32, "as by a closed output")
 
     monkeypatch.chdir(tmp_path)

@@ -8,15 +8,15 @@ import pytest
 
 from rlmux.core.actions import Release
 from rlmux.core.model import PipelineId
-from rlmux.runtime.backend import Note
+from rlmux.log.notes import StepNote
 from rlmux.runtime.records.metrics_writer import MetricsWriter
 
 NAME = PipelineId("a")
 
 
-def step(number: int, reward: float) -> Note:
+def step(number: int, reward: float) -> StepNote:
     metrics = {"reward_mean": reward, "kl": None}
-    return Note(type="step", fields={"pipeline": NAME, "step": number, "metrics": metrics})
+    return StepNote(pipeline=NAME, step=number, metrics=metrics)
 
 
 def test_tensorboard_reads_the_steps_also_of_a_folder_that_was_moved_meanwhile(tmp_path):

@@ -34,13 +34,13 @@ class StopsTrainer:
 
     def update(self, now_s: float, events: Any, actions: Any, notes: Any) -> None:
         for note in notes:
-            if note.type == "worker" and note.fields["role"] == "train":
-                self.pid = note.fields["pid"]
-            if note.type == "warning" and "stands still" in note.fields["reason"]:
-                self.told.append(note.fields["reason"])
+            if note.type == "worker" and note.role == "train":
+                self.pid = note.pid
+            if note.type == "warning" and "stands still" in note.reason:
+                self.told.append(note.reason)
                 os.kill(self.stopped or 0, signal.SIGCONT)
             if note.type == "standstill":
-                self.notes.append(note.fields)
+                self.notes.append(note)
         for action in actions:
             is_due = isinstance(action, RunStage) and (action.stage, action.step) == (Stage.UPDATE, 2)
             if is_due and self.stopped is None and self.pid is not None:
@@ -62,8 +62,8 @@ def test_a_worker_that_is_stopped_is_told_of_at_once_and_its_time_is_not_control
     with LogReader(folder) as log:
         timeline = build_timeline(History.of(log.header, log.entries()))
     seconds = timeline.seconds(Cause.STANDSTILL)
-    assert noted["seconds"] >= 2.0
-    assert seconds == pytest.approx(noted["seconds"], abs=0.5)
+    assert noted.seconds >= 2.0
+    assert seconds == pytest.approx(noted.seconds, abs=0.5)
     (pieces,) = [
         [one for one in device.intervals if one.cause is Cause.STANDSTILL]
         for device in timeline.devices.values()
@@ -107,9 +107,9 @@ class Watch:
 def test_standing_still_is_told_once_and_noted_when_it_is_over(state: str, why: str) -> None:
     watch = Watch()
     (told,) = watch.after(10.0, state=state, cpu_s=0.0)
-    assert (told.type, why in told.fields["reason"]) == ("warning", True)
+    assert (told.type, why in told.reason) == ("warning", True)
     (noted,) = watch.after(1.0, state="R", cpu_s=0.9)
-    assert (noted.type, noted.fields["seconds"]) == ("standstill", 11.0)
+    assert (noted.type, noted.seconds) == ("standstill", 11.0)
     assert watch.after(1.0, state="R", cpu_s=1.9) == []
     assert watch.after(1.0, state="S", cpu_s=1.9) == []
 
@@ -136,4 +136,4 @@ def test_a_standstill_ends_with_its_call() -> None:
     watch.after(5.0, state="T", cpu_s=0.0)
     watch.worker.called_s = None
     (noted,) = watch.after(1.0, state="S", cpu_s=0.0)
-    assert (noted.type, noted.fields["began_s"], noted.fields["seconds"]) == ("standstill", 0.0, 6.0)
+    assert (noted.type, noted.began_s, noted.seconds) == ("standstill", 0.0, 6.0)

@@ -13,8 +13,8 @@ from tests.service.pages_server import Pages
 
 from rlmux.client.in_folder import InFolder
 from rlmux.core.events import Event
+from rlmux.log.notes import Note
 from rlmux.policies.max_min_fairness import FairShares
-from rlmux.runtime.backend import Note
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root

@@ -17,7 +17,7 @@ from tests.service.tinker.test_random_requests import PROMPT, SERVED, Place, as_
 from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
-from rlmux.runtime.backend import Note
+from rlmux.log.notes import SharedBatchNote
 from rlmux.runtime.workers.request_workers import RequestResult
 from rlmux.service.model_serving import ClientEvents
 from rlmux.service.tinker import routes
@@ -415,8 +415,8 @@ def test_a_batch_is_charged_to_each_client_by_its_tokens_and_the_sum_is_what_was
     assert charged[3:] == [("b", 4.5)]
 
 
-def shared(tokens: dict[str, int], seconds: float) -> Note:
-    return Note(type="shared_batch", fields={"order": OrderId(1), "tokens": tokens, "seconds": seconds})
+def shared(tokens: dict[str, int], seconds: float) -> SharedBatchNote:
+    return SharedBatchNote(order=OrderId(1), tokens=tokens, seconds=seconds)
 
 
 def order_of(number: int, pipeline: str, node: int = 0) -> RunStage:

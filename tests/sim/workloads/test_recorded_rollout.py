@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from rlmux.log.notes import decode
 from rlmux.sim.workloads.recorded_rollout import Iterations, RecordedRollout
 
 EVEN = Iterations(rows=(2, 4), seconds=(0.5, 1.0), prompt_s=0.0)
 
 
-def note(runs, *, group_size=1, slots=4, waits_ms=None, iterations=()):
-    fields = {"runs": runs, "group_size": group_size, "slots": slots, "iterations": list(iterations)}
-    return fields if waits_ms is None else {**fields, "waits_ms": waits_ms}
+def note(runs, *, group_size=1, slots=4, waits_ms=None, iterations=(), key="iterations"):
+    """As a log has it."""
+    fields = {"runs": runs, "group_size": group_size, "slots": slots, key: list(iterations)}
+    return decode("rollout", fields if waits_ms is None else {**fields, "waits_ms": waits_ms})
 
 
 def rollout(runs, *, iterations=EVEN, fixed_s=0.0, **changes) -> RecordedRollout:
@@ -33,9 +35,7 @@ def test_an_iteration_costs_what_those_of_its_width_took():
 
 def test_notes_of_older_logs_are_read_under_their_old_names():
     spent = [["decode", 2, 10, 20, 5.0], ["prefill", 4, 1, 12, 6.0]]
-    old = {
-        "bands" if name == "iterations" else name: value for name, value in note([[5]] * 3, iterations=spent).items()
-    }
+    old = note([[5]] * 3, iterations=spent, key="bands")
     assert Iterations.of_notes([old]) == Iterations.of_notes([note([[5]] * 3, iterations=spent)])
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rlmux.log.notes import WeightDelivery
+
 
 class Checksum(StrEnum):
     """Result of the comparison of checksums."""
@@ -90,18 +92,16 @@ class StepDelivery:
 class Deliveries:
     """A pipeline's notes `step` as they come in."""
 
-    versions: dict[int, tuple[list[int], tuple[int, int]]] = field(default_factory=dict)
+    versions: dict[int, tuple[Sequence[int], tuple[int, int]]] = field(default_factory=dict)
     """(weight versions that made its tokens, oldest and newest that staleness allows) by step."""
     loaded: dict[int, set[str]] = field(default_factory=dict)
     published: dict[int, set[str]] = field(default_factory=dict)
 
-    def add(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add a note's field `delivery`."""
-        oldest, newest = fields["allowed"]
-        self.versions[step] = [int(version) for version in fields["versions"]], (int(oldest), int(newest))
-        for sums, found in ((self.loaded, fields["loaded"]), (self.published, fields["published"])):
+    def add(self, step: int, delivery: WeightDelivery) -> None:
+        self.versions[step] = delivery.versions, delivery.allowed
+        for sums, found in ((self.loaded, delivery.loaded), (self.published, delivery.published)):
             for version, checksums in found.items():
-                sums.setdefault(int(version), set()).update(checksums)
+                sums.setdefault(version, set()).update(checksums)
 
     def forget_after(self, step: int) -> None:
         """Drop the steps after this one, which are done again, and their versions."""

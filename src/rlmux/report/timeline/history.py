@@ -47,6 +47,21 @@ from rlmux.core.events import (
     WorkWithdrawn,
 )
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
+from rlmux.log.notes import (
+    AdapterRoomNote,
+    AlertsNote,
+    EndNote,
+    Note,
+    PipelineEndNote,
+    PipelineNote,
+    ProgramMarkedNote,
+    PromiseNote,
+    ResumedNote,
+    RolloutNote,
+    StandstillNote,
+    StepNote,
+    WorkerNote,
+)
 from rlmux.log.progress_rows import Progress
 from rlmux.log.run_log import Entry
 from rlmux.report.timeline.batch_arrivals import Arrivals
@@ -81,8 +96,8 @@ class History:
         self.pipelines: dict[PipelineId, PipelineRecord] = {}
         self.instants: list[Instant] = []
         self.standstills: list[Standstill] = []
-        self.adapter_rooms: dict[tuple[str, Phase, str], dict[str, Any]] = {}
-        """Last note `adapter_room` by device, phase and base (`Pipeline.base_of`)."""
+        self.adapter_rooms: dict[tuple[str, Phase, str], AdapterRoomNote] = {}
+        """Last note by device, phase and base (`Pipeline.base_of`)."""
         self.down: list[tuple[float, float]] = []
         """Stretches (begin, end) from the last row of a process to the first row of the one that resumed its run."""
         self.ready_s: list[float] = [math.inf]
@@ -127,12 +142,12 @@ class History:
         if isinstance(part, Progress):
             self._add_progress(part)
             return
-        _, time_s, kind, type, value = part
+        _, time_s, kind, _, value = part
         if kind == "event" or kind == "action":
             self.fold(time_s, value)  # type: ignore[arg-type]
             return
         if kind == "note":
-            self._on_note(time_s, type, value)  # type: ignore[arg-type]
+            self._on_note(time_s, part.note)
         self.last_s = max(self.last_s, time_s)
 
     def fold(self, time_s: float, value: Event | Action) -> None:
@@ -446,38 +461,42 @@ class History:
 
     # ------------------------------------------------------------------ notes
 
-    def _on_note(self, time_s: float, type: str, fields: dict[str, Any]) -> None:
-        pipeline = PipelineId(str(fields.get("pipeline", "")))
-        record = self.pipelines.get(pipeline)
-        if type == "step" and record is not None:
-            record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
-            if fields.get("from_checkpoint"):  # its publication was under way when the run or a worker was killed
-                record.published.setdefault(int(fields["step"]), time_s)
-            if "delivery" in fields:
-                record.deliveries.add(int(fields["step"]), fields["delivery"])
-        elif type == "alerts":
-            self.alert_rules[pipeline] = fields["rules"]
-        elif type == "promise" and record is not None:
-            record.promise = str(fields["promise"])
-        elif type == "worker":
-            self.ready_s[-1] = min(self.ready_s[-1], time_s)
-        elif type == "adapter_room" and record is not None:
-            base = record.pipeline.base_of(Phase(fields["phase"]))
-            self.adapter_rooms[str(fields["device"]), Phase(fields["phase"]), base] = fields
-        elif type == "rollout" and record is not None:
-            record.rollouts[int(fields["step"])] = fields
-        elif type == "pipeline_end" and record is not None:
-            record.status = str(fields.get("status", record.status))
-            record.reason = str(fields.get("reason") or record.reason)
-            record.weights_sha256 = fields.get("weights_sha256", record.weights_sha256)
-        elif type == "standstill":
-            self.standstills.append(_standstill(pipeline, fields))
-        elif type == "permit" and record is not None and fields["what"] == "marked":
-            record.reason = str(fields["reason"])
-        elif type == "resumed":
-            self._on_resumed(time_s)
-        elif type == "end":
-            self._on_end(fields)
+    def _on_note(self, time_s: float, note: Note | None) -> None:
+        match note:
+            case WorkerNote():
+                self.ready_s[-1] = min(self.ready_s[-1], time_s)
+            case StandstillNote():
+                end_s = note.began_s + note.seconds
+                self.standstills.append(Standstill(note.pipeline, tuple(note.devices), note.began_s, end_s))
+            case AlertsNote():
+                self.alert_rules[note.pipeline] = {rule: dict(changes) for rule, changes in note.rules.items()}
+            case ResumedNote():
+                self._on_resumed(time_s)
+            case EndNote():
+                self._on_end(note)
+            case PipelineNote() if (record := self.pipelines.get(note.pipeline)) is not None:
+                self._on_pipeline_note(time_s, note, record)
+
+    def _on_pipeline_note(self, time_s: float, note: PipelineNote, record: PipelineRecord) -> None:
+        match note:
+            case StepNote():
+                numbers = ((name, value) for name, value in note.metrics.items() if value is not None)
+                record.metrics[note.step] = {name: float(value) for name, value in numbers}
+                if note.from_checkpoint:  # its publication was under way when the run or a worker was killed
+                    record.published.setdefault(note.step, time_s)
+                if note.delivery is not None:
+                    record.deliveries.add(note.step, note.delivery)
+            case PromiseNote():
+                record.promise = note.promise
+            case AdapterRoomNote():
+                self.adapter_rooms[note.device, note.phase, record.pipeline.base_of(note.phase)] = note
+            case RolloutNote():
+                record.rollouts[note.step] = note
+            case PipelineEndNote():
+                record.status, record.reason = note.status or record.status, note.reason or record.reason
+                record.weights_sha256 = note.weights_sha256
+            case ProgramMarkedNote():
+                record.reason = note.reason
 
     def _on_resumed(self, time_s: float) -> None:
         self.ready_s.append(math.inf)
@@ -492,28 +511,10 @@ class History:
             self.down.append((self.last_s, time_s))
         self.instants.append(Instant(time_s, "resumed", text="after a stop or crash"))
 
-    def _on_end(self, fields: dict[str, Any]) -> None:
+    def _on_end(self, note: EndNote) -> None:
         """Stop the pipelines that are not over: the run ended on purpose."""
-        if "control_s" in fields:
-            self.control_s = (self.control_s or 0.0) + float(fields["control_s"])
+        if note.control_s is not None:
+            self.control_s = (self.control_s or 0.0) + note.control_s
         for record in self.pipelines.values():
             if record.status in (PipelineStatus.RUNNING, PipelineStatus.WAITING):
                 record.status = STOPPED
-
-
-def _standstill(pipeline: PipelineId, fields: Mapping[str, Any]) -> Standstill:
-    began_s, devices = float(fields["began_s"]), tuple(DeviceId(*device) for device in fields["devices"])
-    return Standstill(pipeline, devices, began_s, began_s + float(fields["seconds"]))
-
-
-def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
-    """The fields that are numbers, finite or written as text because they are not."""
-    numbers = {}
-    for name, value in fields.items():
-        if name in ("pipeline", "step") or isinstance(value, bool):
-            continue
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return numbers

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from rlmux.core.events import PipelineRestarted, PipelineSubmitted
 from rlmux.core.model import DeviceId, PipelineId, Stage
+from rlmux.log.notes import StepNote
 from rlmux.log.progress_rows import Progress
 from rlmux.log.run_log import Entry
 from rlmux.report.timeline.build import Name, devices_of, end_of, exposed, lay_out_orders, name_of, note_peak, take_lane
@@ -121,9 +122,8 @@ class Follower:
         self.history.add(part)
         if not isinstance(part, Entry):
             return
-        if part.kind == "note" and part.type == "step":
-            fields: Any = part.value
-            self.steps.touch(PipelineId(str(fields["pipeline"])), int(fields["step"]))
+        if part.type == StepNote.type and isinstance(note := part.note, StepNote):
+            self.steps.touch(note.pipeline, note.step)
         elif isinstance(part.value, PipelineRestarted):
             self.steps.touch_after(part.value.pipeline, part.value.restored_step)
         elif isinstance(part.value, PipelineSubmitted):

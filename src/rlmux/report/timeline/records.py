@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from rlmux.core.actions import ExpectSteps, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
+from rlmux.log.notes import RolloutNote
 from rlmux.log.progress_rows import Reports
 from rlmux.report.timeline.delivery import Deliveries, StepDelivery
 
@@ -112,8 +112,8 @@ class PipelineRecord:
     """Time at which each version from 1 on was last published."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Figures of each step's `step` note, by step."""
-    rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Fields of each step's `rollout` note (runtime/orders/rollout_record.py), by step."""
+    rollouts: dict[int, RolloutNote] = field(default_factory=dict)
+    """Rollout of each step (runtime/orders/rollout_record.py)."""
     deliveries: Deliveries = field(default_factory=Deliveries)
     """Versions and checksums of the weights that sampled each step."""
     weights_sha256: str | None = None

@@ -27,8 +27,8 @@ def read_step_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
         follower = Follower(log.header)
         for part in log.parts(bare=BARE):
             follower.add(part)
-            if isinstance(part, Entry) and part.kind == "note":
-                sums.add(part.type, part.value)  # type: ignore[arg-type]
+            if isinstance(part, Entry) and part.type in SUM_NOTES:
+                sums.add(part.note)
         steps = follower.look().steps
     history = follower.history
     return {

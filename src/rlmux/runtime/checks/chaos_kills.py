@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from rlmux.core.errors import LogError, RlmuxError, UserError
+from rlmux.log.notes import StepNote, WorkerNote
 from rlmux.log.run_log import LogReader
 from rlmux.report.reports import load_summary
 
@@ -228,12 +229,11 @@ class _Follower:
     def read(self) -> None:
         for entry in self._new_entries():
             self._last_seq = entry.seq
-            fields: Any = entry.value
-            if entry.type == "worker":
-                self._pid_by_worker[fields["pipeline"], fields["role"]] = fields["pid"]
-            elif entry.type == "step":
-                for worker in [worker for worker in self._num_kills if worker[0] == fields["pipeline"]]:
-                    del self._num_kills[worker]
+            match entry.note:
+                case WorkerNote(pid=int(pid)) as worker:
+                    self._pid_by_worker[worker.pipeline, worker.role] = pid
+                case StepNote(pipeline=name):
+                    self._num_kills = {each: num for each, num in self._num_kills.items() if each[0] != name}
 
     def _new_entries(self) -> Iterator[Any]:
         with contextlib.suppress(LogError), LogReader(self._folder) as reader:

@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from rlmux import plugins
 from rlmux.core.actions import Action
@@ -46,13 +46,14 @@ from rlmux.core.events import Event, PipelineFailed, PipelineRestarted
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.log.folder_lock import FolderLock
+from rlmux.log.notes import Note
 from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
 from rlmux.report.timeline.history import History
 from rlmux.report.timeline.records import Ending, OrderRecord
 from rlmux.report.weight_sums import SUMS, weight_sums
 from rlmux.runtime import launch
-from rlmux.runtime.backend import Note, Submission, WorkerOptions
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.control.run_control import submitted_to
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
@@ -303,7 +304,7 @@ def verify(
     verdicts = []
     for name in chosen:
         for note in changed_input_notes([given[name]], state):
-            for words in note.fields.get("changed", ()):
+            for words in note.changed:
                 print_line(f"{name}: {words} since the run")
         recorded = _Recorded(
             submission=given[name],
@@ -344,7 +345,7 @@ def _logged_sums(folder: Path) -> dict[PipelineId, _SumsByStep]:
             if isinstance(entry.value, PipelineRestarted):
                 its, restored_step = found.get(entry.value.pipeline, {}), entry.value.restored_step
                 found[entry.value.pipeline] = {step: sums for step, sums in its.items() if step <= restored_step}
-            elif entry.kind == "note" and (sums := weight_sums(entry.type, cast(Any, entry.value))) is not None:
+            elif (sums := weight_sums(entry.note)) is not None:
                 found.setdefault(sums.pipeline, {}).setdefault(sums.step, {}).update(sums.by_name)
     return found
 
@@ -429,7 +430,7 @@ class _Comparison:
             if isinstance(event, PipelineFailed):
                 self.failure = event.reason
         for note in notes:
-            sums = weight_sums(note.type, note.fields)
+            sums = weight_sums(note)
             if sums is not None and self.difference is None:
                 self._compare(sums.step, sums.by_name)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
+from rlmux.log.notes import Note
 from rlmux.runtime.orders.external_programs import ExternalPrograms
 from rlmux.runtime.orders.on_demand import OnDemandPipelines
 
@@ -23,8 +24,8 @@ class ClientSide(Protocol):
     on_demand: OnDemandPipelines
     external: ExternalPrograms
 
-    def note(self, type: str, **fields: Any) -> None:
-        """Add a record to the log."""
+    def add_note(self, note: Note) -> None:
+        """Add a note to the log."""
 
 
 Command = Callable[[ClientSide], None]

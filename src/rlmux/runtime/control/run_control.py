@@ -30,8 +30,9 @@ from rlmux.core.queue.wait_reasons import Wait, WaitToken
 from rlmux.core.queue_order import ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.settle.parking import PARKED
+from rlmux.log.notes import Note, PipelineEndNote, StandingNote, SubmittedNote, encode
 from rlmux.log.run_log import LogReader
-from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.control_requests import (
     AccountOf,
     Cancel,
@@ -54,7 +55,7 @@ from rlmux.runtime.control.control_requests import (
 from rlmux.runtime.control.control_socket import ControlServer, Request
 from rlmux.runtime.control.notices import notice_of, return_of
 from rlmux.runtime.records.input_files import input_notes
-from rlmux.runtime.records.usage_notes import usage_fields
+from rlmux.runtime.records.usage_notes import usage_of
 from rlmux.runtime.weights.origins import plan_notes
 
 ParseSubmission = Callable[[str, str], Sequence[Submission]]
@@ -184,14 +185,14 @@ class RunControl:
                 self._cancel(request, PipelineId(record.name), tick)
             case Hold():
                 event: Standing = PipelineHeld(pipeline=self._waiting(record.name))
-                self._change_standing(request, event, "held until it is released", tick, is_held=True)
+                self._change_standing(request, event, "held until it is released", tick)
             case ReleaseHold():
                 event = HoldReleased(pipeline=self._waiting(record.name))
-                self._change_standing(request, event, "may start", tick, is_held=False)
+                self._change_standing(request, event, "may start", tick)
             case SetRank():
                 event = PipelineRanked(pipeline=self._waiting(record.name), rank=record.rank)
                 outcome = f"has rank {record.rank} among its user's own"
-                self._change_standing(request, event, outcome, tick, rank=record.rank)
+                self._change_standing(request, event, outcome, tick)
             case ParkPipeline():
                 self._park(request, self._checked_id(record.name), tick)
             case Unpark():
@@ -214,7 +215,7 @@ class RunControl:
             case AccountOf():
                 return _account_fields(self._pipeline(record.name, tick))
             case GetUsage():
-                return usage_fields(self._scheduler)
+                return encode(usage_of(self._scheduler))
             case ExplainWait():
                 name = self._checked_id(record.name)
                 return wait_fields(name, self._scheduler.query.status(name), self._scheduler.wait_of(name))
@@ -235,7 +236,7 @@ class RunControl:
         if not self._scheduler.query.is_held(name):
             raise UserError(f"pipeline {str(name)!r} is not parked; accepted: one that `park` or `hold` keeps")
         outcome = "goes on as soon as there is room"
-        self._change_standing(request, HoldReleased(pipeline=name), outcome, tick, is_held=False)
+        self._change_standing(request, HoldReleased(pipeline=name), outcome, tick)
 
     def _park(self, request: Request, name: PipelineId, tick: _Tick) -> None:
         query = self._scheduler.query
@@ -246,7 +247,7 @@ class RunControl:
             raise UserError(f"pipeline {str(name)!r} is another program's; accepted: one whose steps rlmux trains")
         is_running = status is PipelineStatus.RUNNING
         outcome = "gives its devices back at its next step boundary" if is_running else "held until it is unparked"
-        self._change_standing(request, ParkRequested(pipeline=name), outcome, tick, is_held=True)
+        self._change_standing(request, ParkRequested(pipeline=name), outcome, tick)
 
     def _submit(self, request: Request, record: Submit, tick: _Tick) -> None:
         if record.id is not None and record.id in self._taken:
@@ -261,11 +262,11 @@ class RunControl:
             is_later = one.submit_at_s > 0.0
             outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
         names = [one.pipeline.id for one in parsed]
-        fields = {"pipelines": names, "at_s": tick.now_s, "source": record.source, "resolved": record.text}
         if record.id is not None:
-            fields["id"] = record.id
             self._taken[record.id] = names
-        tick.notes.append(Note(type="submitted", fields=fields))
+        tick.notes.append(
+            SubmittedNote(pipelines=names, at_s=tick.now_s, source=record.source, resolved=record.text, id=record.id)
+        )
         tick.notes += [*plan_notes(parsed), *input_notes(parsed)]
         self._answers.append(_Answer(request, outcomes))
 
@@ -309,8 +310,9 @@ class RunControl:
         if name not in query and name in [one.pipeline.id for one in tick.upcoming] and name not in tick.withdrawn:
             tick.withdrawn.append(name)
             self._over.add(name)
-            fields = {"pipeline": name, "status": PipelineStatus.CANCELLED.value, "reason": "before it came"}
-            tick.notes.append(Note(type="pipeline_end", fields={**fields, "weights_sha256": None}))
+            end = PipelineStatus.CANCELLED.value
+            note = PipelineEndNote(pipeline=name, status=end, reason="before it came", weights_sha256=None)
+            tick.notes.append(note)
             self._done.append((request, {"pipeline": name, "outcome": "struck off"}))
             return
         if name not in query:
@@ -337,10 +339,13 @@ class RunControl:
             raise UserError(f"no pipeline {name!r} waits or runs here; accepted: one of: {known}")
         return pipeline
 
-    def _change_standing(self, request: Request, event: Standing, outcome: str, tick: _Tick, **fields: object) -> None:
+    def _change_standing(self, request: Request, event: Standing, outcome: str, tick: _Tick) -> None:
         """Add a user's change to a waiting pipeline as an event, and as a note for resumed runs."""
         tick.events.append(event)
-        tick.notes.append(Note(type="standing", fields={"pipeline": event.pipeline, **fields}))
+        if isinstance(event, PipelineRanked):
+            tick.notes.append(StandingNote(pipeline=event.pipeline, rank=event.rank))
+        else:
+            tick.notes.append(StandingNote(pipeline=event.pipeline, is_held=not isinstance(event, HoldReleased)))
         self._done.append((request, {"pipeline": event.pipeline, "outcome": outcome}))
 
     def _waiting(self, name: str) -> PipelineId:
@@ -412,25 +417,10 @@ def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedFile:
-    """A file submitted to a run in progress, as logged."""
-
-    source: str
-    """Name of the file."""
-    resolved: str
-    """Text of the file, defaults and overrides worked in."""
-    at_s: float
-    """Seconds since the start of the run."""
-
-
-def submitted_to(folder: Path) -> list[SubmittedFile]:
+def submitted_to(folder: Path) -> list[SubmittedNote]:
     """Files submitted to a run in progress, oldest first."""
     with LogReader(folder) as reader:
-        return [
-            SubmittedFile(source=fields["source"], resolved=fields["resolved"], at_s=fields["at_s"])
-            for fields in reader.state().submitted
-        ]
+        return reader.state().submitted
 
 
 def _upcoming_fields(one: Submission) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId
+from rlmux.log.notes import PromiseNote
 from rlmux.rl.determinism_class import ProbeCheck, ProbeReport, promise_of, refusal, worst_of
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.orders.running_orders import RunningOrder
@@ -71,12 +72,8 @@ class EngineProbes:
         if refused is not None:
             raise PipelineError(refused)
         if len(found) == len(_phases_of(workers.submission)):
-            self._outbox.note(
-                "promise",
-                pipeline=pipeline,
-                promise=promise_of(checks).value,
-                checks={check.name: check.is_equal for check in checks},
-            )
+            equal = {check.name: check.is_equal for check in checks}
+            self._outbox.add_note(PromiseNote(pipeline=pipeline, promise=promise_of(checks).value, checks=equal))
 
     def max_logprob_gap(self, pipeline: PipelineId) -> float:
         """Largest accepted gap in nats between rollout and training log-probs, for the class found so far."""

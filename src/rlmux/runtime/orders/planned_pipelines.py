@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rlmux.core.actions import Admit, MigrateShard, Park, Relocate, RunStage
 from rlmux.core.model import Cluster, PipelineId, Resident, Stage
+from rlmux.log.notes import SpillNote
 from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.determinism_check import EngineProbes
@@ -124,7 +125,7 @@ class PlannedPipelines(Carrier):
         """The file for a worker's state; None: it goes to host memory."""
         if self._host_memory.offload(worker.name):
             return None
-        self._outbox.note("spill", pipeline=workers.id, worker=worker.name)
+        self._outbox.add_note(SpillNote(pipeline=workers.id, worker=worker.name))
         return workers.folder / f"spilled-{worker.name.rpartition('/')[2]}.safetensors"
 
     def receive(self, worker: Worker) -> bool:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from rlmux.core.actions import Switch
 from rlmux.core.events import BatchShare, WorkArrived
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.log.notes import SharedBatchNote
 from rlmux.rl.client_requests import Loss, OptimizerStep, SampleRequest, SaveState, TrainRequest, WriteWeights
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.orders.idle_timeout import IdleTimeout
@@ -216,7 +217,7 @@ class OnDemandPipeline:
         """Log whose requests an order of this pipeline carried out besides its own."""
         tokens = {name: count for name, count in sorted(report.tokens_by_tenant.items()) if count}
         if any(name not in ("", self.id) for name in tokens):
-            self._outbox.note("shared_batch", order=order.action.order, tokens=tokens, seconds=report.seconds)
+            self._outbox.add_note(SharedBatchNote(order=order.action.order, tokens=tokens, seconds=report.seconds))
 
     def _run_training(self, order: RunningOrder) -> Generator[Future, Any, bool]:
         """Returns whether work is left."""

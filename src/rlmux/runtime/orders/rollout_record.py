@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from rlmux.core.model import SubStage
+from rlmux.core.model import PipelineId, SubStage
+from rlmux.log.notes import RolloutNote
 from rlmux.rl.types import SubStageIterations, TrajectoryId
-from rlmux.runtime.backend import Note
 from rlmux.runtime.workers.worker_calls import StepBatch
 
 
@@ -44,20 +43,13 @@ class RolloutRecord:
         if sent_s is not None:
             self._waits_ms.setdefault(trajectory, []).append(round(1e3 * (now_s - sent_s), 1))
 
-    def note(self, pipeline: str, step: int, batch: StepBatch, *, slots: int, group_size: int) -> Note:
-        """The note `rollout`.
-
-        `waits_ms`, in the order of ids as `runs` are: milliseconds from the end of each turn until its environment had
-        replied or the trajectory was released. Omitted for single-turn tasks, which have no such waits.
-        """
-        fields: dict[str, Any] = {
-            "pipeline": pipeline,
-            "step": step,
-            "slots": slots,
-            "group_size": group_size,
-            "runs": batch.metrics.token_runs,
-            "iterations": [[*key, *spent[:2], round(spent[2], 3)] for key, spent in sorted(self._spent.items())],
-        }
-        if self._waits_ms:
-            fields["waits_ms"] = [self._waits_ms[trajectory] for trajectory in sorted(self._waits_ms)]
-        return Note(type="rollout", fields=fields)
+    def note(self, pipeline: PipelineId, step: int, batch: StepBatch, *, slots: int, group_size: int) -> RolloutNote:
+        return RolloutNote(
+            pipeline=pipeline,
+            step=step,
+            slots=slots,
+            group_size=group_size,
+            runs=batch.metrics.token_runs,
+            iterations=[(*key, *spent[:2], round(spent[2], 3)) for key, spent in sorted(self._spent.items())],
+            waits_ms=[self._waits_ms[trajectory] for trajectory in sorted(self._waits_ms)] or None,
+        )

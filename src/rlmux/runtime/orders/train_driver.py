@@ -11,10 +11,12 @@ copying the checkpoint's state. Scoring and publishing hold no device.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import Phase, PipelineId, Stage
+from rlmux.log.notes import StepNote, WeightDelivery
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.orders.determinism_check import EngineProbes
@@ -73,7 +75,7 @@ class TrainDriver:
             self._batch_by_step[step] = batch
         else:  # without training the step is over
             self._supervisor.count_step(self._workers, step)
-            self._outbox.note("step", **_step_fields(self._workers.id, step, batch, {}))
+            self._outbox.add_note(_step_note(self._workers.id, step, batch, {}))
             self._note_rollout(step, batch)
         if step < config.num_steps:
             self._rollout.prepare(step + 1)  # the env worker has nothing else to do while others compute
@@ -176,29 +178,29 @@ class TrainDriver:
         self._workers.published_path(oldest_needed - 1).unlink(missing_ok=True)
         batch = self._batch_by_step.pop(version, None)
         if batch is not None:
-            fields = self._step_note(version, batch, loaded=self._rollout.take_loaded())
+            note = self._step_note(version, batch, loaded=self._rollout.take_loaded())
             self._published = {}
-            self._outbox.note("step", **fields, weights_checksum=checksum)
+            self._outbox.add_note(replace(note, weights_checksum=checksum))
             self._note_rollout(version, batch)
         self._metrics = {}
 
-    def _step_note(self, step: int, batch: StepBatch, *, loaded: dict[int, list[str]]) -> dict[str, Any]:
-        """Fields of the note `step`, but for the checksum of its weights."""
+    def _step_note(self, step: int, batch: StepBatch, *, loaded: dict[int, list[str]]) -> StepNote:
+        """The step's note, but for the checksum of its weights."""
         newest = step - 1
-        delivery = {
-            "versions": batch.metrics.versions,
-            "allowed": (max(0, newest - self._workers.config.algorithm.staleness), newest),
-            "loaded": loaded,
-            "published": self._published,
-        }
-        return {**_step_fields(self._workers.id, step, batch, self._metrics), "delivery": delivery}
+        delivery = WeightDelivery(
+            versions=batch.metrics.versions,
+            allowed=(max(0, newest - self._workers.config.algorithm.staleness), newest),
+            loaded=loaded,
+            published=self._published,
+        )
+        return replace(_step_note(self._workers.id, step, batch, self._metrics), delivery=delivery)
 
     def _note_rollout(self, step: int, batch: StepBatch) -> None:
         record = self._rollout.take_record(step)
         if record is not None:  # else it was sampled before a crash
             config = self._workers.config
             slots, group_size = config.rollout.num_slots, config.algorithm.group_size
-            self._outbox.add_note(record.note(config.name, step, batch, slots=slots, group_size=group_size))
+            self._outbox.add_note(record.note(self._workers.id, step, batch, slots=slots, group_size=group_size))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -208,11 +210,11 @@ class TrainDriver:
         return keep + staleness if self._options.checkpoint_every == 1 else keep * (staleness + 1)
 
 
-def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dict[str, float]) -> dict[str, Any]:
-    return {
-        "pipeline": pipeline,
-        "step": step,
-        "metrics": {
+def _step_note(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dict[str, float]) -> StepNote:
+    return StepNote(
+        pipeline=pipeline,
+        step=step,
+        metrics={
             "reward_mean": batch.metrics.reward_mean,
             "reward_std": batch.metrics.reward_std,
             "tokens": batch.metrics.response_tokens,
@@ -226,4 +228,4 @@ def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dic
             **batch.metrics.logged,
             **noted_metrics(metrics),
         },
-    }
+    )

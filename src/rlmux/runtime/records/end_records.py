@@ -27,6 +27,7 @@ from rlmux.core.errors import LogError
 from rlmux.log import value_codec
 from rlmux.log.damaged_log import Readable, is_whole, log_files, read_damaged
 from rlmux.log.folder_lock import FolderLock
+from rlmux.log.notes import PipelineEndNote, SalvagedNote, decode
 from rlmux.log.run_log import LOG_NAME, SCHEMA_VERSION, Entry, LogReader, RunLog
 
 HEADER_NAME = "header.json"
@@ -70,16 +71,16 @@ def keep_header(folder: Path, header: Mapping[str, Any]) -> None:
     _write_whole(folder, HEADER_NAME, json.dumps(kept))
 
 
-def keep_ends(folder: Path, ended: Iterable[Mapping[str, Any]]) -> None:
-    """Write a copy of pipelines' ends (fields of notes `pipeline_end`), atomically."""
-    _write_whole(folder, ENDS_NAME, "".join(value_codec.dumps(fields) + "\n" for fields in ended))
+def keep_ends(folder: Path, ended: Iterable[PipelineEndNote]) -> None:
+    """Write a copy of pipelines' ends, atomically."""
+    _write_whole(folder, ENDS_NAME, "".join(value_codec.dumps(end) + "\n" for end in ended))
 
 
-def keep_end(folder: Path, fields: Mapping[str, Any]) -> None:
+def keep_end(folder: Path, end: PipelineEndNote) -> None:
     """Add one pipeline's end to the file of `keep_ends`."""
     handle = os.open(folder / ENDS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(handle, "a", encoding="utf-8") as file:
-        file.write(value_codec.dumps(fields) + "\n")
+        file.write(value_codec.dumps(end) + "\n")
 
 
 def _write_whole(folder: Path, name: str, text: str) -> None:
@@ -129,17 +130,17 @@ def _kept_header(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _kept_ends(folder: Path) -> list[dict[str, Any]] | None:
+def _kept_ends(folder: Path) -> list[PipelineEndNote] | None:
     """Readable ends; None without a file of them."""
     try:
         lines = (folder / ENDS_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    ends = []
+    ends: list[PipelineEndNote] = []
     for line in lines:
         with contextlib.suppress(LogError, ValueError, KeyError, TypeError):  # the last line of a run that was killed
-            fields = value_codec.loads(line)
-            ends.append({key: fields[key] for key in ("pipeline", "status", "reason", "weights_sha256")})
+            end = decode(PipelineEndNote.type, value_codec.loads(line))
+            ends += [end] if isinstance(end, PipelineEndNote) and end.pipeline else []
     return ends
 
 
@@ -171,7 +172,7 @@ def _exchange(folder: Path, new: Path, old_files: Path) -> None:
 
 
 def _write(
-    new: Path, header: Mapping[str, Any], found: Readable, ends: list[dict[str, Any]] | None, *, old_files: Path
+    new: Path, header: Mapping[str, Any], found: Readable, ends: list[PipelineEndNote] | None, *, old_files: Path
 ) -> Salvaged:
     """The new log, in a folder of its own."""
     missing = found.missing()
@@ -186,22 +187,21 @@ def _write(
                 num_rows += 1
             else:
                 num_set_aside += 1
-        notes: list[Any] = [entry.value for entry in found.entries.values() if entry.type == "pipeline_end"]
-        known = {note["pipeline"] for note in notes}
-        missed = {fields["pipeline"]: fields for fields in ends or () if fields["pipeline"] not in known}
-        for fields in missed.values():
-            log.note("pipeline_end", log.last_time_s, **fields)
+        notes = [entry.note for entry in found.entries.values() if entry.type == PipelineEndNote.type]
+        known = {note.pipeline for note in notes if isinstance(note, PipelineEndNote)}
+        missed = {end.pipeline: end for end in ends or () if end.pipeline not in known}
+        for end in missed.values():
+            log.append_note(log.last_time_s, end)
         salvaged = Salvaged(
             num_rows=num_rows,
             num_set_aside=num_set_aside,
             missing=missing,
-            ended=None if ends is None else {name: fields["status"] for name, fields in missed.items()},
+            ended=None if ends is None else {name: end.status for name, end in missed.items()},
             damage=found.damage,
             old_files=old_files,
         )
-        log.note(
-            "salvaged", log.last_time_s, rows=num_rows, missing=missing, damage=found.damage, left_out=num_set_aside
-        )
+        note = SalvagedNote(rows=num_rows, missing=missing, damage=found.damage, left_out=num_set_aside)
+        log.append_note(log.last_time_s, note)
     return salvaged
 
 
@@ -219,7 +219,7 @@ def unknown_pipelines(folder: Path, known: Collection[str]) -> list[str]:
     """A line for each pipeline that has checkpoints and no submission in the log."""
     with LogReader(folder) as reader:
         state = reader.state()
-    late = {name for fields in state.submitted for name in fields["pipelines"]}
+    late = {name for submitted in state.submitted for name in submitted.pipelines}
     found = sorted({path.parent.name for path in folder.glob("*/step_*") if path.is_dir()})
     return [
         f"pipeline {name}: its checkpoints are there, and what it trains is not: it was submitted while the run went "

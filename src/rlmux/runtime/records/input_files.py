@@ -15,9 +15,10 @@ from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.log.notes import InputsNote
 from rlmux.log.run_state import RunState
 from rlmux.rl.config import TrainingConfig
-from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.backend import Submission
 
 _MAX_HASHED_BYTES = 1 << 28
 """Size of the largest file that is read; of a larger one, size and time of change are compared."""
@@ -59,37 +60,33 @@ def _imports_of(path: Path) -> list[str]:
     return names
 
 
-def input_notes(submissions: Sequence[Submission]) -> list[Note]:
+def input_notes(submissions: Sequence[Submission]) -> list[InputsNote]:
     """Notes of pipelines that join a run."""
-    return [_note(one, _fingerprints(one.inputs)) for one in submissions if one.inputs]
+    return [InputsNote(pipeline=one.pipeline.id, files=_fingerprints(one.inputs)) for one in submissions if one.inputs]
 
 
-def changed_input_notes(submissions: Sequence[Submission], state: RunState) -> list[Note]:
+def changed_input_notes(submissions: Sequence[Submission], state: RunState) -> list[InputsNote]:
     """Notes of resumed pipelines whose files differ from their last note."""
     notes = []
     for one in submissions:
         before, now = state.inputs.get(one.pipeline.id, {}), _fingerprints(one.inputs)
         if before != now:
-            changed = _differences(before, now) if before else []
-            notes.append(_note(one, now, changed=changed) if changed else _note(one, now))
+            changed = tuple(_differences(before, now)) if before else ()
+            notes.append(InputsNote(pipeline=one.pipeline.id, files=now, changed=changed))
     return notes
 
 
 def retried(names: Sequence[str], state: RunState, given: Sequence[PipelineId]) -> list[PipelineId]:
     """Pipelines of these names. Raises UserError, with the failed pipelines as `given`, for one that has not failed."""
-    failed = [name for name in given if name in state.ended and state.ended[name]["status"] == PipelineStatus.FAILED]
+    failed = [name for name in given if name in state.ended and state.ended[name].status == PipelineStatus.FAILED]
     accepted = f"accepted: a pipeline that failed: {', '.join(failed)}" if failed else "no pipeline of this run failed"
     for name in names:
         if name not in given:
             raise UserError(f"--retry {name}: no such pipeline in this run; {accepted}")
         if name not in failed:
-            status = state.ended[name]["status"] if name in state.ended else "not over, and goes on without it"
+            status = state.ended[name].status if name in state.ended else "not over, and goes on without it"
             raise UserError(f"--retry {name}: it is {status}; {accepted}")
     return [PipelineId(name) for name in dict.fromkeys(names)]
-
-
-def _note(submission: Submission, files: Mapping[str, str], **more: object) -> Note:
-    return Note(type="inputs", fields={"pipeline": submission.pipeline.id, "files": dict(files), **more})
 
 
 def _fingerprints(files: Sequence[Path]) -> dict[str, str]:

@@ -13,13 +13,13 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rlmux.core.actions import Action, Admit, Release
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
+from rlmux.log.notes import Note, StepNote
 from rlmux.log.run_log import LogReader
-from rlmux.runtime.backend import Note
 
 _TAGS = {
     "reward_mean": "reward/mean",
@@ -45,8 +45,8 @@ class MetricsWriter:
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         for note in notes:
-            if note.type == "step":
-                self._files_of(note.fields["pipeline"]).add(now_s, note.fields["step"], note.fields["metrics"])
+            if isinstance(note, StepNote):
+                self._files_of(note.pipeline).add(now_s, note.step, note.metrics)
         for action in actions:
             if isinstance(action, Admit):
                 _import_records()  # while its workers start: later a device would wait for its next order meanwhile
@@ -61,12 +61,12 @@ class MetricsWriter:
         Files follow each commit of the log, so only pipelines with a step in its last rows are looked at.
         """
         state = log.state()
-        recent = {note["pipeline"] for _, note in _step_notes(log, after=max(0, state.seq - _RECENT_ROWS))}
+        recent = {note.pipeline for _, note in _step_notes(log, after=max(0, state.seq - _RECENT_ROWS))}
         there = [name for name in sorted(recent) if (self._folder / name).is_dir()]
         behind = {name for name in there if self._files_of(name).num_whole < state.steps[name]}
         for time_s, note in _step_notes(log) if behind else ():
-            if note["pipeline"] in behind:
-                self._files_of(note["pipeline"]).add(time_s, note["step"], note["metrics"])
+            if note.pipeline in behind:
+                self._files_of(note.pipeline).add(time_s, note.step, note.metrics)
 
     def close(self) -> None:
         for files in self._files.values():
@@ -112,8 +112,9 @@ class _StepFiles:
             self._events.close()
 
 
-def _step_notes(log: LogReader, after: int = 0) -> Iterator[tuple[float, dict[str, Any]]]:
-    return ((one.time_s, cast("dict[str, Any]", one.value)) for one in log.entries(after) if one.type == "step")
+def _step_notes(log: LogReader, after: int = 0) -> Iterator[tuple[float, StepNote]]:
+    steps = ((one.time_s, one.note) for one in log.entries(after) if one.type == StepNote.type)
+    return ((time_s, note) for time_s, note in steps if isinstance(note, StepNote))
 
 
 def tag_of(name: str) -> str:

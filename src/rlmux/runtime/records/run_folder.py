@@ -15,8 +15,8 @@ from rlmux.core.actions import Action
 from rlmux.core.errors import StorageError, UserError
 from rlmux.core.events import Event
 from rlmux.log.folder_lock import OWNER_NAME, FolderLock
+from rlmux.log.notes import Note
 from rlmux.log.run_log import LOG_NAME
-from rlmux.runtime.backend import Note
 
 
 def prepare_folder(folder: Path, *, is_overwriting: bool) -> FolderLock:

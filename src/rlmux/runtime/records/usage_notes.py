@@ -9,10 +9,10 @@ A killed run loses the usage of its last half minute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rlmux.core.queue.quotas import DAY_S
 from rlmux.core.scheduler import Scheduler
+from rlmux.log.notes import AccountsNote, UsageNote
 from rlmux.log.run_log import RunLog
 
 EVERY_S = 30.0
@@ -40,16 +40,16 @@ class UsageNotes:
             return
         self._written_s = now_s
         at_s = self._scheduler.query.now_s
-        rows = [[one.account.project, one.account.user, one.pool, one.device_s, one.today_s] for one in usage]
-        spent = [[one.account.project, one.account.user, one.usd, one.begun_s] for one in self._scheduler.spent()]
-        self._log.note("usage", now_s, at_s=at_s, accounts=rows, **({"spent": spent} if spent else {}))
+        rows = [(one.account.project, one.account.user, one.pool, one.device_s, one.today_s) for one in usage]
+        spent = tuple((one.account.project, one.account.user, one.usd, one.begun_s) for one in self._scheduler.spent())
+        self._log.append_note(now_s, UsageNote(at_s=at_s, accounts=rows, spent=spent))
         if is_end or now_s >= self._shown_s + SHOWN_EVERY_S:
             self._shown_s = now_s
-            self._log.note("accounts", now_s, **usage_fields(self._scheduler))
+            self._log.append_note(now_s, usage_of(self._scheduler))
 
 
-def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
-    """Output of `rlmux usage --json`: a row for each project and user with usage or waiting work."""
+def usage_of(scheduler: Scheduler) -> AccountsNote:
+    """A row for each project and user with usage or waiting work."""
     rows = []
     for one in scheduler.accounts():
         quota = {
@@ -82,12 +82,12 @@ def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
             }
         )
     bill = scheduler.bill()
-    return {
-        "accounts": rows,
-        "at_s": scheduler.query.now_s,
-        "half_life_hours": bill.half_life_s / 3600.0,
-        "held_hours": _hours(bill.held_by_pool),
-    }
+    return AccountsNote(
+        accounts=rows,
+        at_s=scheduler.query.now_s,
+        half_life_hours=bill.half_life_s / 3600.0,
+        held_hours=_hours(bill.held_by_pool),
+    )
 
 
 def _hours(by_pool: Mapping[str, float]) -> dict[str, float]:

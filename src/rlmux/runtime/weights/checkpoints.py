@@ -27,11 +27,12 @@ from rlmux.core.errors import CheckpointError
 from rlmux.core.model import PipelineId
 from rlmux.engines.durable_files import sync_path
 from rlmux.engines.train.state.checkpoint import PROMPTS, STEP_NOTE, read_checkpoint, read_state
+from rlmux.log.notes import CheckpointNote, Note, StepNote, decode
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.prompts.backlog import BACKLOG_FILE, Backlog
 from rlmux.rl.prompts.prompt_rounds import PromptQueue
-from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.backend import Submission
 
 _NAME = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
@@ -158,7 +159,8 @@ class CheckpointStore:
             if after < step <= through:
                 with contextlib.suppress(CheckpointError, OSError):  # a damaged one is reported where it is read
                     fields = read_state(self.path(step)).get(STEP_NOTE)
-                    notes += [] if fields is None else [Note(type="step", fields={**fields, "from_checkpoint": True})]
+                    note = None if fields is None else decode(StepNote.type, {**fields, "from_checkpoint": True})
+                    notes += [] if note is None else [note]
         return notes
 
     def needed_from(self, step: int) -> list[Path]:
@@ -245,16 +247,15 @@ class Written(NamedTuple):
     """Hash of its weights, computed as it was written."""
 
 
-def checkpoint_note(pipeline: PipelineId, written: Written) -> Note:
-    """The note `checkpoint` of a durable checkpoint."""
-    fields = {
-        "pipeline": pipeline,
-        "step": CheckpointStore.step_of(written.folder),
-        "seconds": round(written.seconds, 6),
-        "stall_s": round(written.stall_s, 6),
-        "weights_sha256": written.weights_sha256,
-    }
-    return Note(type="checkpoint", fields=fields)
+def checkpoint_note(pipeline: PipelineId, written: Written) -> CheckpointNote:
+    """The note of a durable checkpoint."""
+    return CheckpointNote(
+        pipeline=pipeline,
+        step=CheckpointStore.step_of(written.folder),
+        seconds=round(written.seconds, 6),
+        stall_s=round(written.stall_s, 6),
+        weights_sha256=written.weights_sha256,
+    )
 
 
 class CheckpointWriter:

@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from rlmux.log.notes import AlertsNote, Note, PlanNote
 from rlmux.rl.origin import Origin, plan_sha256
-from rlmux.runtime.backend import Note, Submission
-
-PLAN = "plan"
-ALERTS = "alerts"
+from rlmux.runtime.backend import Submission
 
 
 def with_origin(
@@ -34,13 +32,9 @@ def with_origin(
 def plan_notes(submissions: Sequence[Submission]) -> list[Note]:
     """Notes of pipelines that join a run."""
     plans = [
-        Note(type=PLAN, fields={"pipeline": one.pipeline.id, "plan_sha256": one.origin.plan_sha256})
+        PlanNote(pipeline=one.pipeline.id, plan_sha256=one.origin.plan_sha256)
         for one in submissions
         if one.origin is not None
     ]
-    alerts = [
-        Note(type=ALERTS, fields={"pipeline": one.pipeline.id, "rules": one.alerts})
-        for one in submissions
-        if one.alerts
-    ]
+    alerts = [AlertsNote(pipeline=one.pipeline.id, rules=one.alerts) for one in submissions if one.alerts]
     return [*plans, *alerts]

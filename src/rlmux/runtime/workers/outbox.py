@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rlmux.core.events import Event
-from rlmux.runtime.backend import Note
+from rlmux.log.notes import Note
 
 
 class Outbox:
@@ -25,9 +24,6 @@ class Outbox:
 
     def add(self, event: Event) -> None:
         self._events.append(event)
-
-    def note(self, type: str, **fields: Any) -> None:
-        self._notes.append(Note(type=type, fields=fields))
 
     def add_note(self, note: Note) -> None:
         self._notes.append(note)

@@ -15,15 +15,16 @@ import contextlib
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlmux import plugins
 from rlmux.core.errors import PipelineError, StorageError
 from rlmux.engines.train.state.checkpoint import STEP_NOTE
+from rlmux.log.notes import StepNote, encode
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import ProbeReport
@@ -423,11 +424,11 @@ class TrainWorker:
             self._checkpoints.wait()
         return self._checkpoints.written()
 
-    def _snapshot(self, folder: Path, keep: int, note: Mapping[str, Any] | None) -> Callable[[Path], str]:
+    def _snapshot(self, folder: Path, keep: int, note: StepNote | None) -> Callable[[Path], str]:
         with _storing(folder):
             snapshot = self._engine.snapshot(folder)
         if note is not None:
-            snapshot = replace(snapshot, state={**snapshot.state, STEP_NOTE: note})
+            snapshot = replace(snapshot, state={**snapshot.state, STEP_NOTE: encode(note)})
 
         def write(folder: Path) -> str:
             with _storing(folder):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rlmux.log.notes import StandstillNote, WarningNote
 from rlmux.runtime.workers.heartbeat import Activity
 from rlmux.runtime.workers.outbox import Outbox
 from rlmux.runtime.workers.pipeline_workers import PipelineWorkers
@@ -94,19 +95,20 @@ class StandstillWatch:
                 f"{worker.name} (process {worker.pid}) stands still since {now.moved_s:.1f} s: {reason}; "
                 f"it is replaced if it shows no life for {worker.call_limit_s:g} s (call_limit_s)"
             )
-            self._outbox.note("warning", pipeline=workers.id, reason=text)
+            self._outbox.add_note(WarningNote(pipeline=workers.id, reason=text))
 
     def _note(self, workers: PipelineWorkers, worker: Worker, watched: _Watched) -> None:
         """Note the seconds of a reported standstill."""
         if watched.reason:
-            self._outbox.note(
-                "standstill",
-                pipeline=workers.id,
-                worker=worker.name,
-                devices=list(workers.devices_of(worker)),
-                began_s=watched.moved_s,
-                seconds=self._outbox.now_s() - watched.moved_s,
-                reason=watched.reason,
+            self._outbox.add_note(
+                StandstillNote(
+                    pipeline=workers.id,
+                    worker=worker.name,
+                    devices=list(workers.devices_of(worker)),
+                    began_s=watched.moved_s,
+                    seconds=self._outbox.now_s() - watched.moved_s,
+                    reason=watched.reason,
+                )
             )
 
 

@@ -29,6 +29,7 @@ from rlmux.core.actions import Admit, Park, Relocate
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, PipelineParked, PipelineRestarted, WorkerLost
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Placement
+from rlmux.log.notes import AdapterRoomNote, FailureNote, LossNote, WarningNote, WorkerNote
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory.adapter_base import rollout_base, train_base
@@ -147,7 +148,7 @@ class WorkerSupervisor:
         checkpoints = checkpoint_folder(
             submission,
             self._folder,
-            on_warning=lambda text: self._outbox.note("warning", pipeline=action.pipeline, reason=text),
+            on_warning=lambda text: self._outbox.add_note(WarningNote(pipeline=action.pipeline, reason=text)),
         )
         before = self._homeless.pop(action.pipeline, None)
         num_noted = submission.pipeline.first_step - 1 if before is None else before.furthest_step
@@ -248,8 +249,7 @@ class WorkerSupervisor:
                 self._end_processes(workers)
                 self._homeless[pipeline] = workers
                 step = workers.furthest_step
-                reason = f"node {node} is gone; what came after step {step} is made again"
-                self._outbox.note("loss", pipeline=pipeline, reason=reason)
+                self._note_loss(pipeline, f"node {node} is gone; what came after step {step} is made again")
         self._outbox.add(NodeLost(node=node))
 
     # ------------------------------------------------------------------ losses
@@ -257,7 +257,7 @@ class WorkerSupervisor:
     def _lose(self, pipeline: PipelineId, worker: Worker, reason: str) -> None:
         workers = self._workers_by_pipeline[pipeline]
         if pipeline in self._parking:
-            self._outbox.note("loss", pipeline=pipeline, reason=f"{reason}; the pipeline is being parked")
+            self._note_loss(pipeline, f"{reason}; the pipeline is being parked")
             self._end_parked(workers)
             return
         num_losses = workers.num_losses_by_worker.get(worker.name, 0) + 1
@@ -265,15 +265,18 @@ class WorkerSupervisor:
         self._standstills.end(workers, worker)
         device = next((device for device, other in workers.rollout.items() if other is worker), None)
         if num_losses > self._options.max_losses:
-            self._outbox.note("loss", pipeline=pipeline, reason=reason)
+            self._note_loss(pipeline, reason)
             self._fail(workers, f"{reason}; that worker was lost {num_losses} times without a step between")
         elif device is None:
             restored_step = self._restart(workers)
             where = f"after step {restored_step}" if restored_step > 0 else "from the beginning"
-            self._outbox.note("loss", pipeline=pipeline, reason=f"{reason}; the pipeline goes on {where}")
+            self._note_loss(pipeline, f"{reason}; the pipeline goes on {where}")
         else:
             self._replace_rollout_worker(workers, device)
-            self._outbox.note("loss", pipeline=pipeline, reason=f"{reason}; another takes its place")
+            self._note_loss(pipeline, f"{reason}; another takes its place")
+
+    def _note_loss(self, pipeline: PipelineId, reason: str) -> None:
+        self._outbox.add_note(LossNote(pipeline=pipeline, reason=reason))
 
     def _replace_rollout_worker(self, workers: PipelineWorkers, device: DeviceId) -> None:
         self._kill(workers.rollout[device])
@@ -310,7 +313,7 @@ class WorkerSupervisor:
         self._parking.discard(workers.id)
         self._end_processes(workers)
         shutil.rmtree(workers.weights, ignore_errors=True)
-        self._outbox.note("failure", pipeline=workers.id, reason=reason, traceback=str(workers.log_path))
+        self._outbox.add_note(FailureNote(pipeline=workers.id, reason=reason, traceback=str(workers.log_path)))
         self._outbox.add(PipelineFailed(pipeline=workers.id, reason=reason))
 
     # ------------------------------------------------------------------ processes
@@ -471,7 +474,7 @@ class WorkerSupervisor:
         return limit_s + config.task.reward_timeout_s if role == "env" else limit_s
 
     def _note_worker(self, pipeline: PipelineId, worker: Worker) -> None:
-        self._outbox.note("worker", pipeline=pipeline, role=worker.name.partition("/")[2], pid=worker.pid)
+        self._outbox.add_note(WorkerNote(pipeline=pipeline, role=worker.name.partition("/")[2], pid=worker.pid))
 
     def _note_room(self, worker: Worker, room: AdapterRoom | None) -> None:
         """Log what an adapter's worker takes of its device and what is left there."""
@@ -479,8 +482,8 @@ class WorkerSupervisor:
         if room is not None and workers is not None:
             phase = Phase.TRAIN if worker in workers.trainers else Phase.ROLLOUT
             (device, *_) = workers.devices_of(worker)
-            fields = {"state_bytes": room.state_bytes, "free_bytes": room.free_bytes}
-            self._outbox.note("adapter_room", pipeline=workers.id, device=str(device), phase=str(phase), **fields)
+            sizes = {"state_bytes": room.state_bytes, "free_bytes": room.free_bytes}
+            self._outbox.add_note(AdapterRoomNote(pipeline=workers.id, device=str(device), phase=phase, **sizes))
 
     def _end_processes(self, workers: PipelineWorkers) -> None:
         del self._workers_by_pipeline[workers.id]

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlmux.core.model import Stage
+from rlmux.log.notes import StepNote
 from rlmux.rl.batch_metrics import BatchMetrics
 from rlmux.rl.packed_turns import NO_TURNS, PackedTurns
 from rlmux.rl.types import (
@@ -95,22 +95,21 @@ class HandOut:
     """Folder of the checkpoint that is written beside what comes next; None: this step has none."""
     num_kept: int
     """Number of checkpoints kept once this one is durable."""
-    note: Mapping[str, Any] | None = None
-    """Fields of the note `step`, for the checkpoint, but for what this call adds; None for the SFT warm-up, and without
-    a checkpoint."""
+    note: StepNote | None = None
+    """Note of the step, for the checkpoint, but for what this call adds; None for the SFT warm-up, and without a
+    checkpoint."""
 
-    def whole_note(self, report: TrainReport, checksum: str, file_checksum: str) -> dict[str, Any] | None:
+    def whole_note(self, report: TrainReport, checksum: str, file_checksum: str) -> StepNote | None:
         """The note with the figures of the step's last call and the sums of its weights, as the driver writes it."""
-        if self.note is None:
+        if self.note is None or self.note.delivery is None:
             return None
-        delivery, version = self.note["delivery"], self.note["step"]
-        published = {**delivery["published"], version: sorted({checksum, file_checksum})}
-        return {
-            **self.note,
-            "metrics": {**self.note["metrics"], **noted_metrics(report.metrics)},
-            "weights_checksum": checksum,
-            "delivery": {**delivery, "published": published},
-        }
+        published = {**self.note.delivery.published, self.note.step: sorted({checksum, file_checksum})}
+        return replace(
+            self.note,
+            metrics={**self.note.metrics, **noted_metrics(report.metrics)},
+            weights_checksum=checksum,
+            delivery=replace(self.note.delivery, published=published),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from rlmux.config.load import values_of_pipelines
 from rlmux.core.errors import LogError
 from rlmux.core.model import PipelineId
 from rlmux.log.folder_lock import living_owner
+from rlmux.log.notes import AccountsNote, Note, PlanNote, SubmittedNote, encode
 from rlmux.log.run_log import LOG_NAME, Entry, LogReader
 from rlmux.log.segments import last_seq_of
 from rlmux.report.alerts import Alerts, disk_alert
@@ -171,7 +172,7 @@ class LaneIndexer:
             self._follower.add(part)
             self._seq = max(self._seq, part.seq)
             if isinstance(part, Entry) and part.kind == "note":
-                self._note(part.type, part.value)  # type: ignore[arg-type]
+                self._add_note(part.note)
 
     def _show(self, signature: str, last_seq: int) -> None:
         look = self._follower.look()
@@ -180,14 +181,15 @@ class LaneIndexer:
             self._index.set_facts(log_seq=last_seq)
         self._is_first, self._num_kept_chunks = False, None
 
-    def _note(self, type: str, fields: dict[str, Any]) -> None:
-        if type == "plan":
-            self._plans[str(fields["pipeline"])] = str(fields["plan_sha256"])
-        elif type == "submitted":
-            self._configs |= values_of_pipelines(str(fields["resolved"]))
-        elif type == "accounts":
-            self._accounts = fields
-        found = self._sums.add(type, fields)
+    def _add_note(self, note: Note | None) -> None:
+        match note:
+            case PlanNote():
+                self._plans[note.pipeline] = note.plan_sha256
+            case SubmittedNote():
+                self._configs |= values_of_pipelines(note.resolved)
+            case AccountsNote():
+                self._accounts = encode(note)
+        found = self._sums.add(note)
         if found is not None:
             self._follower.steps.touch(found.pipeline, found.step)
 

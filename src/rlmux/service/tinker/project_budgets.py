@@ -17,7 +17,7 @@ from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.errors import RlmuxError
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, StagePaused, WorkerLost
 from rlmux.core.model import OrderId, PipelineId
-from rlmux.runtime.backend import Note
+from rlmux.log.notes import Note, SharedBatchNote
 from rlmux.service.tinker.ledger import Ledger
 
 _DAY_S = 86400
@@ -96,8 +96,8 @@ class Charges:
     def update(self, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note] = ()) -> None:
         """Take what happened, in the order in which it did."""
         for note in notes:
-            if note.type == "shared_batch" and note.fields["order"] in self._order:
-                self._share(**note.fields)
+            if isinstance(note, SharedBatchNote) and note.order in self._order:
+                self._share(note)
         for event in events:
             if not isinstance(event, StageFinished | StagePaused):
                 self._forget_ended(event)
@@ -114,12 +114,12 @@ class Charges:
             del self._order[order.order]
             self._others_s.pop(order.order, None)
 
-    def _share(self, order: OrderId, tokens: Mapping[str, int], seconds: float) -> None:
-        """A chunk of an order computed these tokens by pipeline."""
-        others_s = self._others_s.setdefault(order, defaultdict(float))
-        for name, count in tokens.items():
-            if name != self._order[order].pipeline:
-                others_s[PipelineId(name)] += seconds * count / sum(tokens.values())
+    def _share(self, batch: SharedBatchNote) -> None:
+        """A chunk of an order computed other pipelines' tokens."""
+        others_s = self._others_s.setdefault(batch.order, defaultdict(float))
+        for name, count in batch.tokens.items():
+            if name != self._order[batch.order].pipeline:
+                others_s[PipelineId(name)] += batch.seconds * count / sum(batch.tokens.values())
 
     def _charge_order(self, order: RunStage, seconds: float) -> None:
         others_s: Mapping[PipelineId, float] = self._others_s.pop(order.order, {})

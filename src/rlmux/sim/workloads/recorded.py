@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.errors import UserError
@@ -33,6 +32,7 @@ from rlmux.core.model import (
     Stage,
     SubStage,
 )
+from rlmux.log.notes import RolloutNote
 from rlmux.report.reports import read_timeline
 from rlmux.report.timeline.build import Timeline
 from rlmux.report.timeline.records import Ending, OrderRecord, PipelineRecord
@@ -291,7 +291,7 @@ def _overhead_s(order: OrderRecord) -> float:
 
 def _rollout(
     orders: Sequence[OrderRecord],
-    note: Mapping[str, Any],
+    note: RolloutNote,
     iterations: Iterations,
     alone_s: Callable[[OrderRecord], float],
 ) -> RecordedRollout:

@@ -14,13 +14,13 @@ A module of its own: it is tested without a log.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import median
-from typing import Any
 
 from rlmux.core.model import SubStage
+from rlmux.log.notes import RolloutNote
 from rlmux.sim.models.decoder import Decoder, LaterTurn, Unfinished
 from rlmux.sim.models.multi_turn import TurnDecoder
 from rlmux.sim.models.work import Work
@@ -43,21 +43,20 @@ class Iterations:
     """Seconds to prefill the prompt of one trajectory."""
 
     @classmethod
-    def of_notes(cls, notes: Iterable[Mapping[str, Any]]) -> Iterations:
+    def of_notes(cls, notes: Iterable[RolloutNote]) -> Iterations:
         """Means over all steps."""
         spent: dict[int, tuple[int, float]] = {}
         prefill_s, num_trajectories = 0.0, 0
         for note in notes:
-            num_trajectories += len(note["runs"])
-            # `bands` is the name in older logs, which have only one decode.
-            for sub_stage, rows, iterations, _, ms in note["iterations" if "iterations" in note else "bands"]:
+            num_trajectories += len(note.runs)
+            for sub_stage, width, iterations, _, ms in note.iterations:
                 if sub_stage == SubStage.PREFILL:
                     prefill_s += ms * 1e-3
                 else:
-                    before = spent.get(rows, (0, 0.0))
-                    spent[rows] = before[0] + iterations, before[1] + ms * 1e-3
+                    before = spent.get(width, (0, 0.0))
+                    spent[width] = before[0] + iterations, before[1] + ms * 1e-3
         rows = tuple(sorted(spent))
-        seconds = tuple(total_s / iterations for iterations, total_s in (spent[width] for width in rows))
+        seconds = tuple(total_s / iterations for iterations, total_s in (spent[each] for each in rows))
         return cls(rows, seconds, prefill_s / max(num_trajectories, 1))
 
     def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
@@ -86,13 +85,12 @@ class RecordedRollout:
     """Seconds of each rollout shard before anything is decoded."""
 
     @classmethod
-    def of_note(cls, note: Mapping[str, Any], iterations: Iterations, fixed_s: float) -> RecordedRollout:
-        runs = note["runs"]
-        waits = _waits_s(note, len(runs))
+    def of_note(cls, note: RolloutNote, iterations: Iterations, fixed_s: float) -> RecordedRollout:
+        waits = _waits_s(note)
         return cls(
-            trajectories=tuple(_trajectory(own, waits_s) for own, waits_s in zip(runs, waits, strict=True)),
-            group_size=note["group_size"],
-            slots=note["slots"],
+            trajectories=tuple(_trajectory(own, waits_s) for own, waits_s in zip(note.runs, waits, strict=True)),
+            group_size=note.group_size,
+            slots=note.slots,
             iterations=iterations,
             fixed_s=fixed_s,
         )
@@ -143,15 +141,15 @@ class RecordedRollout:
         return computed_s, waited_s
 
 
-def _waits_s(note: Mapping[str, Any], num_trajectories: int) -> list[list[float]]:
+def _waits_s(note: RolloutNote) -> list[list[float]]:
     """Seconds that each trajectory waits after each of its turns. Where a crash lost some, all wait for the median."""
-    waits_ms = note.get("waits_ms")
+    waits_ms = note.waits_ms
     if waits_ms is None:
-        return [[]] * num_trajectories
-    if len(waits_ms) == num_trajectories:
+        return [[]] * len(note.runs)
+    if len(waits_ms) == len(note.runs):
         return [[wait_ms * 1e-3 for wait_ms in own] for own in waits_ms]
     usual_s = median(wait_ms for own in waits_ms for wait_ms in own) * 1e-3
-    return [[usual_s] * (len(own) // 2 + 1) for own in note["runs"]]
+    return [[usual_s] * (len(own) // 2 + 1) for own in note.runs]
 
 
 def _with_waits(one: Unfinished, factor: float) -> Unfinished:
