@@ -90,7 +90,6 @@ class WorkerBackend:
         self._places = TenantWorkplace(workplace, self._outbox.now_s)
         self._calls = CallLoop(self._places, self._outbox.now_s, check=self._check_lease)
         self._orders = RunningOrders()
-        host_memory = HostMemory(cluster)
         self.external = ExternalPrograms(self._calls, self._outbox)
         self.on_demand = OnDemandPipelines(
             Surroundings(
@@ -101,7 +100,7 @@ class WorkerBackend:
                 options=batch_options,
             )
         )
-        self._states = ResidentStates(self._outbox, host_memory, self.external, self._carrier_of)
+        self._states = ResidentStates(self._outbox, HostMemory(cluster), self.external, self._carrier_of)
         self._planned = PlannedPipelines(
             cluster,
             folder,
@@ -111,7 +110,6 @@ class WorkerBackend:
             outbox=self._outbox,
             orders=self._orders,
             states=self._states,
-            host_memory=host_memory,
             options=self._options,
         )
         self._supervisor = self._planned.supervisor

@@ -12,6 +12,7 @@ import pytest
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.events import Event, StageFinished, WorkArrived
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
+from rlmux.log.notes import SharedBatchNote
 from rlmux.rl.client_requests import ForwardBackward, OptimizerStep, SampleRequest, TrainRequest, WriteWeights
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
@@ -144,8 +145,8 @@ class Heard:
     def on_checkpoint(self, pipeline: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
         self.said.append(("checkpointed", request_id))
 
-    def note(self, type: str, **fields: Any) -> None:
-        self.said.append((type, fields["tokens"]))
+    def add_note(self, note: SharedBatchNote) -> None:
+        self.said.append((note.type, note.tokens))
 
 
 class Calls(CallLoop):

@@ -15,7 +15,6 @@ from rlmux.core.actions import Admit, MigrateShard, Park, Relocate, RunStage
 from rlmux.core.model import Cluster, PipelineId, Resident, Stage
 from rlmux.log.notes import SpillNote
 from rlmux.runtime.backend import WorkerOptions
-from rlmux.runtime.memory.memory_budget import HostMemory
 from rlmux.runtime.orders.determinism_check import EngineProbes
 from rlmux.runtime.orders.resident_states import ResidentStates
 from rlmux.runtime.orders.rollout_driver import RolloutDriver
@@ -52,14 +51,12 @@ class PlannedPipelines(Carrier):
         outbox: Outbox,
         orders: RunningOrders,
         states: ResidentStates,
-        host_memory: HostMemory,
         options: WorkerOptions,
     ) -> None:
         self._calls = calls
         self._outbox = outbox
         self._orders = orders
         self._states = states
-        self._host_memory = host_memory
         self._options = options
         self._promises = EngineProbes(calls, outbox)
         self._drivers: dict[PipelineId, _Drivers] = {}
@@ -70,7 +67,7 @@ class PlannedPipelines(Carrier):
             workplace=workplace,
             calls=calls,
             outbox=outbox,
-            host_memory=host_memory,
+            host_memory=states.host_memory,
             options=options,
             on_started=self._make_drivers,
             on_replaced=lambda workers, device: self._drivers[workers.id].rollout.replace_worker(device),
@@ -123,7 +120,7 @@ class PlannedPipelines(Carrier):
 
     def _spill_path(self, workers: PipelineWorkers, worker: Worker) -> Path | None:
         """The file for a worker's state; None: it goes to host memory."""
-        if self._host_memory.offload(worker.name):
+        if self._states.host_memory.offload(worker.name):
             return None
         self._outbox.add_note(SpillNote(pipeline=workers.id, worker=worker.name))
         return workers.folder / f"spilled-{worker.name.rpartition('/')[2]}.safetensors"

@@ -33,7 +33,7 @@ class ResidentStates:
         carrier_of: Callable[[PipelineId], Carrier],
     ) -> None:
         self._outbox = outbox
-        self._host_memory = host_memory
+        self.host_memory = host_memory
         self._external = external
         self._carrier_of = carrier_of
 
@@ -53,4 +53,4 @@ class ResidentStates:
 
     def load(self, worker: Worker) -> None:
         """Record that a worker's next call loads its state."""
-        self._host_memory.load(worker.name)
+        self.host_memory.load(worker.name)
