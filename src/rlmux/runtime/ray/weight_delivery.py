@@ -63,7 +63,7 @@ class RaySync:
         return self.transport is Transport.HIERARCHICAL or (self.transport is Transport.AUTO and has_several)
 
 
-class Carrier:
+class WeightCarrier:
     """An actor on each node that holds the node's folder of weights and transfers its files."""
 
     def __init__(self, folder: Path, address: str, link_bytes_per_s: float | None) -> None:
@@ -252,7 +252,7 @@ class Deliveries:
 
     def _carrier(self, ray_id: str, address: str) -> Any:
         if ray_id not in self._carriers:
-            make: Any = ray.remote(Carrier)
+            make: Any = ray.remote(WeightCarrier)
             strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
             options = {"num_cpus": 0, "max_concurrency": _NUM_AT_ONCE, "max_restarts": -1}
             arguments = (self.folder_on(ray_id), address, self._sync.link_bytes_per_s)
