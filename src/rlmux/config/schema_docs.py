@@ -84,7 +84,7 @@ def _type(annotation: Any) -> str:
 
 
 def field_lines(mapping: type[Any]) -> dict[str, str]:
-    """The line under each field, by key, those of the classes it extends included."""
+    """The line under each field, by key, inherited fields included."""
     lines: dict[str, str] = {}
     for base in reversed(mapping.__mro__):
         if not dataclasses.is_dataclass(base):

@@ -91,7 +91,7 @@ class SliceClock:
                 self.held[name] = configuration, now_s
 
     def claim(self, pipeline: Pipeline, placement: Placement | None) -> Claim:
-        """What the pipeline is due, and what it has received."""
+        """Seconds due to the pipeline, and seconds received."""
         return Claim(
             pipeline=pipeline,
             holds=None if placement is None else configuration_of(placement),
