@@ -116,7 +116,7 @@ class TrainingStage:
 
 @dataclass(slots=True)
 class RequestBatch:
-    """The announced work of one kind of an on-demand pipeline, as `on_demand_work.py` draws it. DONE if there is none."""
+    """Announced work of one kind of an on-demand pipeline, as `on_demand_work.py` draws it. DONE if there is none."""
 
     kind: tuple[Phase, ...]
     """Phases of whose devices it needs all."""
