@@ -48,6 +48,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
 )
 
 TYPES = (
+    (r"^one of ", ""),
     (r"a whole number", "integer"),
     (r"a (number|mapping|list)", r"\1"),
     (r"a text", "string"),
