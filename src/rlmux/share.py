@@ -76,7 +76,7 @@ class Hooks(NamedTuple):
     resident_bytes: Callable[[], Any] = lambda: None
     """Bytes resident on the pool; None if unknown."""
     finish: Callable[[], Any] = lambda: None
-    """Waits until the device has done what it was given; called at the end of each phase."""
+    """Waits until the device has finished its work; called at the end of each phase."""
 
 
 class _Region(NamedTuple):

@@ -16,7 +16,7 @@ class Process(NamedTuple):
 
     pid: int
     start: int
-    """Clock ticks from the start of the machine to that of the process."""
+    """Start of the process, in clock ticks since boot."""
 
 
 def process_of(pid: int) -> Process | None:

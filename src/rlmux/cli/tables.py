@@ -204,7 +204,7 @@ def _show_fillers(result: Row) -> None:
 
 
 def _show_spot(result: Row) -> None:
-    """What came of nodes with a price over time and of those that were taken back, where there were any."""
+    """Costs and losses of spot nodes, if there were any."""
     spots = [figures["spot"] for figures in result["policies"].values()]
     if not any(one["num_notices"] or one["usd"] or one["list_usd"] for one in spots):
         return
@@ -260,7 +260,7 @@ def _show_notes(result: Row) -> None:
 
 
 def _show_predictions(result: Row) -> None:
-    """A run that was made, and what it would have taken."""
+    """A finished run and its predictions under other policies."""
     measured = result["measured"]
     seconds = measured["makespan_s"]
     figures = ("mean_step_slowdown", "max_step_slowdown", "utilization")
@@ -321,7 +321,7 @@ def _show_paid_for(plan: Row) -> None:
 
 
 def show_step_causes(name: str, steps: Row) -> None:
-    """Where the seconds of a pipeline's mean step went, from a step alone to what it took, as a waterfall."""
+    """Waterfall from a pipeline's solo step to its measured mean step, by cause."""
     times = "" if steps["slowdown"] is None else f", {steps['slowdown']:.2f} times as long as alone"
     print(f"a step of {name} took {steps['step_s']:.3g} s{times} (mean of {steps['num_steps']} steps):")
     parts = {"alone": steps["alone_s"], **{one["label"]: one["seconds"] for one in steps["causes"]}}
@@ -403,7 +403,7 @@ def show_reproduction(result: Row, *, as_json: bool) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One value, keys in their given order; what is not finite is null, since JSON has no word for it."""
+    """One value, keys in their given order; non-finite numbers become null."""
     print(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 

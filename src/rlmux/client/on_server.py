@@ -277,7 +277,7 @@ def _may_answer_later(answer: httpx.Response) -> bool:
 
 
 def _trusted() -> ssl.SSLContext:
-    """The certificates that are trusted: those of SSL_CERT_FILE or SSL_CERT_DIR, else those that httpx brings."""
+    """Trusted certificates, from SSL_CERT_FILE or SSL_CERT_DIR, else from httpx."""
     import httpx
 
     path = os.environ.get(CA_FILE)

@@ -35,7 +35,7 @@ class RunTarget(Protocol):
         """What `rlmux status --json` prints."""
 
     def queue(self) -> dict[str, Any]:
-        """What waits, in the order of offers (`items`), and what is to come (`upcoming`)."""
+        """Waiting pipelines in the order of offers (`items`), and scheduled ones (`upcoming`)."""
 
     def alerts(self) -> list[dict[str, Any]]:
         """The firing alerts, by rule."""

@@ -155,7 +155,7 @@ def _warm_switch(config: EstimateConfig | None) -> SwitchEstimate | None:
 
 
 def make_cold_switch(config: EstimateConfig | None) -> SwitchEstimate | None:
-    """Seconds of the first load of each state, else those of a warm switch; None: nothing is known."""
+    """Seconds of the first load of each state, by default of a warm switch; None: unknown."""
     warm = _warm_switch(config)
     if config is None or (warm is None and config.cold_rollout_switch_s is None and config.cold_train_switch_s is None):
         return None

@@ -249,7 +249,7 @@ def _resolved(config: RunConfig) -> str:
 
 
 def without_pipelines(resolved: str, is_shown: Callable[[str], bool]) -> str:
-    """A resolved file with those of its pipelines alone that are shown."""
+    """The resolved file without hidden pipelines."""
     plain = yaml.safe_load(resolved)
     plain["pipelines"] = [one for one in plain.get("pipelines") or [] if is_shown(one["name"])]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -71,7 +71,7 @@ def _spelled_out(pipeline: Node) -> Node:
 
 
 def _deep_merge(below: Node, above: Node, key: str | None = None) -> Node:
-    """`above`, and under it what it does not state from `below`."""
+    """Merge two nodes: keys of `above` win, missing keys come from `below`."""
     if key in _TAKEN_WHOLE or not (isinstance(below.value, dict) and isinstance(above.value, dict)):
         return above
     entries = dict(below.value)

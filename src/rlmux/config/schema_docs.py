@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +47,20 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`lanes.NAME.serve.permits`", serve_file.PermitsConfig),
 )
 
+TYPES = (
+    (r"^one of ", ""),
+    (r"a whole number", "integer"),
+    (r"a (number|mapping|list)", r"\1"),
+    (r"a text", "string"),
+    (r"true or false", "boolean"),
+    (r"1 to 64 letters.*", "name"),
+    (r", ([\d.]+) or more", r" ≥ \1"),
+    (r", more than (\d+)", r" > \1"),
+    (r", ([\d.]+) or less", r", ≤ \1"),
+    (r", less than (\d+)", r", < \1"),
+)
+"""Patterns in the words of an error, and the short form of the tables."""
+
 
 def markdown() -> str:
     """One heading, one sentence and one table for each mapping of the file."""
@@ -56,14 +71,21 @@ def _section(title: str, mapping: type[config.FromFile]) -> str:
     about = " ".join((mapping.__doc__ or "").split())
     lines, defaults = field_lines(mapping), _defaults(mapping)
     rows = [
-        f"| `{key}` | {accepted(annotation)} | {_shown(defaults[key])} | {lines[key]} |"
+        f"| `{key}` | {_type(annotation)} | {_shown(defaults[key])} | {lines[key]} |"
         for key, annotation in fields_by_key(mapping).items()
     ]
     return "\n".join([f"## {title}", "", about, "", "| key | takes | default | |", "|---|---|---|---|", *rows, ""])
 
 
+def _type(annotation: Any) -> str:
+    text = accepted(annotation)
+    for pattern, short in TYPES:
+        text = re.sub(pattern, short, text)
+    return text
+
+
 def field_lines(mapping: type[Any]) -> dict[str, str]:
-    """The line under each field, by key, those of the classes it extends included."""
+    """The line under each field, by key, inherited fields included."""
     lines: dict[str, str] = {}
     for base in reversed(mapping.__mro__):
         if not dataclasses.is_dataclass(base):

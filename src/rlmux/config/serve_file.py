@@ -48,18 +48,18 @@ ModelName = Annotated[str, Predicate(is_model_name), Takes("ORG/NAME, such as Qw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModelConfig(FromFile):
-    """A model that clients may train and sample. Each client that does gets a pipeline of its own."""
+    """A model that clients can train and sample. Each client gets a pipeline of its own."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """A checkpoint, or a tiny new model."""
     max_prompt_tokens: Count = 256
     """Tokens of the longest prompt."""
     max_new_tokens: Count = 256
-    """Tokens of the longest answer; a client's `max_tokens` may not be more."""
+    """Tokens of the longest answer; the limit of a client's `max_tokens`."""
     num_slots: Annotated[int, Ge(1), Le(4096)] = 64
-    """Sequences decoded at once. Results change with it in the last bits."""
+    """Sequences decoded at once. Changes the last bits."""
     micro_batch_size: Count = 32
-    """Sequences of one forward and backward pass. Results change with it in the last bits."""
+    """Sequences per forward and backward pass. Changes the last bits."""
     seed: Annotated[int, Ge(0), Lt(2**31)] = 0
     """Seed of a new model's first weights."""
 
@@ -69,29 +69,29 @@ class KeyConfig(FromFile):
     """A client's API key."""
 
     project: Name
-    """Project that the key's work belongs to; it sees no other's."""
+    """Project of the key; it sees no other project's work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectConfig(FromFile):
-    """What a project of `keys` may use."""
+    """Budget of a project of `keys`."""
 
     device_hours_a_day: PositiveFloat
-    """Hours of one device that its work may take in a day of UTC. Its clients then wait for the next one."""
+    """Device-hours per day (UTC); clients then wait for the next day."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PermitsConfig(FromFile):
-    """Turns for training programs of your own beside the clients, on the same devices (docs/how-to/trl.md)."""
+    """Permits for training programs of your own on the lane's devices (docs/how-to/trl.md)."""
 
     listen: str | None = None
-    """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Without: a socket in the server's folder."""
+    """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Default: a socket in the server's folder."""
     leave_limit_s: PositiveFloat = 120.0
-    """Seconds after which a program that has not left a pool on request is marked in `status`."""
+    """Seconds that a program may take to leave a pool on request before `status` marks it."""
     max_hold_s: PositiveFloat | None = None
-    """Seconds for which a program may hold one permit; then it is ended. Without it none is."""
+    """Seconds that a program may hold a permit before it is ended. Default: no limit."""
     lease_s: PositiveFloat = 30.0
-    """Seconds for which a program behind TCP keeps its permit after its connection has ended."""
+    """Seconds that a TCP program keeps its permit after a disconnect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,28 +99,27 @@ class ServeConfig(FromFile):
     """Models, keys, projects and limits of clients."""
 
     models: Mapping[ModelName, ServedModelConfig] = field(default_factory=dict)
-    """Models by the name that clients write, which they load the tokenizer of on their own machine. Without: permits
-    alone are given."""
+    """Models by name; clients load the tokenizer of that name on their machine. Default: permits only."""
     parameters: Literal["full", "lora", "refuse-lora"] = "full"
-    """What a client's `create_lora_training_client(rank=N)` trains: all parameters, whatever N is (`full`), a LoRA
-    adapter of rank N beside the frozen model, which all clients share (`lora`), or all parameters, and only for rank 0
+    """Meaning of a client's `create_lora_training_client(rank=N)`: train all parameters, whatever N is (`full`); train
+    a LoRA adapter of rank N on the shared frozen model (`lora`); train all parameters, and refuse ranks other than 0
     (`refuse-lora`)."""
     max_lora_rank: Annotated[int, Ge(1), Le(1024)] = 128
     """Largest rank of a client's adapter, with `parameters: lora`."""
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
-    """Projects by API key (`tml-...`). Without: every key is accepted, and is a project of its own."""
+    """Projects by API key (`tml-...`). Default: any key is accepted, as its own project."""
     projects: Mapping[Name, ProjectConfig] = field(default_factory=dict)
-    """Budgets by project; one that is not named has no limit."""
+    """Budgets by project. Default: no limit."""
     session_timeout_s: PositiveFloat = 600.0
-    """Seconds without a sign of life after which a client's session is over. Its checkpoints are kept."""
+    """Seconds without a request or heartbeat after which a client's session ends. Its checkpoints are kept."""
     keep_snapshots: Annotated[int, Ge(0)] = 8
-    """Newest weights of a model that a client can sample with without having named them
-    (`save_weights_and_get_sampling_client`); older ones are removed. 0: all are kept while the session lasts."""
+    """Unnamed sampling weights (`save_weights_and_get_sampling_client`) to keep per model, newest first. 0: all, until
+    the session ends."""
     ledger_gb: Annotated[float, Ge(0)] = 8.0
-    """Gigabytes of `tinker.db`. Beyond, the oldest bodies of losses that a checkpoint has, and results that clients
-    have, are emptied to 80 % of it; `rlmux verify` needs them, and names what is missing. 0: all are kept."""
+    """Size limit of `tinker.db` in gigabytes. Above it, the oldest loss requests covered by a checkpoint and delivered
+    results are emptied down to 80 %; `rlmux verify` then names what is missing. 0: no limit."""
     permits: PermitsConfig | None = None
-    """Permits for programs that keep their own trainer; `{}` for all default values. Without: none are given."""
+    """Permits for programs with their own trainer; `{}` for the defaults. Default: none."""
 
 
 _SERVE = TypeAdapter(ServeConfig)

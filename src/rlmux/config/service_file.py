@@ -36,24 +36,24 @@ OWN_LANE = "here"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneConfig(FromFile):
-    """Devices that one scheduler shares among all pipelines that are submitted to the lane."""
+    """Devices that one scheduler shares among all pipelines of the lane."""
 
     cluster: ClusterConfig
     """The devices there are."""
     policy: str = "rollmux"
-    """Policy that decides (docs/reference/cli.md lists policies)."""
+    """Policy (docs/reference/cli.md lists them)."""
     serve: ServeConfig | None = None
-    """Models for Tinker clients and permits for programs, beside what is submitted; one lane of a file may have it."""
+    """Models for Tinker clients and permits for programs; at most one lane of a file has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceFile(FromFile):
-    """The whole file of `rlmux serve` for a service that pipelines are submitted to."""
+    """The file of `rlmux serve`."""
 
     lanes: Annotated[Mapping[Name, LaneConfig], MinLen(1)]
     """Lanes by name."""
     shares: SharesConfig | None = None
-    """What projects and users are entitled to in every lane; without: all alike, and none is parked."""
+    """Fair shares of projects and users in every lane. Default: all equal, and no pipeline is parked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

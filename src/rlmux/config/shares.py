@@ -40,44 +40,42 @@ Period = Annotated[str, Predicate(_is_period), Takes("a whole number and h, d or
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig(FromFile):
-    """The most that a project or a user may be charged in a period, in dollars."""
+    """Dollar limit of a project or a user per period."""
 
     limit: PositiveFloat
-    """Dollars, at the prices of the cluster's pools. Once they are spent its pipelines park at their next step
-    boundary, and go on in the next period."""
+    """Dollars, at the cluster's prices. When they are spent, pipelines park at their next step boundary until the next
+    period."""
     per: Period = "30d"
     """Hours, days or weeks of a period, by the run's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaConfig(FromFile):
-    """The most that a project or a user may have."""
+    """Limits of a project or a user."""
 
     running: Count | None = None
-    """Pipelines that run at once; without: any number."""
+    """Running pipelines. Default: no limit."""
     waiting: Count | None = None
-    """Pipelines that wait or are to come at once. A submission to a run that would exceed it is refused, all of it.
-    Without: any number."""
+    """Waiting and scheduled pipelines; a submission that exceeds it is refused as a whole. Default: no limit."""
     devices: Count | None = None
-    """Devices that its running pipelines request together; two that share a device count twice. Without: any number."""
+    """Devices requested by running pipelines; shared devices count for each. Default: no limit."""
     device_hours_a_day: PositiveFloat | None = None
-    """Hours of one device that it is charged in a day of the run's clock. Then its pipelines park at their next step
-    boundary, and go on the next day. Without: no limit."""
+    """Device-hours charged per day of the run's clock; pipelines then park at their next step boundary until the next
+    day. Default: no limit."""
     usd_per_hour: PositiveFloat | None = None
-    """Dollars an hour of the nodes that its running pipelines request together, at the prices of the cluster's pools;
-    two that share a node count twice. Without: no limit."""
+    """Dollars per hour of the nodes requested by running pipelines; shared nodes count for each. Default: no limit."""
     budget_usd: BudgetConfig | None = None
-    """Dollars of a period. Without: no limit."""
+    """Dollars per period. Default: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserShareConfig(FromFile):
-    """One user, in whatever project."""
+    """One user, in any project."""
 
     weight: PositiveFloat = 1.0
-    """Its part of what its project gets, relative to the project's other users; of the cluster, without a project."""
+    """Weight relative to the project's other users, or, without a project, to all."""
     quota: QuotaConfig = field(default_factory=QuotaConfig)
-    """The most that the user's pipelines of all projects may have."""
+    """Limits of the user's pipelines in all projects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,24 +83,23 @@ class ProjectShareConfig(FromFile):
     """One project."""
 
     weight: PositiveFloat = 1.0
-    """Its part of a crowded cluster, relative to the weights of the other projects."""
+    """Weight relative to other projects."""
     guarantee: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Part of each pool, 0 to 1, below which its pipelines are offered room before those of others."""
+    """Part of each pool, 0 to 1, below which its pipelines are placed first."""
     quota: QuotaConfig = field(default_factory=QuotaConfig)
-    """The most that the project's pipelines may have."""
+    """Limits of the project's pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesConfig(FromFile):
-    """What projects and users are entitled to beside others (docs/how-it-works/shares.md)."""
+    """Fair shares of projects and users (docs/how-it-works/shares.md)."""
 
     half_life_h: PositiveFloat = 168.0
-    """Hours after which half of what was used is forgotten."""
+    """Half-life of recorded use, in hours."""
     parks: bool = True
-    """Whether running pipelines without an SLO, of projects that used more than their part, are parked at a step
-    boundary for the first in the queue."""
+    """Park running pipelines without an SLO, of projects above their share, for the first pipeline in the queue."""
     min_steps: Count = 10
-    """Steps that a pipeline trains after each start before it is parked for another."""
+    """Steps that a pipeline trains after each start before it can be parked."""
     projects: Mapping[Name, ProjectShareConfig] = field(default_factory=dict)
     """Projects by name; others have weight 1 and no limit."""
     users: Mapping[Name, UserShareConfig] = field(default_factory=dict)

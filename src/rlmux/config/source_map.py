@@ -87,7 +87,7 @@ class Node:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only; its resolvers are those of YAML 1.2."""
+    """Composes nodes only, with the resolvers of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - the parent's own shape
 

@@ -44,23 +44,23 @@ class PoolConfig(FromFile):
     """Nodes kept for one phase, or for both. Give `devices` on one machine, `nodes` on a cluster."""
 
     phase: Literal["rollout", "train", "both"] | None = None
-    """Phase that the pool is kept for. `both`: each device serves both phases, of every pipeline, and the pool is the
-    only one. May be left out where the pool is named `rollout` or `train`."""
+    """Phase that the pool serves; may be omitted if the pool is named `rollout` or `train`. `both`: every device serves
+    both phases, and the file has no other pool."""
     devices: Count | None = None
-    """Devices that this machine lends to the pool: GPUs, or else CPU cores. Each is placed by itself."""
+    """Devices of this machine: GPUs, else CPU cores. Each is placed separately."""
     nodes: Count | None = None
-    """Whole nodes of the pool; each takes one worker. With neither key: unlimited (to plan)."""
+    """Whole nodes, one worker each. With neither key: unlimited, to plan."""
     gpus_per_node: Count = 1
     """GPUs of one node, for counting and billing."""
     usd_per_gpu_hour: NonNegativeFloat = 0.0
     """Price of one GPU for one hour."""
     host_memory_gb: PositiveFloat | None = None
-    """Host memory of one node (of one device, with `devices`), in 10^9 bytes; without: not limited."""
+    """Host memory of a node (with `devices`: of a device), in 10^9 bytes. Default: no limit."""
     device_memory_gb: PositiveFloat | None = None
-    """Memory of one device, in 10^9 bytes. `run` gives no more than the device has: the memory that a GPU's driver says
-    is free, or a core's part of host memory. Without, `plan` and `simulate` count none."""
+    """Memory of a device, in 10^9 bytes. `run` uses at most the memory that the driver reports free, or a core's part
+    of host memory. Default: not limited in `plan` and `simulate`."""
     spills_to_disk: bool = False
-    """Whether states off their device go to disk where host memory is full: more fit, and a switch takes longer."""
+    """Spill states to disk when host memory is full: more pipelines fit, switches take longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,34 +112,33 @@ def phase_of_pool(name: str, pool: PoolConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateConfig(FromFile):
-    """Solo seconds of one step, where known. `plan` and `simulate` need them, here or from `rlmux profile FILE`; `run`
-    measures a pipeline without them in its first three steps, and places it again by what it saw."""
+    """Solo seconds of one step. `plan` and `simulate` need them, here or from `rlmux profile FILE`; `run` measures a
+    pipeline without them in its first three steps."""
 
     rollout_s: PositiveFloat
-    """Seconds of rollout on the rollout nodes that the pipeline requests."""
+    """Seconds of rollout on the requested rollout nodes."""
     train_s: PositiveFloat | None = None
-    """Seconds of training on the training nodes that the pipeline requests. Needed, but not by a filler."""
+    """Seconds of training on the requested training nodes. Required, except for a filler."""
     colocated_rollout_s: PositiveFloat | None = None
-    """Seconds of rollout with both phases on the training pool's nodes; goes with colocated_train_s."""
+    """Seconds of rollout with both phases on the training pool; requires colocated_train_s."""
     colocated_train_s: PositiveFloat | None = None
-    """Seconds of training with both phases on the training pool's nodes; goes with colocated_rollout_s."""
+    """Seconds of training with both phases on the training pool; requires colocated_rollout_s."""
     sync_s: NonNegativeFloat = 0.0
-    """Seconds in which new weights reach the rollout nodes after training."""
+    """Seconds to send new weights to the rollout nodes."""
     rollout_switch_s: NonNegativeFloat | None = None
-    """Seconds of a warm switch to its rollout state: another leaves the device, and this one comes from host memory;
-    goes with train_switch_s. `rlmux profile FILE` measures both."""
+    """Seconds of a warm switch to the rollout state; requires train_switch_s. `rlmux profile FILE` measures both."""
     train_switch_s: NonNegativeFloat | None = None
-    """Seconds of a warm switch to its training state; goes with rollout_switch_s."""
+    """Seconds of a warm switch to the training state; requires rollout_switch_s."""
     cold_rollout_switch_s: NonNegativeFloat | None = None
-    """Seconds of the first load of its rollout state, to simulate; by default a warm switch's."""
+    """Seconds of the first load of the rollout state, to simulate. Default: a warm switch."""
     cold_train_switch_s: NonNegativeFloat | None = None
-    """Seconds of the first load of its training state, to simulate; by default a warm switch's."""
+    """Seconds of the first load of the training state, to simulate. Default: a warm switch."""
 
     limit_rollout_s: PositiveFloat | None = None
-    """Seconds of rollout if every answer reaches the token limit; goes with limit_train_s, and with slo_probability.
+    """Seconds of rollout if every answer reaches the token limit; used with slo_probability, requires limit_train_s.
     `rlmux profile FILE` measures both."""
     limit_train_s: PositiveFloat | None = None
-    """Seconds of training if every answer reaches the token limit; goes with limit_rollout_s."""
+    """Seconds of training if every answer reaches the token limit; requires limit_rollout_s."""
 
     def __post_init__(self) -> None:
         for one, other in (
@@ -160,19 +159,17 @@ class EstimateConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FootprintConfig(FromFile):
-    """Memory kept on every node that the pipeline is pinned to, where known.
-
-    `run` estimates it from model and batch sizes, unless both device figures are given.
-    """
+    """Memory kept on every node that the pipeline is pinned to. `run` estimates it unless both device figures are
+    given."""
 
     rollout_host_gb: NonNegativeFloat = 0.0
     """Host memory of a rollout node, in 10^9 bytes."""
     train_host_gb: NonNegativeFloat = 0.0
     """Host memory of a training node, in 10^9 bytes."""
     rollout_device_gb: NonNegativeFloat | None = None
-    """Memory of each rollout device while the pipeline is resident there, in 10^9 bytes; without: all of it."""
+    """Memory of each rollout device while the pipeline is resident, in 10^9 bytes. Default: all."""
     train_device_gb: NonNegativeFloat | None = None
-    """Memory of each training device while the pipeline is resident there, in 10^9 bytes; without: all of it."""
+    """Memory of each training device while the pipeline is resident, in 10^9 bytes. Default: all."""
 
 
 def _gather_params(value: Any) -> Any:
@@ -186,12 +183,12 @@ def _gather_params(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertConfig(FromFile):
-    """A rule of alerts as one pipeline has it. A bare level is short for `{level: ...}`."""
+    """Per-pipeline override of an alert rule. A bare level is short for `{level: ...}`."""
 
     level: Literal["critical", "warning", "info", "off"] | None = None
-    """Severity; `off`: it never fires; without: as docs/reference/service.md says."""
+    """Severity; `off` disables the rule. Default: docs/reference/service.md."""
     steps: Count | None = None
-    """Bad steps in a row after which it fires; not of `slo_at_risk`, `slo_broken` and `stands_still`."""
+    """Consecutive bad steps before it fires; not for `slo_at_risk`, `slo_broken` and `stands_still`."""
 
 
 def _alert(value: Any) -> Any:
@@ -218,44 +215,41 @@ class PipelineConfig(PipelineKeys):
     task: Annotated[TaskConfig, BeforeValidator(_gather_params), Takes("a task's name, or a mapping")] | None = None
     """Where prompts come from and how answers are scored. Needed by `run`."""
     slo_slowdown: Annotated[float, Ge(1)] | None = None
-    """Largest accepted slowdown of a step against running alone; without: any."""
+    """Largest accepted slowdown of a step over running alone. Default: no limit."""
     slo_probability: SloProbability | None = None
-    """Probability with which the mean of the steps that are left is to keep slo_slowdown
-    (docs/how-it-works/policies.md); without: 0.95. mean: it is planned with means alone, nothing is kept in hand, and
-    no probability is stated."""
+    """Probability that the mean of the remaining steps keeps slo_slowdown (docs/how-it-works/policies.md). Default:
+    0.95. `mean`: plan with means alone; no probability is stated."""
     user: Name | None = None
-    """User of the pipeline. Waiting pipelines of several users take turns
-    (docs/how-it-works/shares.md)."""
+    """User of the pipeline. Waiting users take turns (docs/how-it-works/shares.md)."""
     project: Name | None = None
-    """Project that is charged for it; without: its user is."""
+    """Project to charge. Default: the user."""
     visibility: Literal["private", "project", "public"] = "project"
-    """Users of a service who are shown it: its own; its project's members too; or all (docs/reference/service.md)."""
+    """Who sees it in a service: its user, its project's members too, or all users (docs/reference/service.md)."""
     urgency: Literal["urgent", "normal", "background", "filler"] = "normal"
-    """The more urgent is offered room first; what an urgent pipeline holds counts double for its project. A `filler`
-    samples and scores the task's prompts, trains nothing, and takes only what no other pipeline wants
-    (docs/how-it-works/fillers.md)."""
+    """More urgent pipelines are placed first; an urgent pipeline's devices count double for its project. A `filler`
+    samples and scores prompts, trains nothing, and uses idle devices only (docs/how-it-works/fillers.md)."""
     rank: int = 0
-    """Place among its user's own waiting pipelines: lower ones are offered room first."""
+    """Order among its user's waiting pipelines, lowest first."""
     promise: Literal["exact", "replayable", "statistical"] | None = None
-    """The least that its engines must keep on the run's devices (docs/how-it-works/design.md has the classes); `run`
-    probes it, and refuses a file that requires more. Without: whatever they keep."""
+    """Minimum determinism class of its engines (docs/how-it-works/design.md); `run` probes them and refuses the file if
+    they keep less. Default: no minimum."""
     submit_at_s: NonNegativeFloat = 0.0
-    """Seconds from the start of the run to the submission."""
+    """Seconds from the start of the run to submission."""
     checkpoint_every: Count = 1
-    """Steps from one checkpoint, with the SHA-256 of its weights, to the next. The last step always has one."""
+    """Steps between checkpoints, each with the SHA-256 of its weights. The last step always has one."""
     keep_checkpoints: Count = 2
-    """Checkpoints kept to fall back from damaged ones, beyond those that `algorithm.staleness` needs."""
+    """Checkpoints to keep in case one is damaged, beyond those that `algorithm.staleness` needs."""
     call_limit_s: PositiveFloat = 120.0
-    """Seconds after which a worker is replaced that neither answers its call nor shows that it lives. Calls that are
-    long by nature (building a model, loading, checkpoints) show it while they compute; user code, with each answer."""
+    """Seconds without an answer or a heartbeat after which a worker is replaced. Building a model, loading and
+    checkpoints send heartbeats; user code sends one with each answer."""
     samples: bool = True
-    """Whether its trajectories are kept as text beside the log, in `NAME/samples.db`."""
+    """Store trajectories as text in `NAME/samples.db`."""
     alerts: Mapping[AlertRule, Annotated[AlertConfig, BeforeValidator(_alert), Takes("a level, or a mapping")]] = field(
         default_factory=dict
     )
-    """Rules of alerts that this pipeline has otherwise, by name (docs/reference/service.md lists them)."""
+    """Overrides of alert rules by name (docs/reference/service.md)."""
     estimate: EstimateConfig | None = None
-    """Solo seconds of one step. Needed by `plan` and `simulate`; without, `run` measures them."""
+    """Solo seconds of one step. Required by `plan` and `simulate`; `run` can measure them."""
     footprint: FootprintConfig = field(default_factory=FootprintConfig)
     """Memory kept on every node that the pipeline is pinned to."""
 
@@ -313,16 +307,16 @@ class RunConfig(FromFile):
     cluster: ClusterConfig
     """The devices there are."""
     code_folder: str | None = None
-    """Folder of reward modules, relative to this file; without: the file's own folder."""
+    """Folder of reward modules, relative to this file. Default: the file's folder."""
     policy: str = "rollmux"
-    """Policy that decides, unless the command line names another (docs/reference/cli.md lists policies), or one of
-    your own: `module:Class` in `code_folder` or installed."""
+    """Policy, unless the command line names another (docs/reference/cli.md lists them); or your own: `module:Class` in
+    `code_folder` or installed."""
     shares: SharesConfig | None = None
-    """What projects and users are entitled to beside others; without: all alike, and none is parked."""
+    """Fair shares of projects and users. Default: all equal, and no pipeline is parked."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a pipeline, merged under each of them. A pipeline's own `task` or `model` is taken whole."""
+    """Default keys of every pipeline. A pipeline's own `task` or `model` replaces the default as a whole."""
     pipelines: Annotated[tuple[PipelineConfig, ...], MinLen(1)]
-    """What is to be trained; may be left out for `rlmux run --keep-open`, which waits for what is submitted."""
+    """Pipelines to train; optional for `rlmux run --keep-open`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

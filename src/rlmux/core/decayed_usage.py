@@ -23,7 +23,7 @@ def full_of(half_life_s: float) -> float:
 
 @dataclass(slots=True)
 class DecayedUsage:
-    """Device-seconds that were used, those of long ago forgotten."""
+    """Used device-seconds, decayed over time."""
 
     device_s: float = 0.0
     at_s: float = 0.0

@@ -177,7 +177,7 @@ class BatchShare:
     held_s: float
     """`seconds` times the order's device fraction: what the order is charged while it runs."""
     charged_s: float
-    """`seconds` by the pipeline's share of the computed tokens: what it is to be charged."""
+    """The pipeline's charge: its share of `seconds`, by computed tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ class WaitingPipeline:
     rank: int
     """Its place among its account's own."""
     waited_s: float
-    """Seconds since it began to wait, those of earlier parts of the run included."""
+    """Seconds in the queue, over all parts of the run."""
     sequence: int
     """Its number in the order of submission."""
     entry_by_pool: Mapping[str, float]
@@ -113,7 +113,7 @@ class AccountUsage:
     account: Account
     pool: str
     device_s: float
-    """Device-seconds, those of long ago forgotten."""
+    """Device-seconds, decayed over time."""
     today_s: float = 0.0
     """Device-seconds that it was charged on the day of the run's clock that the event falls on."""
 

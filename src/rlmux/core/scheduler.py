@@ -161,7 +161,7 @@ class Scheduler:
             return wait_of(run, state=state, ledger=parts.ledger, queue=parts.queue, shares=shares)
 
     def waits(self, limit: int) -> list[tuple[PipelineId, Wait]]:
-        """Why each of the first of the queue waits, in the order of offers; those that are held come last."""
+        """Wait reasons of the first in the queue, in the order of offers; held pipelines come last."""
         parts = self._parts
         with parts.faults.uncounted():
             found = waits(state=parts.state, queue=parts.queue, shares=parts.shares, limit=limit)

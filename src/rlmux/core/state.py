@@ -4,7 +4,7 @@ SchedulerState
 ├── runs:    pipeline ─▶ PipelineRun      where each pipeline is in its steps
 │                        ├── shards       the open rollout: device ─▶ RolloutShard
 │                        ├── training     TrainingStage, one at a time
-│                        └── batches       work that arrived instead: kind ─▶ RequestBatch
+│                        └── batches      work that arrived instead: kind ─▶ RequestBatch
 ├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
 ├── devices: device   ─▶ DeviceState      which orders compute there, whose state is resident
 ├── orders:  order    ─▶ Order            what was ordered and has not ended

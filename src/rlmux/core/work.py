@@ -1,8 +1,8 @@
 """Work that devices do for pipelines: what is ready, who runs it, and the orders that have not ended.
 
-    RolloutShard ─┐
-    TrainingStage ┼─▶ ReadyWork, which policies see ── RunStage ─▶ Order
-    RequestBatch ────────┘
+    RolloutShard  ─┐
+    TrainingStage ─┼─▶ ReadyWork, which policies see ── RunStage ─▶ Order
+    RequestBatch  ─┘
 
 `step_machine` holds the legal moves of shards, training stages and batches, and makes all of them.
 """
@@ -116,7 +116,7 @@ class TrainingStage:
 
 @dataclass(slots=True)
 class RequestBatch:
-    """The announced work of one kind of an on-demand pipeline, as `on_demand.py` draws it. DONE while there is none."""
+    """Announced work of one kind of an on-demand pipeline, as `on_demand_work.py` draws it. DONE if there is none."""
 
     kind: tuple[Phase, ...]
     """Phases of whose devices it needs all."""

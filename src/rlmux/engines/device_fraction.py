@@ -120,7 +120,7 @@ class NiceFraction:
 
     @cached_property
     def _group_base(self) -> int:
-        """Niceness that the group began with: 0, whatever that of its process is. Raises OSError."""
+        """Initial niceness of the group: 0, independent of its process. Raises OSError."""
         return int(_AUTOGROUP.read_text().rpartition(" ")[2])
 
     def set(self, device_fraction: float) -> None:

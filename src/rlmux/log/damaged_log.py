@@ -168,7 +168,7 @@ def _read_file(connection: sqlite3.Connection, found: Readable) -> None:
 
 
 def _add(found: Readable, seq: int, time_s: float, kind: Any, type: str, fields: Any) -> None:
-    """Take a row, unless its content is not that of its kind."""
+    """Add a row if its content fits its kind."""
     with contextlib.suppress(LogError, KeyError, TypeError, ValueError):
         if kind == "header" and found.header is None:
             found.header = {name: each for name, each in fields.items() if name not in ("segment", "predecessor")}

@@ -112,7 +112,7 @@ def _in_use(folder: Path) -> str:
 
 
 def living_owner(folder: Path) -> tuple[int, str] | None:
-    """(process id, host) of the signature; None where there is none, or only that of a process that was killed."""
+    """(process id, host) of the signature; None if it is missing or its process was killed."""
     try:
         owner = json.loads((folder / OWNER_NAME).read_text(encoding="utf-8"))
         pid, host = int(owner["pid"]), str(owner["host"])

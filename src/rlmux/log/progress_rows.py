@@ -38,7 +38,7 @@ class Progress(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One progress report; its fields are those of `ChunkFinished`."""
+    """One progress report, with the fields of `ChunkFinished`."""
 
     time_s: float
     num_active: int

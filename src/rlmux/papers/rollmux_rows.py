@@ -30,7 +30,7 @@ MIXES = ("bl", "rh", "th", "mixed")
 BASELINES = ("random", "most-idle")
 DRIFTS = ("up", "down", "mixed")
 PRINTED = "rollmux with the printed saturation test"
-"""Algorithm 1 as it is printed: a group that is saturated before an insertion is skipped."""
+"""Algorithm 1 as published: skips groups that are saturated before an insertion."""
 BOUNDED = "rollmux with a spread in hand"
 """Our default: means, and what the steps that are left may vary."""
 PUBLISHED_STAY_H = 14.4
@@ -102,7 +102,7 @@ CHOICES: Sequence[Mapping[str, str]] = (
 
 
 def rows_of(done: Results, num_seeds: int, num_drift_seeds: int, *, has_solver: bool = True) -> list[PaperRow]:
-    """Every row of the paper, in its order; those of Gavel+ only with the solver that they need."""
+    """Every row of the paper, in its order; Gavel+ only if the solver is installed."""
     rows = [*_solo_rows(done)]
     for nodes in (1, 2):
         rows += _rollmux_rows(done, nodes, num_seeds)

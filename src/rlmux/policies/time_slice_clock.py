@@ -91,7 +91,7 @@ class SliceClock:
                 self.held[name] = configuration, now_s
 
     def claim(self, pipeline: Pipeline, placement: Placement | None) -> Claim:
-        """What the pipeline is due, and what it has received."""
+        """A pipeline's targets, and the seconds that it received and is owed."""
         return Claim(
             pipeline=pipeline,
             holds=None if placement is None else configuration_of(placement),

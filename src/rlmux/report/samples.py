@@ -131,7 +131,7 @@ class SampleWriter:
         self._connection.close()
 
     def add(self, step: int, samples: Iterable[KeptSample]) -> None:
-        """Keep a step's trajectories, in place of those that were kept of it before."""
+        """Store a step's trajectories, replacing earlier ones of that step."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             self._drop(step, step)
@@ -172,7 +172,7 @@ class SampleWriter:
             self._connection.execute(f"DELETE FROM {table} WHERE id BETWEEN ? AND ?", bounds)
 
     def _prune(self, newest: int) -> None:
-        """Drop whole old steps, a tenth of the rest at a time, until what is in use is within the bound."""
+        """Drop the oldest steps, a tenth at a time, until the size is within the bound."""
         while self._used_bytes() > self._max_bytes:
             (oldest,) = self._connection.execute("SELECT min(id) FROM trajectory").fetchone()
             first = step_of(oldest)

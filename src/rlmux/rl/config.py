@@ -128,11 +128,11 @@ class ModelConfig(FromFile):
     intermediate_size: Count = 128
     """Width of the feed-forward layers."""
     seed: Annotated[int, Ge(0), Lt(2**31)] | None = None
-    """Seed of a new model's weights; without: the pipeline's. Adapters of one model and one seed share their base."""
+    """Seed of a new model's weights; adapters of one model and seed share a base. Default: the pipeline's seed."""
     num_experts: Count | None = None
     """Experts of each layer, for qwen3_moe."""
     num_experts_per_token: Count | None = None
-    """Experts that compute a token, for qwen3_moe; experts at most."""
+    """Experts per token, for qwen3_moe; at most experts."""
     moe_intermediate_size: Count | None = None
     """Width of each expert, for qwen3_moe."""
 
@@ -169,17 +169,15 @@ class ModelConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig(FromFile):
-    """A LoRA adapter, which is trained in place of the model: y = W x + (alpha / rank) B (A x), with W frozen.
-
-    (arXiv 2106.09685) B begins at zero and A at random numbers of the pipeline's seed.
-    """
+    """A LoRA adapter trained instead of the model: y = W x + (alpha / rank) B (A x), with W frozen (arXiv 2106.09685).
+    B starts at zero, A at random numbers of the pipeline's seed."""
 
     rank: Annotated[int, Ge(1), Le(1024)]
     """Rows of A and columns of B."""
     alpha: PositiveFloat
-    """Numerator of the factor of the adapter's output: it is multiplied by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank."""
     targets: Annotated[tuple[AdapterTarget, ...], MinLen(1)] = BLOCK_TARGETS
-    """Projections that get an adapter, in every block; `lm_head` is the output matrix, which there is once."""
+    """Projections with an adapter, in every block; `lm_head` is the output matrix."""
 
     def __post_init__(self) -> None:
         if len(set(self.targets)) < len(self.targets):
@@ -194,8 +192,8 @@ class TaskConfig(FromFile):
     """
 
     name: str
-    """A built-in task (listed above), `reasoning-gym:NAME`, `file`, or a task of your own: `module:Class` in
-    `code_folder` or installed, or a name that an installed package adds."""
+    """A built-in task (listed above), `reasoning-gym:NAME`, `file`, or your own: `module:Class` in `code_folder` or
+    installed, or a plug-in's name."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Options of a built-in or reasoning-gym task: the further keys."""
     path: str | None = None
@@ -203,11 +201,11 @@ class TaskConfig(FromFile):
     prompt_key: str = "prompt"
     """Column with the prompt, for `file`. Dots reach into nested columns."""
     answer_key: str | None = "answer"
-    """Column with the answer, for `file`; null: there is none, and without a reward every score is 0."""
+    """Column with the answer, for `file`; null: no answers, so without a reward every score is 0."""
     reward: FunctionReference | None = None
-    """`module:function` with the signature of verl or TRL, in `code_folder` or installed; without: the task's own."""
+    """Reward function with the signature of verl or TRL, in `code_folder` or installed. Default: the task's own."""
     environment: ClassReference | None = None
-    """`module:Class` that answers the model's turns, for `file` with a `reward`; without: one turn."""
+    """Environment of several turns, for `file` with a `reward`. Default: one turn."""
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds after which a reward or environment call fails its pipeline."""
 
@@ -235,11 +233,11 @@ class AlgorithmConfig(FromFile):
     prompts_per_step: Count = 16
     """Prompt groups of one step."""
     group_size: Count = 8
-    """Trajectories of one prompt, compared with each other: 2 or more, but for a filler."""
+    """Trajectories of one prompt, compared with each other: 2 or more, except for a filler."""
     num_epochs: Count = 1
-    """Passes of one step over its trajectories. From the second update of a step on, the clip has something to do."""
+    """Passes of one step over its trajectories. The clip acts from a step's second update on."""
     num_minibatches: Count = 1
-    """Optimizer updates of one epoch, each on as many prompt groups; a divisor of prompts_per_step."""
+    """Optimizer updates per epoch, each on as many prompt groups; a divisor of prompts_per_step."""
     learning_rate: PositiveFloat = 3e-4
     """Learning rate of AdamW."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 0
@@ -251,23 +249,22 @@ class AlgorithmConfig(FromFile):
     grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient."""
     clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
-    """Distance of the probability ratio's lower clip from 1: it is 1 - clip_low."""
+    """Lower clip of the probability ratio: 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
-    """Distance of the probability ratio's upper clip from 1: it is 1 + clip_high."""
+    """Upper clip of the probability ratio: 1 + clip_high."""
     objective: Literal["ppo", "decoupled"] = "ppo"
-    """What a stale token's loss is clipped around: the policy that sampled it (`ppo`), or the policy that the step
-    begins with, weighted by how much likelier that one makes the token (`decoupled`, AReaL). Fresh tokens: no
-    difference."""
+    """Center of the clip for stale tokens: the policy that sampled them (`ppo`), or the policy at the start of the
+    step, weighted by its likelihood ratio (`decoupled`, AReaL). Fresh tokens: no difference."""
     max_behavior_ratio: Annotated[float, Ge(1)] = 5.0
-    """Largest weight of a stale token with `decoupled`; one above it gives no gradient."""
+    """Largest weight of a stale token with `decoupled`; tokens above it give no gradient."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL penalty (low-variance estimator k3) to the frozen reference; 0 skips that stage."""
     max_logprob_gap: PositiveFloat | None = None
-    """Largest gap in nats between the log-probabilities that rollout and training give a token of the present version;
-    above it the pipeline fails. Without: 0.001, 0.01 or 1, where its engines are found exact, replayable or
-    statistical; 1 for bfloat16 (of training or rollout) and for a mixture of experts, whose routing differs easily."""
+    """Largest gap in nats between the log-probabilities of rollout and training for a token of the present version;
+    above it the pipeline fails. Default: 0.001, 0.01 or 1 for exact, replayable or statistical engines; 1 for bfloat16
+    and mixtures of experts."""
     micro_batch_size: Count = 32
-    """Sequences of one forward and backward pass. Results change with it in the last bits."""
+    """Sequences per forward and backward pass. Changes the last bits."""
 
     def __post_init__(self) -> None:
         if self.prompts_per_step % self.num_minibatches:
@@ -297,20 +294,19 @@ class EngineConfig(FromFile):
     """The program that samples the answers (docs/how-to/vllm.md). A bare name is short for `{name: ...}`."""
 
     name: Annotated[str, Takes("rlmux, vllm, sglang, a plug-in's name, or module:name of your own")] = "rlmux"
-    """Our own engine (rlmux), a server of others (vllm, sglang), which needs `python` or `url`, or an engine of your
-    own, by `module:name` or the name that a package gives it (docs/reference/python.md)."""
+    """Our engine (rlmux), a server (vllm, sglang) by `python` or `url`, or your own, by `module:name` or its plug-in
+    name (docs/reference/python.md)."""
     python: str | None = None
-    """Python of the environment that has the engine, relative to this file. Each rollout worker starts a server with
-    it, which ends with the worker. Excludes `url`."""
+    """Python of the engine's environment, relative to this file. Each rollout worker starts a server with it and ends
+    it. Excludes `url`."""
     url: str | None = None
-    """A server of the pipeline's model that runs already on this machine, for it alone. Excludes `python`."""
+    """A running server of the pipeline's model on this machine, used by this pipeline only. Excludes `python`."""
     args: tuple[str, ...] = ()
-    """Further arguments of the server's command, for `python`; or what an engine of your own makes of them."""
+    """Further arguments of the server's command, with `python`, or of your own engine."""
     memory_gb: PositiveFloat | None = None
-    """Device memory of a server, in 10^9 bytes; without: what our engine would take and 2 more. Of an engine of your
-    own; without: what ours would take."""
+    """Device memory of the engine, in 10^9 bytes. Default: what our engine would take, and 2 more for a server."""
     start_limit_s: PositiveFloat = 600.0
-    """Seconds within which a server must have started."""
+    """Time limit for the start of a server, in seconds."""
 
     def __post_init__(self) -> None:
         if self.name == "rlmux":
@@ -351,16 +347,16 @@ class EngineConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig(FromFile):
-    """Short rounds that sample more than a step needs and drop what is longest, and long rounds of the prompts that
-    lost (RollPacker; docs/how-it-works/tail-batching.md). `tail_batching: {}` has the defaults."""
+    """Short rounds sample more than a step needs and drop the longest; long rounds sample the prompts that lost
+    (RollPacker; docs/how-it-works/tail-batching.md). `tail_batching: {}` has the defaults."""
 
     prompts: Annotated[float, Ge(1), Le(4)] = 1.25
-    """Prompts that a short round samples, as a multiple of `algorithm.prompts_per_step`, rounded up."""
+    """Prompts of a short round, as a multiple of `algorithm.prompts_per_step`, rounded up."""
     samples: Annotated[float, Ge(1), Le(4)] = 1.25
-    """Answers that it samples to each prompt, as a multiple of `algorithm.group_size`, rounded up."""
+    """Answers per prompt of a short round, as a multiple of `algorithm.group_size`, rounded up."""
     num_slots: Annotated[int, Ge(1), Le(65536)] | None = None
-    """Slots of the plan clock, which decides what is dropped; without: `rollout.slots`. With several workers, the slots
-    of all of them. Changes the results, as `rollout.workers` does not."""
+    """Slots of the plan clock, which decides what is dropped, over all workers. Default: `rollout.slots`. Changes the
+    results."""
 
     def __post_init__(self) -> None:
         if self.prompts == self.samples == 1.0:
@@ -369,16 +365,15 @@ class TailBatchingConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptibleConfig(FromFile):
-    """Rollouts that never wait for their longest answers: those go on in the next step, by its weights (AReaL;
-    docs/how-it-works/interruptible.md). `interruptible: {}` has the defaults; `algorithm.staleness` bounds how old a
-    token gets."""
+    """Unfinished answers continue in the next step with its weights (AReaL; docs/how-it-works/interruptible.md).
+    `interruptible: {}` has the defaults; `algorithm.staleness` bounds the age of a token."""
 
     num_slots: Annotated[int, Ge(1), Le(65536)] | None = None
-    """Slots of the plan clock, which decides what a step trains on; without: `rollout.slots`. With several workers, the
-    slots of all of them. Changes the results, as `rollout.workers` does not."""
+    """Slots of the plan clock, which decides what a step trains on, over all workers. Default: `rollout.slots`. Changes
+    the results."""
     overlap_ticks: Annotated[int, Ge(0), Le(1_000_000)] = 0
-    """Tokens of each seated answer that are sampled beside a step's training, before its weights arrive: about the
-    seconds of training over those of a decode step. 0: training stops the rollout. Above 0 it needs a staleness."""
+    """Tokens per active answer sampled during a step's training: about training seconds over seconds of a decode step.
+    0: training stops the rollout. Above 0 requires staleness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +381,7 @@ class RolloutConfig(FromFile):
     """How answers are sampled, and on how many devices."""
 
     num_workers: Count = 1
-    """Devices of the rollout pool (whole nodes, where the pool is given in nodes). Never changes the results."""
+    """Devices (or whole nodes) of the rollout pool. Never changes the results."""
     max_new_tokens: Count = 32
     """Token budget of one trajectory, environment replies included."""
     max_prompt_tokens: Count = 64
@@ -394,23 +389,21 @@ class RolloutConfig(FromFile):
     temperature: Annotated[float, Gt(0), Le(10)] = 1.0
     """Sampling temperature."""
     num_slots: Annotated[int, Ge(1), Le(4096)] = 64
-    """Sequences decoded at once by each worker. Results change with it in the last bits."""
+    """Sequences decoded at once by each worker. Changes the last bits."""
     order: Literal["given", "longest"] = "given"
-    """Which waiting trajectory gets a slot that becomes free: the next one (`given`), or the one whose answer is
-    expected to be longest (`longest`), by the answers that its prompt had in this step and when it was last asked.
-    Devices get prompts by that, too. Never changes the results."""
+    """Order in which waiting trajectories get slots and devices: `given`, or `longest` expected answer first. Never
+    changes the results."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What sampling computes in: weights, keys and values; logits and log-probabilities stay float32."""
+    """Type of weights, keys and values in sampling; logits and log-probabilities stay float32."""
     kv_tokens: Count | None = None
-    """Capacity of each worker's KV cache, in tokens: at least one sequence of full length. Many short sequences share
-    it, or few long ones. Without: every slot has the full length. Results may change with it in the last bits."""
+    """Capacity of each worker's KV cache in tokens, at least one full sequence. Default: full length for every slot.
+    Can change the last bits."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
     tail_batching: TailBatchingConfig | None = None
-    """Sampling more than a step needs, so that few steps wait for the longest answers; without: each step samples what
-    it trains on."""
+    """Sample more than a step needs, so that few steps wait for the longest answers. Default: off."""
     interruptible: InterruptibleConfig | None = None
-    """Answers that go on over several steps; without: a step's rollout ends with its last answer."""
+    """Let answers continue over several steps. Default: off."""
 
     def __post_init__(self) -> None:
         modes = [mode for mode in ("tail_batching", "interruptible") if getattr(self, mode) is not None]
@@ -450,40 +443,35 @@ class TrainConfig(FromFile):
     """What the training side computes on."""
 
     num_workers: Count = 1
-    """Devices of the training pool that train together (whole nodes, where the pool is given in nodes). A run accepts
-    powers of two, up to the number of micro-batches of an update. Results on cores change with it, in the last bits,
-    with `equal_across_ranks: false` or `sharding: shard` only."""
+    """Devices (or whole nodes) of the training pool that train together: a power of two, at most the micro-batches of
+    an update. On cores changes the last bits only with `equal_across_ranks: false` or `sharding: shard`."""
     num_threads: Annotated[int, Ge(1), Le(1024)] = 1
-    """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
+    """Compute threads of each worker, rollout workers included. Changes the last bits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What training computes in. With bfloat16 the weights that are updated and the moments stay float32."""
+    """Type of training computation. Master weights and moments stay float32."""
     sharding: Literal["replicate", "shard"] = "replicate"
-    """Whether each rank has the whole model, or a part of it (`shard`: torch's FSDP2), for one that does not fit a
-    device: weights, gradients and moments are cut by `workers`, 2 or more, and gathered layer by layer. Results then
-    change with `workers` in the last bits."""
+    """`shard` (torch's FSDP2): weights, gradients and moments are divided among 2 or more `workers` and gathered layer
+    by layer. The last bits then change with `workers`."""
     equal_across_ranks: bool | None = None
-    """Whether results are equal, bit for bit, for any number of `workers`. True keeps a float32 copy of the gradient
-    for each doubling of a rank's micro-batches; false keeps one, and the last bits change with `workers`. Without: true
-    up to 200 million trained parameters, false above. False with `sharding: shard`."""
+    """Bit-equal results for any number of `workers`, at the cost of a float32 gradient copy for each doubling of a
+    rank's micro-batches. Default: true up to 200 million trained parameters; false with `sharding: shard`."""
     optimizer_state: Literal["device", "cpu", "8bit"] = "device"
-    """Where AdamW's moments lie, 8 bytes of each weight: on the device, in host memory (`cpu`, from where they come to
-    the device for their update, with the same results), or on the device in 2 bytes (`8bit`, by torchao). With
-    `8bit` and `sharding: shard`, only the same number of `workers` resumes a checkpoint."""
+    """AdamW's moments, 8 bytes a weight: on the device, in host memory (`cpu`; same results), or on the device in 2
+    bytes (`8bit`, by torchao). `8bit` with `sharding: shard` resumes with the same `workers` only."""
     activation_checkpointing: bool = False
-    """Each layer keeps its input alone and computes the rest again for the gradient: less memory, a third more time."""
+    """Recompute each layer from its input for the gradient: less memory, a third more time."""
     tokens_per_micro_batch: Count | None = None
-    """Tokens of one forward and backward pass of a step, a longer sequence alone; without, and in the SFT warm-up:
-    `algorithm.micro_batch_size` sequences. Results change with it in the last bits."""
+    """Tokens per forward and backward pass; a longer sequence runs alone. Default, and in the SFT warm-up:
+    `algorithm.micro_batch_size` sequences. Changes the last bits."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Weight of the loss that keeps a mixture of experts balanced. Without: that of config.json where its
+    """Weight of the load-balancing loss of a mixture of experts. Default: config.json's value if its
     `output_router_logits` is true, else 0."""
     whole_checksums: bool = False
-    """Whether the checksum of every published version covers all of its tensors. Without: all of versions up to 64 MB
-    and of the first one, else names and shapes of all tensors and the bytes of one in 16, others in each version. A
-    checkpoint has the SHA-256 of all its bytes."""
+    """Checksum all tensors of every published version. Default: all of versions up to 64 MB and of the first; of others
+    names and shapes, and the bytes of one tensor in 16, others each time. Checkpoints have a SHA-256 of all bytes."""
     logits_chunk_mb: PositiveFloat = 256.0
-    """Megabytes of logits (float32, sampled tokens times vocabulary) that training holds at once: above it they are
-    computed in chunks of tokens, a second time for the gradient. Results change with it in the last bits."""
+    """Largest size of logits in memory, in megabytes; above it training computes them in chunks, twice. Changes the
+    last bits."""
 
     @property
     def is_sharded(self) -> bool:
@@ -509,7 +497,7 @@ class PipelineKeys(FromFile):
     """What a pipeline of the file and its `TrainingConfig` have in common: all but the task."""
 
     name: Name
-    """Name of the pipeline, unlike all others of the file."""
+    """Unique name of the pipeline."""
     seed: Annotated[int, Ge(0), Lt(2**31)] = 0
     """Seed of every random number of the pipeline."""
     num_steps: Count = 100
@@ -517,7 +505,7 @@ class PipelineKeys(FromFile):
     model: ModelConfig = field(default_factory=ModelConfig)
     """What is trained."""
     adapter: AdapterConfig | None = None
-    """A LoRA adapter that is trained beside the frozen model; without: the whole model is."""
+    """A LoRA adapter to train on the frozen model. Default: train the whole model."""
     sft_warmup: SftWarmupConfig = field(default_factory=SftWarmupConfig)
     """Supervised training before RL."""
     algorithm: Annotated[AlgorithmConfig, Takes("an algorithm's name, or a mapping")] = field(

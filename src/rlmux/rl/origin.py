@@ -42,7 +42,7 @@ class Origin:
     """Hash of everything that determines the pipeline's weights, at the time it joined the run."""
 
     def fields(self) -> dict[str, str]:
-        """All of it as it is written down."""
+        """The fields, as stored in files."""
         return {"run_id": self.run_id, "pipeline": self.pipeline, "plan_sha256": self.plan_sha256}
 
     def complaint_about(self, written: Mapping[str, Any]) -> str | None:

@@ -53,7 +53,7 @@ class Server:
         self._listening = listening
         self._app = FastAPI(lifespan=self._lifespan, openapi_url=None)
         self.routes: list[tuple[str, APIRoute]] = []
-        """Every address of every door, with what it takes."""
+        """(whole path, route) of every application, with its parameters and bodies."""
         self._tasks: list[Callable[[], Awaitable[None]]] = []
         self._running: list[asyncio.Task[None]] = []
         self._is_started = threading.Event()

@@ -58,7 +58,7 @@ class MigrateWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkPlanned:
-    """A policy's choice: the group is planned as it is now. `has_changed` is False until something differs."""
+    """A policy's choice: record the group as planned. `has_changed` is False until something differs."""
 
 
 Choice = RunWork | ChangeFraction | PauseOrder | MigrateWork | MarkPlanned

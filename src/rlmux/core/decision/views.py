@@ -221,7 +221,7 @@ class MemberView:
 
     @property
     def unfinished_rollout_devices(self) -> tuple[DeviceId, ...]:
-        """Devices whose shard of the open rollout is not done; those of an open rollout batch where work arrives."""
+        """Devices with an unfinished shard of the open rollout, or of an on-demand pipeline's batch."""
         if self._run.pipeline.work_arrives:
             batch = self._run.step.batches.get((Phase.ROLLOUT,))
             return batch.work.devices if batch is not None and batch.is_open and batch.work is not None else ()

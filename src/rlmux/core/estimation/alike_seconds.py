@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rlmux.core.model import AlikeSeconds, MeasuredSeconds, Pipeline
 
 MAX_KEPT = 1024
-"""Keys whose seconds are kept; those that were not renewed for longest are dropped first."""
+"""Largest number of keys; the least recently renewed are dropped first."""
 
 
 @dataclass(slots=True)

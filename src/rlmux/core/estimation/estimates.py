@@ -260,7 +260,7 @@ class _ShardProgress:
     active: list[int] = field(default_factory=list)
     """Active sequences at each report."""
     is_whole: bool = True
-    """Whether no trajectory has migrated to it: only then its curve is that of a shard."""
+    """Whether no trajectory has migrated to it; otherwise its curve is not a shard's."""
     num_whole_siblings: int = 0
     """Whole siblings that migrated to it before they began."""
     has_moved: bool = False

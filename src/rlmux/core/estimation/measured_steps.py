@@ -172,8 +172,8 @@ class DoneSteps:
         """Solo seconds of the steps up to each."""
 
     def add(self, step: int, measured: PhaseSeconds, given: PhaseSeconds | None) -> None:
-        """A step is trained. `measured`: its solo seconds; `given`: those that were given for the nodes where it ran,
-        None where none were."""
+        """Record a trained step. `measured`: its solo seconds; `given`: the user's estimate for these nodes, or
+        None."""
         own, alone_s = self._own, measured.solo_s
         if own is not None and given is not None:
             alone_s = over(measured.rollout_s, given.rollout_s) * own.rollout_s

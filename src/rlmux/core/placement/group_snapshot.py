@@ -30,7 +30,7 @@ NO_MEMBERS = MemberFacts(has_arriving_work=False, has_wide_rollouts=False, has_t
 
 @dataclass(frozen=True, slots=True)
 class GroupLook:
-    """What a plan of a group depends on, in whole steps: most progress reports leave it as it is."""
+    """Inputs of a group's plan, in whole steps; most progress reports do not change them."""
 
     ready: tuple[tuple[int, bool], ...]
     """Sequence of each ready work, and whether it waits for an environment."""

@@ -195,7 +195,7 @@ class PlacementLedger:
         return placement, released
 
     def revise(self, pipeline: Pipeline) -> None:
-        """Plan with what is believed of a placed pipeline now."""
+        """Update a placed pipeline to its current estimates."""
         group = self.group_of(pipeline.id)
         members = tuple(
             replace(member, pipeline=pipeline) if member.pipeline.id == pipeline.id else member

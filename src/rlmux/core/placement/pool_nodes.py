@@ -29,7 +29,7 @@ class PoolNodes:
         self._lost: dict[int, None] = {}
 
     def free_list(self) -> tuple[int, list[int]]:
-        """What `take_back` wants besides the trial's changes."""
+        """State that `take_back` restores in addition to the trial's changes."""
         return self._next, list(self._returned)
 
     def take_back(self, free_list: tuple[int, list[int]]) -> None:
@@ -107,7 +107,7 @@ class ClusterNodes:
         """Most nodes that were ever in use at once, by pool."""
 
     def free_lists(self) -> list[tuple[int, list[int]]]:
-        """What `take_back` wants besides the trial's changes, by pool."""
+        """State that `take_back` restores, by pool, in addition to the trial's changes."""
         return [nodes.free_list() for nodes in self._by_pool.values()]
 
     def take_back(self, free_lists: list[tuple[int, list[int]]]) -> None:
@@ -145,7 +145,7 @@ class ClusterNodes:
             self._undo.put(self._num_uses, node, self._num_uses[node] + 1)
 
     def let_go(self, nodes: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
-        """Count one use less of each node; returns those that are free now."""
+        """Count one use less of each node; returns the nodes that become free."""
         freed = []
         for node in nodes:
             self._undo.put(self._num_uses, node, self._num_uses[node] - 1)

@@ -119,8 +119,8 @@ class StepBounds:
         return replace(now, held=held)
 
     def add(self, measured: PhaseSeconds, given: PhaseSeconds | None) -> None:
-        """A step is trained. `measured`: its solo seconds; `given`: those that were given for the nodes where it ran,
-        None where none were."""
+        """Record a trained step. `measured`: its solo seconds; `given`: the user's estimate for these nodes, or
+        None."""
         base = given or _ONE_SECOND
         ratios = over(measured.rollout_s, base.rollout_s), over(measured.train_s, base.train_s)
         if not self._has_begun:

@@ -34,7 +34,7 @@ class AccountRow:
     charged_by_pool: dict[str, float]
     """Device-seconds that its pipelines of this part of the run are charged, by pool."""
     used_by_pool: dict[str, float]
-    """Device-seconds that it has used of late, by pool: those of long ago forgotten, of urgent pipelines twice."""
+    """Recent device-seconds by pool, decayed over time; an urgent pipeline's count twice."""
     today_s: float
     """Device-seconds that it is charged on this day; 0 where no quota needs them."""
     num_running: int

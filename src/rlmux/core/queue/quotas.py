@@ -84,7 +84,7 @@ class Quotas:
         return self._excess(pipeline or run.pipeline, self._held(without), raised)
 
     def excesses(self, runs: Iterable[PipelineRun]) -> list[tuple[PipelineRun, Excess | None]]:
-        """Each pipeline, with its `excess_of`: what others hold is counted once for all."""
+        """`excess_of` for every pipeline, with one pass over held resources."""
         if not self._state.quota_by_account:
             return [(run, None) for run in runs]
         held = self._held()

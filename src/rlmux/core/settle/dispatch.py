@@ -27,7 +27,7 @@ from rlmux.core.work import ReadyWork
 def dispatch(parts: Parts, group: GroupState) -> list[Action]:
     """Ask the policy what of the group starts, pauses or migrates now, and order it."""
     if group is parts.state.fillers:
-        return []  # `fillers.start` starts their work, once nothing else is left to settle
+        return []  # `filler_placement.start` starts their work, when nothing else is left to settle
     if not group.ready and not (parts.policy.reacts_to_progress and group.running):
         return []
     try:

@@ -42,7 +42,7 @@ class Parts:
     """See the module."""
 
     cluster: Cluster
-    """Pools at the prices in the user's file; the ledger has those of now."""
+    """Pools at the prices in the user's file; the ledger has the current prices."""
     policy: Policy
     state: SchedulerState
     ledger: PlacementLedger

@@ -280,7 +280,7 @@ def drifted(pipeline: Pipeline, planned: PhaseSeconds | None, measured: PhaseSec
 
 
 def _stretch(now_s: float, before_s: float) -> float:
-    """The seconds of now over those of before, as a power of `_DRIFT_STEP`; 1 where one of them is nothing."""
+    """Ratio of current to previous seconds, as a power of `_DRIFT_STEP`; 1 if either is zero."""
     if now_s <= 0.0 or before_s <= 0.0:
         return 1.0
     return _DRIFT_STEP ** round(math.log(now_s / before_s, _DRIFT_STEP))

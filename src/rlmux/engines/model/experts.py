@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from rlmux.engines.model.row_product import row_product
 
 _SIZES = (4, 8, 16, 32, 64)
-"""Rows of an expert's batches. The largest is what the others are compared with."""
+"""Batch sizes of an expert; the largest is the reference."""
 
 _sizes_by_kind: dict[tuple[object, ...], tuple[int, ...]] = {}
 """Measured sizes of this process, by shape, dtype, device and threads."""

@@ -39,7 +39,7 @@ class _AttentionKind:
     """How scores become weights in one layer."""
 
     scaling: float | None
-    """Factor of each score; None is that of the head's size."""
+    """Factor of each score; None: the default for the head size."""
     window: int | None
     """Tokens that a token sees, itself among them; None for all before it."""
     softcap: float | None

@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
         """Queue unfinished trajectories of another engine."""
 
     def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
-        """Continue trajectories with their environment's replies, and drop those that are over."""
+        """Continue trajectories with their environment's replies; drop finished ones."""
 
     def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:
         """Remove unfinished trajectories (None: all), in id order; also while offloaded."""

@@ -273,7 +273,7 @@ class SlotTable:
         return [*self.cache.tensors(), *self._buffers.tensors()]
 
     def reset(self) -> None:
-        """Make the tensors those of empty slots, after their memory came back."""
+        """Reset the tensors to empty slots after their memory is restored."""
         self._buffers.reset()
 
 

@@ -24,7 +24,7 @@ class Dialect(Protocol):
         """The command line of a server on this port of 127.0.0.1."""
 
     def environment(self, settings: ServerSettings) -> Mapping[str, str]:
-        """Environment variables beside those of the worker."""
+        """Environment variables in addition to the worker's."""
 
     def version(self, server: ServerConnection) -> str:
         """The server's reported version. Raises UserError for a server of another kind."""

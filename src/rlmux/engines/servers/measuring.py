@@ -186,7 +186,7 @@ def _reload_gap(
 
 @torch.inference_mode()
 def _gap(engine: ServerRolloutEngine, model: PreTrainedModel) -> float:
-    """Largest gap in nats between the server's log-probs of what it samples and those of a forward pass."""
+    """Largest gap in nats between the server's log-probs of its samples and a forward pass."""
     prompt = [1, 2, 3]
     piece = engine.sample(prompt, seed=3, max_tokens=_num_tokens(engine))
     tokens = torch.tensor([[*prompt, *piece.tokens]])

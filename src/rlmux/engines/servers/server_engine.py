@@ -136,7 +136,7 @@ class ServerRolloutEngine(OneServer):
             self._enqueue(ServedTrajectory.from_partial(partial))
 
     def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
-        """Continue trajectories with their environment's replies, and drop those that are over."""
+        """Continue trajectories with their environment's replies; drop finished ones."""
         for answer in replies:
             live = self._live.get(answer.id)
             if live is None or not live.is_waiting_for_env:

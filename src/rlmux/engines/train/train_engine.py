@@ -270,7 +270,7 @@ class TorchTrainEngine:
         return self._state.weights_checksum(self._version)
 
     def weights_sha256(self) -> str:
-        """Hash of all parameters in name order, computed anew: a checkpoint has that of its version."""
+        """Hash of all parameters in name order, recomputed; checkpoints store their version's."""
         return self._state.weights_sha256()
 
     # --- checkpoints ----------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def _play(
 
 
 def _free_s(engine: VirtualEngine, begin_s: float) -> list[float]:
-    """Seconds at which each device has ended what it was dealt."""
+    """Time at which each device finishes its work, in seconds."""
     return [max(begin_s, device.now_s) for device in engine.devices]
 
 

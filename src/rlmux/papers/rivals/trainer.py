@@ -28,7 +28,7 @@ class RivalResult:
     trained_tokens: int
     """Prompt and response tokens of all trained trajectories."""
     decoded_tokens: int
-    """Response tokens made, those of cut answers included."""
+    """Response tokens, cut answers included."""
     staleness_mean: float
     """Weight versions between training and the first token, mean over trained trajectories."""
     staleness_max: int

@@ -217,7 +217,7 @@ class VirtualEngine:
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens made, those of cut answers included."""
+        """Tokens produced, cut answers included."""
         return sum(device.decoded_tokens for device in self.devices)
 
     def finish(self) -> list[Ended]:

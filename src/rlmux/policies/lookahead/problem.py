@@ -101,7 +101,7 @@ class Schedule:
     sibling_migrations: tuple[int, ...]
     """Indices of the migrations to siblings that are made, now or later."""
     sibling_migrations_now: tuple[int, ...]
-    """Indices of those that are made at this moment."""
+    """Indices of the migrations to siblings that are made at this moment."""
     idle_migrations_now: tuple[int, ...]
     """Indices of the migrations to idle devices whose work item starts at this moment, or runs."""
     score: tuple[float, float]

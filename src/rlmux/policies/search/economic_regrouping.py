@@ -127,7 +127,7 @@ class _Columns:
     """Seconds of training, summed over the nodes."""
     _solo_s: list[float] = field(init=False)
     _places: list[int] = field(init=False)
-    """Place of each member among those of its kind."""
+    """Index of each member among members of its kind."""
     _moves_usd: list[float] = field(init=False)
     _alone_usd: list[float] = field(init=False)
     _found: list[tuple[float, float, CandidateGroup]] = field(init=False, default_factory=list)
@@ -273,7 +273,7 @@ def _column(indices: tuple[int, ...], layout: Layout) -> CandidateGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Groups that exchange members, and what is to become of them."""
+    """Groups that exchange members, and their new composition."""
 
     groups: tuple[GroupLoad, ...]
     targets: tuple[CandidateGroup, ...]

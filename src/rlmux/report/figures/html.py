@@ -161,7 +161,7 @@ class _View:
         return f"<h2>Where the time went</h2><table><tr>{head}</tr>{rows}</table>"
 
     def _rows_of_time(self, max_devices: int) -> list[tuple[str, str, list[Charge], float]]:
-        """(name, what it is, charges, seconds in all) of each device, or of each pool."""
+        """(name, description, charges, total seconds) of each device, or of each pool."""
         makespan_s = self.timeline.makespan_s
         devices = list(self.timeline.devices.values())
         if len(devices) <= max_devices:

@@ -40,7 +40,7 @@ _GENERATE = Stage.GENERATE
 class DeviceTimeline:
     id: DeviceId
     intervals: tuple[Interval, ...]
-    """Intervals in the order of their start; those of one lane do not overlap."""
+    """Intervals by start; within a lane they do not overlap."""
     seconds_by_kind: Mapping[Kind, float]
     charges: tuple[Charge, ...]
     """Charges that add up to `seconds_by_kind`: busy, switch, bubble, idle; the largest first within each."""

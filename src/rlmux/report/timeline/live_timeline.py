@@ -81,7 +81,7 @@ class _Device:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The part of a history that touches what is not settled."""
+    """Unsettled part of a history."""
 
     orders: Sequence[OrderRecord]
     pins: Sequence[Pin]
@@ -109,7 +109,7 @@ class Follower:
         self._num_orders = self._num_pins = self._num_standstills = 0
         """Orders, pins and standstills that were taken in."""
         self._recent: list[OrderRecord] = []
-        """Orders that touch what is not settled."""
+        """Orders that overlap unsettled time."""
         self._pins: list[Pin] = []
         self._pins_by_node: dict[tuple[str, int], list[Pin]] = {}
         self._last_end_s: dict[PipelineId, float] = {}

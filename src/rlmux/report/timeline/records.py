@@ -58,7 +58,7 @@ class OrderRecord:
     end_s: float = math.inf
     ending: Ending = Ending.OPEN
     seconds: float = 0.0
-    """Seconds of computing; those of the last progress report where the order is open or lost."""
+    """Seconds of computing; for an open or lost order, from its last progress report."""
     switch_s: float = 0.0
     tokens: int = 0
     chunks: Reports = field(default_factory=Reports)
@@ -133,7 +133,7 @@ class PipelineRecord:
 
     @property
     def rewards(self) -> list[float]:
-        """Mean reward of each of its steps in order, without those that have none."""
+        """Mean reward of each of its steps in order; steps without a reward are skipped."""
         every = (self.metrics[step].get("reward_mean", math.nan) for step in sorted(self.metrics))
         return [reward for reward in every if math.isfinite(reward)]
 

@@ -279,7 +279,7 @@ class _Fold:
 def _pieces(
     intervals: Sequence[Interval], start_s: float, end_s: float
 ) -> Iterator[tuple[float, float, list[Interval]]]:
-    """Stretches between two moments at which something changes, each with what is there."""
+    """Intervals between changes, each with its active items."""
     edges = {start_s, end_s}
     for one in intervals:
         edges.update(edge for edge in (one.start_s, one.end_s) if start_s < edge < end_s)

@@ -291,10 +291,7 @@ def rollout_parts(config: TrainingConfig, *, is_gpu: bool = False, has_base: boo
 
 
 def evicted_bytes(config: TrainingConfig) -> float:
-    """Bytes of KV that has left the cache for host memory where all answers become as long as they may.
-
-    Slots of c tokens that become dc longer lose a share dc / c of themselves, with c tokens each.
-    """
+    """Host bytes of KV evicted from the cache if every answer reaches its limit."""
     rollout = config.rollout
     tokens = rollout.cached_tokens * math.log(rollout.num_slots * rollout.slot_tokens / rollout.cached_tokens)
     return tokens * _kv_of_token(shape_of(config.model), BYTES[rollout.dtype])

@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that compute a token: all but those of experts that are not picked."""
+        """Parameters that compute a token: all except experts that are not picked."""
         idle = self.num_experts - self.num_picked
         return self.num_parameters - self.num_layers * idle * 3 * self.hidden_size * self.intermediate_size
 
@@ -100,7 +100,7 @@ class ModelShape:
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
-    """Raises UserError for a folder whose config.json is not that of a model."""
+    """Raises UserError if the folder's config.json does not describe a model."""
     if model.path is not None:
         path = Path(model.path) / "config.json"
         try:

@@ -167,7 +167,7 @@ class EpochClock:
         self._made: dict[TrajectoryId, int] = {}
         """Tokens that trajectories have at least."""
         self._length: dict[TrajectoryId, int] = {}
-        """Tokens of those that have ended on a device."""
+        """Tokens of finished trajectories on a device."""
         self._ended: list[TrajectoryId] = []
         """Trajectories that are not trained on and have ended on this clock, in order."""
         self._num_ended: dict[GroupId, int] = {}

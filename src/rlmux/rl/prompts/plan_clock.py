@@ -39,7 +39,7 @@ class PlanClock:
         self._made = dict.fromkeys(ids, 0)
         """Tokens that each trajectory has at least."""
         self._length: dict[TrajectoryId, int] = {}
-        """Tokens of those that have ended."""
+        """Tokens of finished trajectories."""
         self._ended_by_prompt: dict[int, list[TrajectoryId]] = {id.prompt: [] for id in ids}
         """Trajectories of each prompt that have ended on this clock, in order; none of a prompt whose group is done."""
         self._num_done = 0

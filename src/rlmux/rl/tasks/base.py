@@ -46,7 +46,7 @@ class Task(Protocol):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts, each one token, that end a turn besides the end-of-sequence token."""
+        """Texts of one token each that end a turn, in addition to the end-of-sequence token."""
 
     @property
     def is_single_turn(self) -> bool:

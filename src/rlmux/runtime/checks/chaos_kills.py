@@ -70,7 +70,7 @@ class ChaosResult:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all pipelines of all rounds have weights, equal to those of the undisturbed run."""
+        """Whether all pipelines of all rounds have weights, equal to the undisturbed run's."""
         return None not in self.undisturbed.values() and all(each == self.undisturbed for each in self.rounds)
 
 

@@ -147,7 +147,7 @@ class _Delivery:
 
 
 class Deliveries:
-    """Versions in transit, and the nodes of those that have arrived."""
+    """Versions in transit, and the nodes that have received them."""
 
     def __init__(self, here: Path, nodes: Mapping[str, str], sync: RaySync) -> None:
         """`here`: the controller's folder; `nodes`: address by Ray id."""

@@ -156,7 +156,7 @@ class WeightReceiver:
         self._device = device
 
     def receive(self, scheme: Scheme = Scheme.HIERARCHICAL) -> tuple[torch.Tensor, int]:
-        """(payload, version). Raises SyncError if the bytes are not those that were sent."""
+        """(payload, version). Raises SyncError if the received bytes differ from the sent ones."""
         layout = self._layout
         header = self._empty(_HEADER.size)
         self._world.recv([header], 0, _HEADER_TAG).wait()

@@ -51,7 +51,7 @@ class StandstillWatch:
         self._watched: dict[Worker, _Watched] = {}
 
     def poll(self, all_workers: Iterable[PipelineWorkers]) -> None:
-        """Warn of new standstills, and note those that are over."""
+        """Warn of new standstills, and record finished ones."""
         for workers in all_workers:
             for worker in workers.processes:
                 self._poll_worker(workers, worker, self._outbox.now_s())

@@ -477,7 +477,7 @@ class WorkerSupervisor:
         self._outbox.add_note(WorkerNote(pipeline=pipeline, role=worker.name.partition("/")[2], pid=worker.pid))
 
     def _note_room(self, worker: Worker, room: AdapterRoom | None) -> None:
-        """Log what an adapter's worker takes of its device and what is left there."""
+        """Log an adapter worker's device memory, and the free memory."""
         workers = self.owner(worker)
         if room is not None and workers is not None:
             phase = Phase.TRAIN if worker in workers.trainers else Phase.ROLLOUT

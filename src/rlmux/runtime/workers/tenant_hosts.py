@@ -129,7 +129,7 @@ class TenantHost(ABC, Generic[Tenant, Call, Inputs, Result]):
         return results
 
     def _room(self, tenant: str) -> AdapterRoom:
-        """What a tenant that has just joined takes, and what is left."""
+        """Memory of a tenant that has just joined, and free memory."""
         import psutil
         import torch
 
@@ -139,7 +139,7 @@ class TenantHost(ABC, Generic[Tenant, Call, Inputs, Result]):
 
     @property
     def _fraction(self) -> FractionSetter:
-        """Sets the device fraction of the process: the sum of those of the tenants that compute."""
+        """Sets the process's device fraction to the sum over computing tenants."""
         from rlmux.engines.device_fraction import fraction_setter
 
         if self._own_fraction is None:

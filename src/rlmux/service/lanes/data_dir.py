@@ -16,7 +16,7 @@ from rlmux.log.folder_lock import FolderLock
 
 BUNDLES = "bundles"
 NO_CODE = "none"
-"""Folder, within that of the bundles, of pipelines that bring no code: it stays empty."""
+"""Empty folder in the bundles' folder, for pipelines without code."""
 
 
 def open_root(folder: Path) -> FolderLock:

@@ -34,7 +34,7 @@ class Params(Body):
     ignore_eos: bool | None = False
 
     def check(self) -> None:
-        """Raises UserError for what is not served and would change the answer."""
+        """Raises UserError for unsupported fields that would change the answer."""
         refused = {
             "top_p": self.top_p not in (None, 1.0),
             "top_k": self.top_k not in (None, -1, 0),

@@ -142,7 +142,7 @@ def deferred_response(request_id: str, path: str, parsed: Any) -> dict[str, Any]
 
 
 class RequestChecks:
-    """Refuses what is not served, by name and with what to write instead."""
+    """Refuses unsupported requests by name, with the alternative."""
 
     def __init__(
         self, registry: Registry, promises: Futures, models: Mapping[str, ServedModel], budgets: ProjectBudgets

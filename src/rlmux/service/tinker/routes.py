@@ -107,7 +107,7 @@ def routes(front: TinkerFront, keys: Keys, reason: Reason) -> Router:
 
 
 class _Lines:
-    """Lines of the log about refusals: a flood of requests is none of lines, and no line is more than one."""
+    """Rate-limited log lines of refused requests, each on one line."""
 
     def __init__(self) -> None:
         self._minute = 0

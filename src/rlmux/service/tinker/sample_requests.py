@@ -17,7 +17,7 @@ COLDEST = 1e-6
 
 
 def check_sample(body: SampleBody, model: ServedModel) -> None:
-    """Raises UserError for what is not served, by name and with what to write instead."""
+    """Raises UserError for unsupported fields by name, with the alternative."""
     params = body.sampling_params
     refused = {
         "record_stability_info": (bool(body.record_stability_info), "run with loss_fn=importance_sampling"),

@@ -194,7 +194,7 @@ class InterferenceTable:
         object.__setattr__(self, "_triples_by_units", triples)
 
     def slowdowns(self, sub_stage_a: SubStage, sub_stage_b: SubStage, device_fraction: float) -> tuple[float, float]:
-        """The answer for a pair; see the module for what stands in for a missing entry."""
+        """Result for sub-stages with a device fraction each: the measured triple, else the estimate."""
         device_fraction = self.grid.nearest(device_fraction)
         found = self._entry(sub_stage_a, sub_stage_b, device_fraction)
         if found is not None:

@@ -111,7 +111,7 @@ class SimResult:
     policy: str
     seed: int
     hours: float
-    """Hours from the first submission until the last pipeline was over; those of fillers do not count."""
+    """Hours from the first submission to the last end; fillers do not count."""
     cost_usd: float
     """Dollars of nodes while pipelines held them."""
     unheld_usd: float = 0.0
@@ -176,7 +176,7 @@ class SimResult:
 
     @property
     def paid_usd(self) -> float:
-        """Dollars of all nodes that are paid: those of counted pools whether a pipeline holds them or not."""
+        """Dollars of all paid nodes; counted pools are paid even if unused."""
         return self.cost_usd + self.unheld_usd
 
     @property

@@ -51,7 +51,7 @@ class SimRun:
     """Slowdowns of orders on one device; None: as `simulate` estimates them."""
     spans_until_s: float = 0.0
     counts_decisions: bool = False
-    """Whether decisions take what they take on this machine, on whose speed the result then depends."""
+    """Whether virtual time includes the measured decision time; results then vary with the machine."""
     without_moves: bool = False
     """Whether no pipeline is relocated: for the bill that relocations are compared with."""
 

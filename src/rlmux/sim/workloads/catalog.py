@@ -299,7 +299,7 @@ def _synthetic_arrival(
     departure: str,
     costs: bool,
 ) -> Arrival:
-    """A pipeline whose switches and sync, where they cost, are those of `model`."""
+    """A pipeline with the switches and sync of `model`, where they cost."""
     sync_s = sync_seconds(model) if costs else 0.0
     switch = switch_seconds(model) if costs else NO_SWITCH
     return Arrival(

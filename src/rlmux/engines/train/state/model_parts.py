@@ -107,7 +107,7 @@ def _scatter(whole: Tensor | None, parameter: Any, ranks: Ranks) -> None:
 
 
 def rows_of(tensor: Any) -> Tensor:
-    """This rank's rows of a parameter or gradient; any other tensor as it is."""
+    """This rank's rows of a parameter or gradient; other tensors are returned unchanged."""
     rows: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return rows.detach()
 

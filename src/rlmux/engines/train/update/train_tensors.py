@@ -1,4 +1,4 @@
-"""What the tensors of a training pipeline can do, however they lie: whole on every rank, or a part on each.
+"""Common interface of a pipeline's training tensors, replicated on every rank or sharded across ranks.
 
     TrainTensors ─┬─ TrainState      trainer_state.py       every rank has all of them
                   └─ ShardedState    sharded_state.py     every rank has its part, and the rest for a moment

@@ -43,9 +43,9 @@ PACKED = (
     "qwen3",
     "qwen3_moe",
 )
-"""Values of `model_type` whose packed forward is that of the model: tests hold it."""
+"""Values of `model_type` whose packed forward equals the model's own, as tests check."""
 _TOLERANCE = 1e-3
-"""Largest difference, in nats, between log-probs of the model's own forward and those of the training forward."""
+"""Largest difference in nats between the model's own forward and the training forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
