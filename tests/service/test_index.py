@@ -197,6 +197,24 @@ def test_rows_that_are_written_while_a_lane_is_read_are_indexed_though_none_foll
     log.close()
 
 
+def test_an_index_that_is_deleted_while_it_is_brought_up_to_date_is_made_again(tmp_path, script, monkeypatch):
+    index = tmp_path / "index.db"
+    lane = indexer._Lane(script.write(tmp_path / "run"), index)
+    catch_up = indexer.LaneIndexer.catch_up
+
+    def deleted_meanwhile(made: indexer.LaneIndexer) -> None:
+        catch_up(made)
+        for path in tmp_path.glob("index.db*"):
+            path.unlink()
+
+    monkeypatch.setattr(indexer.LaneIndexer, "catch_up", deleted_meanwhile)
+    lane.look()
+    assert not index.is_file()
+    monkeypatch.undo()
+    lane.look()
+    assert index.is_file()
+
+
 def test_an_index_that_read_rows_ahead_of_their_signature_is_up_to_date_at_the_next_look(script, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     log = RunLog.create(folder, script.header)

@@ -333,8 +333,7 @@ class _Lane:
 
     def _catch_up(self, now_s: float) -> None:
         log = f"{log_signature(self.folder)} {living_owner(self.folder)}"  # before it is read: it may grow meanwhile
-        state = f"{log} {self.index.is_file()}"
-        if state == self.signature:
+        if log == self.signature and self.index.is_file():
             if self.indexer is not None and now_s - self.quiet_s > _FORGET_S and living_owner(self.folder) is None:
                 self.forget()
             return
@@ -342,12 +341,12 @@ class _Lane:
             self.forget()
         if self.indexer is None:
             if is_up_to_date(self.folder, self.index):
-                self.signature = state
+                self.signature = log
                 return
             self.indexer = LaneIndexer(self.folder, self.index)
         self.indexer.catch_up()
         self.quiet_s = time.monotonic()
-        self.signature = f"{log} {self.index.is_file()}"
+        self.signature = log
 
     def forget(self) -> None:
         if self.indexer is not None:
