@@ -44,8 +44,8 @@ class PipelineSpec:
     """What env workers and engines read; None where the file names no task, which is enough to plan."""
     submit_at_s: float
     """Seconds from the start of the run to the submission."""
-    promise: str | None = None
-    """Class of promise that its engines must keep at least (rl/determinism_class.py); None: whatever they keep."""
+    determinism_class: str | None = None
+    """Determinism class that its engines must keep at least (rl/determinism_class.py); None: whatever they keep."""
     cold_switch: SwitchEstimate | None = None
     """Seconds of the first load of each of its states, to simulate; None: nothing is known of its switches."""
     call_limit_s: float
@@ -219,7 +219,7 @@ def _spec(config: RunConfig, source: str) -> Spec:
                 pipeline=make_pipeline(given),
                 training=given.training,
                 submit_at_s=given.submit_at_s,
-                promise=given.promise,
+                determinism_class=given.promise,
                 cold_switch=make_cold_switch(given.estimate),
                 call_limit_s=given.call_limit_s,
                 checkpoint_every=given.checkpoint_every,

@@ -73,9 +73,9 @@ class SchedulerQuery:
         reservation = self._state.reservation
         return None if reservation is None else reservation.pipeline
 
-    def promised_s(self, pipeline: PipelineId) -> float:
+    def reserved_start_s(self, pipeline: PipelineId) -> float:
         """Earliest start that was ever reserved for the pipeline; infinite where none was, or its time is unknown."""
-        return self._state.runs[pipeline].admission.promised_s
+        return self._state.runs[pipeline].admission.reserved_start_s
 
     def pipeline(self, pipeline: PipelineId) -> MemberView:
         """Where the pipeline is in its steps."""

@@ -86,7 +86,7 @@ def _measured(
         pipeline=pipeline,
         training=replace(given.config, num_steps=num_steps),
         submit_at_s=0.0,
-        promise=None,
+        determinism_class=None,
         keeps_samples=False,
     )
     one = replace(spec, cluster=_cluster_of(spec.cluster, pipeline), shares=None, pipelines=(alone,))

@@ -32,7 +32,7 @@ from rlmux.core.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.folder_lock import FolderLock
-from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, StartPromisedNote
+from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, StartReservedNote
 from rlmux.log.restored_shares import shares_events
 from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.log.run_state import RunState
@@ -53,7 +53,7 @@ from rlmux.runtime.memory.memory_budget import (
     with_footprint,
     with_machine_memory,
 )
-from rlmux.runtime.orders.determinism_check import check_promises
+from rlmux.runtime.orders.determinism_check import check_determinism
 from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
 from rlmux.runtime.records.filler_outputs import answered_steps
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
@@ -148,7 +148,7 @@ def run_pipelines(
     failure is in the summary, not raised.
     """
     cluster, submissions, is_gpu = fitted(cluster, submissions, options)
-    _probe_promises(cluster, submissions, options)
+    _probe_determinism(cluster, submissions, options)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=options.backend, cluster=cluster, sharing=policy.sharing, spec=spec)
     with contextlib.ExitStack() as undo:
@@ -216,7 +216,7 @@ def resume_pipelines(
             _fill_metrics(folder)
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
         cluster, unfinished, machine = _on_machine(cluster, unfinished, options)
-        _probe_promises(cluster, unfinished, options)
+        _probe_determinism(cluster, unfinished, options)
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder, state) for one in unfinished]
         unfinished = [_with_last_standing(one, state) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
@@ -262,15 +262,15 @@ def _on_machine(
     return cluster if machine is None else with_machine_memory(cluster, known, machine), known, machine
 
 
-def _probe_promises(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
+def _probe_determinism(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
     """Raises UserError for a pipeline that requires more than its engines keep; the run's folder is not touched."""
-    promised = [submission for submission in submissions if submission.promise is not None]
-    if not promised:
+    to_probe = [submission for submission in submissions if submission.determinism_class is not None]
+    if not to_probe:
         return
     with tempfile.TemporaryDirectory(prefix="rlmux-probe-") as scratch:
         backend = options.make_backend(cluster, Path(scratch), options=options.workers)
         try:
-            check_promises(backend.workplace, cluster, promised, Path(scratch))
+            check_determinism(backend.workplace, cluster, to_probe, Path(scratch))
         finally:
             backend.close()
 
@@ -349,7 +349,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     backend.connect(inbox)
     scheduler = Scheduler(run.cluster, run.policy, FairShares())
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
-    endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _PromisedStarts(scheduler, log)
+    endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _ReservedStarts(scheduler, log)
     run_api = None
     if options.parse is not None:
         run_api = RunControl(
@@ -485,8 +485,8 @@ class _Endings:
                 keep_end(self._folder, end)
 
 
-class _PromisedStarts:
-    """Logs the promised start of each waiting pipeline, so that a resumed run keeps it."""
+class _ReservedStarts:
+    """Logs the reserved start of each waiting pipeline, so that a resumed run keeps it."""
 
     def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
         self._query = scheduler.query
@@ -494,9 +494,9 @@ class _PromisedStarts:
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
         for name in dict.fromkeys(action.pipeline for action in actions if isinstance(action, Queue)):
-            promised_s = self._query.promised_s(name)
-            if math.isfinite(promised_s):
-                self._log.append_note(now_s, StartPromisedNote(pipeline=name, start_s=promised_s))
+            reserved_start_s = self._query.reserved_start_s(name)
+            if math.isfinite(reserved_start_s):
+                self._log.append_note(now_s, StartReservedNote(pipeline=name, start_s=reserved_start_s))
 
 
 class _UntilClosed:

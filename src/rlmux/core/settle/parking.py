@@ -63,7 +63,7 @@ def end(parts: Parts, run: PipelineRun) -> list[Action]:
     """The pipeline, which is pinned to nothing any more, waits."""
     state = parts.state
     parts.groups.plan_move(run, None)
-    parts.queue.drop_promise(run)
+    parts.queue.drop_reserved_start(run)
     run.parking.num_parks += run.parking.parks_for is not None
     forget(run)
     for other in _parking_for(state, run.pipeline.id):
