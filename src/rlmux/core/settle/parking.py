@@ -116,7 +116,7 @@ def _fewest(parts: Parts, head: PipelineRun, candidates: list[PipelineRun]) -> l
         else:
             return []
     for run in chosen[-2::-1]:
-        if _fits_without(parts, head, [one for one in chosen if one is not run]):
+        if _fits_without(parts, head, [other for other in chosen if other is not run]):
             chosen.remove(run)
     return chosen
 
