@@ -91,9 +91,10 @@ def resume_run(
     given = submissions(spec, add_costs)
     for submitted in submitted_to(folder):
         late = parser(spec, add_costs)(submitted.resolved, submitted.source)
-        given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
+        given += [replace(submission, submit_at_s=submitted.at_s + submission.submit_at_s) for submission in late]
     if retry and check_training is not None:
-        _check_training([one.config for one in given if one.pipeline.id in retry], check_training, spec.code_folder)
+        configs = [submission.config for submission in given if submission.pipeline.id in retry]
+        _check_training(configs, check_training, spec.code_folder)
     return resume_pipelines(spec.cluster, given, policy, folder, options, retry=retry)
 
 

@@ -158,7 +158,7 @@ def run_pipelines(
         backend = options.make_backend(cluster, folder, options=options.workers)
         undo.pop_all()  # without a backend there is no run
     with log:
-        marked = [with_origin(one, header["run_id"]) for one in submissions]
+        marked = [with_origin(submission, header["run_id"]) for submission in submissions]
         _append(log, [*plan_notes(marked), *input_notes(marked)])
         prepared = Prepared(
             cluster=cluster, submissions=marked, policy=policy, folder=folder, log=log, backend=backend,
@@ -217,12 +217,13 @@ def resume_pipelines(
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
         cluster, unfinished, machine = _on_machine(cluster, unfinished, options)
         _probe_determinism(cluster, unfinished, options)
-        unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder, state) for one in unfinished]
-        unfinished = [_with_last_standing(one, state) for one in unfinished]
+        unfinished = [with_origin(submission, run_id, state.plans) for submission in unfinished]
+        unfinished = [_from_checkpoint(submission, folder, state) for submission in unfinished]
+        unfinished = [_with_last_standing(submission, state) for submission in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
         keep_ends(folder, ended.values())
         notes = [
-            *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
+            *plan_notes([submission for submission in unfinished if submission.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
         ]
         _append(log, [*notes, *_lost_step_notes(unfinished, folder, state)])
@@ -252,12 +253,12 @@ def _on_machine(
     is_gpu = _has_gpus(machine)
     known = [
         with_footprint(
-            one,
+            submission,
             cluster,
             is_gpu=is_gpu,
-            own_bases=BOTH_PHASES if machine is None else own_bases(one, submissions, is_gpu=is_gpu),
+            own_bases=BOTH_PHASES if machine is None else own_bases(submission, submissions, is_gpu=is_gpu),
         )
-        for one in submissions
+        for submission in submissions
     ]
     return cluster if machine is None else with_machine_memory(cluster, known, machine), known, machine
 
@@ -308,9 +309,9 @@ def _lost_step_notes(submissions: Sequence[Submission], folder: Path, state: Run
     """Notes of steps that a resume does not repeat and the log does not have, from their checkpoints."""
     return [
         note
-        for one in submissions
-        for note in checkpoint_folder(one, folder).step_notes(
-            after=state.steps.get(one.pipeline.id, 0), through=one.pipeline.first_step - 1
+        for submission in submissions
+        for note in checkpoint_folder(submission, folder).step_notes(
+            after=state.steps.get(submission.pipeline.id, 0), through=submission.pipeline.first_step - 1
         )
     ]
 
@@ -439,7 +440,7 @@ def _checked(parse: ParseSubmission, run: Prepared) -> ParseSubmission:
     """The parser, with the checks and origin marks of the run's first pipelines."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
-        submissions = [with_footprint(one, run.cluster, is_gpu=run.is_gpu) for one in parse(text, source)]
+        submissions = [with_footprint(submission, run.cluster, is_gpu=run.is_gpu) for submission in parse(text, source)]
         check_each_fits(run.cluster, submissions, is_gpu=run.is_gpu)
         return [with_origin(submission, run.run_id) for submission in submissions]
 
@@ -468,7 +469,7 @@ class _Endings:
             if isinstance(note, PipelineEndNote):  # of one that was cancelled before it came
                 keep_end(self._folder, note)
         ends = PipelineFailed | PipelineCancelled | ClientFinished | Release | Refuse
-        if not any(isinstance(one, ends) for one in [*events, *actions]):
+        if not any(isinstance(entry, ends) for entry in [*events, *actions]):
             return
         query = self._scheduler.query
         for pipeline in query.pipelines():

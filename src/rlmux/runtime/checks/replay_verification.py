@@ -294,7 +294,7 @@ def verify(
     with FolderLock.take(folder), LogReader(folder) as reader:
         history, state = History.of(reader.header, reader.entries()), reader.state()
     chosen = _chosen(folder, history, names)
-    given = {one.pipeline.id: one for one in submissions_of(folder)}
+    given = {submission.pipeline.id: submission for submission in submissions_of(folder)}
     missing = [name for name in chosen if name not in given]
     if missing:
         raise UserError(
@@ -335,7 +335,7 @@ def submissions_of(folder: Path) -> list[Submission]:
     """Every pipeline of the run's file, and of the files that were submitted while it ran."""
     spec = launch.spec_of(folder)
     parse = launch.parser(spec)
-    late = [one for submitted in submitted_to(folder) for one in parse(submitted.resolved, submitted.source)]
+    late = [given for submitted in submitted_to(folder) for given in parse(submitted.resolved, submitted.source)]
     return [*launch.submissions(spec), *late]
 
 
