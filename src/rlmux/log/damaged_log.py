@@ -82,7 +82,9 @@ def read_damaged(folder: Path) -> Readable:
     with contextlib.ExitStack() as opened:
         connections = {path: opened.enter_context(_opened_copy(path, found)) for path in files}
         named = {
-            sealed.name: sealed.sha256 for one in connections.values() if (sealed := _predecessor(one)) is not None
+            sealed.name: sealed.sha256
+            for connection in connections.values()
+            if (sealed := _predecessor(connection)) is not None
         }
         for path, connection in connections.items():
             if path.name != LOG_NAME and named.get(path.name) != file_sha256(path):
