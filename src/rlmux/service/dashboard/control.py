@@ -110,10 +110,10 @@ class Control:
         """A file with this pipeline alone, ready to be submitted under another name."""
         with LogReader(self._reads.run_folder(lane)) as log:
             came = [log.header.get("spec") or {}, *log.state().submitted]
-        for one in reversed(came):
-            text = file_of_pipeline(one.get("resolved", ""), name)
+        for submitted in reversed(came):
+            text = file_of_pipeline(submitted.get("resolved", ""), name)
             if text is not None:
-                return File(source=str(one["source"]), text=text)
+                return File(source=str(submitted["source"]), text=text)
         raise ProblemError(404, f"its log keeps no file of {name[:80]}", accepted="a pipeline that came with a file")
 
     def why(self, caller: Caller, lane: str, name: str) -> Why:

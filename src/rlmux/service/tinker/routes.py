@@ -307,7 +307,7 @@ class _TinkerRoutes:
         if checkpoint.path.kind != EXTERNAL_WEIGHTS:
             raise UserError(f"{checkpoint.path}: accepted: tinker://RUN/{EXTERNAL_WEIGHTS}/NAME")
         now_s = time.time()
-        self._tickets = {ticket: one for ticket, one in self._tickets.items() if one[1] > now_s}
+        self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry[1] > now_s}
         ticket, expires_s = secrets.token_urlsafe(32), now_s + _DOWNLOAD_S
         self._tickets[ticket] = checkpoint.folder, expires_s
         address = f"{str(request.url).partition(_PREFIX)[0]}{_PREFIX}/{_DOWNLOADS}/{ticket}"
