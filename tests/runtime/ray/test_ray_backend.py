@@ -29,7 +29,7 @@ from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage  # no
 from rlmux.runtime.local import SharedMemoryFolder  # noqa: E402
 from rlmux.runtime.ray import gpus  # noqa: E402
 from rlmux.runtime.ray.ray_backend import join_cluster  # noqa: E402
-from rlmux.runtime.ray.weight_delivery import Carrier, RaySync, Transport  # noqa: E402
+from rlmux.runtime.ray.weight_delivery import RaySync, Transport, WeightCarrier  # noqa: E402
 from rlmux.runtime.weights.thin_link import open_store  # noqa: E402
 
 
@@ -367,7 +367,7 @@ def test_versions_that_are_published_at_once_meet_at_one_store(tmp_path, monkeyp
         return open_store(address)
 
     monkeypatch.setattr("rlmux.runtime.weights.thin_link.open_store", slowly)
-    carrier = Carrier(tmp_path / "weights", "127.0.0.1", None)
+    carrier = WeightCarrier(tmp_path / "weights", "127.0.0.1", None)
     with ThreadPoolExecutor(2) as both:
         meetings = [each.result() for each in [both.submit(carrier.meet) for _ in range(2)]]
     assert meetings[0].port == meetings[1].port

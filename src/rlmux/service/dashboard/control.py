@@ -109,11 +109,12 @@ class Control:
     def file(self, caller: Caller, lane: str, name: str) -> File:
         """A file with this pipeline alone, ready to be submitted under another name."""
         with LogReader(self._reads.run_folder(lane)) as log:
-            came = [log.header.get("spec") or {}, *log.state().submitted]
-        for submitted in reversed(came):
-            text = file_of_pipeline(submitted.get("resolved", ""), name)
+            spec = log.header.get("spec") or {}
+            files = [(note.source, note.resolved) for note in log.state().submitted]
+        for source, resolved in (*reversed(files), (spec.get("source", ""), spec.get("resolved", ""))):
+            text = file_of_pipeline(resolved, name)
             if text is not None:
-                return File(source=str(submitted["source"]), text=text)
+                return File(source=str(source), text=text)
         raise ProblemError(404, f"its log keeps no file of {name[:80]}", accepted="a pipeline that came with a file")
 
     def why(self, caller: Caller, lane: str, name: str) -> Why:
