@@ -97,7 +97,7 @@ from rlmux.rl.config import (
     TaskConfig,
     TrainingConfig,
 )
-from rlmux.rl.determinism_class import promise_of
+from rlmux.rl.determinism_class import determinism_class_of
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import load_vocabulary
 from rlmux.runtime.backend import Submission, WorkerOptions
@@ -423,7 +423,7 @@ def promise(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str
 def promised(engine: RolloutEngine, num_trajectories: int) -> dict[str, Any]:
     report = probe_rollout(engine, num_trajectories=num_trajectories)
     return {
-        "promise": promise_of(report.checks).value,
+        "promise": determinism_class_of(report.checks).value,
         "checks": {check.name: check.is_equal for check in report.checks},
     }
 

@@ -206,7 +206,7 @@ class Job:
             hooks = Hooks(hooks, onload)
         elif not isinstance(hooks, Hooks):
             optional = {name: getattr(hooks, name) for name in ("resident_bytes", "finish") if hasattr(hooks, name)}
-            getattr(hooks, "rlmux_phases", []).extend(role for role, one in self.pools.items() if one == pool)
+            getattr(hooks, "rlmux_phases", []).extend(role for role, served in self.pools.items() if served == pool)
             hooks = Hooks(hooks.offload, hooks.onload, **optional)
         self._hooks[pool] = hooks
 
@@ -219,10 +219,10 @@ class Job:
         A region inside another one leaves the outer pool and takes it back at its end; the same pool costs nothing.
         """
         roles = [] if role is None else [role, *also]
-        unknown = [one for one in roles if self.pools and one not in self.pools]
+        unknown = [role for role in roles if self.pools and role not in self.pools]
         if unknown:
             raise ShareError(f"phase {unknown[0]!r}: accepted: None, {', '.join(map(repr, self.pools))}")
-        pools = frozenset(self.pools.get(one, one) for one in roles)
+        pools = frozenset(self.pools.get(role, role) for role in roles)
         return Phase(self, _Region(pools, role or "", units, step))
 
     def safe_point(self) -> None:

@@ -81,7 +81,10 @@ class TorchOffload:
                 else:
                     self._warn_once(tensors)
                     self._away.append(
-                        ([(one, (one.storage_offset(), one.size(), one.stride())) for one in tensors], host)
+                        (
+                            [(tensor, (tensor.storage_offset(), tensor.size(), tensor.stride())) for tensor in tensors],
+                            host,
+                        )
                     )
                     for tensor in tensors:
                         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -100,7 +103,7 @@ class TorchOffload:
         import torch
 
         names = dict.fromkeys(self.rlmux_phases)
-        phases = ", ".join(f"job.phase({one!r})" for one in names) or "a phase that has its pool"
+        phases = ", ".join(f"job.phase({name!r})" for name in names) or "a phase that has its pool"
         guards = {base: _away_class(base, phases) for base in (torch.Tensor, torch.nn.Parameter)}
         for tensor in tensors:
             if type(tensor) in guards:  # a subclass of others may read what it likes
@@ -209,7 +212,7 @@ def tensors_of(models: Iterable[Any], optimizer: Any) -> Iterator[Any]:
                 yield parameter.grad
         yield from model.buffers()
     for state in getattr(optimizer, "state", {}).values():
-        yield from (one for one in state.values() if torch.is_tensor(one) and one.numel() > 1)
+        yield from (tensor for tensor in state.values() if torch.is_tensor(tensor) and tensor.numel() > 1)
 
 
 class EngineSleep:
@@ -344,7 +347,7 @@ def trl(trainer: Any, job: Any) -> Any:
 
     def tensors() -> Iterator[Any]:
         models = [trainer.model, getattr(trainer, "ref_model", None), *_models_of(trainer)]
-        return tensors_of([one for one in models if one is not None], trainer.optimizer)
+        return tensors_of([model for model in models if model is not None], trainer.optimizer)
 
     job.on_leave("train", TorchOffload(tensors))
     _wrap(trainer, "train", job.phase("train"))
@@ -359,7 +362,7 @@ def _models_of(trainer: Any) -> list[Any]:
     """Rewards that are models."""
     import torch
 
-    return [one for one in getattr(trainer, "reward_funcs", []) if isinstance(one, torch.nn.Module)]
+    return [reward for reward in getattr(trainer, "reward_funcs", []) if isinstance(reward, torch.nn.Module)]
 
 
 def _step_callback(job: Any) -> Any:

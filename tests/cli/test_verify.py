@@ -17,7 +17,7 @@ EQUAL = Verdict(
     num_equal=61,
     num_steps=61,
     difference=None,
-    promise="exact",
+    determinism_class="exact",
     num_equal_by_sum={"checksum": 61, "sha256": 7},
 )
 OTHER = Verdict(
@@ -25,14 +25,14 @@ OTHER = Verdict(
     num_equal=6,
     num_steps=9,
     difference=Difference(step=7, compared="checksum", logged="b1946ac92492d2347c", alone="4dd1c1e2a0a0a0a0"),
-    promise="statistical",
+    determinism_class="statistical",
 )
 STUCK = Verdict(
     pipeline="c",
     num_equal=1,
     num_steps=2,
     difference=Difference(step=2, compared="sha256", logged="b1946ac92492d2347c", alone=None),
-    promise="exact",
+    determinism_class="exact",
     reason="reward: KeyError",
 )
 GAPS = Verdict(
@@ -40,7 +40,7 @@ GAPS = Verdict(
     num_equal=7,
     num_steps=9,
     difference=None,
-    promise=None,
+    determinism_class=None,
     num_equal_by_sum={"checksum": 0, "sha256": 7},
 )
 SAMPLED = Verdict(
@@ -48,7 +48,7 @@ SAMPLED = Verdict(
     num_equal=4,
     num_steps=80,
     difference=None,
-    promise="exact",
+    determinism_class="exact",
     num_equal_by_sum={"checksum": 4, "sha256": 0},
     sample=Sample(seed=7, parts=(range(1, 4), range(80, 81)), num_reachable=6, num_logged=80),
 )
@@ -59,10 +59,10 @@ DAMAGED = Verdict(
     difference=Difference(
         step=79, compared="sha256", logged="b1946ac92492d2347c", alone="4dd1c1e2a0a0a0a0", checkpoint="step_79"
     ),
-    promise="exact",
+    determinism_class="exact",
     sample=SAMPLED.sample,
 )
-NOTHING = Verdict(pipeline="e", num_equal=0, num_steps=0, difference=None, promise=None, reason="no hash")
+NOTHING = Verdict(pipeline="e", num_equal=0, num_steps=0, difference=None, determinism_class=None, reason="no hash")
 
 
 @pytest.mark.parametrize(

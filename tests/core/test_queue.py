@@ -120,7 +120,7 @@ def test_a_resumed_run_keeps_the_start_that_the_head_was_promised(driver, builde
     driver.submit(builders.pipeline("short", num_steps=2))
     assert set(admissions(driver)) == {"s0"}
     assert driver.scheduler.wait_of(PipelineId("wide")).waited_s == 30.0
-    assert driver.scheduler.query.promised_s(PipelineId("wide")) == 30.0
+    assert driver.scheduler.query.reserved_start_s(PipelineId("wide")) == 30.0
 
 
 def test_what_waited_behind_a_pipeline_starts_when_that_is_cancelled(driver, builders):

@@ -26,7 +26,7 @@ from rlmux.engines.servers.http_connection import ServerGoneError
 from rlmux.engines.servers.one_server import MAX_LOST
 from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.rl.config import EngineConfig, ModelConfig, RolloutConfig, TrainingConfig
-from rlmux.rl.determinism_class import Promise, promise_of
+from rlmux.rl.determinism_class import DeterminismClass, determinism_class_of
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.rl.user_code.engine_check import CLASSES
 from rlmux.rl.vocabulary import CharVocabulary
@@ -195,7 +195,7 @@ def test_an_engine_goes_on_behind_a_reply_and_forgets_what_is_released(new_engin
 def test_an_engine_that_keeps_its_bits_is_found_exact(new_engine: NewEngine, name: str) -> None:
     engine = new_engine(name)
     report = probe_rollout(engine)
-    assert promise_of(report.checks) is Promise.EXACT, report
+    assert determinism_class_of(report.checks) is DeterminismClass.EXACT, report
     assert engine.is_unused
 
 

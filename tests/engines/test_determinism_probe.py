@@ -21,7 +21,7 @@ from rlmux.engines.train.update.ranks import touching_others
 from rlmux.engines.train.update.train_tensors import deterministic_backward
 from rlmux.engines.train.update.training_forward import TokenScores, score_tokens
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.determinism_class import ProbeReport, Promise, promise_of
+from rlmux.rl.determinism_class import DeterminismClass, ProbeReport, determinism_class_of
 from rlmux.rl.types import TrajectoryRequest
 
 NewEngine = Callable[..., SlotRolloutEngine]
@@ -44,7 +44,7 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engine_is_exact_on_this_machine(new_engine: NewEngine, num_slots: int, is_single_turn: bool) -> None:
     report = probe_rollout(new_engine(num_slots=num_slots, is_single_turn=is_single_turn))
     assert set(failed(report)) <= {"recomputation"}
-    assert promise_of(report.checks) is Promise.EXACT
+    assert determinism_class_of(report.checks) is DeterminismClass.EXACT
 
 
 def test_a_probe_leaves_the_engine_as_it_was(
@@ -75,7 +75,7 @@ def test_an_engine_whose_bits_depend_on_the_batch_is_replayable(
     report = probe_rollout(new_engine())
     assert "batches" in failed(report)
     assert "repeat" not in failed(report)
-    assert promise_of(report.checks) is Promise.REPLAYABLE
+    assert determinism_class_of(report.checks) is DeterminismClass.REPLAYABLE
 
 
 def test_an_engine_whose_bits_depend_on_the_slot_is_replayable(
@@ -90,7 +90,7 @@ def test_an_engine_whose_bits_depend_on_the_slot_is_replayable(
     monkeypatch.setattr(DecodePlan, "step", depends_on_slot)
     report = probe_rollout(new_engine())
     assert {"shuffled", "migration"} & set(failed(report))
-    assert promise_of(report.checks) is Promise.REPLAYABLE
+    assert determinism_class_of(report.checks) is DeterminismClass.REPLAYABLE
 
 
 def test_an_engine_that_never_computes_the_same_twice_is_statistical(
@@ -104,7 +104,7 @@ def test_an_engine_that_never_computes_the_same_twice_is_statistical(
     monkeypatch.setattr(DecodePlan, "step", drifts)
     report = probe_rollout(new_engine())
     assert "repeat" in failed(report)
-    assert promise_of(report.checks) is Promise.STATISTICAL
+    assert determinism_class_of(report.checks) is DeterminismClass.STATISTICAL
 
 
 class SeesMode(torch.autograd.Function):
@@ -172,4 +172,4 @@ def test_a_trainer_whose_gradients_vary_is_statistical(monkeypatch: pytest.Monke
     monkeypatch.setattr(trainer_state, "score_tokens", varies)
     report = probe_training(TorchTrainEngine(TrainingConfig(name="a")))
     assert failed(report) == ["gradient"]
-    assert promise_of(report.checks) is Promise.STATISTICAL
+    assert determinism_class_of(report.checks) is DeterminismClass.STATISTICAL

@@ -13,7 +13,7 @@ from rlmux.engines.determinism_probe import probe_rollout
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.user_engine import make_user_engine
 from rlmux.rl.config import EngineConfig, ModelConfig, RolloutConfig, TrainingConfig
-from rlmux.rl.determinism_class import Promise, promise_of
+from rlmux.rl.determinism_class import DeterminismClass, determinism_class_of
 from rlmux.rl.user_code.engine_check import check_engine
 
 TINY = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16)
@@ -57,7 +57,7 @@ def make(name: str) -> Any:
 
 def test_an_engine_that_is_none_of_ours_is_made_and_its_promise_is_found_by_trying_it():
     engine = make(f"{__name__}:Wrapped")
-    assert promise_of(probe_rollout(engine, num_trajectories=4).checks) is not Promise.STATISTICAL
+    assert determinism_class_of(probe_rollout(engine, num_trajectories=4).checks) is not DeterminismClass.STATISTICAL
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ NOTES = [
     notes.InputsNote(pipeline=A, files={"rows.jsonl": "ab12"}, changed=["rows.jsonl has changed"]),
     notes.StandingNote(pipeline=A, is_held=False),
     notes.StandingNote(pipeline=A, rank=-2),
-    notes.StartPromisedNote(pipeline=A, start_s=60.0),
+    notes.StartReservedNote(pipeline=A, start_s=60.0),
     END,
     notes.StepNote(
         pipeline=A, step=4, metrics={"reward_mean": 0.25, "tokens": 512, "kl": None, "loss": math.inf},
@@ -57,7 +57,7 @@ NOTES = [
     ),
     notes.SpillNote(pipeline=A, worker="a/train"),
     notes.AdapterRoomNote(pipeline=A, device="train-0.0", phase=Phase.TRAIN, state_bytes=10, free_bytes=100),
-    notes.PromiseNote(pipeline=A, promise="exact", checks={"recomputation": True}),
+    notes.DeterminismNote(pipeline=A, promise="exact", checks={"recomputation": True}),
     notes.ProgramNote(
         pipeline=A, world=2, pools={"train": "gpu"}, need_bytes={"gpu": 5.0}, host_bytes=3.0, slo=None, weight=1.0
     ),

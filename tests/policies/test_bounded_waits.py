@@ -97,8 +97,8 @@ def test_the_first_in_the_queue_starts_when_all_admitted_before_its_promise_have
     assert all(query.status(pipeline.id) in over for _, pipeline in made)
     began_s, ended_s = watched.times(Admit), watched.times(Release)
     for name, since_s in watched.head_since_s.items():
-        promised_s = query.promised_s(name)
-        kept_from_s = since_s if promised_s == math.inf else promised_s
+        reserved_start_s = query.reserved_start_s(name)
+        kept_from_s = since_s if reserved_start_s == math.inf else reserved_start_s
         before = [ended_s[other] for other, time_s in began_s.items() if other != name and time_s <= kept_from_s]
         assert began_s[name] <= max(kept_from_s, *before) + 1e-6, name
 

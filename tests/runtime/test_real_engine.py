@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmux.rl.determinism_class import Promise
+from rlmux.rl.determinism_class import DeterminismClass
 
 ENGINE = os.environ.get("RLMUX_ENGINE", "")
 PYTHON = os.environ.get("RLMUX_ENGINE_PYTHON", "")
@@ -52,7 +52,7 @@ def test_two_pipelines_on_a_real_engine_share_a_device_and_finish(tmp_path: Path
     summary = json.loads(done.stdout)
     for pipeline in summary["pipelines"].values():
         assert (pipeline["status"], pipeline["steps"]) == ("finished", STEPS)
-        assert pipeline["promise"] in {promise.value for promise in Promise}
+        assert pipeline["promise"] in {each.value for each in DeterminismClass}
     digests = {pipeline["weights_sha256"] for pipeline in summary["pipelines"].values()}
     assert len(digests) == 2
     assert None not in digests

@@ -316,12 +316,12 @@ def test_a_pipeline_that_waited_goes_on_waiting_where_it_stood(real, tmp_path):
         submitted_s = {
             entry.value.pipeline.id: entry.time_s for entry in reader.entries() if entry.type == "PipelineSubmitted"
         }
-        promised_s = [entry.value["start_s"] for entry in reader.entries() if entry.type == "start_promised"]
+        reserved_start_s = [entry.value["start_s"] for entry in reader.entries() if entry.type == "start_promised"]
     assert resume_pipelines(real.cluster(), pair, solo, tmp_path).is_complete
     with LogReader(tmp_path) as reader:
         assert reader.state().waits == {}
         (restored,) = [entry.value for entry in reader.entries() if entry.type == "WaitsRestored"]
-    second = PipelineWait(pipeline="second", since_s=submitted_s["second"], promised_s=promised_s[-1])
+    second = PipelineWait(pipeline="second", since_s=submitted_s["second"], promised_s=reserved_start_s[-1])
     assert restored.waits == (second,)
 
 

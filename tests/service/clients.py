@@ -120,13 +120,13 @@ class Client:
                 return answer
 
     def model(self, session: str, number: int = 0) -> str:
-        promise = self.ask(
+        future = self.ask(
             "create_model", session_id=session, model_seq_id=number, base_model="rlmux/tiny", lora_config={"rank": 8}
         )
-        return str(promise["model_id"])
+        return str(future["model_id"])
 
     def train(self, model: str, number: int, seed: int) -> list[str]:
-        """A loss and an update; returns the ids of the two promises."""
+        """A loss and an update; returns the ids of the two futures."""
         body = training_body(model, number, seed)
         sent = self.http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
         assert sent.status_code == 200, sent.text

@@ -71,7 +71,7 @@ def test_what_is_malformed_or_not_served_is_refused_by_name_and_disturbs_nothing
     ]
     for answer, status, text in refused:
         assert (answer.status_code, text in answer.text) == (status, True), answer.text
-    assert client.train(model, 1, seed=1) == ids, "a request that is sent again has the same promise"
+    assert client.train(model, 1, seed=1) == ids, "a request that is sent again has the same future"
     assert "grad_norm:mean" in client.result(ids[1]).json()["metrics"]
     (served.folder / "models" / "s0-0" / "sampler-3.safetensors").mkdir()
     blocked = client.ask("save_weights_for_sampler", model_id=model, seq_id=3, path="blocked")["request_id"]
@@ -118,7 +118,7 @@ def base_sampler(client) -> str:
 
 
 def sample(client, sampler: str, number: int) -> str:
-    """Ask for four long samples; returns the promise's id."""
+    """Ask for four long samples; returns the future's id."""
     params = {**PARAMS, "max_tokens": 60, "stop": []}
     wanted = {"sampling_session_id": sampler, "prompt": PROMPT, "num_samples": 4, "sampling_params": params}
     return str(client.ask("asample", seq_id=number, **wanted)["request_id"])

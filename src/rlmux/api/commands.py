@@ -191,11 +191,11 @@ def compare(
     spec = _loaded_to_train(file, backend, overrides=overrides, profile=profile, on_warning=on_warning)
     policy_and_costs(spec, profile, on_warning=lambda _: None)  # a profile of something else is refused before a folder
 
-    def start(one: Spec, into: Path) -> RunResult:
-        with followed(one, (), display) as listening:
+    def start(spec: Spec, into: Path) -> RunResult:
+        with followed(spec, (), display) as listening:
             options = RunOptions(backend=backend, listeners=listening)
-            policy, add_costs = policy_and_costs(one, profile, on_warning)
-            return _train(one, into, options, policy=policy, add_costs=add_costs, address=address)
+            policy, add_costs = policy_and_costs(spec, profile, on_warning)
+            return _train(spec, into, options, policy=policy, add_costs=add_costs, address=address)
 
     with folders.chosen(out, f"{_stem(file)}-compare") as folder:
         return with_worth(run_comparison.run_each(spec, names, folder, start, is_overwriting=overwrite))

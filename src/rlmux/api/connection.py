@@ -116,8 +116,8 @@ class Connection:
         stopped_s: float | None = None
         while True:
             shown = self.status()
-            known = {name: one["status"] for name, one in shown["pipelines"].items()}
-            known.update({one["pipeline"]: "upcoming" for one in shown["upcoming"]})
+            known = {name: pipeline["status"] for name, pipeline in shown["pipelines"].items()}
+            known.update({submission["pipeline"]: "upcoming" for submission in shown["upcoming"]})
             for name in pipelines:
                 if name not in known:
                     raise UserError(f"no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")

@@ -95,8 +95,10 @@ def _check_fits(spec: Spec) -> None:
     from rlmux.runtime.memory.memory_budget import check_each_fits, has_gpu_sized_devices, with_footprint
 
     is_gpu = has_gpu_sized_devices(spec.cluster)
-    known = [Submission(pipeline=one.pipeline, config=one.training) for one in spec.pipelines if one.training]
-    check_each_fits(spec.cluster, [with_footprint(one, spec.cluster, is_gpu=is_gpu) for one in known], is_gpu=is_gpu)
+    known = [Submission(pipeline=given.pipeline, config=given.training) for given in spec.pipelines if given.training]
+    check_each_fits(
+        spec.cluster, [with_footprint(submission, spec.cluster, is_gpu=is_gpu) for submission in known], is_gpu=is_gpu
+    )
 
 
 def _read_estimates(path: Path, purpose: Purpose) -> StepEstimates:

@@ -94,7 +94,7 @@ class EmbeddedBroker:
     def pool_of(self, phase: Phase, devices: Sequence[DeviceId]) -> str:
         """The pool of these devices and the phase."""
         serving = self._cluster.pool_serving(phase)
-        return next((one.pool for one in devices if serving and one.pool == serving.name), devices[0].pool)
+        return next((device.pool for device in devices if serving and device.pool == serving.name), devices[0].pool)
 
     def call_controller(self, command: Command) -> None:
         """Run this call in the controller's thread."""

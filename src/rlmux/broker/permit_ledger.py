@@ -71,7 +71,7 @@ class Residency:
 
     def holder(self, pool: str) -> str | None:
         """The program that holds the pool."""
-        return next((job for job, one in self.lodgers[pool].items() if one.state is PoolState.HOLDS), None)
+        return next((job for job, lodger in self.lodgers[pool].items() if lodger.state is PoolState.HOLDS), None)
 
     def is_free(self, job: str, pools: Iterable[str]) -> bool:
         """Whether no other program holds one of the pools."""
@@ -133,7 +133,7 @@ class Residency:
     def check(self) -> None:
         """Raises IllegalTransitionError for a violated invariant."""
         for pool, lodgers in self.lodgers.items():
-            holders = [job for job, one in lodgers.items() if one.state is PoolState.HOLDS]
+            holders = [job for job, lodger in lodgers.items() if lodger.state is PoolState.HOLDS]
             permitted = [permit.job for permit in self.permits.values() if pool in permit.pools]
             if len(holders) > 1 or sorted(holders) != sorted(permitted):
                 raise IllegalTransitionError(f"{pool} is held by {holders}, with permits of {permitted}")

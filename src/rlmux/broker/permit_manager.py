@@ -282,11 +282,11 @@ class PermitManager:
             return
         reports = list(program.done.values())
         sizes: dict[str, float] = {}
-        for one in reports:
-            for pool, size in one.get("resident_bytes", {}).items():
+        for report in reports:
+            for pool, size in report.get("resident_bytes", {}).items():
                 sizes[pool] = sizes.get(pool, 0.0) + size
         permit = self.ledger.end(fence, sizes)
-        used_s, restore_s = (max(one.get(key, 0.0) for one in reports) for key in ("used_s", "restore_s"))
+        used_s, restore_s = (max(report.get(key, 0.0) for report in reports) for key in ("used_s", "restore_s"))
         program.add_hold(self._now_s() - program.granted_s)
         program.marks.pop("overdue", None)
         program.fence, program.request, program.pools_to_leave = None, None, []
@@ -392,8 +392,12 @@ class PermitManager:
 
     def _try_to_grant(self) -> None:
         """Grant every waiting order with free pools, oldest first."""
-        waiting = [one for one in self.roster.programs.values() if one.order is not None and one.fence is None]
-        for program in sorted(waiting, key=lambda one: (one.begun_s, one.order.order if one.order else 0)):
+        waiting = [
+            program for program in self.roster.programs.values() if program.order is not None and program.fence is None
+        ]
+        for program in sorted(
+            waiting, key=lambda program: (program.begun_s, program.order.order if program.order else 0)
+        ):
             request = program.request
             if request is None or any(pool in program.leaving for pool in request.pools):
                 continue

@@ -41,7 +41,7 @@ def check_hello(hello: Mapping[str, Any], cluster: Cluster, programs: Sequence[P
     for pool, need in hello.get("need_bytes", {}).items():
         check_need(cluster, pool, need)
     limit = min(pool.host_memory_bytes for pool in cluster.pools.values())
-    host_bytes, others = hello.get("host_bytes", 0), sum(one.host_bytes for one in programs)
+    host_bytes, others = hello.get("host_bytes", 0), sum(program.host_bytes for program in programs)
     if others + host_bytes > limit:
         raise UserError(
             f"its hooks keep {host_bytes / 1e9:g} GB of host memory, those of {len(programs)} others "
@@ -121,4 +121,4 @@ def kind_of(cluster: Cluster, pools: Sequence[str], phase: str) -> tuple[Phase, 
     of_both = Phase.ROLLOUT if phase == Phase.ROLLOUT else Phase.TRAIN
     requested = [cluster.pools[name] for name in pools]
     kinds = {of_both if pool.serves_both_phases else pool.phase for pool in requested}
-    return tuple(one for one in (Phase.ROLLOUT, Phase.TRAIN) if one in kinds)
+    return tuple(phase for phase in (Phase.ROLLOUT, Phase.TRAIN) if phase in kinds)

@@ -80,7 +80,7 @@ class PermitServer:
                 self._flush(key.data)
             if key.data is not None and ready & selectors.EVENT_READ:
                 arrived += [(key.data, line) for line in _read(key.data)]
-        for connection in [one for one in self._connections if one.is_gone]:
+        for connection in [connection for connection in self._connections if connection.is_gone]:
             self._connections.remove(connection)
             self._selector.unregister(connection.socket)
             connection.socket.close()

@@ -51,14 +51,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= _MAX_ITEMS and all(_is_text(one) for one in value)
+    return isinstance(value, list) and len(value) <= _MAX_ITEMS and all(_is_text(item) for item in value)
 
 
 def _is_mapping_to(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
         if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
             return False
-        return all(_is_text(key) and is_value(one) for key, one in value.items())
+        return all(_is_text(key) and is_value(item) for key, item in value.items())
 
     return check
 

@@ -71,10 +71,10 @@ def _check_pipelines(file: str, sets: Sequence[str]) -> CheckedFile:
     from rlmux.api import commands
 
     spec = commands.check(file, overrides=sets, on_warning=inputs.print_notice)
-    promised = [one.name for one in spec.pipelines if one.promise is not None]
-    if promised:
-        inputs.print_notice(f"promises of {', '.join(promised)}: not probed; `rlmux run` probes them before it starts")
-    names = [one.name for one in spec.pipelines]
+    unprobed = [pipeline.name for pipeline in spec.pipelines if pipeline.determinism_class is not None]
+    if unprobed:
+        inputs.print_notice(f"promises of {', '.join(unprobed)}: not probed; `rlmux run` probes them before it starts")
+    names = [pipeline.name for pipeline in spec.pipelines]
     return CheckedFile(kind=FileKind.PIPELINES, names=names, clusters=[_cluster(spec.policy, spec.cluster)])
 
 

@@ -330,12 +330,12 @@ def check_fractions(torch: dict[str, Any] | None) -> Finding:
     if not found:
         return Finding(name=name, is_ok=False, value="unknown", meaning="every order has its devices alone")
     parts = []
-    for one in found:
-        fractions = ", ".join(f"{fraction:.0%}" for fraction in one["prepared"])
+    for device in found:
+        fractions = ", ".join(f"{fraction:.0%}" for fraction in device["prepared"])
         parts.append(
-            f"{one['device']}: " + (f"{fractions} by {one['how']}" if fractions else f"none: {one['missing']}")
+            f"{device['device']}: " + (f"{fractions} by {device['how']}" if fractions else f"none: {device['missing']}")
         )
-    is_ok = any(one["prepared"] for one in found)
+    is_ok = any(device["prepared"] for device in found)
     return Finding(
         name=name,
         is_ok=is_ok,

@@ -33,7 +33,7 @@ def probed_config(name: str, python: str | None, url: str | None, model: str | N
 
 
 def show(found: dict[str, Any], *, as_json: bool) -> None:
-    """A table of what was tried, the class of promise below it."""
+    """A table of what was tried, the determinism class below it."""
     if as_json:
         print(json.dumps(found, indent=2))
         return

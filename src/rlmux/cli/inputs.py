@@ -175,5 +175,5 @@ def bases_in(spec: Spec) -> list[dict[str, object]]:
     """The frozen bases that the file's adapters stand on, each once, with its bytes in shared memory."""
     from rlmux.rl.memory.adapter_base import bases_of
 
-    found = bases_of(one.training for one in spec.pipelines if one.training is not None)
+    found = bases_of(pipeline.training for pipeline in spec.pipelines if pipeline.training is not None)
     return [{"base": name, "gb": num_bytes / 1e9, "pipelines": names} for name, (num_bytes, names) in found.items()]

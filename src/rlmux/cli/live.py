@@ -31,10 +31,10 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Stage
-from rlmux.log.notes import InputsNote, LossNote, NeighbourNote, Note, PromiseNote, StepNote, WarningNote
+from rlmux.log.notes import DeterminismNote, InputsNote, LossNote, NeighbourNote, Note, StepNote, WarningNote
 from rlmux.report.slos import probability_words
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.determinism_class import Promise
+from rlmux.rl.determinism_class import DeterminismClass
 
 if TYPE_CHECKING:
     from rich.live import Live as RichLive
@@ -206,7 +206,7 @@ class Live:
                 self._take_step(note)
             case NeighbourNote():
                 self._print_line(f"rlmux: {note.reason}")
-            case PromiseNote():
+            case DeterminismNote():
                 self._print_line(f"{note.pipeline}: promise {note.promise}{_unequal(note)}")
             case InputsNote() if note.changed:
                 self._print_line(f"{note.pipeline}: its files are not what they were: {', '.join(note.changed)}")
@@ -274,7 +274,7 @@ def _fault_words(action: ReportPolicyFault) -> str:
     return f"{failed}, and the plain order of work stands in: {action.error}"
 
 
-def _unequal(note: PromiseNote) -> str:
+def _unequal(note: DeterminismNote) -> str:
     """Why a probe found less than `exact`, in brackets; empty where it found that."""
     unequal = [name for name, is_equal in note.checks.items() if not is_equal]
-    return f" (other bits: {', '.join(unequal)})" if note.promise != Promise.EXACT else ""
+    return f" (other bits: {', '.join(unequal)})" if note.promise != DeterminismClass.EXACT else ""

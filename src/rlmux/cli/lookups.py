@@ -34,16 +34,21 @@ def show_queue(place: str, *, as_json: bool) -> None:
         return
     rows = [
         {
-            "place": one["position"] or "-",
-            "pipeline": one["pipeline"],
-            "waits for": f"{one['waited_s']:.0f} s",
-            "because": f"{one['token']}: {one['reason']}" if one["reason"] else one["token"],
+            "place": item["position"] or "-",
+            "pipeline": item["pipeline"],
+            "waits for": f"{item['waited_s']:.0f} s",
+            "because": f"{item['token']}: {item['reason']}" if item["reason"] else item["token"],
         }
-        for one in queue["items"]
+        for item in queue["items"]
     ]
     rows += [
-        {"place": "-", "pipeline": one["pipeline"], "waits for": "", "because": f"comes at {one['at_s']:.0f} s"}
-        for one in queue["upcoming"]
+        {
+            "place": "-",
+            "pipeline": submission["pipeline"],
+            "waits for": "",
+            "because": f"comes at {submission['at_s']:.0f} s",
+        }
+        for submission in queue["upcoming"]
     ]
     if rows:
         tables.print_rows(rows)
@@ -55,17 +60,17 @@ def show_alerts(place: str, acknowledged: str | None, pipeline: str | None, *, a
     """Print the firing alerts; `acknowledged`: a rule to acknowledge first."""
     with closing(target_of(place)) as target:
         alerts = target.alerts() if acknowledged is None else target.acknowledge(acknowledged, pipeline)
-    alerts = [one for one in alerts if pipeline is None or one["pipeline"] == pipeline]
+    alerts = [alert for alert in alerts if pipeline is None or alert["pipeline"] == pipeline]
     if as_json:
         tables.print_json({"alerts": alerts})
         return
     if not alerts:
         print("nothing is wrong")
-    for one in alerts:
-        whose = f" {one['pipeline']}" if one["pipeline"] else ""
-        since = f" since step {one['step']}" if one["step"] is not None else ""
-        seen = f" (seen by {one['acknowledged']['by']})" if one["acknowledged"] else ""
-        print(f"{one['level']}: {one['rule']}{whose}{since}{seen}\n  {one['text']}\n  {one['advice']}")
+    for alert in alerts:
+        whose = f" {alert['pipeline']}" if alert["pipeline"] else ""
+        since = f" since step {alert['step']}" if alert["step"] is not None else ""
+        seen = f" (seen by {alert['acknowledged']['by']})" if alert["acknowledged"] else ""
+        print(f"{alert['level']}: {alert['rule']}{whose}{since}{seen}\n  {alert['text']}\n  {alert['advice']}")
 
 
 def show_samples(place: str, name: str, filters: Mapping[str, Any], *, sort: str, limit: int, as_json: bool) -> None:
@@ -77,17 +82,17 @@ def show_samples(place: str, name: str, filters: Mapping[str, Any], *, sort: str
     elif not found["items"]:
         print("no trajectory meets that")
     else:
-        tables.print_rows([_sample_row(one) for one in found["items"]])
+        tables.print_rows([_sample_row(sample) for sample in found["items"]])
 
 
-def _sample_row(one: Mapping[str, Any]) -> dict[str, Any]:
+def _sample_row(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "place": f"{one['step']}/{one['prompt']}/{one['sample']}",
-        "reward": f"{one['reward']:.3f}",
-        "advantage": f"{one['advantage']:+.3f}",
-        "tokens": one["tokens"],
-        "stop": one["stop"],
-        "begins": " ".join(one["start"].split())[:60],
+        "place": f"{sample['step']}/{sample['prompt']}/{sample['sample']}",
+        "reward": f"{sample['reward']:.3f}",
+        "advantage": f"{sample['advantage']:+.3f}",
+        "tokens": sample["tokens"],
+        "stop": sample["stop"],
+        "begins": " ".join(sample["start"].split())[:60],
     }
 
 
@@ -172,7 +177,7 @@ def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -
         origin = RunOrigin(run_id=header["run_id"], created=header["created"], pipeline=pipeline, config=config)
         tracker = tracker_of(to, out, origin)
         known = tracker.known()
-        new = [one for one in rows if one["step"] not in known]
+        new = [row for row in rows if row["step"] not in known]
         if new:
             tracker.add(new)
         print(f"rlmux: {pipeline}: {len(new)} steps written to {to}, {len(known)} were there", file=sys.stderr)

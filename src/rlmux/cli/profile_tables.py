@@ -69,13 +69,13 @@ def _triple_rows(table: InterferenceTable) -> list[dict[str, Any]]:
     sharing = SharingTable.of(sharing_entries(table.measured), table.triples)
     return [
         {
-            "beside": " | ".join(one.sub_stages),
-            "fractions": " ".join(f"{device_fraction:.2g}" for device_fraction in one.device_fractions),
-            "slowdowns": " ".join(f"{slowdown:.2f}" for slowdown in one.slowdowns),
-            "together": f"{one.gain:.2f}" + (" helps" if sharing.rates_beside(first, others) else ""),
+            "beside": " | ".join(triple.sub_stages),
+            "fractions": " ".join(f"{device_fraction:.2g}" for device_fraction in triple.device_fractions),
+            "slowdowns": " ".join(f"{slowdown:.2f}" for slowdown in triple.slowdowns),
+            "together": f"{triple.gain:.2f}" + (" helps" if sharing.rates_beside(first, others) else ""),
         }
-        for one in table.triples
-        for first, *others in [one.sub_stages]
+        for triple in table.triples
+        for first, *others in [triple.sub_stages]
     ]
 
 
@@ -91,16 +91,16 @@ def _switch_rows(measured: Mapping[str, Sequence[SwitchTimes]]) -> list[dict[str
     """One row for each state."""
     return [
         {
-            "switch to": f"{name} | {one.phase}",
-            "MB": f"{one.state_bytes / 1e6:.1f}",
-            "warm s": f"{one.warm_s:.4f}",
-            "from disk s": f"{one.spilled_s:.4f}",
-            "from checkpoint s": f"{one.checkpoint_s:.3f}",
-            "warm GB/s": f"{one.state_bytes / 1e9 / max(one.warm_s, 1e-9):.1f}",
-            "from disk GB/s": f"{one.state_bytes / 1e9 / max(one.spilled_s, 1e-9):.2f}",
+            "switch to": f"{name} | {measured.phase}",
+            "MB": f"{measured.state_bytes / 1e6:.1f}",
+            "warm s": f"{measured.warm_s:.4f}",
+            "from disk s": f"{measured.spilled_s:.4f}",
+            "from checkpoint s": f"{measured.checkpoint_s:.3f}",
+            "warm GB/s": f"{measured.state_bytes / 1e9 / max(measured.warm_s, 1e-9):.1f}",
+            "from disk GB/s": f"{measured.state_bytes / 1e9 / max(measured.spilled_s, 1e-9):.2f}",
         }
         for name, times in measured.items()
-        for one in times
+        for measured in times
     ]
 
 

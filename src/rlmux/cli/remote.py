@@ -124,7 +124,7 @@ def show_usage(place: str, *, as_json: bool) -> None:
     elif not answer["accounts"]:
         print("nothing is counted: no pipeline names a user or project, and no shares are set")
     else:
-        tables.print_rows([_usage_row(one) for one in answer["accounts"]])
+        tables.print_rows([_usage_row(account) for account in answer["accounts"]])
 
 
 _LIMITS = (
@@ -137,23 +137,23 @@ _LIMITS = (
 """Keys of a quota, and what each is in words."""
 
 
-def _usage_row(one: Mapping[str, Any]) -> dict[str, Any]:
-    quota = one["quota"]
+def _usage_row(account: Mapping[str, Any]) -> dict[str, Any]:
+    quota = account["quota"]
     limits = [f"{text} {quota[key]:g}" for key, text in _LIMITS if quota.get(key) is not None]
     if quota.get("budget_usd") is not None:
-        limits.append(f"${one['spent_usd']:.2f} of ${quota['budget_usd']:.2f} for {quota['budget_days']:g} days")
+        limits.append(f"${account['spent_usd']:.2f} of ${quota['budget_usd']:.2f} for {quota['budget_days']:g} days")
     return {
-        "project": one["project"] or "-",
-        "user": one["user"] or "-",
-        "weight": f"{one['weight']:g}",
-        "share": f"{one['share']:.3g}",
-        "fair": f"{one['fair_share']:.3g}",
-        "over": "yes" if one["is_over_share"] else "no",
-        "device-hours": f"{sum(one['device_hours'].values()):.3f}",
-        "today": f"{one['device_hours_today']:.3f}",
-        **({"dollars": f"{one['usd']:.2f}"} if one.get("usd") is not None else {}),
-        "running": one["running"],
-        "waiting": one["waiting"],
+        "project": account["project"] or "-",
+        "user": account["user"] or "-",
+        "weight": f"{account['weight']:g}",
+        "share": f"{account['share']:.3g}",
+        "fair": f"{account['fair_share']:.3g}",
+        "over": "yes" if account["is_over_share"] else "no",
+        "device-hours": f"{sum(account['device_hours'].values()):.3f}",
+        "today": f"{account['device_hours_today']:.3f}",
+        **({"dollars": f"{account['usd']:.2f}"} if account.get("usd") is not None else {}),
+        "running": account["running"],
+        "waiting": account["waiting"],
         "quota": ", ".join(limits) or "-",
     }
 
@@ -171,22 +171,22 @@ def show_submission(pipelines: Sequence[Mapping[str, Any]], *, as_json: bool) ->
     if as_json:
         tables.print_json({"pipelines": pipelines})
     else:
-        for one in pipelines:
-            print(f"{one['pipeline']}: {_in_words(one)}")
-    return int(any(one["outcome"] == "refused" for one in pipelines))
+        for pipeline in pipelines:
+            print(f"{pipeline['pipeline']}: {_in_words(pipeline)}")
+    return int(any(pipeline["outcome"] == "refused" for pipeline in pipelines))
 
 
-def _in_words(one: Mapping[str, Any]) -> str:
-    match one["outcome"]:
+def _in_words(pipeline: Mapping[str, Any]) -> str:
+    match pipeline["outcome"]:
         case "placed":
-            nodes = " ".join([*one["rollout_nodes"], *one["train_nodes"]])
-            if one["group"] is None:
+            nodes = " ".join([*pipeline["rollout_nodes"], *pipeline["train_nodes"]])
+            if pipeline["group"] is None:
                 return f"placed as a filler on {nodes}"
-            return f"placed ({one['kind']}) in group {one['group']} on {nodes}"
+            return f"placed ({pipeline['kind']}) in group {pipeline['group']} on {nodes}"
         case "upcoming":
-            return f"comes at {one['at_s']:.1f} s of the run"
+            return f"comes at {pipeline['at_s']:.1f} s of the run"
         case outcome:
-            return f"{outcome}: {one['reason']}" if one.get("reason") else str(outcome)
+            return f"{outcome}: {pipeline['reason']}" if pipeline.get("reason") else str(outcome)
 
 
 def show_status(place: str, *, as_json: bool, is_once: bool) -> None:
@@ -219,9 +219,9 @@ def _redraw(target: RunTarget) -> None:
 def _print_status(shown: Mapping[str, Any]) -> None:
     print(heading(shown) + "\n")
     tables.print_rows(_pipeline_rows(shown))
-    for name, one in shown["pipelines"].items():
-        if "rounds" in one:
-            print(f"{name}: {tables.rounds_text(one['rounds'])}")
+    for name, row in shown["pipelines"].items():
+        if "rounds" in row:
+            print(f"{name}: {tables.rounds_text(row['rounds'])}")
     for line in _slo_lines(shown):
         print(line)
     print()
@@ -246,7 +246,7 @@ def _tables(shown: Mapping[str, Any]) -> Table:
 
 def _slo_lines(shown: Mapping[str, Any]) -> list[str]:
     """Stated probability of each pipeline's SLO, and the bounds on the mean of its coming steps."""
-    return [f"{name}: {words}" for name, one in shown["pipelines"].items() if (words := slo_words(one))]
+    return [f"{name}: {words}" for name, row in shown["pipelines"].items() if (words := slo_words(row))]
 
 
 def heading(shown: Mapping[str, Any]) -> str:
@@ -271,29 +271,38 @@ def _alert_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for name, one in shown["pipelines"].items():
-        reward = "-" if one["reward_last"] is None else f"{one['reward_first']:.3f} → {one['reward_last']:.3f}"
-        is_filler = "score" in one
-        if is_filler and one["score"] is not None:
-            reward = f"mean {one['score']:.3f}"
+    for name, pipeline in shown["pipelines"].items():
+        reward = (
+            "-"
+            if pipeline["reward_last"] is None
+            else f"{pipeline['reward_first']:.3f} → {pipeline['reward_last']:.3f}"
+        )
+        is_filler = "score" in pipeline
+        if is_filler and pipeline["score"] is not None:
+            reward = f"mean {pipeline['score']:.3f}"
         rows.append(
             {
                 "pipeline": name,
-                "status": f"{one['status']}, filler" if is_filler else one["status"],
-                "step": f"{one['step']}/{'∞' if one['num_steps'] is None else one['num_steps']}",
+                "status": f"{pipeline['status']}, filler" if is_filler else pipeline["status"],
+                "step": f"{pipeline['step']}/{'∞' if pipeline['num_steps'] is None else pipeline['num_steps']}",
                 "reward": reward,
-                "slowdown": "-" if one["step_slowdown"] is None else f"{one['step_slowdown']:.2f}",
-                "accepts": "-" if one["slo_slowdown"] is None else f"{one['slo_slowdown']:g}",
-                "expected": "-" if one["expected_slowdown"] is None else f"{one['expected_slowdown']:.2f}",
-                "promise": one["promise"] or "-",
-                "nodes": " ".join([*one["rollout_nodes"], *one["train_nodes"]]) or "-",
-                "doing": one["doing"] or one["reason"] or "-",
+                "slowdown": "-" if pipeline["step_slowdown"] is None else f"{pipeline['step_slowdown']:.2f}",
+                "accepts": "-" if pipeline["slo_slowdown"] is None else f"{pipeline['slo_slowdown']:g}",
+                "expected": "-" if pipeline["expected_slowdown"] is None else f"{pipeline['expected_slowdown']:.2f}",
+                "promise": pipeline["promise"] or "-",
+                "nodes": " ".join([*pipeline["rollout_nodes"], *pipeline["train_nodes"]]) or "-",
+                "doing": pipeline["doing"] or pipeline["reason"] or "-",
             }
         )
-    for one in shown["upcoming"]:
+    for submission in shown["upcoming"]:
         row = dict.fromkeys(("step", "reward", "slowdown", "accepts", "expected", "promise", "nodes"), "-")
         rows.append(
-            {"pipeline": one["pipeline"], "status": "upcoming", **row, "doing": f"comes at {one['at_s']:.0f} s"}
+            {
+                "pipeline": submission["pipeline"],
+                "status": "upcoming",
+                **row,
+                "doing": f"comes at {submission['at_s']:.0f} s",
+            }
         )
     return rows
 
@@ -320,7 +329,7 @@ def show_logs(place: str, name: str, *, is_following: bool) -> None:
     """Print what a pipeline's workers printed; following, keep printing until the pipeline is over."""
     with closing(target_of(place)) as target:
         shown = target.status()
-        known = [*shown["pipelines"], *(one["pipeline"] for one in shown["upcoming"])]
+        known = [*shown["pipelines"], *(submission["pipeline"] for submission in shown["upcoming"])]
         if name not in known:
             raise UserError(f"{place}: no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
     away_s = _AWAY_S if is_following and is_url(place) else 0.0

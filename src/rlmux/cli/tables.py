@@ -56,33 +56,33 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
     pipelines = [
         {
             "pipeline": name,
-            **one,
-            "reward": _reward(one),
-            "keeps_slo": _SLO_WORDS[one["keeps_slo"]],
-            "promise": one["promise"] or "",
-            "status": f"{one['status']}, filler" if "score" in one else one["status"],
+            **pipeline,
+            "reward": _reward(pipeline),
+            "keeps_slo": _SLO_WORDS[pipeline["keeps_slo"]],
+            "promise": pipeline["promise"] or "",
+            "status": f"{pipeline['status']}, filler" if "score" in pipeline else pipeline["status"],
         }
-        for name, one in summary["pipelines"].items()
+        for name, pipeline in summary["pipelines"].items()
     ]
     print_rows(
         pipelines,
         "pipeline | steps | reward | tokens | s/step: step_s_mean | slowdown: step_slowdown | accepts: slo_slowdown | "
         "SLO: keeps_slo | promise | status",
     )
-    for name, one in summary["pipelines"].items():
-        if one["slo_reason"]:
-            print(f"{name}: {one['slo_reason']}")
-        if words := slo_words(one):
+    for name, pipeline in summary["pipelines"].items():
+        if pipeline["slo_reason"]:
+            print(f"{name}: {pipeline['slo_reason']}")
+        if words := slo_words(pipeline):
             print(f"{name}: {words}")
-        if words := move_words(len(one["moves"])):
+        if words := move_words(len(pipeline["moves"])):
             print(f"{name}: {words}")
-        if "rounds" in one:
-            print(f"{name}: {rounds_text(one['rounds'])}")
-        if one.get("delivery"):
-            print(f"{name}: {one['delivery']['says']}")
+        if "rounds" in pipeline:
+            print(f"{name}: {rounds_text(pipeline['rounds'])}")
+        if pipeline.get("delivery"):
+            print(f"{name}: {pipeline['delivery']['says']}")
     print()
     print_rows(
-        [{"device": name, **one} for name, one in summary["devices"].items()],
+        [{"device": name, **device} for name, device in summary["devices"].items()],
         "device | busy: utilization .0% | busy s: busy_s | switch s: switch_s | bubble s: bubble_s | idle s: idle_s",
     )
     print(f"\ncontrol overhead {_percent(summary['control_overhead'], digits=2)}")
@@ -99,11 +99,11 @@ def rounds_text(rounds: Mapping[str, int]) -> str:
     )
 
 
-def _reward(one: Row) -> str:
+def _reward(pipeline: Row) -> str:
     """Reward of the first and the last step, or, where there is a score, the mean of all."""
-    if "score" in one:
-        return f"mean {_text(one['score'])}"
-    return f"{_text(one['reward_first'])} → {_text(one['reward_last'])}"
+    if "score" in pipeline:
+        return f"mean {_text(pipeline['score'])}"
+    return f"{_text(pipeline['reward_first'])} → {_text(pipeline['reward_last'])}"
 
 
 def show_by_policy(figures: Mapping[str, Row], *, as_json: bool) -> None:
@@ -206,7 +206,7 @@ def _show_fillers(result: Row) -> None:
 def _show_spot(result: Row) -> None:
     """Costs and losses of spot nodes, if there were any."""
     spots = [figures["spot"] for figures in result["policies"].values()]
-    if not any(one["num_notices"] or one["usd"] or one["list_usd"] for one in spots):
+    if not any(spot["num_notices"] or spot["usd"] or spot["list_usd"] for spot in spots):
         return
     print("\nspot nodes:")
     print_rows(
@@ -288,9 +288,9 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         "s/step: step_s | slowdown: step_slowdown | accepts: slo_slowdown | $/h: usd_per_hour | "
         "bound $/h: bound_usd_per_hour | : reason",
     )
-    for one in plan["pipelines"]:
-        if words := slo_words(one):
-            print(f"{one['pipeline']}: {words}")
+    for pipeline in plan["pipelines"]:
+        if words := slo_words(pipeline):
+            print(f"{pipeline['pipeline']}: {words}")
     gpus = ", ".join(f"{number} in {pool}" for pool, number in plan["gpus"].items())
     print(
         f"\npolicy {plan['policy']}: ${plan['usd_per_hour']:,.2f}/h, GPUs: {gpus}; "
@@ -324,7 +324,7 @@ def show_step_causes(name: str, steps: Row) -> None:
     """Waterfall from a pipeline's solo step to its measured mean step, by cause."""
     times = "" if steps["slowdown"] is None else f", {steps['slowdown']:.2f} times as long as alone"
     print(f"a step of {name} took {steps['step_s']:.3g} s{times} (mean of {steps['num_steps']} steps):")
-    parts = {"alone": steps["alone_s"], **{one["label"]: one["seconds"] for one in steps["causes"]}}
+    parts = {"alone": steps["alone_s"], **{cause["label"]: cause["seconds"] for cause in steps["causes"]}}
     _print_waterfall("s", parts, steps["step_s"])
 
 
@@ -352,23 +352,23 @@ def _show_splits(splits: Sequence[Row]) -> None:
     print_rows(
         [
             {
-                **one,
-                "phases": "overlap" if one["overlaps"] else "one after the other",
-                "asked for": f"{one['asked']['rollout_nodes']} + {one['asked']['train_nodes']}",
+                **split,
+                "phases": "overlap" if split["overlaps"] else "one after the other",
+                "asked for": f"{split['asked']['rollout_nodes']} + {split['asked']['train_nodes']}",
             }
-            for one in splits
+            for split in splits
         ],
         "pipeline | phases | rollout nodes: rollout_nodes | train nodes: train_nodes | rollout s: rollout_s | "
         "train s: train_s | s/step: step_s | asked for | s/step there: asked.step_s | gain",
     )
-    for one in splits:
-        if one["wants_another_rollout_node"]:
-            print(f"{one['pipeline']}: rollouts are behind training by what one more rollout node saves, or more")
+    for split in splits:
+        if split["wants_another_rollout_node"]:
+            print(f"{split['pipeline']}: rollouts are behind training by what one more rollout node saves, or more")
 
 
 def exit_code_of_plan(plan: Row) -> int:
     """1 if a pipeline is refused, else 0: one that queues for nodes is served later."""
-    return int(any(one["status"] == "refused" for one in plan["pipelines"]))
+    return int(any(pipeline["status"] == "refused" for pipeline in plan["pipelines"]))
 
 
 def show_reproduction(result: Row, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.cli import tables
-from rlmux.rl.determinism_class import Promise
+from rlmux.rl.determinism_class import DeterminismClass
 from rlmux.runtime.checks.replay_verification import STEPS_PER_SAMPLED, PrintLine, Verdict, result_of, verify
 from rlmux.runtime.records.folders import is_hosted
 from rlmux.runtime.run import LOCAL
@@ -56,7 +56,7 @@ def receipt(summary: Mapping[str, Any], folder: Path) -> str:
 def _is_verifiable(its: Mapping[str, Any]) -> bool:
     """Whether a pipeline finished training, and promises the same weights under any schedule. A filler has a score."""
     has_weights = its["status"] == "finished" and its["steps"] > 0 and "score" not in its
-    return has_weights and its["promise"] == Promise.EXACT
+    return has_weights and its["promise"] == DeterminismClass.EXACT
 
 
 def _sample_s(its: Mapping[str, Any]) -> float:

@@ -79,9 +79,9 @@ def show(result: dict[str, Any], *, as_json: bool) -> None:
     print()
     names = dict.fromkeys([*now["pipelines"], *then["pipelines"]])
     tables.print_rows([_row(name, *(side["pipelines"].get(name) for side in (now, then, change))) for name in names])
-    for name, one in then["pipelines"].items():
-        if one["refused"]:
-            print(f"{name}: {one['refused']}")
+    for name, row in then["pipelines"].items():
+        if row["refused"]:
+            print(f"{name}: {row['refused']}")
     for note in result["notes"]:
         print(f"note: {note}")
 

@@ -116,7 +116,9 @@ class OnServer:
         return shown
 
     def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:
-        return {one: list(self._steps_of(one)) for one in ([name] if name is not None else self._names())}
+        return {
+            pipeline: list(self._steps_of(pipeline)) for pipeline in ([name] if name is not None else self._names())
+        }
 
     def _steps_of(self, name: str) -> Iterator[dict[str, Any]]:
         cursor: str | None = "0"
@@ -187,7 +189,7 @@ class OnServer:
     def _lane(self) -> str:
         """The lane that the URL names, or the only one there is."""
         if self._named is None:
-            names = [one["name"] for one in self._request("GET", "/lanes")["items"]]
+            names = [lane["name"] for lane in self._request("GET", "/lanes")["items"]]
             if len(names) != 1:
                 accepted = ", ".join(f"{self._url}/lanes/{name}" for name in names) or "a server with a lane"
                 raise UserError(f"{self._url} has {len(names)} lanes; accepted: {accepted}")

@@ -82,7 +82,7 @@ def check_checkpoint(folder: Path, *, is_served: bool = False, needs_weights: bo
     else:
         _check_computed(config, config_file)
         if has_weights:
-            _check_tensors(config, {name: one.shape for name, one in tensors.items()}, folder)
+            _check_tensors(config, {name: tensor.shape for name, tensor in tensors.items()}, folder)
         max_positions, key = _max_positions(config)
     return CheckpointFolder(max_positions=max_positions, positions_key=key, model_type=config["model_type"])
 
@@ -231,13 +231,13 @@ def _check_tied_head(config: Mapping[str, Any], tensors: Mapping[str, _Tensor], 
         )
 
 
-def _are_equal(one: _Tensor, other: _Tensor) -> bool:
+def _are_equal(tensor: _Tensor, other: _Tensor) -> bool:
     """Whether two tensors of one shape and type have the same bytes."""
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.start)
+    with tensor.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(tensor.start)
         second.seek(other.start)
-        for done in range(0, one.num_bytes, _PIECE_BYTES):
-            num_bytes = min(_PIECE_BYTES, one.num_bytes - done)
+        for done in range(0, tensor.num_bytes, _PIECE_BYTES):
+            num_bytes = min(_PIECE_BYTES, tensor.num_bytes - done)
             if first.read(num_bytes) != second.read(num_bytes):
                 return False
     return True

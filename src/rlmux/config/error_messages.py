@@ -41,12 +41,16 @@ def explain(error: ValidationError, root: Node, top: type[FromFile]) -> SpecErro
 
     found = error.errors()
     # pydantic calls a list too short as well if all its items are wrong
-    found = [one for one in found if one["type"] != "too_short" or not any(_is_inside(each, one) for each in found)]
+    found = [
+        mistake
+        for mistake in found
+        if mistake["type"] != "too_short" or not any(_is_inside(each, mistake) for each in found)
+    ]
     each_once: dict[tuple[int, PathPart | None], ErrorDetails] = {}
-    for one in sorted(found, key=rank):
-        path = _path(one)
-        each_once.setdefault((id(root.nearest(path)), path[-1] if path else None), one)
-    first, *others = (_explain_one(one, root, top) for one in each_once.values())
+    for mistake in sorted(found, key=rank):
+        path = _path(mistake)
+        each_once.setdefault((id(root.nearest(path)), path[-1] if path else None), mistake)
+    first, *others = (_explain_one(mistake, root, top) for mistake in each_once.values())
     for other in others:
         first.add_note(str(other))
     return first

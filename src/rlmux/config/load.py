@@ -44,8 +44,8 @@ class PipelineSpec:
     """What env workers and engines read; None where the file names no task, which is enough to plan."""
     submit_at_s: float
     """Seconds from the start of the run to the submission."""
-    promise: str | None = None
-    """Class of promise that its engines must keep at least (rl/determinism_class.py); None: whatever they keep."""
+    determinism_class: str | None = None
+    """Determinism class that its engines must keep at least (rl/determinism_class.py); None: whatever they keep."""
     cold_switch: SwitchEstimate | None = None
     """Seconds of the first load of each of its states, to simulate; None: nothing is known of its switches."""
     call_limit_s: float
@@ -200,7 +200,8 @@ def _with_estimates(config: RunConfig, estimate_of: EstimateOf) -> RunConfig:
     return replace(
         config,
         pipelines=tuple(
-            one if one.estimate is not None else replace(one, estimate=estimate_of(one)) for one in config.pipelines
+            pipeline if pipeline.estimate is not None else replace(pipeline, estimate=estimate_of(pipeline))
+            for pipeline in config.pipelines
         ),
     )
 
@@ -219,7 +220,7 @@ def _spec(config: RunConfig, source: str) -> Spec:
                 pipeline=make_pipeline(given),
                 training=given.training,
                 submit_at_s=given.submit_at_s,
-                promise=given.promise,
+                determinism_class=given.promise,
                 cold_switch=make_cold_switch(given.estimate),
                 call_limit_s=given.call_limit_s,
                 checkpoint_every=given.checkpoint_every,
@@ -251,14 +252,14 @@ def _resolved(config: RunConfig) -> str:
 def without_pipelines(resolved: str, is_shown: Callable[[str], bool]) -> str:
     """The resolved file without hidden pipelines."""
     plain = yaml.safe_load(resolved)
-    plain["pipelines"] = [one for one in plain.get("pipelines") or [] if is_shown(one["name"])]
+    plain["pipelines"] = [keys for keys in plain.get("pipelines") or [] if is_shown(keys["name"])]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def file_of_pipeline(resolved: str, name: str) -> str | None:
     """The part of a resolved file that is one pipeline's, with its code's folder; None without the pipeline."""
     plain = yaml.safe_load(resolved) or {}
-    found = [one for one in plain.get("pipelines") or [] if one["name"] == name]
+    found = [keys for keys in plain.get("pipelines") or [] if keys["name"] == name]
     if not found:
         return None
     code = {"code_folder": plain["code_folder"]} if "code_folder" in plain else {}
@@ -271,7 +272,7 @@ def values_of_pipelines(resolved: str) -> dict[str, dict[str, Any]]:
     A list is its JSON.
     """
     plain = yaml.load(resolved, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-    return {str(one["name"]): dict(_flat(one)) for one in plain.get("pipelines") or ()}
+    return {str(keys["name"]): dict(_flat(keys)) for keys in plain.get("pipelines") or ()}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

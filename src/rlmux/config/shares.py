@@ -120,13 +120,15 @@ def make_shares(config: SharesConfig | None) -> ShareSettings | None:
         return None
     projects = [
         AccountShare(
-            account=Account(name, ""), share=Share(weight=one.weight, guarantee=one.guarantee), quota=_quota(one.quota)
+            account=Account(name, ""),
+            share=Share(weight=keys.weight, guarantee=keys.guarantee),
+            quota=_quota(keys.quota),
         )
-        for name, one in config.projects.items()
+        for name, keys in config.projects.items()
     ]
     users = [
-        AccountShare(account=Account("", name), share=Share(weight=one.weight), quota=_quota(one.quota))
-        for name, one in config.users.items()
+        AccountShare(account=Account("", name), share=Share(weight=keys.weight), quota=_quota(keys.quota))
+        for name, keys in config.users.items()
     ]
     return ShareSettings(
         half_life_s=config.half_life_h * 3600.0,
@@ -169,9 +171,9 @@ def check_prices(settings: ShareSettings | None, cluster: Cluster, source: str) 
     """Raises SpecError for a quota in dollars of a cluster whose pools cost nothing: it would limit nothing."""
     if any(pool.usd_per_gpu_hour > 0.0 for pool in cluster.pools.values()):
         return
-    for one in settings.accounts if settings is not None else ():
-        if one.quota.max_usd_per_hour is not None or one.quota.budget_usd is not None:
+    for account in settings.accounts if settings is not None else ():
+        if account.quota.max_usd_per_hour is not None or account.quota.budget_usd is not None:
             raise SpecError(
-                f"{source}: the quota of {one.account} is in dollars, and no pool has a price; accepted: "
+                f"{source}: the quota of {account.account} is in dollars, and no pool has a price; accepted: "
                 "usd_per_gpu_hour of a pool, or a quota of devices or device_hours_a_day"
             )

@@ -141,14 +141,14 @@ class EstimateConfig(FromFile):
     """Seconds of training if every answer reaches the token limit; requires limit_rollout_s."""
 
     def __post_init__(self) -> None:
-        for one, other in (
+        for first, other in (
             ("colocated_rollout_s", "colocated_train_s"),
             ("rollout_switch_s", "train_switch_s"),
             ("limit_rollout_s", "limit_train_s"),
         ):
-            if (getattr(self, one) is None) != (getattr(self, other) is None):
-                given = other if getattr(self, one) is None else one
-                raise MisfitError(given, f"accepted: {one} and {other} together")
+            if (getattr(self, first) is None) != (getattr(self, other) is None):
+                given = other if getattr(self, first) is None else first
+                raise MisfitError(given, f"accepted: {first} and {other} together")
         for key, mean_s, limit_s in (
             ("limit_rollout_s", self.rollout_s, self.limit_rollout_s),
             ("limit_train_s", self.train_s or 0.0, self.limit_train_s),

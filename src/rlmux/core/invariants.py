@@ -179,8 +179,8 @@ def _check_queue(scheduler: Scheduler) -> None:
         return
     assert reservation.pipeline in state.waiting, f"{reservation} is kept for a pipeline that does not wait"
     run = state.waiting[reservation.pipeline]
-    assert run.admission.promised_s <= reservation.start_s, (
-        f"{reservation} was promised a start by {run.admission.promised_s}"
+    assert run.admission.reserved_start_s <= reservation.start_s, (
+        f"{reservation} has a reserved start of {run.admission.reserved_start_s}"
     )
     if state.num_policy_faults:
         return  # a pipeline whose placement has failed waits, though it may fit

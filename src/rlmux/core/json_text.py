@@ -39,8 +39,8 @@ def _too_deep() -> ValueError:
 def _is_deeper(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_LEVELS + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
+        level = [nested for nested in level if isinstance(nested, dict | list)]
         if not level:
             return False
-        level = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        level = [each for nested in level for each in (nested.values() if isinstance(nested, dict) else nested)]
     return True

@@ -452,7 +452,7 @@ class Pipeline:
             raise ValueError(f"pipeline {self.id}: it needs at least one node for each phase")
         if self.is_filler:
             is_plain = not (self.has_sft_warmup or self.staleness or self.work_arrives)
-            if self.train_stages or Stage.PUBLISH in self.stages or not is_plain or self._is_promised_anything:
+            if self.train_stages or Stage.PUBLISH in self.stages or not is_plain or self._has_slo:
                 raise ValueError(
                     f"pipeline {self.id}: a filler trains nothing and is promised nothing: its stages are generate and "
                     "reward, without SFT warm-up, staleness, arriving work, slo_slowdown and slo_probability"
@@ -466,7 +466,7 @@ class Pipeline:
         return self.urgency is Urgency.FILLER
 
     @property
-    def _is_promised_anything(self) -> bool:
+    def _has_slo(self) -> bool:
         return self.slo_slowdown < math.inf or self.slo_probability is not None
 
     @property

@@ -48,7 +48,7 @@ class Admission:
     """Why it waits, failed or was refused; empty otherwise."""
     admitted_s: float = 0.0
     """Time of the last admission."""
-    promised_s: float = math.inf
+    reserved_start_s: float = math.inf
     """Earliest start that was ever reserved for it: from then on no later pipeline is admitted before it."""
     restart_step: int = 0
     """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""

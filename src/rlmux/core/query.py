@@ -73,9 +73,9 @@ class SchedulerQuery:
         reservation = self._state.reservation
         return None if reservation is None else reservation.pipeline
 
-    def promised_s(self, pipeline: PipelineId) -> float:
+    def reserved_start_s(self, pipeline: PipelineId) -> float:
         """Earliest start that was ever reserved for the pipeline; infinite where none was, or its time is unknown."""
-        return self._state.runs[pipeline].admission.promised_s
+        return self._state.runs[pipeline].admission.reserved_start_s
 
     def pipeline(self, pipeline: PipelineId) -> MemberView:
         """Where the pipeline is in its steps."""
@@ -84,7 +84,9 @@ class SchedulerQuery:
     def too_many_waiting(self, coming: Sequence[Pipeline], expected: Sequence[Pipeline]) -> str:
         """Why pipelines that are `coming` may not be submitted now, by quotas; empty where they may. `expected`: those
         that were taken before and are not submitted yet."""
-        return too_many_waiting(self._state, coming, [one for one in expected if one.id not in self._state.runs])
+        return too_many_waiting(
+            self._state, coming, [pipeline for pipeline in expected if pipeline.id not in self._state.runs]
+        )
 
     def shard_state(self, pipeline: PipelineId, device: DeviceId) -> WorkState | None:
         """The state of the pipeline's shard on the device; None where no rollout is open or the device is not its."""

@@ -63,7 +63,7 @@ class Offloaded:
 
     def copy_of(self, tensor: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """The copy in host memory of one of the first `tensors`."""
-        return next(copy for one, copy in zip(tensors, self, strict=False) if one is tensor)
+        return next(copy for original, copy in zip(tensors, self, strict=False) if original is tensor)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Each tensor in host memory, one at a time: spilled ones never need room for all of them."""

@@ -82,7 +82,9 @@ def read_damaged(folder: Path) -> Readable:
     with contextlib.ExitStack() as opened:
         connections = {path: opened.enter_context(_opened_copy(path, found)) for path in files}
         named = {
-            sealed.name: sealed.sha256 for one in connections.values() if (sealed := _predecessor(one)) is not None
+            sealed.name: sealed.sha256
+            for connection in connections.values()
+            if (sealed := _predecessor(connection)) is not None
         }
         for path, connection in connections.items():
             if path.name != LOG_NAME and named.get(path.name) != file_sha256(path):
@@ -128,10 +130,10 @@ def _mend_first_page(copy: Path, found: Readable) -> None:
         schema = empty.execute(_SCHEMA).fetchall()
         empty.close()
         first_page = (Path(folder) / LOG_NAME).read_bytes()[:_PAGE_BYTES]
-    num_promised = int.from_bytes(content[_PAGE_COUNT], "big") * _PAGE_BYTES
+    num_expected = int.from_bytes(content[_PAGE_COUNT], "big") * _PAGE_BYTES
     if _schema_of(copy) == schema:
-        if not copy.with_name(f"{copy.name}-wal").is_file() and num_bytes < num_promised:
-            found.damage.append(f"{copy.name} is cut short: {num_bytes} of {num_promised} bytes are there")
+        if not copy.with_name(f"{copy.name}-wal").is_file() and num_bytes < num_expected:
+            found.damage.append(f"{copy.name} is cut short: {num_bytes} of {num_expected} bytes are there")
         return
     found.damage.append(f"{copy.name}: its first page is damaged")
     content[: len(first_page)] = first_page

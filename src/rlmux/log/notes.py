@@ -205,8 +205,8 @@ class StandingNote(PipelineNote, type="standing"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartPromisedNote(PipelineNote, type="start_promised"):
-    """Promised start of a waiting pipeline."""
+class StartReservedNote(PipelineNote, type="start_promised"):
+    """Reserved start of a waiting pipeline."""
 
     start_s: float
 
@@ -375,11 +375,11 @@ class AdapterRoomNote(PipelineNote, type="adapter_room"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromiseNote(PipelineNote, type="promise"):
+class DeterminismNote(PipelineNote, type="promise"):
     """Determinism class that the probes of the pipeline's engines found."""
 
     promise: str
-    """A `Promise`."""
+    """A `DeterminismClass`."""
     checks: Mapping[str, bool]
     """Whether the compared bits were equal, by check."""
 

@@ -23,7 +23,7 @@ from rlmux.log.notes import (
     PlanNote,
     ResumedNote,
     StandingNote,
-    StartPromisedNote,
+    StartReservedNote,
     StepNote,
     SubmittedNote,
     UsageNote,
@@ -31,7 +31,7 @@ from rlmux.log.notes import (
 from rlmux.log.value_codec import dumps, encode, loads, reader
 
 _READ = {each.__name__ for each in (ExpectSteps, SharesSet, Admit, PipelineSubmitted, Queue, PipelineParked)} | {
-    *(PipelineEndNote.type, StartPromisedNote.type, PlanNote.type, StepNote.type, InputsNote.type, UsageNote.type),
+    *(PipelineEndNote.type, StartReservedNote.type, PlanNote.type, StepNote.type, InputsNote.type, UsageNote.type),
     *(AccountsNote.type, StandingNote.type, SubmittedNote.type, ResumedNote.type),
 }
 """Types of rows whose value is read."""
@@ -69,7 +69,7 @@ class RunState:
     nodes, the oldest first."""
 
     waits: dict[str, dict[str, float]] = field(default_factory=dict)
-    """`since_s` of each pipeline that waits, and `promised_s` of one with a promised start (note `start_promised`)."""
+    """`since_s` of each pipeline that waits, and `promised_s` of one with a reserved start (note `start_promised`)."""
 
     usage: UsageNote | None = None
     """Last usage of projects and users."""
@@ -116,7 +116,7 @@ class RunState:
             case PipelineEndNote():
                 self.ended[note.pipeline] = note
                 self.waits.pop(note.pipeline, None)
-            case StartPromisedNote() if note.pipeline in self.waits:
+            case StartReservedNote() if note.pipeline in self.waits:
                 self.waits[note.pipeline]["promised_s"] = note.start_s
             case PlanNote():
                 self.plans[note.pipeline] = note.plan_sha256

@@ -127,7 +127,7 @@ def rows_of(connection: sqlite3.Connection, folder: Path, name: str, after: int)
     for row in _rows_here(connection, folder / name, after):
         if row[2] == "predecessor":
             for segment in _chain(folder, Sealed(row[0], 0, row[3], row[4]), name, after):
-                yield from (one for one in _rows_here(segment, folder / row[3], after) if one[2] != "predecessor")
+                yield from (found for found in _rows_here(segment, folder / row[3], after) if found[2] != "predecessor")
         else:
             yield row
 

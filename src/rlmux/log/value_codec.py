@@ -293,7 +293,7 @@ def _dataclass_readers(kind: Any) -> tuple[dict[str, Reader], list[str]]:
 def _read_dataclass(kind: Any) -> Reader:
     readers, _ = _dataclass_readers(kind)
     names = tuple(readers)
-    types = tuple(next((one for one in _SCALARS if _SCALARS[one] is read), None) for read in readers.values())
+    types = tuple(next((scalar for scalar in _SCALARS if _SCALARS[scalar] is read), None) for read in readers.values())
 
     def read(value: Any, path: str) -> Any:
         if type(value) is not dict:

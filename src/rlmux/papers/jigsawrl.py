@@ -87,8 +87,8 @@ def reproduce(*, num_seeds: int = 1, progress: Progress | None = None, out: Path
         _add_pairs(work, seed)
     for ablation in ("measured", "free", "unfixed", "tools", "no-fractions", "slo"):
         _add_pairs(work, 0, ablation)
-    for one in _ASYNC:
-        _add(work, "one-off", (one, one), 32, 0, "jigsaw", ablation="fifteen")
+    for recorded in _ASYNC:
+        _add(work, "one-off", (recorded, recorded), 32, 0, "jigsaw", ablation="fifteen")
     for ablation in (_BASE, *_OF_SHARING):
         for number in _SCALES if ablation == _BASE else _SCALES[-1:]:
             _add(work, "scale", (MATH_4B, MATH_4B), number, 0, "colocated", "jigsaw", ablation=ablation)
@@ -105,8 +105,8 @@ def reproduce(*, num_seeds: int = 1, progress: Progress | None = None, out: Path
 
 def _add_pairs(work: dict[_Key, SimRun], seed: int, ablation: str = _BASE) -> None:
     is_of_sharing = ablation in (_BASE, *_OF_SHARING)
-    for one in HOMOGENEOUS if ablation != "slo" else ():
-        pair = (one, one)
+    for recorded in HOMOGENEOUS if ablation != "slo" else ():
+        pair = (recorded, recorded)
         others = ("mux-rollouts", "mux-all") if ablation == _BASE else ("mux-rollouts",) if is_of_sharing else ()
         _add(work, "shared", pair, 8, seed, "colocated", "jigsaw", *others, ablation=ablation)
         if ablation in (_BASE, "unfixed"):
@@ -117,8 +117,8 @@ def _add_pairs(work: dict[_Key, SimRun], seed: int, ablation: str = _BASE) -> No
             _add(work, f"pools-{part}", pair, 16, seed, "rollmux", ablation=ablation)
     for pair in _HETEROGENEOUS:
         _add(work, "shared", pair, 8, seed, "colocated", "jigsaw", ablation=ablation)
-    for one in _ASYNC if is_of_sharing else ():
-        _add(work, "one-off", (one, one), 32, seed, "jigsaw", ablation=ablation)
+    for recorded in _ASYNC if is_of_sharing else ():
+        _add(work, "one-off", (recorded, recorded), 32, seed, "jigsaw", ablation=ablation)
 
 
 _DEPLOYMENTS: dict[str, dict[str, Any]] = {
@@ -161,7 +161,7 @@ def _key(how: str, policy: str, ablation: str = _BASE) -> str:
 
 
 def _name(pair: Sequence[Recorded]) -> str:
-    return " + ".join(f"{one.lengths_of}/{one.model}" for one in pair)
+    return " + ".join(f"{recorded.lengths_of}/{recorded.model}" for recorded in pair)
 
 
 # --- figures ------------------------------------------------------------------------------------------------
@@ -209,46 +209,48 @@ class _Figures:
         """Mean step slowdown of each pipeline under jigsaw."""
         key = (pair, _key("shared", "jigsaw", ablation), num_gpus, seed)
         run = self._results.get(key) or self._results[pair, _key("shared", "jigsaw"), num_gpus, seed]
-        return [one.step_slowdown or 0.0 for one in run.pipelines]
+        return [pipeline.step_slowdown or 0.0 for pipeline in run.pipelines]
 
     def over_rival(self, system: str, ablation: str, num_seeds: int) -> list[float]:
         """Tokens per second of jigsaw over two pipelines of a rival, on each asynchronous workload."""
         return [
             mean(
                 [
-                    self.tokens_per_s(_name((one, one)), "one-off/jigsaw", 32, seed, ablation)
-                    / self._rival(one, system, seed, ablation)
+                    self.tokens_per_s(_name((recorded, recorded)), "one-off/jigsaw", 32, seed, ablation)
+                    / self._rival(recorded, system, seed, ablation)
                     for seed in range(num_seeds)
                 ]
             )
-            for one in _ASYNC
+            for recorded in _ASYNC
         ]
 
-    def _rival(self, one: Recorded, system: str, seed: int, ablation: str) -> float:
-        key = (one, system, seed, ablation)
+    def _rival(self, recorded: Recorded, system: str, seed: int, ablation: str) -> float:
+        key = (recorded, system, seed, ablation)
         if key not in self._rivals:
-            self._rivals[key] = two_of_rival(one, system, num_gpus=32, seed=seed, ablation=ablation)
+            self._rivals[key] = two_of_rival(recorded, system, num_gpus=32, seed=seed, ablation=ablation)
         return self._rivals[key]
 
     def rivals_by_workload(self) -> list[dict[str, Any]]:
         """As `_by_workload`."""
         return [
             {
-                "workload": _name((one, one)),
+                "workload": _name((recorded, recorded)),
                 "gpus": 32,
                 "deployment": f"rival{'@' if ablation else ''}{ablation}/{system}",
-                "tokens_per_s": round(mean([self._rival(one, system, at, ablation) for at in range(num_seeds)]), 1),
+                "tokens_per_s": round(
+                    mean([self._rival(recorded, system, at, ablation) for at in range(num_seeds)]), 1
+                ),
             }
-            for one, system, seed, ablation in list(self._rivals)
+            for recorded, system, seed, ablation in list(self._rivals)
             if seed == 0
             for num_seeds in [self.num_seeds if ablation == _BASE else 1]
         ]
 
 
-def two_of_rival(one: Recorded, system: str, *, num_gpus: int, seed: int, ablation: str = _BASE) -> float:
+def two_of_rival(recorded: Recorded, system: str, *, num_gpus: int, seed: int, ablation: str = _BASE) -> float:
     """Tokens per second of two pipelines under a rival, each on half of the GPUs; "whole": in turn on all of them."""
     changes: dict[str, Any] = {"num_steps": _NUM_STEPS, **_CHANGES.get(ablation, {})}
-    made = crowd((one, one), num_gpus=num_gpus, seed=seed, **changes)
+    made = crowd((recorded, recorded), num_gpus=num_gpus, seed=seed, **changes)
     num_nodes = made.cluster.pools["gpu"].num_nodes
     assert num_nodes is not None
     num_devices = num_nodes // (1 if ablation == "whole" else 2)
@@ -278,7 +280,7 @@ def _rival_run(system: str, world: TrueSeconds, num_devices: int, num_steps: int
 
 
 def _pair_rows(figures: _Figures) -> list[PaperRow]:
-    pairs = [_name((one, one)) for one in HOMOGENEOUS]
+    pairs = [_name((recorded, recorded)) for recorded in HOMOGENEOUS]
 
     def over(before: str, num_gpus: int = 8) -> _Values:
         return lambda ablation, seeds: figures.ratios(pairs, before, "shared/jigsaw", num_gpus, ablation, seeds)
@@ -290,7 +292,11 @@ def _pair_rows(figures: _Figures) -> list[PaperRow]:
 
     def unlike(ablation: str, num_seeds: int) -> list[float]:
         return [
-            max(one for seed in range(num_seeds) for one in figures.step_slowdowns(_name(pair), 8, seed, ablation))
+            max(
+                slowdown
+                for seed in range(num_seeds)
+                for slowdown in figures.step_slowdowns(_name(pair), 8, seed, ablation)
+            )
             for pair in _HETEROGENEOUS
         ]
 

@@ -131,7 +131,7 @@ def gavel_gain(case: str, *, costs: bool = True) -> float:
     result = simulate(together, make_policy("gavel"), rescales_training=True)
     end_s = together.arrivals[0].depart_s
     assert end_s is not None, "all leave at one time"
-    throughput = sum(one.solo_s for one in result.pipelines) / end_s / len(result.pipelines)
+    throughput = sum(pipeline.solo_s for pipeline in result.pipelines) / end_s / len(result.pipelines)
     return throughput * solo_usd_per_hour(workload) / _usd_per_hour(workload, case)
 
 

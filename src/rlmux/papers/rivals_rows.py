@@ -83,9 +83,9 @@ def _rows(section: str, worlds: list[SubStageWorld], baseline: list[RivalResult]
         is_shorter = system == "rollpacker"
         if is_shorter:
             pairs = zip(runs, map(without_rounds, worlds), strict=True)
-            ratios = [over.mean_step_s / one.mean_step_s for one, over in pairs]
+            ratios = [over.mean_step_s / run.mean_step_s for run, over in pairs]
         else:
-            ratios = [one.tokens_per_s / over.tokens_per_s for one, over in zip(runs, baseline, strict=True)]
+            ratios = [run.tokens_per_s / over.tokens_per_s for run, over in zip(runs, baseline, strict=True)]
         figure = f"{system}: {'steps/s' if is_shorter else 'tokens/s'}"
         row: PaperRow = row_over(
             ratios, section=section, figure=figure, published=low, source=source, ours=mean(ratios),

@@ -106,7 +106,7 @@ def _bounds(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[dict[st
             rows.append(
                 {
                     "what": f"{what}, {charged(nodes)}",
-                    "usd_per_hour": round(mean([usd_per_hour(one) for one in made]), 1),
+                    "usd_per_hour": round(mean([usd_per_hour(workload) for workload in made]), 1),
                     "is_bound": is_bound,
                     **{name: round(mean(_usd_per_hour(done, nodes, name, num_seeds)), 1) for name in _placing()},
                 }
@@ -193,12 +193,12 @@ class _Plan:
 
 def _with_published_stay(workload: Workload) -> Workload:
     """Every stay stretched alike, so that the mean is the paper's."""
-    stays_s = [(one.depart_s or one.submit_s) - one.submit_s for one in workload.arrivals]
+    stays_s = [(arrival.depart_s or arrival.submit_s) - arrival.submit_s for arrival in workload.arrivals]
     factor = PUBLISHED_STAY_H * _HOUR_S / mean(stays_s)
     stretched = zip(workload.arrivals, stays_s, strict=True)
     return replace(
         workload,
-        arrivals=tuple(replace(one, depart_s=one.submit_s + factor * stay_s) for one, stay_s in stretched),
+        arrivals=tuple(replace(arrival, depart_s=arrival.submit_s + factor * stay_s) for arrival, stay_s in stretched),
     )
 
 

@@ -398,8 +398,8 @@ def _drift_rows(done: Results, num_seeds: int) -> list[PaperRow]:
         rows.append(
             row_over(
                 [
-                    run.cost_usd_per_hour / (one.usd_per_hour / (1.0 - _REGROUPING_FRACTION))
-                    for run, one in zip(runs, best, strict=True)
+                    run.cost_usd_per_hour / (cost.usd_per_hour / (1.0 - _REGROUPING_FRACTION))
+                    for run, cost in zip(runs, best, strict=True)
                 ],
                 section="drift",
                 figure=f"{drift}: cost over hourly regrouping, its restarts charged",

@@ -136,6 +136,6 @@ def _makespan_s(pair: tuple[TailedPipeline, ...], num_steps: int, *, migrates: b
     workload = Workload(
         name="tails",
         cluster=h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=NUM_GPUS),
-        arrivals=tuple(one.arrival(number, num_steps) for number, one in enumerate(pair)),
+        arrivals=tuple(recorded.arrival(number, num_steps) for number, recorded in enumerate(pair)),
     )
     return simulate(workload, make_policy("rollmux", tails=migrates)).hours * 3600.0

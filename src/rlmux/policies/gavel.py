@@ -66,7 +66,7 @@ class Gavel(OneRule):
         if isinstance(options, Refusal):
             return options
         free = _free_nodes(view)
-        return next((one.choice for one in options if _fits(one, free)), None) or queue(pipeline, view)
+        return next((option.choice for option in options if _fits(option, free)), None) or queue(pipeline, view)
 
     @property
     def turn_taking(self) -> TurnTaking:
@@ -105,16 +105,20 @@ class Gavel(OneRule):
         options = {}
         for pipeline in pipelines:
             found = options_of(pipeline, view)
-            there = () if isinstance(found, Refusal) else tuple(one for one in found if _fits(one, num_nodes))
+            there = () if isinstance(found, Refusal) else tuple(option for option in found if _fits(option, num_nodes))
             if there:
                 options[pipeline.id] = there
         if _is_unbounded(view):
-            cheapest = {one.id: _cheapest(one, options[one.id], view) for one in pipelines if one.id in options}
+            cheapest = {
+                pipeline.id: _cheapest(pipeline, options[pipeline.id], view)
+                for pipeline in pipelines
+                if pipeline.id in options
+            }
             return {name: {option.configuration: 1.0} for name, option in cheapest.items()}
         demands = [_demand(pipeline, options[pipeline.id]) for pipeline in pipelines if pipeline.id in options]
         shares = max_min_shares(demands, num_nodes, self.solve)
         return {
-            name: {one.configuration: share for one, share in zip(found, row, strict=True)}
+            name: {option.configuration: share for option, share in zip(found, row, strict=True)}
             for (name, found), row in zip(options.items(), shares, strict=True)
         }
 
@@ -132,7 +136,7 @@ class Gavel(OneRule):
             for option in _wanted(claim, options, view):
                 candidates.append((_rank(claim, option, elapsed_s), claim, option))
         free, pace = _free_nodes(view), _pace(claims, elapsed_s)
-        for _, claim, option in sorted(candidates, key=lambda one: one[0]):  # stable: first come, first served
+        for _, claim, option in sorted(candidates, key=lambda ranked: ranked[0]):  # stable: first come, first served
             name = claim.pipeline.id
             if name in answers:
                 continue
@@ -142,7 +146,7 @@ class Gavel(OneRule):
             elif self._is_far_behind(claim, option, elapsed_s * pace):
                 answers[name] = _waiting(claim)
                 free = _without(free, option)
-        return {one.pipeline.id: answers.get(one.pipeline.id) or _waiting(one) for one in claims}
+        return {claim.pipeline.id: answers.get(claim.pipeline.id) or _waiting(claim) for claim in claims}
 
     def _is_far_behind(self, claim: Claim, option: Option, elapsed_s: float) -> bool:
         due_s = claim.targets.get(option.configuration, 0.0) * elapsed_s
@@ -203,10 +207,11 @@ def _option(
 
 def _demand(pipeline: Pipeline, options: tuple[Option, ...]) -> Demand:
     """Where no seconds are known every configuration is as fast as any other."""
-    is_known = all(one.step_s for one in options)
+    is_known = all(option.step_s for option in options)
     return Demand(
         columns=tuple(
-            Column(steps_per_s=1.0 / one.step_s if is_known and one.step_s else 1.0, nodes=one.nodes) for one in options
+            Column(steps_per_s=1.0 / option.step_s if is_known and option.step_s else 1.0, nodes=option.nodes)
+            for option in options
         ),
         num_nodes=pipeline.num_rollout_nodes + pipeline.num_train_nodes,
     )
@@ -215,14 +220,14 @@ def _demand(pipeline: Pipeline, options: tuple[Option, ...]) -> Demand:
 def _wanted(claim: Claim, options: tuple[Option, ...], view: PlacementView) -> list[Option]:
     """Options with a target. One that came after targets were made has none: any will do, or the cheapest."""
     if claim.targets:
-        return [one for one in options if claim.targets.get(one.configuration, 0.0) > 0.0]
+        return [option for option in options if claim.targets.get(option.configuration, 0.0) > 0.0]
     return [_cheapest(claim.pipeline, options, view)] if _is_unbounded(view) else list(options)
 
 
 def _cheapest(pipeline: Pipeline, options: tuple[Option, ...], view: PlacementView) -> Option:
     """The option whose steps cost least of those that keep the SLO; the first where none does, or nothing is known."""
     pools, budget_s = view.cluster.pools, slo_step_s(pipeline)
-    in_time = [one for one in options if one.step_s is not None and one.step_s <= budget_s]
+    in_time = [option for option in options if option.step_s is not None and option.step_s <= budget_s]
 
     def usd(option: Option) -> float:
         per_hour = sum(pools[pool].usd_per_node_hour * count for pool, count in option.nodes.items())
@@ -233,10 +238,10 @@ def _cheapest(pipeline: Pipeline, options: tuple[Option, ...], view: PlacementVi
 
 def _rank(claim: Claim, option: Option, elapsed_s: float) -> tuple[float, float, float]:
     """Smallest first: target over the part of the time that was received, then deficit, then target."""
-    one = option.configuration
-    target, received_s = claim.targets.get(one, 0.0), claim.received_s.get(one, 0.0)
+    configuration = option.configuration
+    target, received_s = claim.targets.get(configuration, 0.0), claim.received_s.get(configuration, 0.0)
     priority = target * elapsed_s / received_s if received_s > 0.0 else target * _NEVER_HELD
-    return (-priority, -claim.deficits_s.get(one, 0.0), -target)
+    return (-priority, -claim.deficits_s.get(configuration, 0.0), -target)
 
 
 def _pace(claims: tuple[Claim, ...], elapsed_s: float) -> float:

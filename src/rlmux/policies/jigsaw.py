@@ -132,7 +132,7 @@ class Jigsaw(Policy):
             schedule = look_ahead(problem, budget=self._budget(plan), openings=cycles)
         else:
             schedule = greedy(problem)
-        cycle = min((play_out(problem, one) for one in cycles), key=lambda one: one.score, default=None)
+        cycle = min((play_out(problem, order) for order in cycles), key=lambda played: played.score, default=None)
         is_kept = cycle is not None and not _is_worth_leaving(schedule, cycle)
         if is_kept:
             if self.tails:

@@ -37,15 +37,18 @@ class FairShares:
     def order(self, view: QueueView) -> tuple[PipelineId, ...]:
         """Each waiting pipeline once, the first to be offered room first."""
         if len(view.waiting) < 2:
-            return tuple(one.id for one in view.waiting)
-        aged = sorted((one for one in view.waiting if one.waited_s >= AGED_S), key=_sequence_of)
+            return tuple(pipeline.id for pipeline in view.waiting)
+        aged = sorted((pipeline for pipeline in view.waiting if pipeline.waited_s >= AGED_S), key=_sequence_of)
         ordered = list(aged)
         usage = _Usage(view)
-        for one in aged:
-            usage.add(one)
+        for pipeline in aged:
+            usage.add(pipeline)
         for urgency in Urgency:
-            ordered += _filled([one for one in view.waiting if one.urgency == urgency and one.waited_s < AGED_S], usage)
-        return tuple(one.id for one in ordered)
+            ordered += _filled(
+                [pipeline for pipeline in view.waiting if pipeline.urgency == urgency and pipeline.waited_s < AGED_S],
+                usage,
+            )
+        return tuple(pipeline.id for pipeline in ordered)
 
     def to_park(self, head: WaitingPipeline, view: QueueView) -> tuple[PipelineId, ...]:
         """Background pipelines for one that is not, and those of projects (or of users of the same project) whose share
@@ -56,18 +59,18 @@ class FairShares:
         usage = _Usage(view)
         usage.add(head)
         ordered = []
-        for one in view.running:
-            is_background = one.urgency is Urgency.BACKGROUND and head.urgency is not Urgency.BACKGROUND
-            accounts = _compared(head.account, one.account)
+        for pipeline in view.running:
+            is_background = pipeline.urgency is Urgency.BACKGROUND and head.urgency is not Urgency.BACKGROUND
+            accounts = _compared(head.account, pipeline.account)
             if is_background or (accounts is not None and usage.share(accounts[0]) < usage.share(accounts[1])):
-                share = usage.share(project_of(one.account))
-                ordered.append(((not is_background, -share, -one.sequence), one.id))
+                share = usage.share(project_of(pipeline.account))
+                ordered.append(((not is_background, -share, -pipeline.sequence), pipeline.id))
         return tuple(name for _, name in sorted(ordered))
 
     def fair_share(self, view: QueueView) -> float:
         """The mean over the projects of the view, counted by weight; 0 where there are none."""
         usage = _Usage(view)
-        accounts = (*view.usage_by_account, *(one.account for one in view.waiting))
+        accounts = (*view.usage_by_account, *(pipeline.account for pipeline in view.waiting))
         projects = list(dict.fromkeys(map(project_of, accounts)))
         weights = [usage.weight(project) for project in projects]
         parts = [usage.share(project) * weight for project, weight in zip(projects, weights, strict=True)]
@@ -103,10 +106,10 @@ class _Usage:
             for pool, part in parts.items():
                 self._add(account, pool, part)
 
-    def add(self, one: WaitingPipeline) -> None:
+    def add(self, pipeline: WaitingPipeline) -> None:
         """Count a pipeline as if it had started."""
-        for pool, device_s in one.entry_by_pool.items():
-            self._add(one.account, pool, device_s / self._view.capacity_by_pool.get(pool, 1.0))
+        for pool, device_s in pipeline.entry_by_pool.items():
+            self._add(pipeline.account, pool, device_s / self._view.capacity_by_pool.get(pool, 1.0))
 
     def share(self, account: Account) -> float:
         return self._largest_part(account) / self.weight(account)
@@ -149,17 +152,17 @@ def project_of(account: Account) -> Account:
 def _filled(waiting: list[WaitingPipeline], usage: _Usage) -> list[WaitingPipeline]:
     """Pipelines of one urgency in order; each is counted in `usage`."""
     lines: dict[Account, dict[Account, _Line]] = {}
-    for one in sorted(waiting, key=lambda one: (one.rank, one.sequence), reverse=True):
-        of_project = lines.setdefault(project_of(one.account), {})
-        of_project.setdefault(one.account, _Line(one.account)).waiting.append(one)
+    for pipeline in sorted(waiting, key=lambda pipeline: (pipeline.rank, pipeline.sequence), reverse=True):
+        of_project = lines.setdefault(project_of(pipeline.account), {})
+        of_project.setdefault(pipeline.account, _Line(pipeline.account)).waiting.append(pipeline)
     heads = {project: _head(project, of_project, usage) for project, of_project in lines.items()}
     ordered = []
     while heads:
         project = min(heads, key=lambda project: heads[project][0])
         line = heads[project][1]
-        one = line.waiting.pop()
-        ordered.append(one)
-        usage.add(one)
+        pipeline = line.waiting.pop()
+        ordered.append(pipeline)
+        usage.add(pipeline)
         if not line.waiting:
             del lines[project][line.account]
         if lines[project]:
@@ -173,18 +176,18 @@ def _head(project: Account, lines: Mapping[Account, _Line], usage: _Usage) -> tu
     """What the project is compared by, and the line of its next pipeline."""
 
     def rank_of(line: _Line) -> tuple[float, int]:
-        one = line.waiting[-1]
-        return usage.share(line.account) * _aged(one), one.sequence
+        pipeline = line.waiting[-1]
+        return usage.share(line.account) * _aged(pipeline), pipeline.sequence
 
     line = min(lines.values(), key=rank_of)
-    one = line.waiting[-1]
-    return (not usage.is_below_guarantee(project), usage.share(project) * _aged(one), one.sequence), line
+    pipeline = line.waiting[-1]
+    return (not usage.is_below_guarantee(project), usage.share(project) * _aged(pipeline), pipeline.sequence), line
 
 
-def _aged(one: WaitingPipeline) -> float:
+def _aged(pipeline: WaitingPipeline) -> float:
     """Factor by which its waiting makes its account's share smaller, at most 1."""
-    return math.exp2(-one.waited_s / AGEING_S)
+    return math.exp2(-pipeline.waited_s / AGEING_S)
 
 
-def _sequence_of(one: WaitingPipeline) -> int:
-    return one.sequence
+def _sequence_of(pipeline: WaitingPipeline) -> int:
+    return pipeline.sequence

@@ -120,6 +120,8 @@ class SliceClock:
     def _deficits(self, name: PipelineId, now_s: float) -> dict[Configuration, float]:
         received, before = self.received_s.get(name, {}), self.deficits_s.get(name, {})
         return {
-            one: before.get(one, 0.0) + target * (now_s - self.since_s) - received.get(one, 0.0)
-            for one, target in self.targets[name].items()
+            configuration: before.get(configuration, 0.0)
+            + target * (now_s - self.since_s)
+            - received.get(configuration, 0.0)
+            for configuration, target in self.targets[name].items()
         }

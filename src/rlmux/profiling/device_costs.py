@@ -41,10 +41,12 @@ class DeviceCosts:
 
     def switch_s(self, phase: Phase, footprint_bytes: float, *, is_spilled: bool) -> float | None:
         """Seconds of a switch to a state of this size; None where no state of the phase was measured."""
-        alike = [one for one in self.switches if one.phase is phase]
+        alike = [times for times in self.switches if times.phase is phase]
         if not alike:
             return None
-        nearest = min(alike, key=lambda one: abs(math.log(max(footprint_bytes, 1.0) / max(one.footprint_bytes, 1.0))))
+        nearest = min(
+            alike, key=lambda times: abs(math.log(max(footprint_bytes, 1.0) / max(times.footprint_bytes, 1.0)))
+        )
         seconds = nearest.spilled_s if is_spilled else nearest.warm_s
         return seconds * footprint_bytes / max(nearest.footprint_bytes, 1.0)
 
@@ -68,7 +70,9 @@ class DeviceCosts:
         recomputation.
         """
         measured = (config.rollout.num_slots, model_of(config))
-        times = next((one for one in self.migrations if (one.num_slots, one.model) == measured), None)
+        times = next(
+            (migration for migration in self.migrations if (migration.num_slots, migration.model) == measured), None
+        )
         if times is None or config.rollout.engine.name != "rlmux":
             return None
         context = expected_context(config.rollout)

@@ -1,6 +1,6 @@
-"""What a rollout engine can do and promise on this machine, found by trying it.
+"""What a rollout engine can do and keep on this machine, found by trying it.
 
-config ──▶ rl.engine_check ──▶ engine ──▶ capabilities (servers) ──▶ probe ──▶ class of promise
+config ──▶ rl.engine_check ──▶ engine ──▶ capabilities (servers) ──▶ probe ──▶ determinism class
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
 from rlmux.engines.user_engine import make_user_engine
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.determinism_class import promise_of
+from rlmux.rl.determinism_class import determinism_class_of
 from rlmux.rl.user_code.engine_check import check_engine
 from rlmux.rl.vocabulary import load_vocabulary
 
@@ -45,7 +45,7 @@ def probe_on_this_machine(config: TrainingConfig, num_trajectories: int) -> dict
         report = probe_rollout(ours, num_trajectories=num_trajectories)
     return found | {
         "checks": {check.name: check.is_equal for check in report.checks},
-        "promise": promise_of(report.checks).value,
+        "promise": determinism_class_of(report.checks).value,
         "trajectories": num_trajectories,
         "seconds": round(report.seconds, 2),
     }

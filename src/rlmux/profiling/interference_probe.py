@@ -118,8 +118,8 @@ class _Bench:
 
     def add_round(self, sub_stages: tuple[SubStage, ...], splits: Iterable[tuple[float, ...]]) -> None:
         """Measure each alone, then all at once at each split of the device."""
-        for one in dict.fromkeys(sub_stages):
-            self._alone.setdefault(one, []).extend(self._rates((one,), (NO_SPLIT,)))
+        for sub_stage in dict.fromkeys(sub_stages):
+            self._alone.setdefault(sub_stage, []).extend(self._rates((sub_stage,), (NO_SPLIT,)))
         for split in splits:
             self._together.setdefault((sub_stages, split), []).append(self._rates(sub_stages, split))
 
@@ -136,13 +136,13 @@ class _Bench:
 
     def _slowdowns(self, sub_stages: tuple[SubStage, ...], split: tuple[float, ...]) -> list[float]:
         beside = zip(*self._together[sub_stages, split], strict=True)
-        alone = (max(self._alone[one]) for one in sub_stages)
+        alone = (max(self._alone[sub_stage]) for sub_stage in sub_stages)
         return [max(1.0, best / median(rounds)) for best, rounds in zip(alone, beside, strict=True)]
 
     def _rates(self, sub_stages: tuple[SubStage, ...], split: tuple[float, ...]) -> list[float]:
         working = [
-            (self._processes[one][sub_stages[:place].count(one)], device_fraction)
-            for place, (one, device_fraction) in enumerate(zip(sub_stages, split, strict=True))
+            (self._processes[sub_stage][sub_stages[:place].count(sub_stage)], device_fraction)
+            for place, (sub_stage, device_fraction) in enumerate(zip(sub_stages, split, strict=True))
         ]
         return rates(working, self._window_s, is_core=self._is_core)
 

@@ -250,7 +250,10 @@ def benchmark_processes(
     sub_stages: Sequence[str], sizes: BenchmarkSizes, device: str, core: int | None, *, num_each: int = 2
 ) -> Iterator[dict[str, list[BenchmarkProcess]]]:
     """`num_each` processes of each sub-stage, idle until started; all on one core or GPU (`cuda`, `cuda:1`)."""
-    made = {one: [BenchmarkProcess(one, sizes, device, core) for _ in range(num_each)] for one in sub_stages}
+    made = {
+        sub_stage: [BenchmarkProcess(sub_stage, sizes, device, core) for _ in range(num_each)]
+        for sub_stage in sub_stages
+    }
     try:
         for pair in made.values():
             for process in pair:

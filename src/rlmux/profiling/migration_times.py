@@ -127,7 +127,7 @@ def _round(engine: SlotRolloutEngine) -> tuple[float, float, bool]:
     copy_s, decoded = _migrated(engine, with_kv=True)
     recompute_s, _ = _migrated(engine, with_kv=False)
     recomputed = engine.take_partials(None, with_kv=True)
-    are_equal = all(torch.equal(one.kv, other.kv) for one, other in zip(decoded, recomputed, strict=True))  # type: ignore[arg-type]
+    are_equal = all(torch.equal(first.kv, other.kv) for first, other in zip(decoded, recomputed, strict=True))  # type: ignore[arg-type]
     engine.continue_from(decoded)
     engine.run_chunk(max_decode_steps=0, max_seconds=_LONG_S)
     return copy_s, recompute_s, are_equal

@@ -42,10 +42,10 @@ from rlmux.sim.models.neighbour_slowdown import Neighbours
 _SWITCHES = "switches"
 _MIGRATIONS = "migrations"
 _ESTIMATES = "estimates"
-_SECONDS = tuple(one.name for one in fields(SwitchTimes) if one.name.endswith("_s"))
+_SECONDS = tuple(key.name for key in fields(SwitchTimes) if key.name.endswith("_s"))
 _NUMBERS = ("state_bytes", "footprint_bytes", *_SECONDS)
 _MIGRATION_NUMBERS = tuple(
-    one.name for one in fields(MigrationTimes) if one.name not in ("model", "is_recompute_exact")
+    key.name for key in fields(MigrationTimes) if key.name not in ("model", "is_recompute_exact")
 )
 
 
@@ -86,13 +86,13 @@ def _switches_to_json(measured: Mapping[str, Sequence[SwitchTimes]]) -> list[dic
     return [
         {
             "pipeline": name,
-            **asdict(one),
-            "warm_bytes_per_s": one.state_bytes / max(one.warm_s, 1e-9),
-            "spilled_bytes_per_s": one.state_bytes / max(one.spilled_s, 1e-9),
-            "checkpoint_bytes_per_s": one.state_bytes / max(one.checkpoint_s, 1e-9),
+            **asdict(switch),
+            "warm_bytes_per_s": switch.state_bytes / max(switch.warm_s, 1e-9),
+            "spilled_bytes_per_s": switch.state_bytes / max(switch.spilled_s, 1e-9),
+            "checkpoint_bytes_per_s": switch.state_bytes / max(switch.checkpoint_s, 1e-9),
         }
         for name, times in measured.items()
-        for one in times
+        for switch in times
     ]
 
 
@@ -101,7 +101,7 @@ def sub_stages_of(pipelines: Iterable[Pipeline]) -> Sequence[SubStage]:
     has_forwards = any(
         stage in pipeline.stages for pipeline in pipelines for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS)
     )
-    return [one for one in BENCHMARK_SUB_STAGES if has_forwards or one is not SubStage.OLD_LOGPROBS]
+    return [sub_stage for sub_stage in BENCHMARK_SUB_STAGES if has_forwards or sub_stage is not SubStage.OLD_LOGPROBS]
 
 
 def load_sharing(
@@ -121,9 +121,9 @@ def load_sharing(
         return {*names} <= {*sub_stages} and all(_is_prepared(level, fractions) for level in levels)
 
     pairs = {key: slowdowns for key, slowdowns in table.measured.items() if can_use(key[:2], key[2])}
-    triples = [one for one in table.triples if can_use(one.sub_stages, *one.device_fractions)]
+    triples = [triple for triple in table.triples if can_use(triple.sub_stages, *triple.device_fractions)]
     levels = [key[2] for key in table.measured]
-    levels += [level for one in table.triples for level in one.device_fractions]
+    levels += [level for triple in table.triples for level in triple.device_fractions]
     others = [level for level in levels if level < NO_SPLIT and not _is_prepared(level, fractions)]
     if others:
         named = ", ".join(f"{fraction:g}" for fraction in dict.fromkeys(others))
@@ -137,7 +137,9 @@ def load_sharing(
 
 def _is_prepared(fraction: float, fractions: DeviceFractions) -> bool:
     """Engines can be held to this fraction here; no split needs no preparation and shares nothing."""
-    return fraction < NO_SPLIT and any(abs(fraction - one) <= 0.5 / fractions.num_units for one in fractions.prepared)
+    return fraction < NO_SPLIT and any(
+        abs(fraction - prepared) <= 0.5 / fractions.num_units for prepared in fractions.prepared
+    )
 
 
 def load_costs(path: Path, device: str, configs: Sequence[TrainingConfig] = ()) -> tuple[DeviceCosts, list[str]]:
@@ -150,8 +152,8 @@ def load_costs(path: Path, device: str, configs: Sequence[TrainingConfig] = ()) 
     refuse_other_device(path, content["device"], device)
     entries = {name: content.get(name, []) for name in (_SWITCHES, _MIGRATIONS)}
     costs = DeviceCosts(
-        tuple(_read_switch(path, number, one) for number, one in enumerate(entries[_SWITCHES], 1)),
-        tuple(_read_migration(path, number, one) for number, one in enumerate(entries[_MIGRATIONS], 1)),
+        tuple(_read_switch(path, number, entry) for number, entry in enumerate(entries[_SWITCHES], 1)),
+        tuple(_read_migration(path, number, entry) for number, entry in enumerate(entries[_MIGRATIONS], 1)),
     )
     instead = {
         _SWITCHES: "switches count as nothing until the run has seen what its own take",
@@ -166,8 +168,8 @@ def load_costs(path: Path, device: str, configs: Sequence[TrainingConfig] = ()) 
 
 def _check_models(path: Path, switches: Sequence[Mapping[str, Any]], configs: Sequence[TrainingConfig]) -> list[str]:
     """A warning where the file does not say which models it measured. Raises UserError for models that it has not."""
-    measured = dict.fromkeys(str(one.get("model") or "") for one in switches)
-    if any(one.get("pipeline") == USUAL for one in switches):
+    measured = dict.fromkeys(str(entry.get("model") or "") for entry in switches)
+    if any(entry.get("pipeline") == USUAL for entry in switches):
         return [f"{path} was measured without a file: switches are scaled from those of a usual model"]
     if not switches or "" in measured:
         return [f"{path} names no models, an older version wrote it: switches are scaled by size"] if switches else []
@@ -203,7 +205,7 @@ def _read_migration(path: Path, number: int, entry: Any) -> MigrationTimes:
             f"{path}: migration {number} is {entry!r}; expected model, is_recompute_exact, and numbers of 0 or more "
             f"for {', '.join(_MIGRATION_NUMBERS)}"
         )
-    return MigrationTimes(**{one.name: entry[one.name] for one in fields(MigrationTimes)})
+    return MigrationTimes(**{key.name: entry[key.name] for key in fields(MigrationTimes)})
 
 
 def _is_amount(value: object) -> bool:

@@ -53,7 +53,7 @@ class StepTimes:
         return self.rollout_s + self.train_s + self.sync_s
 
 
-_SETTINGS = tuple(one.name for one in fields(StepTimes) if one.name not in _SECONDS)
+_SETTINGS = tuple(key.name for key in fields(StepTimes) if key.name not in _SECONDS)
 _COUNTS = _SETTINGS[1:]
 
 
@@ -140,7 +140,7 @@ def _read(path: Path, number: int, entry: Any) -> tuple[str, StepTimes]:
             f"{', '.join(_COUNTS)}, and seconds above 0 for {', '.join(_SECONDS)} (sync_s may be 0), at the limit no "
             "fewer"
         )
-    return entry["pipeline"], StepTimes(**{one.name: entry[one.name] for one in fields(StepTimes)})
+    return entry["pipeline"], StepTimes(**{key.name: entry[key.name] for key in fields(StepTimes)})
 
 
 def _is_entry(entry: Any) -> bool:

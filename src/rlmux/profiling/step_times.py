@@ -46,10 +46,10 @@ def measure_steps(
     `folder`: on a disk with room for one checkpoint. `num_steps`: measured steps of each run. `progress`: called with
     (steps done, steps in all). Raises UserError for a pipeline that cannot be run here, or that fails.
     """
-    training = [one for one in spec.pipelines if not one.pipeline.is_filler]
+    training = [pipeline for pipeline in spec.pipelines if not pipeline.pipeline.is_filler]
     ticks = _Ticks(progress, len(training) * (2 * num_steps + 3))
     with _on(device):
-        return {one.name: _step_times(spec, one, folder, num_steps, ticks) for one in training}
+        return {pipeline.name: _step_times(spec, pipeline, folder, num_steps, ticks) for pipeline in training}
 
 
 def _step_times(spec: Spec, given: PipelineSpec, folder: Path, num_steps: int, ticks: _Ticks) -> StepTimes:
@@ -86,13 +86,13 @@ def _measured(
         pipeline=pipeline,
         training=replace(given.config, num_steps=num_steps),
         submit_at_s=0.0,
-        promise=None,
+        determinism_class=None,
         keeps_samples=False,
     )
-    one = replace(spec, cluster=_cluster_of(spec.cluster, pipeline), shares=None, pipelines=(alone,))
+    of_one = replace(spec, cluster=_cluster_of(spec.cluster, pipeline), shares=None, pipelines=(alone,))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         run = Path(scratch) / "run"
-        result = start_run(one, run, policy=make_policy("solo"), options=RunOptions(listeners=[ticks]))
+        result = start_run(of_one, run, policy=make_policy("solo"), options=RunOptions(listeners=[ticks]))
         if not result.is_complete:
             raise KeyboardInterrupt
         steps = [row["stages"] for row in read_step_rows(run)[given.name]]

@@ -126,7 +126,7 @@ def switch_times(
             _measured(Phase.TRAIN, _train_engine(config, device, Path(scratch)), footprint.train_device_bytes or 0.0,
                       num_rounds, Path(scratch), device, tick),
         ]  # fmt: skip
-    return [replace(one, model=model_of(config), num_slots=config.rollout.num_slots) for one in measured]
+    return [replace(times, model=model_of(config), num_slots=config.rollout.num_slots) for times in measured]
 
 
 @contextmanager

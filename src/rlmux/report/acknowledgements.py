@@ -32,15 +32,17 @@ def acknowledge(
 
     Raises UserError where no such alert fires, or the folder cannot be written to.
     """
-    chosen = [one for one in alerts if one["rule"] == rule and (pipeline is None or one["pipeline"] == pipeline)]
+    chosen = [
+        alert for alert in alerts if alert["rule"] == rule and (pipeline is None or alert["pipeline"] == pipeline)
+    ]
     if not chosen:
         whose = "" if pipeline is None else f" of {pipeline}"
         firing = ", ".join(
-            dict.fromkeys(one["rule"] + f" of {one['pipeline']}" * bool(one["pipeline"]) for one in alerts)
+            dict.fromkeys(alert["rule"] + f" of {alert['pipeline']}" * bool(alert["pipeline"]) for alert in alerts)
         )
         raise UserError(f"no alert {rule!r}{whose} fires; accepted: {firing or 'none fires'}")
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    lines = [{**{key: one[key] for key in ("rule", "pipeline", "step")}, "by": by, "at": at} for one in chosen]
+    lines = [{**{key: alert[key] for key in ("rule", "pipeline", "step")}, "by": by, "at": at} for alert in chosen]
     try:
         with (folder / NAME).open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
@@ -49,8 +51,8 @@ def acknowledge(
     return with_acknowledged(folder, chosen)
 
 
-def _key(one: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    return one["rule"], one["pipeline"], one["step"]
+def _key(alert: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    return alert["rule"], alert["pipeline"], alert["step"]
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:

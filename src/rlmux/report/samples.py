@@ -241,7 +241,7 @@ class SampleReader:
         found = self._connection.execute(
             f"SELECT trajectory.* FROM {source} {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, limit, offset)
         )
-        return [_row(one) for one in found]
+        return [_row(row) for row in found]
 
     def _are_many(self, words: str) -> bool:
         counted = "SELECT count(*) FROM (SELECT 1 FROM words WHERE words MATCH ? LIMIT ?)"
@@ -365,7 +365,7 @@ def whole_of(
         **found,
         **_cut("prompt_text", found["prompt_text"]),
         "said": written,
-        "group": [{key: one[key] for key in ("sample", "reward", "tokens", "stop")} for one in group],
+        "group": [{key: other[key] for key in ("sample", "reward", "tokens", "stop")} for other in group],
     }
 
 

@@ -54,13 +54,13 @@ def bound_words(bound: Mapping[str, float] | None, mean: Mapping[str, Any] | Non
     return f"mean of its coming steps: {most}{estimate}"
 
 
-def slo_words(one: Mapping[str, Any]) -> str:
+def slo_words(pipeline: Mapping[str, Any]) -> str:
     """The stated probability of a pipeline and its bounds, from its keys of summary, status or plan; "" without an
     SLO."""
-    if not math.isfinite(one["slo_slowdown"] or math.inf):
+    if not math.isfinite(pipeline["slo_slowdown"] or math.inf):
         return ""
-    stated = "" if one["slo_probability"] is None else probability_words(one["slo_probability"])
-    return "; ".join(filter(None, (stated, bound_words(one["bound"], one["estimate"]))))
+    stated = "" if pipeline["slo_probability"] is None else probability_words(pipeline["slo_probability"])
+    return "; ".join(filter(None, (stated, bound_words(pipeline["bound"], pipeline["estimate"]))))
 
 
 def move_totals(moves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def slo_fields(record: PipelineRecord, steps: Sequence[StepTime], end_s: float) 
 
 def slo_attainment(pipelines: Iterable[Mapping[str, Any]]) -> float | None:
     """The share of the pipelines with an SLO that keep it; None where none has one, or one is not known yet."""
-    with_slo = [one["keeps_slo"] for one in pipelines if one["slo_slowdown"] is not None]
+    with_slo = [pipeline["keeps_slo"] for pipeline in pipelines if pipeline["slo_slowdown"] is not None]
     if not with_slo or None in with_slo:
         return None
     return with_slo.count(True) / len(with_slo)
@@ -133,7 +133,7 @@ def _moves(record: PipelineRecord, steps: Sequence[StepTime]) -> list[dict[str, 
     ends_s = [*(move.time_s for move in record.moves[1:]), math.inf]
     rows = []
     for move, until_s in zip(record.moves, ends_s, strict=False):  # without a move one end is left over
-        there = [one.seconds for one in steps if one.end_s - one.seconds >= move.time_s and one.end_s <= until_s]
+        there = [step.seconds for step in steps if step.end_s - step.seconds >= move.time_s and step.end_s <= until_s]
         rows.append(
             {
                 "time_s": move.time_s,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Promise(StrEnum):
-    """A class of promise, the strongest first."""
+class DeterminismClass(StrEnum):
+    """How far an engine keeps its bits, the strongest class first."""
 
     EXACT = "exact"
     REPLAYABLE = "replayable"
@@ -26,11 +26,13 @@ class Promise(StrEnum):
     def max_logprob_gap(self) -> float:
         """Largest gap in nats between rollout's and training's log-probability of a token, unless the file has
         another. Our engines in float32 are some 1e-5 apart; engines in half precision some tenths."""
-        return {Promise.EXACT: 1e-3, Promise.REPLAYABLE: 1e-2, Promise.STATISTICAL: 1.0}[self]
+        return {DeterminismClass.EXACT: 1e-3, DeterminismClass.REPLAYABLE: 1e-2, DeterminismClass.STATISTICAL: 1.0}[
+            self
+        ]
 
-    def covers(self, required: Promise) -> bool:
+    def covers(self, required: DeterminismClass) -> bool:
         """Whether this class is at least as strong as the other one."""
-        strongest_first = list(Promise)
+        strongest_first = list(DeterminismClass)
         return strongest_first.index(self) <= strongest_first.index(required)
 
 
@@ -59,12 +61,12 @@ class ProbeReport:
     """Wall-clock seconds that the probe took."""
 
 
-def promise_of(checks: Iterable[ProbeCheck]) -> Promise:
+def determinism_class_of(checks: Iterable[ProbeCheck]) -> DeterminismClass:
     """The class that these checks leave."""
     failed = failures_of(checks)
     if any(check.is_repetition for check in failed):
-        return Promise.STATISTICAL
-    return Promise.REPLAYABLE if failed else Promise.EXACT
+        return DeterminismClass.STATISTICAL
+    return DeterminismClass.REPLAYABLE if failed else DeterminismClass.EXACT
 
 
 def failures_of(checks: Iterable[ProbeCheck]) -> list[ProbeCheck]:
@@ -72,14 +74,14 @@ def failures_of(checks: Iterable[ProbeCheck]) -> list[ProbeCheck]:
     return [check for check in checks if not (check.is_equal or check.is_avoidable)]
 
 
-def refusal(pipeline: str, required: Promise | None, checks: Iterable[ProbeCheck]) -> str | None:
+def refusal(pipeline: str, required: DeterminismClass | None, checks: Iterable[ProbeCheck]) -> str | None:
     """Why a pipeline that requires more than was found is refused, in one line; None if it is accepted."""
     every = list(checks)
-    found = promise_of(every)
+    found = determinism_class_of(every)
     if required is None or found.covers(required):
         return None
     failures = "; ".join(f"{check.name}: {check.failure}" for check in failures_of(every))
-    accepted = ", ".join(promise for promise in Promise if found.covers(promise))
+    accepted = ", ".join(each for each in DeterminismClass if found.covers(each))
     return (
         f"pipelines.{pipeline}.promise: {required} is more than its engines keep on these devices, which is {found} "
         f"({failures}); accepted: {accepted}, or no promise"

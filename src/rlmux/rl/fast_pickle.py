@@ -39,6 +39,6 @@ def fast_pickled(cls: type[T]) -> type[T]:
 def restore(cls: type[T], *values: Any) -> T:
     """The value that was pickled."""
     value = object.__new__(cls)
-    for set_field, one in zip(_SETTERS[cls], values, strict=True):
-        set_field(value, one)
+    for set_field, field_value in zip(_SETTERS[cls], values, strict=True):
+        set_field(value, field_value)
     return value

@@ -65,14 +65,14 @@ def plan_sha256(config: TrainingConfig) -> str:
 def _stated(value: Any, path: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a dataclass that differ from their defaults, those inside included; fields without one stand."""
     stated = {}
-    for one in fields(value):
-        now, here = getattr(value, one.name), (*path, one.name)
+    for field in fields(value):
+        now, here = getattr(value, field.name), (*path, field.name)
         if here in NOT_OF_THE_PLAN:
             continue
         if is_dataclass(now):
             within = _stated(now, here)
             if within or here in _MODES:
-                stated[one.name] = within
-        elif now != (one.default_factory() if one.default_factory is not MISSING else one.default):
-            stated[one.name] = now
+                stated[field.name] = within
+        elif now != (field.default_factory() if field.default_factory is not MISSING else field.default):
+            stated[field.name] = now
     return stated

@@ -44,7 +44,7 @@ class PackedTurns:
     def unpack(self) -> list[FinishedTurn]:
         """The turns as they were packed."""
         rows = zip(self.ids(), pickle.loads(self.payload), strict=True)
-        return [FinishedTurn(**dict(zip(_FIELDS, (one, *values), strict=True))) for one, values in rows]
+        return [FinishedTurn(**dict(zip(_FIELDS, (first, *values), strict=True))) for first, values in rows]
 
 
 NO_TURNS = PackedTurns.pack(())

@@ -20,7 +20,7 @@ from rlmux.core.events import Event
 from rlmux.core.model import Pipeline, PipelineId
 from rlmux.log.notes import Note
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.determinism_class import Promise
+from rlmux.rl.determinism_class import DeterminismClass
 from rlmux.rl.origin import Origin
 
 
@@ -53,7 +53,7 @@ class Submission:
     submit_at_s: float = 0.0
     origin: Origin | None = None
     """Origin marked in the pipeline's files and checked when they are read; None: neither."""
-    promise: Promise | None = None
+    determinism_class: DeterminismClass | None = None
     """Weakest determinism class that is accepted; None accepts any."""
     inputs: Sequence[Path] = ()
     """Files of the user that the pipeline reads; a resumed run reports those that changed."""

@@ -110,7 +110,7 @@ class Controller:
             self._backend.add_pipeline(submission)
         if requested.submissions or requested.withdrawn:
             upcoming += requested.submissions
-            upcoming[:] = [one for one in upcoming if one.pipeline.id not in requested.withdrawn]
+            upcoming[:] = [submission for submission in upcoming if submission.pipeline.id not in requested.withdrawn]
             upcoming.sort(key=lambda submission: submission.submit_at_s)
         return requested.events, requested.notes
 

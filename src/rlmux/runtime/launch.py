@@ -31,7 +31,7 @@ from rlmux.log.run_log import LogReader
 from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.determinism_class import Promise
+from rlmux.rl.determinism_class import DeterminismClass
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.run_control import ParseSubmission, submitted_to
 from rlmux.runtime.local import local_backend
@@ -91,9 +91,10 @@ def resume_run(
     given = submissions(spec, add_costs)
     for submitted in submitted_to(folder):
         late = parser(spec, add_costs)(submitted.resolved, submitted.source)
-        given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
+        given += [replace(submission, submit_at_s=submitted.at_s + submission.submit_at_s) for submission in late]
     if retry and check_training is not None:
-        _check_training([one.config for one in given if one.pipeline.id in retry], check_training, spec.code_folder)
+        configs = [submission.config for submission in given if submission.pipeline.id in retry]
+        _check_training(configs, check_training, spec.code_folder)
     return resume_pipelines(spec.cluster, given, policy, folder, options, retry=retry)
 
 
@@ -159,7 +160,9 @@ def submissions(spec: Spec, add_costs: AddCosts = add_no_costs) -> list[Submissi
                 submit_at_s=given.submit_at_s,
                 inputs=input_files(given.config, spec.code_folder),
                 code_folder=spec.code_folder,
-                promise=None if given.promise is None else Promise(given.promise),
+                determinism_class=None
+                if given.determinism_class is None
+                else DeterminismClass(given.determinism_class),
                 call_limit_s=given.call_limit_s,
                 checkpoint_every=given.checkpoint_every,
                 keep_checkpoints=given.keep_checkpoints,

@@ -295,7 +295,7 @@ def neighbours_on(shared_memory: Path, devices: Collection[str], *, but: Collect
     for folder in sorted(shared_memory.glob(f"{_PREFIX}{os.getuid()}-*")):
         if folder not in but and _is_held(folder):
             neighbour = _read_signature(folder)
-            shared = [] if neighbour is None else [one for one in neighbour.devices if one in devices]
+            shared = [] if neighbour is None else [device for device in neighbour.devices if device in devices]
             if neighbour is not None and shared:
                 found.append(replace(neighbour, devices=tuple(shared)))
     return found

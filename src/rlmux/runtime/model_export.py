@@ -93,7 +93,7 @@ def _complete(run: Path, name: str, aside: Path, out: Path, *, is_merged: bool) 
     """Add what the checkpoint lacks: the base of an adapter, and generation_config.json."""
     from rlmux.engines.adapters.lora import ADAPTER_CONFIG_FILE
 
-    config = next(one.config for one in submissions_of(run) if one.config.name == name)
+    config = next(submission.config for submission in submissions_of(run) if submission.config.name == name)
     if not (aside / ADAPTER_CONFIG_FILE).is_file():
         if is_merged:
             raise UserError(f"--merge: {name} trains a whole model; accepted: a pipeline with an adapter")

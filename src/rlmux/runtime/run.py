@@ -32,7 +32,7 @@ from rlmux.core.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.folder_lock import FolderLock
-from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, StartPromisedNote
+from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, StartReservedNote
 from rlmux.log.restored_shares import shares_events
 from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.log.run_state import RunState
@@ -53,7 +53,7 @@ from rlmux.runtime.memory.memory_budget import (
     with_footprint,
     with_machine_memory,
 )
-from rlmux.runtime.orders.determinism_check import check_promises
+from rlmux.runtime.orders.determinism_check import check_determinism
 from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
 from rlmux.runtime.records.filler_outputs import answered_steps
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
@@ -148,7 +148,7 @@ def run_pipelines(
     failure is in the summary, not raised.
     """
     cluster, submissions, is_gpu = fitted(cluster, submissions, options)
-    _probe_promises(cluster, submissions, options)
+    _probe_determinism(cluster, submissions, options)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=options.backend, cluster=cluster, sharing=policy.sharing, spec=spec)
     with contextlib.ExitStack() as undo:
@@ -158,7 +158,7 @@ def run_pipelines(
         backend = options.make_backend(cluster, folder, options=options.workers)
         undo.pop_all()  # without a backend there is no run
     with log:
-        marked = [with_origin(one, header["run_id"]) for one in submissions]
+        marked = [with_origin(submission, header["run_id"]) for submission in submissions]
         _append(log, [*plan_notes(marked), *input_notes(marked)])
         prepared = Prepared(
             cluster=cluster, submissions=marked, policy=policy, folder=folder, log=log, backend=backend,
@@ -216,13 +216,14 @@ def resume_pipelines(
             _fill_metrics(folder)
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
         cluster, unfinished, machine = _on_machine(cluster, unfinished, options)
-        _probe_promises(cluster, unfinished, options)
-        unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder, state) for one in unfinished]
-        unfinished = [_with_last_standing(one, state) for one in unfinished]
+        _probe_determinism(cluster, unfinished, options)
+        unfinished = [with_origin(submission, run_id, state.plans) for submission in unfinished]
+        unfinished = [_from_checkpoint(submission, folder, state) for submission in unfinished]
+        unfinished = [_with_last_standing(submission, state) for submission in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
         keep_ends(folder, ended.values())
         notes = [
-            *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
+            *plan_notes([submission for submission in unfinished if submission.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
         ]
         _append(log, [*notes, *_lost_step_notes(unfinished, folder, state)])
@@ -252,25 +253,25 @@ def _on_machine(
     is_gpu = _has_gpus(machine)
     known = [
         with_footprint(
-            one,
+            submission,
             cluster,
             is_gpu=is_gpu,
-            own_bases=BOTH_PHASES if machine is None else own_bases(one, submissions, is_gpu=is_gpu),
+            own_bases=BOTH_PHASES if machine is None else own_bases(submission, submissions, is_gpu=is_gpu),
         )
-        for one in submissions
+        for submission in submissions
     ]
     return cluster if machine is None else with_machine_memory(cluster, known, machine), known, machine
 
 
-def _probe_promises(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
+def _probe_determinism(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
     """Raises UserError for a pipeline that requires more than its engines keep; the run's folder is not touched."""
-    promised = [submission for submission in submissions if submission.promise is not None]
-    if not promised:
+    to_probe = [submission for submission in submissions if submission.determinism_class is not None]
+    if not to_probe:
         return
     with tempfile.TemporaryDirectory(prefix="rlmux-probe-") as scratch:
         backend = options.make_backend(cluster, Path(scratch), options=options.workers)
         try:
-            check_promises(backend.workplace, cluster, promised, Path(scratch))
+            check_determinism(backend.workplace, cluster, to_probe, Path(scratch))
         finally:
             backend.close()
 
@@ -308,9 +309,9 @@ def _lost_step_notes(submissions: Sequence[Submission], folder: Path, state: Run
     """Notes of steps that a resume does not repeat and the log does not have, from their checkpoints."""
     return [
         note
-        for one in submissions
-        for note in checkpoint_folder(one, folder).step_notes(
-            after=state.steps.get(one.pipeline.id, 0), through=one.pipeline.first_step - 1
+        for submission in submissions
+        for note in checkpoint_folder(submission, folder).step_notes(
+            after=state.steps.get(submission.pipeline.id, 0), through=submission.pipeline.first_step - 1
         )
     ]
 
@@ -349,7 +350,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     backend.connect(inbox)
     scheduler = Scheduler(run.cluster, run.policy, FairShares())
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
-    endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _PromisedStarts(scheduler, log)
+    endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _ReservedStarts(scheduler, log)
     run_api = None
     if options.parse is not None:
         run_api = RunControl(
@@ -439,7 +440,7 @@ def _checked(parse: ParseSubmission, run: Prepared) -> ParseSubmission:
     """The parser, with the checks and origin marks of the run's first pipelines."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
-        submissions = [with_footprint(one, run.cluster, is_gpu=run.is_gpu) for one in parse(text, source)]
+        submissions = [with_footprint(submission, run.cluster, is_gpu=run.is_gpu) for submission in parse(text, source)]
         check_each_fits(run.cluster, submissions, is_gpu=run.is_gpu)
         return [with_origin(submission, run.run_id) for submission in submissions]
 
@@ -468,7 +469,7 @@ class _Endings:
             if isinstance(note, PipelineEndNote):  # of one that was cancelled before it came
                 keep_end(self._folder, note)
         ends = PipelineFailed | PipelineCancelled | ClientFinished | Release | Refuse
-        if not any(isinstance(one, ends) for one in [*events, *actions]):
+        if not any(isinstance(entry, ends) for entry in [*events, *actions]):
             return
         query = self._scheduler.query
         for pipeline in query.pipelines():
@@ -485,8 +486,8 @@ class _Endings:
                 keep_end(self._folder, end)
 
 
-class _PromisedStarts:
-    """Logs the promised start of each waiting pipeline, so that a resumed run keeps it."""
+class _ReservedStarts:
+    """Logs the reserved start of each waiting pipeline, so that a resumed run keeps it."""
 
     def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
         self._query = scheduler.query
@@ -494,9 +495,9 @@ class _PromisedStarts:
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
         for name in dict.fromkeys(action.pipeline for action in actions if isinstance(action, Queue)):
-            promised_s = self._query.promised_s(name)
-            if math.isfinite(promised_s):
-                self._log.append_note(now_s, StartPromisedNote(pipeline=name, start_s=promised_s))
+            reserved_start_s = self._query.reserved_start_s(name)
+            if math.isfinite(reserved_start_s):
+                self._log.append_note(now_s, StartReservedNote(pipeline=name, start_s=reserved_start_s))
 
 
 class _UntilClosed:

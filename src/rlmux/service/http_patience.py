@@ -56,12 +56,14 @@ class PatientHttp(H11Protocol):
         super().connection_made(transport)
         self._waits_since_s = time.monotonic()
         if len(self.connections) > max_connections():
-            waiting = [one for one in self.connections if one is not self and one.is_waiting]
+            waiting = [
+                connection for connection in self.connections if connection is not self and connection.is_waiting
+            ]
             if not waiting:
                 transport.write(_BUSY)
                 transport.close()
                 return
-            min(waiting, key=lambda one: one._waits_since_s).drop()
+            min(waiting, key=lambda connection: connection._waits_since_s).drop()
         self._watch()
 
     def data_received(self, data: bytes) -> None:

@@ -208,7 +208,7 @@ class ClientEvents:
 
     def _end(self, pipeline: PipelineId, reason: str) -> None:
         self._wait_by_pipeline.pop(pipeline, None)
-        self._call_soon(lambda: self.front.promises.fail_pipeline(pipeline, f"pipeline {pipeline}: {reason}"))
+        self._call_soon(lambda: self.front.futures.fail_pipeline(pipeline, f"pipeline {pipeline}: {reason}"))
 
     def on_result(self, pipeline: PipelineId, result: RequestResult) -> None:
         with self._lock:
@@ -224,7 +224,7 @@ class ClientEvents:
         """All results until now share one commit."""
         with self._lock:
             results, self._results = self._results, []
-        self.front.promises.settle_all([(each.id, each.value, each.error, _kind(each)) for each in results])
+        self.front.futures.settle_all([(each.id, each.value, each.error, _kind(each)) for each in results])
 
 
 def _kind(result: RequestResult) -> str:

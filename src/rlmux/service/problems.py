@@ -80,7 +80,7 @@ def invalid(error: RequestValidationError, route: APIRoute) -> ProblemError:
     if place == "body":
         return _invalid_body(first, name or "body", message, route)
     fields = route.dependant.query_params if place == "query" else route.dependant.path_params
-    field = next(one for one in fields if one.alias == names[0])
+    field = next(candidate for candidate in fields if candidate.alias == names[0])
     wrong = f"{name} is missing" if first["type"] == "missing" else f"{name} is {str(first['input'])[:80]!r}"
     accepted = _accepted(field.field_info) or message
     if place == "path":
@@ -102,8 +102,8 @@ def _invalid_body(first: Any, name: str, message: str, route: APIRoute) -> Probl
 
 def _accepted(field: FieldInfo) -> str:
     """A parameter's description, or its bounds."""
-    low = [one.ge for one in field.metadata if hasattr(one, "ge")]
-    high = [one.le for one in field.metadata if hasattr(one, "le")]
+    low = [bound.ge for bound in field.metadata if hasattr(bound, "ge")]
+    high = [bound.le for bound in field.metadata if hasattr(bound, "le")]
     return field.description or (f"a whole number from {low[0]} to {high[0]}" if low and high else "")
 
 

@@ -119,7 +119,7 @@ def _path_in(taken: LoggedRequest) -> str | None:
 
 def _verify_one(spec: ServeSpec, record: _Record, on_progress: PrintLine) -> Verdict:
     verdict = Verdict(
-        pipeline=record.pipeline, num_equal=0, num_steps=len(record.hashes), difference=None, promise=None,
+        pipeline=record.pipeline, num_equal=0, num_steps=len(record.hashes), difference=None, determinism_class=None,
         reason="its client requested no update",
     )  # fmt: skip
     if not record.hashes:
@@ -181,7 +181,7 @@ class _Again:
 
     def _is_quiet(self) -> bool:
         """Nothing is under way: what a request waits for will not come."""
-        return not self._front.promises.num_pending
+        return not self._front.futures.num_pending
 
     def _compare(self) -> None:
         alone, logged = self._front.hashes(self._record.model), self._record.hashes
@@ -206,7 +206,7 @@ class _Again:
         """Updates that were made again; the hash of one comes after its answer."""
         steps = [each.id for each in self._record.requests if each.path == "optim_step"]
         ours = [each for each in steps if each.startswith(f"{self._record.model}:")]
-        results = [self._front.promises.result(each) for each in ours]
+        results = [self._front.futures.result(each) for each in ours]
         return sum(each is not None and not each.is_error for each in results)
 
     def _compare_answers(self) -> None:
@@ -218,7 +218,7 @@ class _Again:
             logged = self._record.ledger.result(each.id)
             if each.path not in _COMPARED or logged is None or logged.is_error:
                 continue
-            alone = self._front.promises.result(each.id)
+            alone = self._front.futures.result(each.id)
             num_answers += 1
             if alone != logged and self.difference is None:
                 shas = [hashlib.sha256(body).hexdigest() for body in (logged.body, alone.body if alone else b"")]

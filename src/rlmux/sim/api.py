@@ -102,7 +102,7 @@ def _with_moves_saved(
     moved = [index for index, result in enumerate(results) if result.num_moves]
     repeated = [replace(tasks[index], without_moves=True) for index in moved]
     unmoved = sweep(repeated, progress=progress, num_processes=num_processes)
-    usd_by_index = {index: one.paid_usd for index, one in zip(moved, unmoved, strict=True)}
+    usd_by_index = {index: result.paid_usd for index, result in zip(moved, unmoved, strict=True)}
     return tuple(
         replace(result, unmoved_usd=usd_by_index.get(index, result.paid_usd)) for index, result in enumerate(results)
     )
@@ -115,8 +115,8 @@ def with_spot(workload: str | Workload | WorkloadMaker, path: Path) -> Workload 
     made = workload
 
     def of_seed(seed: int) -> Workload:
-        one = _named(made, seed) if isinstance(made, str) else made(seed)
-        return replace(one, spot=spot_trace.load(path, one.cluster))
+        named = _named(made, seed) if isinstance(made, str) else made(seed)
+        return replace(named, spot=spot_trace.load(path, named.cluster))
 
     of_seed(0)  # errors in the file are raised before any simulation
     return of_seed
@@ -132,7 +132,8 @@ def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
     """What was not given and what was taken instead, a line each."""
     spot_pools = () if workload.spot is None else workload.spot.pools
     notes = [*notes_of_prices(workload.cluster, spot_pools), *workload.notes]
-    missing = [one.pipeline for one in workload.arrivals if _misses_colocated_seconds(workload, one.pipeline)]
+    pipelines = [arrival.pipeline for arrival in workload.arrivals]
+    missing = [pipeline for pipeline in pipelines if _misses_colocated_seconds(workload, pipeline)]
     if "colocated" in policies and missing:
         notes.append(f"colocated: {len(missing)} of {len(workload.arrivals)} pipelines have {_MISSING}")
     beyond = _first(_beyond_alone(workload), "pipelines whose SLO cannot hold even alone")
@@ -141,9 +142,9 @@ def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
 
 def _without_limit(workload: Workload) -> list[str]:
     """Pipelines with an SLO whose proportion of phases at the token limit is not known, in a line."""
-    bound = [one.pipeline for one in workload.arrivals if one.pipeline.slo_probability is not None]
-    bound = [one for one in bound if one.slo_slowdown < math.inf]
-    num_without = sum(one.limit is None for one in bound)
+    bound = [arrival.pipeline for arrival in workload.arrivals if arrival.pipeline.slo_probability is not None]
+    bound = [pipeline for pipeline in bound if pipeline.slo_slowdown < math.inf]
+    num_without = sum(pipeline.limit is None for pipeline in bound)
     if not num_without:
         return []
     return [
@@ -287,7 +288,7 @@ def over_seeds(results: Sequence[SimResult]) -> dict[str, Any]:
 def _fold(figures: Sequence[Mapping[str, Any]], how: Callable[[list[float]], float]) -> dict[str, Any]:
     folded: dict[str, Any] = {}
     for key, first in figures[0].items():
-        values = [one[key] for one in figures]
+        values = [row[key] for row in figures]
         if isinstance(first, Mapping):
             folded[key] = _fold(values, how)
         else:
@@ -331,10 +332,10 @@ def plan(workload: str | Workload, *, policy: str = "rollmux", out: Path | None 
         "notes": notes,
         "pipelines": [
             {
-                **_planned(view, one, placed, str(query.status(one.id)), costs.bound_by_pipeline.get(one.id)),
-                **_stated(one, placed.stated.get(one.id)),
+                **_planned(view, given, placed, str(query.status(given.id)), costs.bound_by_pipeline.get(given.id)),
+                **_stated(given, placed.stated.get(given.id)),
             }
-            for one in (arrival.pipeline for arrival in made.arrivals)
+            for given in (arrival.pipeline for arrival in made.arrivals)
         ],
     }
     if out is not None:
@@ -385,8 +386,8 @@ def _costs(workload: Workload, policy: str, scheduler: Scheduler) -> PlanCosts:
 
 def _without_slos(workload: Workload) -> Workload:
     arrivals = tuple(
-        replace(one, pipeline=replace(one.pipeline, slo_slowdown=math.inf, slo_probability=None))
-        for one in workload.arrivals
+        replace(arrival, pipeline=replace(arrival.pipeline, slo_slowdown=math.inf, slo_probability=None))
+        for arrival in workload.arrivals
     )
     return replace(workload, arrivals=arrivals)
 

@@ -42,7 +42,7 @@ class SimClient:
         return [batch for batch in self.batches if batch.after == ended]
 
     def announce(self, batch: ClientBatch) -> None:
-        self.open[batch.kind] = next(number for number, one in enumerate(self.batches) if one is batch)
+        self.open[batch.kind] = next(number for number, known in enumerate(self.batches) if known is batch)
 
     def batch_of(self, stage: Stage, devices: Sequence[object], num_train_devices: int) -> int:
         """Number of the open batch that such an order works on."""

@@ -72,15 +72,15 @@ class FillerFigures:
 
     def results(self) -> tuple[FillerResult, ...]:
         """Every filler, in the order of submission."""
-        return tuple(FillerResult(pipeline=name, **asdict(one)) for name, one in self.by_id.items())
+        return tuple(FillerResult(pipeline=name, **asdict(filler)) for name, filler in self.by_id.items())
 
 
 def totals(results: tuple[FillerResult, ...]) -> Mapping[str, float]:
     """The numbers of `simulate --json` about all fillers together."""
     return {
         "num": len(results),
-        "num_finished": sum(one.left_s is not None and not one.refused for one in results),
-        "steps": sum(one.steps for one in results),
-        "device_hours": sum(one.device_s for one in results) / 3600,
-        "usd": sum(one.usd for one in results),
+        "num_finished": sum(filler.left_s is not None and not filler.refused for filler in results),
+        "steps": sum(filler.steps for filler in results),
+        "device_hours": sum(filler.device_s for filler in results) / 3600,
+        "usd": sum(filler.usd for filler in results),
     }

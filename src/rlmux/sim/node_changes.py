@@ -133,5 +133,5 @@ class SpotFigures:
 
     def _names(self, node: NodeId) -> list[PipelineId]:
         """Pipelines on the node; fillers leave at once, and lose what they have begun."""
-        on_node = [one.arrival.pipeline for one in self._on_node(node)]
+        on_node = [pipeline.arrival.pipeline for pipeline in self._on_node(node)]
         return [pipeline.id for pipeline in on_node if not pipeline.is_filler]

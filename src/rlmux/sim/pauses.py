@@ -58,7 +58,7 @@ class Pauses:
 
     def drop(self, pipelines: Collection[SimPipeline]) -> None:
         """Forget what was stopped of these."""
-        self._stopped = {order: one for order, one in self._stopped.items() if one not in pipelines}
+        self._stopped = {order: pipeline for order, pipeline in self._stopped.items() if pipeline not in pipelines}
 
     def _stop(self, running: SimOrder) -> StagePaused:
         now_s, order = self._kernel.now_s, running.action.order

@@ -274,8 +274,8 @@ class Simulation:
         """Where the controller needs a core and every core is busy, each order loses its part of the seconds."""
         actions, seconds = decision_cost.decide(self.scheduler.handle, event, self._kernel.now_s)
         if seconds > 0.0 and decision_cost.takes_cores:
-            busy = [one for one in self.running if one.devices and not one.is_waiting]
-            if len({device for one in busy for device in one.devices}) >= self._num_devices:
+            busy = [order for order in self.running if order.devices and not order.is_waiting]
+            if len({device for order in busy for device in order.devices}) >= self._num_devices:
                 self.running.delay_computing(busy, seconds / self._num_devices)
         return actions
 
@@ -328,21 +328,21 @@ class Simulation:
         self.collector.submit(pipeline.id, arrival)
         return PipelineSubmitted(time_s=self._kernel.now_s, pipeline=pipeline)
 
-    def _resume_client(self, one: SimPipeline, ended: int | None) -> None:
+    def _resume_client(self, sim_pipeline: SimPipeline, ended: int | None) -> None:
         """A batch of the client has ended, or (None) its pipeline is admitted: it thinks, then announces the next."""
-        client, now_s = one.client, self._kernel.now_s
+        client, now_s = sim_pipeline.client, self._kernel.now_s
         assert client is not None
         if ended is not None and client.end(ended):
-            done = ClientFinished(time_s=now_s, pipeline=one.arrival.pipeline.id)
+            done = ClientFinished(time_s=now_s, pipeline=sim_pipeline.arrival.pipeline.id)
             self._kernel.schedule(now_s, WORK_ENDS, done)
         for batch in client.after(ended):
-            self._kernel.schedule(now_s + batch.think_s, WORK_ENDS, _Announcement(one, batch))
+            self._kernel.schedule(now_s + batch.think_s, WORK_ENDS, _Announcement(sim_pipeline, batch))
 
     def _announce(self, announcement: _Announcement) -> Event | None:
-        one, batch = announcement
-        assert one.client is not None
-        one.client.announce(batch)
-        return WorkArrived(time_s=self._kernel.now_s, pipeline=one.arrival.pipeline.id, phases=batch.kind)
+        sim_pipeline, batch = announcement
+        assert sim_pipeline.client is not None
+        sim_pipeline.client.announce(batch)
+        return WorkArrived(time_s=self._kernel.now_s, pipeline=sim_pipeline.arrival.pipeline.id, phases=batch.kind)
 
     def _depart(self, sim_pipeline: SimPipeline) -> Event | None:
         if sim_pipeline.is_over:
@@ -367,18 +367,18 @@ class Simulation:
         return loss
 
     def _drop_work(self, hit: Sequence[SimPipeline]) -> None:
-        for one in hit:
-            one.paused.clear()
+        for sim_pipeline in hit:
+            sim_pipeline.paused.clear()
         for running in self.running:
             if running.pipeline in hit:
                 self.running.advance(running)
                 self.running.stop(running)
-        self.migrations = {order: one for order, one in self.migrations.items() if one.pipeline not in hit}
+        self.migrations = {order: moving for order, moving in self.migrations.items() if moving.pipeline not in hit}
         self._pauses.drop(hit)
 
     def _pinned_to(self, node: NodeId) -> list[SimPipeline]:
         """Pipelines and fillers on the node, or about to relocate to it."""
-        return [one for one in self.pipelines.values() if not one.is_over and self._is_pinned(one, node)]
+        return [pinned for pinned in self.pipelines.values() if not pinned.is_over and self._is_pinned(pinned, node)]
 
     def _is_pinned(self, sim_pipeline: SimPipeline, node: NodeId) -> bool:
         """Whether the pipeline is on the node, or about to relocate to it."""
@@ -390,21 +390,21 @@ class Simulation:
     # ------------------------------------------------------------------ from actions to the world: placement
 
     def _admit(self, action: Admit | Relocate) -> None:
-        one = self.pipelines[action.pipeline]
-        is_first = one.placement is None
-        one.placement = placement = action.placement
+        sim_pipeline = self.pipelines[action.pipeline]
+        is_first = sim_pipeline.placement is None
+        sim_pipeline.placement = placement = action.placement
         pools = self._workload.cluster.pools
-        one.rollout_devices = tuple(
+        sim_pipeline.rollout_devices = tuple(
             device for node in placement.rollout_nodes for device in pools[node.pool].devices(node)
         )
-        one.num_train_devices = sum(pools[node.pool].devices_per_node for node in placement.train_nodes)
-        if one.client is not None and is_first:
-            self._resume_client(one, None)
-        arrival = one.arrival
+        sim_pipeline.num_train_devices = sum(pools[node.pool].devices_per_node for node in placement.train_nodes)
+        if sim_pipeline.client is not None and is_first:
+            self._resume_client(sim_pipeline, None)
+        arrival = sim_pipeline.arrival
         is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
-        one.world = (arrival.colocated_world if is_colocated else None) or arrival.world
+        sim_pipeline.world = (arrival.colocated_world if is_colocated else None) or arrival.world
         if self._rescales_training and not is_colocated:
-            one.train_scale = arrival.pipeline.num_train_nodes / len(placement.train_nodes)
+            sim_pipeline.train_scale = arrival.pipeline.num_train_nodes / len(placement.train_nodes)
         self.collector.place(action, self._kernel.now_s)
 
     def _park(self, action: Park) -> None:
@@ -437,15 +437,16 @@ class Simulation:
     # ------------------------------------------------------------------ from actions to the world: work
 
     def _run_stage(self, action: RunStage) -> None:
-        one, now_s = self.pipelines[action.pipeline], self._kernel.now_s
-        if not one.has_started:
-            one.has_started = True
+        sim_pipeline, now_s = self.pipelines[action.pipeline], self._kernel.now_s
+        if not sim_pipeline.has_started:
+            sim_pipeline.has_started = True
             self.collector.start(action.pipeline, now_s)
         switch_s = 0.0
         if action.switch is not Switch.NONE:
-            switch_s = one.arrival.switch.seconds(PHASE_BY_STAGE[action.stage], is_warm=action.switch is Switch.WARM)
-        work = one.resume(action, now_s + switch_s) or one.fresh_work(action)
-        running = SimOrder(action, one, work, now_s, switch_s, now_s + switch_s, action.device_fraction or 1.0)
+            is_warm = action.switch is Switch.WARM
+            switch_s = sim_pipeline.arrival.switch.seconds(PHASE_BY_STAGE[action.stage], is_warm=is_warm)
+        work = sim_pipeline.resume(action, now_s + switch_s) or sim_pipeline.fresh_work(action)
+        running = SimOrder(action, sim_pipeline, work, now_s, switch_s, now_s + switch_s, action.device_fraction or 1.0)
         if self._decision_cost is not None:
             self.running.delay(running, self._decision_cost.delay_s(now_s))
         self.running.begin(running)
@@ -462,41 +463,38 @@ class Simulation:
         self._kernel.schedule(reply_s, WORK_ENDS, ReplyArrived(time_s=reply_s, pipeline=pipeline, device=device))
 
     def _migrate(self, action: MigrateShard) -> None:
-        one, now_s = self.pipelines[action.pipeline], self._kernel.now_s
-        paused = one.paused.pop(action.source, None)
+        sim_pipeline, now_s = self.pipelines[action.pipeline], self._kernel.now_s
+        paused = sim_pipeline.paused.pop(action.source, None)
         if paused is None:  # not begun: there is no context to move or to compute again
-            moved = one.fresh_shard(action.step, action.source).take()
+            moved = sim_pipeline.fresh_shard(action.step, action.source).take()
             on_the_way_s = cost_s = 0.0
         else:
             paused.advance(now_s)
             moved = paused.work.take()
-            on_the_way_s, cost_s = one.world.migration_s(moved, copies_kv=action.copies_kv)
-        self.migrations[action.order] = Migration(action, one, moved, cost_s)
+            on_the_way_s, cost_s = sim_pipeline.world.migration_s(moved, copies_kv=action.copies_kv)
+        self.migrations[action.order] = Migration(action, sim_pipeline, moved, cost_s)
         self.collector.num_migrations += 1
         done = TrajectoriesMigrated(
-            time_s=now_s + on_the_way_s,
-            order=action.order,
-            num_trajectories=len(moved),
-            seconds=on_the_way_s + cost_s,
+            time_s=now_s + on_the_way_s, order=action.order, num_trajectories=len(moved), seconds=on_the_way_s + cost_s
         )
         self._kernel.schedule(done.time_s, WORK_ENDS, done)
 
     def _deliver(self, migration: Migration) -> None:
         """Give migrated trajectories to the order that decodes on the target, or keep them there as paused work."""
-        action, one = migration.action, migration.pipeline
+        action, sim_pipeline = migration.action, migration.pipeline
         for running in self.running:
-            if running.pipeline is one and running.devices == (action.target,) and running.is_rollout:
+            if running.pipeline is sim_pipeline and running.devices == (action.target,) and running.is_rollout:
                 self.running.advance(running)
                 running.work.give(migration.trajectories, migration.cost_s)
                 self.running.change(running)
                 return
         now_s = self._kernel.now_s
-        paused = one.paused.get(action.target)
+        paused = sim_pipeline.paused.get(action.target)
         if paused is None:
-            paused = PausedWork(one.fresh_shard(action.step, action.target), now_s)
+            paused = PausedWork(sim_pipeline.fresh_shard(action.step, action.target), now_s)
             if self.scheduler.query.shard_state(action.pipeline, action.target) in (None, WorkState.DONE):
                 paused.work.take()  # none of the target's own trajectories is left
-            one.paused[action.target] = paused
+            sim_pipeline.paused[action.target] = paused
         paused.advance(now_s)
         paused.work.give(migration.trajectories, migration.cost_s)
         self._schedule_reply(action.pipeline, action.target, paused.work.idle_s)

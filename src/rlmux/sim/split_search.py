@@ -68,9 +68,9 @@ def best_split(rollout_s: Seconds, train_s: Seconds, num_nodes: int, *, overlaps
     by_rollout, by_train = cache(rollout_s), cache(train_s)
     return min(
         (
-            split_of(by_rollout, by_train, one, other, overlaps)
-            for one in range(1, num_nodes)
-            for other in range(1, num_nodes - one + 1)
+            split_of(by_rollout, by_train, num_rollout, num_train, overlaps)
+            for num_rollout in range(1, num_nodes)
+            for num_train in range(1, num_nodes - num_rollout + 1)
         ),
         key=lambda split: (split.step_s, split.num_nodes, split.num_rollout_nodes),
     )

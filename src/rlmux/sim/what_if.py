@@ -76,14 +76,14 @@ def what_if(run: Ongoing, change: WhatIfChange) -> dict[str, Any]:
     workloads = run.left, change.applied_to(run.left)
     if not run.left.arrivals and not change.added:
         raise UserError(f"{run.left.name}: nothing to predict; all its pipelines are over")
-    for one in workloads:
-        check_nodes(one)
+    for workload in workloads:
+        check_nodes(workload)
     runs = [
         SimRun(workload=world, policy=policy)
-        for one, policy in zip(workloads, policies, strict=True)
-        for world in _worlds(one)
+        for workload, policy in zip(workloads, policies, strict=True)
+        for world in _worlds(workload)
     ]
-    num_steps = sum(_num_steps(arrival) for one in runs for arrival in one.workload.arrivals)
+    num_steps = sum(_num_steps(arrival) for run in runs for arrival in run.workload.arrivals)
     results = sweep(runs, num_processes=1 if num_steps <= FEW_STEPS else None)
     sides = [_side(result) for result in results]
     now, then = sides[:NUM_WORLDS], sides[NUM_WORLDS:]
@@ -100,16 +100,18 @@ def what_if(run: Ongoing, change: WhatIfChange) -> dict[str, Any]:
 
 def _worlds(workload: Workload) -> list[Workload]:
     """The workload in the expected, the low and the high world."""
-    bounds = [replace(workload, arrivals=tuple(at_bound(one, bound) for one in workload.arrivals)) for bound in Bound]
+    bounds = [
+        replace(workload, arrivals=tuple(at_bound(arrival, bound) for arrival in workload.arrivals)) for bound in Bound
+    ]
     return [workload, *bounds]
 
 
 def _notes(workloads: Sequence[Workload]) -> list[str]:
-    arrivals = {one.pipeline.id: one for workload in workloads for one in workload.arrivals}
+    arrivals = {arrival.pipeline.id: arrival for workload in workloads for arrival in workload.arrivals}
     return [
         f"{name}: fewer than {MEASURED_STEPS} steps are measured; its range is {UNMEASURED:.0%} more or less"
-        for name, one in arrivals.items()
-        if not is_measured(one)
+        for name, arrival in arrivals.items()
+        if not is_measured(arrival)
     ]
 
 
@@ -123,15 +125,15 @@ def _side(result: SimResult) -> dict[str, Any]:
         "policy": result.policy,
         **result.figures(),
         "pipelines": {
-            str(one.pipeline): {
-                "ends_s": one.left_s,
-                "queue_s": one.queue_s,
-                "step_slowdown": one.shown_slowdown,
-                "slo_slowdown": one.slo_slowdown,
-                "keeps_slo": one.keeps_slo,
-                "refused": one.refused,
+            str(pipeline.pipeline): {
+                "ends_s": pipeline.left_s,
+                "queue_s": pipeline.queue_s,
+                "step_slowdown": pipeline.shown_slowdown,
+                "slo_slowdown": pipeline.slo_slowdown,
+                "keeps_slo": pipeline.keeps_slo,
+                "refused": pipeline.refused,
             }
-            for one in result.pipelines
+            for pipeline in result.pipelines
         },
     }
 
@@ -141,8 +143,8 @@ def _change(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_less(FIGURES, now, then),
         "pipelines": {
-            name: _less(PIPELINE_FIGURES, now["pipelines"][name], one)
-            for name, one in then["pipelines"].items()
+            name: _less(PIPELINE_FIGURES, now["pipelines"][name], figures)
+            for name, figures in then["pipelines"].items()
             if name in now["pipelines"]
         },
     }
@@ -159,8 +161,8 @@ def _with_range(worlds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **first,
         **_range(FIGURES, worlds),
         "pipelines": {
-            name: {**one, **_range(PIPELINE_FIGURES, [world["pipelines"][name] for world in worlds])}
-            for name, one in first["pipelines"].items()
+            name: {**figures, **_range(PIPELINE_FIGURES, [world["pipelines"][name] for world in worlds])}
+            for name, figures in first["pipelines"].items()
         },
     }
 

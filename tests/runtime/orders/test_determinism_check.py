@@ -14,7 +14,7 @@ from rlmux.core.events import PipelineFailed
 from rlmux.core.model import Cluster, Phase, Pool
 from rlmux.policies import make_policy
 from rlmux.report.reports import write_report
-from rlmux.rl.determinism_class import Promise
+from rlmux.rl.determinism_class import DeterminismClass
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import RunOptions, run_pipelines
 
@@ -72,7 +72,7 @@ def train(
 
 
 def test_a_run_states_each_pipelines_promise_and_trains_one_that_asks_for_it(real: Any, tmp_path: Path) -> None:
-    asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.EXACT)
+    asking = replace(real.submission("asking", seed=1, num_steps=2), determinism_class=DeterminismClass.EXACT)
     pipelines = train(real, tmp_path / "run", [asking, real.submission("quiet", seed=2, num_steps=2)])
     assert {name: one["promise"] for name, one in pipelines.items()} == {"asking": "exact", "quiet": "exact"}
     assert {one["status"] for one in pipelines.values()} == {"finished"}
@@ -83,7 +83,7 @@ def test_a_run_states_each_pipelines_promise_and_trains_one_that_asks_for_it(rea
 
 def test_a_promise_is_probed_where_one_pool_serves_both_phases(real: Any, tmp_path: Path) -> None:
     both = Cluster(pools={"both": Pool(name="both", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=1)})
-    asking = replace(real.submission("asking", seed=1, num_steps=1), promise=Promise.EXACT)
+    asking = replace(real.submission("asking", seed=1, num_steps=1), determinism_class=DeterminismClass.EXACT)
     pipelines = train(real, tmp_path / "run", [asking], cluster=both)
     assert (pipelines["asking"]["promise"], pipelines["asking"]["status"]) == ("exact", "finished")
 
@@ -91,7 +91,7 @@ def test_a_promise_is_probed_where_one_pool_serves_both_phases(real: Any, tmp_pa
 def test_a_file_that_asks_for_more_than_its_engines_keep_starts_nothing(
     real: Any, tmp_path: Path, noisy_backend: Any
 ) -> None:
-    asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.EXACT)
+    asking = replace(real.submission("asking", seed=1, num_steps=2), determinism_class=DeterminismClass.EXACT)
     folder = tmp_path / "run"
     with pytest.raises(UserError) as refused:
         train(real, folder, [real.submission("other", num_steps=2), asking], RunOptions(make_backend=noisy_backend))
@@ -105,7 +105,7 @@ def test_a_file_that_asks_for_more_than_its_engines_keep_starts_nothing(
 def test_a_refused_file_leaves_the_run_that_it_was_to_replace(real: Any, tmp_path: Path, noisy_backend: Any) -> None:
     folder = tmp_path / "run"
     before = train(real, folder, [real.submission("quiet", num_steps=1)])
-    asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.EXACT)
+    asking = replace(real.submission("asking", seed=1, num_steps=2), determinism_class=DeterminismClass.EXACT)
     with pytest.raises(UserError):
         train(real, folder, [asking], RunOptions(make_backend=noisy_backend), is_overwriting=True)
     assert write_report(folder)["pipelines"] == before
@@ -113,7 +113,7 @@ def test_a_refused_file_leaves_the_run_that_it_was_to_replace(real: Any, tmp_pat
 
 @pytest.mark.slow
 def test_what_is_not_asked_for_is_found_out_and_told(real: Any, tmp_path: Path, noisy_backend: Any) -> None:
-    asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.REPLAYABLE)
+    asking = replace(real.submission("asking", seed=1, num_steps=2), determinism_class=DeterminismClass.REPLAYABLE)
     pipelines = train(real, tmp_path / "run", [asking], RunOptions(make_backend=noisy_backend))
     assert (pipelines["asking"]["promise"], pipelines["asking"]["status"]) == ("replayable", "finished")
 
@@ -121,7 +121,7 @@ def test_what_is_not_asked_for_is_found_out_and_told(real: Any, tmp_path: Path, 
 @pytest.mark.slow
 def test_one_that_was_submitted_later_fails_before_it_trains(real: Any, tmp_path: Path, noisy_backend: Any) -> None:
     """Its devices are others' by then: its own workers find it out, under its first lease of each phase."""
-    asking = replace(real.submission("asking", seed=1, num_steps=2), promise=Promise.EXACT)
+    asking = replace(real.submission("asking", seed=1, num_steps=2), determinism_class=DeterminismClass.EXACT)
     good = real.submission("good", seed=2, num_steps=2)
     run = real.run(tmp_path / "run", [asking, good], make_backend=noisy_backend)
     assert run.status == {"asking": "failed", "good": "finished"}

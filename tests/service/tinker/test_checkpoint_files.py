@@ -41,7 +41,7 @@ class Client:
         host = self.place.host
         while isinstance(host, Working) and host.do_one(random.Random(0)):
             pass
-        return self.place.front.promises.result(request_id)
+        return self.place.front.futures.result(request_id)
 
     async def save(self, name: str) -> None:
         await self.ask("save_weights", path=name, overwrite=True)

@@ -115,7 +115,7 @@ def test_a_request_that_cannot_be_applied_again_is_skipped_and_its_client_is_tol
         resumed = place.resumed()
         assert list(resumed.host.opened) == ["s0-0", "s0-sampling-0", "after-0", "after-sampling-0"]
         assert "request x:1 (create_model) is skipped: no session 'x'" in caplog.text
-        assert resumed.front.promises.result("x:1") == Result(b"no session 'x'", SERVER_ERROR)
+        assert resumed.front.futures.result("x:1") == Result(b"no session 'x'", SERVER_ERROR)
         assert (await resumed.post("asample", sample(session, 0))).status_code == 200
 
     asyncio.run(ask())
@@ -128,7 +128,7 @@ def test_another_project_gets_from_every_address_what_it_gets_for_a_thing_that_i
         session = await place.begin()
         model, none = f"{session}:train:0", "s9-000000"
         await place.post("save_weights", as_json(model_id=model, seq_id=1, path="kept"))
-        place.front.promises.settle(f"{model}:1", None, None)
+        place.front.futures.settle(f"{model}:1", None, None)
         await place.post("forward_backward", training_body(model, 2, seed=1))
         await place.post("asample", sample(session, 0))
         kept = len(list(place.ledger.taken()))
@@ -189,7 +189,7 @@ def test_a_token_that_the_model_has_not_is_refused_before_anything_is_kept(place
     asyncio.run(ask())
 
 
-def test_a_model_that_waits_for_its_place_is_promised_with_the_reason_until_it_has_it(place, monkeypatch):
+def test_a_model_that_waits_for_its_place_has_a_future_with_the_reason_until_it_has_it(place, monkeypatch):
     monkeypatch.setattr(routes, "POLL_S", 0.0)
 
     async def wait() -> None:
@@ -199,7 +199,7 @@ def test_a_model_that_waits_for_its_place_is_promised_with_the_reason_until_it_h
         assert waiting.status_code == 408
         assert waiting.json()["queue_state"] == "paused_capacity"
         assert waiting.json()["queue_state_reason"] == "rlmux: memory"
-        assert not any(place.front.promises._waiters.values()), "a poll that is over waits for nothing"
+        assert not any(place.front.futures._waiters.values()), "a poll that is over waits for nothing"
         place.front.admit(PipelineId("s0-0"))
         told = (await place.post("retrieve_future", asked)).json()
         assert told == {"type": "create_model", "model_id": f"{session}:train:0"}
@@ -213,11 +213,11 @@ def test_a_silent_client_gives_back_what_it_holds_and_its_checkpoints_stay(place
         session = await place.begin()
         model = f"{session}:train:0"
         await place.post("save_weights", as_json(model_id=model, seq_id=1, path="kept"))
-        place.front.promises.settle(f"{model}:1", None, None)
+        place.front.futures.settle(f"{model}:1", None, None)
         await place.post("forward_backward", training_body(model, 2, seed=1))
         await place.post("asample", sample(session, 0))
         place.front.end_silent_sessions(since_s=float("inf"))
-        assert place.front.promises.num_pending == 0
+        assert place.front.futures.num_pending == 0
         assert sorted(place.host.finished) == ["s0-0", "s0-sampling-0"]
         assert (await place.post("asample", sample(session, 1))).status_code == 410
         told = (await place.post("retrieve_future", as_json(request_id=f"{model}:2"))).json()
@@ -302,7 +302,7 @@ def test_answers_that_come_together_have_one_commit_before_any_is_told(place):
         done: list[str] = []
         place.ledger._database.set_trace_callback(lambda statement: done.append(statement.split()[0]))
         for each in ids:
-            place.front.promises.when_settled(each, lambda: done.append("told"))
+            place.front.futures.when_settled(each, lambda: done.append("told"))
         calls: list[Callable[[], None]] = []
         client_events = ClientEvents(calls.append)
         client_events.front = place.front

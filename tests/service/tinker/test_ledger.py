@@ -35,7 +35,7 @@ async def step(place: Place, session: str, number: int) -> None:
     await place.post("optim_step", as_json(model_id=model, seq_id=2 * number + 2, adam_params={"learning_rate": 0.1}))
     await place.post("asample", sample(session, number))
     assert isinstance(place.host, Working)
-    place.front.promises.settle(f"{model}:{2 * number + 1}", b"x" * 20 * KB, None)
+    place.front.futures.settle(f"{model}:{2 * number + 1}", b"x" * 20 * KB, None)
     while place.host.do_one(random.Random(0)):
         pass
     for request_id in (f"{model}:{2 * number + 1}", f"{session}:sample:0:{number}"):
@@ -123,7 +123,7 @@ def test_a_restart_from_a_compacted_ledger_comes_to_the_same_and_knows_what_was_
 
 def state(place: Place) -> tuple[Any, ...]:
     assert isinstance(place.host, Working)
-    pending = [each for each in place.front.promises._promised if not each.endswith(":create")]
+    pending = [each for each in place.front.futures._pending if not each.endswith(":create")]
     return place.host.weights, place.host.given, pending
 
 

@@ -78,9 +78,7 @@ class Working(Recorded):
         self.work: dict[str, deque[Callable[[], None]]] = {}
         """What a pipeline has to do; samples have a queue of their own beside training."""
 
-    def open(
-        self, pipeline: str, config: object, folder: Path, restore_from: Any, hints: object, project: str
-    ) -> None:
+    def open(self, pipeline: str, config: object, folder: Path, restore_from: Any, hints: object, project: str) -> None:
         super().open(pipeline, config, folder, restore_from, hints, project)
         folder.mkdir(parents=True, exist_ok=True)
         self.folders[pipeline] = folder
@@ -93,7 +91,7 @@ class Working(Recorded):
     def sample(self, pipeline: str, request: Any, weights: Path | None) -> None:
         def answer() -> None:
             text = b"base" if weights is None else weights.read_bytes()
-            self.front.promises.settle(request.id, text, None)
+            self.front.futures.settle(request.id, text, None)
 
         self.work.setdefault(f"{pipeline} samples", deque()).append(answer)
 
@@ -116,7 +114,7 @@ class Working(Recorded):
                 self._save(pipeline, request.folder)
             case LoadState():
                 self.weights[pipeline] = (request.folder / "state.json").read_text()
-        self.front.promises.settle(request_id, value, None)
+        self.front.futures.settle(request_id, value, None)
         if isinstance(request, OptimizerStep):
             update = self.folders[pipeline] / f"update-{request_id.rpartition(':')[2]}"
             self._save(pipeline, update)
@@ -229,18 +227,18 @@ async def ordered(folder: Path) -> dict[str, list[Any]]:
 
 
 async def shuffled(folder: Path, choose: random.Random) -> dict[str, list[Any]]:
-    """Valid requests in any order, each perhaps twice, with broken ones between: whole bodies get their promise."""
+    """Valid requests in any order, each perhaps twice, with broken ones between: whole bodies get their future."""
     place = Place(folder)
     requests = valid_requests(await place.begin())
     order = [*requests, *choose.choices(requests, k=REQUESTS - len(requests))]
     choose.shuffle(order)
-    promises: dict[tuple[str, bytes], Any] = {}
+    futures: dict[tuple[str, bytes], Any] = {}
     for request in order:
         if choose.random() < 0.5:
             await breaking(place, broken(choose.choice(requests), choose), requests)
         answer = await place.post(*request)
         assert answer.status_code == 200, answer.text
-        assert promises.setdefault(request, answer.json()) == answer.json()
+        assert futures.setdefault(request, answer.json()) == answer.json()
     await place.http.aclose()
     return place.host.given
 
@@ -265,7 +263,7 @@ def test_any_order_and_repetition_of_requests_hands_over_the_same_and_nothing_br
 async def two_projects(folder: Path, choose: random.Random) -> dict[str, list[Any]]:
     """Two clients with keys of their own send what they have in any order, and at times what is the other's."""
     place = Place(folder)
-    sessions, to_send, promised = [], [], {0: ["s9:train:0:1"], 1: ["s9:train:0:1"]}
+    sessions, to_send, given_ids = [], [], {0: ["s9:train:0:1"], 1: ["s9:train:0:1"]}
     for key in ("k", "other"):
         place.http.headers["X-API-Key"] = key
         sessions.append(await place.begin())
@@ -277,7 +275,7 @@ async def two_projects(folder: Path, choose: random.Random) -> dict[str, list[An
         stolen = choose.choice(valid_requests(sessions[1 - mine]))
         assert (await place.post(*stolen)).status_code == 404
         await place.post(*broken(stolen, choose))
-        its = choose.choice(promised[1 - mine])
+        its = choose.choice(given_ids[1 - mine])
         told = await place.post("retrieve_future", as_json(request_id=its))
         assert (told.status_code, told.json()) == (410 if ":sample:" in its else 404, {"detail": f"no request {its!r}"})
         await place.post("cancel_future", as_json(request_id=its))
@@ -286,7 +284,7 @@ async def two_projects(folder: Path, choose: random.Random) -> dict[str, list[An
         if to_send[mine]:
             answer = await place.post(*to_send[mine].pop())
             assert answer.status_code == 200, answer.text
-            promised[mine].append(answer.json()["request_id"])
+            given_ids[mine].append(answer.json()["request_id"])
     await place.http.aclose()
     assert place.host.withdrawn == []
     return place.host.given
@@ -385,7 +383,7 @@ class Saves:
 
     async def sample(self, number: int) -> None:
         sampler, (snapshot, weights) = f"{self.session}:sample:{number}", self.samplers[number]
-        if snapshot in self.place.front.promises:
+        if snapshot in self.place.front.futures:
             return
         following = self.place.front.registry.samplers[sampler].order(0)[0].following
         body = as_json(sampling_session_id=sampler, seq_id=following, prompt=PROMPT, sampling_params={"max_tokens": 4})
@@ -401,7 +399,7 @@ class Saves:
         assert isinstance(host, Working)
         while num_requests != 0 and host.do_one(self.choose):
             num_requests = None if num_requests is None else num_requests - 1
-            for save in [each for each in self.saves if each[0] not in self.place.front.promises]:
+            for save in [each for each in self.saves if each[0] not in self.place.front.futures]:
                 self.saves.remove(save)
                 self.named[save[1]] = save[2]
 
@@ -409,7 +407,7 @@ class Saves:
         """All is answered as it must be, what is listed is there, and nothing else is."""
         self.work()
         for request_id, weights in self.samples.items():
-            result = self.place.front.promises.result(request_id)
+            result = self.place.front.futures.result(request_id)
             assert result is not None
             assert result.body.decode() == weights, request_id
         listed = {path: each.weights.read_text() for path, each in self.place.front.registry.checkpoints.items()}

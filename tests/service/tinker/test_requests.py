@@ -34,7 +34,7 @@ def test_a_flood_is_answered_with_429_and_what_others_wait_for_is_always_taken(p
         assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200
         for number in (0, 1):
             assert (await place.http.post("asample", content=sample(session, 4))).status_code == 429
-            place.front.promises.settle(f"{session}:sample:0:{number}", b"", None)
+            place.front.futures.settle(f"{session}:sample:0:{number}", b"", None)
         assert (await place.http.post("asample", content=sample(session, 4))).status_code == 200
 
     asyncio.run(flood())
@@ -67,8 +67,8 @@ def test_floods_are_refused_by_name_for_one_project_and_room_is_given_back(place
         others = {"X-API-Key": "other"}
         assert (await place.http.post("create_session", content=b"{}", headers=others)).status_code == 200
         await place.post(f"sessions/{first}/finish", b"{}")
-        place.front.promises.settle(f"{second}:train:0:create", None, None)
-        assert place.front.promises.waiting_of(Keys({}).project("k")) == PendingLoad()
+        place.front.futures.settle(f"{second}:train:0:create", None, None)
+        assert place.front.futures.waiting_of(Keys({}).project("k")) == PendingLoad()
         assert (await place.http.post("create_session", content=b"{}")).status_code == 200
         assert (await place.http.post("create_model", content=model)).status_code == 200
 

@@ -90,7 +90,7 @@ def profile(
     if out.is_dir() or not folder.is_dir():
         raise UserError(f"--out {out}: accepted: a file in a folder that exists")
     spec = inputs.load(file) if file else None
-    configs = [usual_config(device)] if spec is None else [one.config for one in spec.pipelines]
+    configs = [usual_config(device)] if spec is None else [pipeline.config for pipeline in spec.pipelines]
     estimates = {}
     if spec is not None:
         with progress.bar("steps", is_quiet=json) as report_progress:

@@ -86,9 +86,9 @@ def token(
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; accepted: that of a server")
     if action == "list":
-        for one in tokens.read(folder):
-            ends = time.strftime("%Y-%m-%d", time.gmtime(one.ends_at))
-            typer.echo(f"{one.id}  {one.user}  {','.join(one.scopes)}  until {ends}")
+        for token in tokens.read(folder):
+            ends = time.strftime("%Y-%m-%d", time.gmtime(token.ends_at))
+            typer.echo(f"{token.id}  {token.user}  {','.join(token.scopes)}  until {ends}")
     elif name is None:
         missing = "USER" if action == "add" else "ID"
         raise UserError(f"rlmux token {action}: accepted: rlmux token {action} DIR {missing}")

@@ -262,7 +262,7 @@ def _end(ended: Run, as_json: bool) -> None:
         inputs.print_notice("nothing to resume: every pipeline is over")
     if result.is_complete:
         tables.show_run(result.summary, result.folder, as_json=as_json)
-        failed = [name for name, one in result.summary["pipelines"].items() if one["status"] == "failed"]
+        failed = [name for name, row in result.summary["pipelines"].items() if row["status"] == "failed"]
         if failed and not as_json:
             retries = " ".join(f"--retry {name}" for name in failed)
             typer.echo(f"rlmux: once the cause is mended: rlmux resume {result.folder} {retries}", err=True)

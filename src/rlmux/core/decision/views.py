@@ -367,7 +367,9 @@ class GroupView:
 
     def residents(self, device: DeviceId) -> tuple[tuple[PipelineId, Phase], ...]:
         """States of members that are kept there, least recently used first."""
-        return tuple(one for one in self._state.devices[device].residents if one[0] in self._group.members)
+        return tuple(
+            resident for resident in self._state.devices[device].residents if resident[0] in self._group.members
+        )
 
     def num_kept(self, device: DeviceId) -> float:
         """How many of the states that members use there fit at once, whichever they are; infinite for all."""
@@ -376,8 +378,8 @@ class GroupView:
             phase: [run.pipeline.footprint for run in pinned.get((phase, device), {}).values()]
             for phase in (Phase.ROLLOUT, Phase.TRAIN)
         }
-        sizes = [one.rollout_device_bytes for one in footprints[Phase.ROLLOUT]]
-        sizes += [one.train_device_bytes for one in footprints[Phase.TRAIN]]
+        sizes = [footprint.rollout_device_bytes for footprint in footprints[Phase.ROLLOUT]]
+        sizes += [footprint.train_device_bytes for footprint in footprints[Phase.TRAIN]]
         return num_fitting(sizes, self.memory_bytes(device))
 
     def switch_s(self, work: ReadyWork) -> float:

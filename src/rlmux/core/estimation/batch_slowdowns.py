@@ -68,14 +68,14 @@ class BatchSlowdowns:
     ) -> None:
         """Learn from an order that has ended with so many tokens and seconds, of which `batches` were with others."""
         key = phase, pipeline.id
-        batch_s = sum(one.seconds for one in batches)
-        alone_s, alone_tokens = seconds - batch_s, tokens - sum(one.tokens for one in batches)
+        batch_s = sum(batch.seconds for batch in batches)
+        alone_s, alone_tokens = seconds - batch_s, tokens - sum(batch.tokens for batch in batches)
         if alone_s > 0.0 and alone_tokens > 0:
             (self._partly_alone if batches else self._alone)[key] = alone_tokens / alone_s
         rate = self._alone.get(key) or self._partly_alone.get(key)
         solo_s = 0.0 if rate is None else tokens / rate - alone_s
-        for one in batches:
-            if solo_s > 0.0 and one.tokens > 0:
-                expected = expected_slowdown(pipeline, phase, one.num_together)
-                mean = self._means.setdefault((phase, pipeline.base_of(phase), one.num_together), _Mean(expected))
-                mean.add(min(batch_s / solo_s, one.num_together))
+        for batch in batches:
+            if solo_s > 0.0 and batch.tokens > 0:
+                expected = expected_slowdown(pipeline, phase, batch.num_together)
+                mean = self._means.setdefault((phase, pipeline.base_of(phase), batch.num_together), _Mean(expected))
+                mean.add(min(batch_s / solo_s, batch.num_together))

@@ -122,19 +122,19 @@ class SharingTable:
             gains[frozenset((a, b))] = entry.gain
             shared[b, a] = SharedRates(1.0 - entry.device_fraction, entry.slowdown_b)
             shared[a, b] = SharedRates(entry.device_fraction, entry.slowdown_a)
-        for triple in sorted(self.triples, key=lambda one: one.gain):
+        for triple in sorted(self.triples, key=lambda triple: triple.gain):
             best_pair = max(gains.get(frozenset(pair), 1.0) for pair in combinations(triple.sub_stages, 2))
             if triple.gain < MIN_GAIN * best_pair:
                 continue
             for place, sub_stage in enumerate(triple.sub_stages):
                 others = sorted(triple.sub_stages[:place] + triple.sub_stages[place + 1 :])
                 shared[sub_stage, *others] = SharedRates(triple.device_fractions[place], triple.slowdowns[place])
-        for one in self.batches:
-            shared.update(_on_base(shared, one))
-        for one in self.batches:
-            shared.update(_in_batches(one))
+        for base_batches in self.batches:
+            shared.update(_on_base(shared, base_batches))
+        for base_batches in self.batches:
+            shared.update(_in_batches(base_batches))
         object.__setattr__(self, "_shared", shared)
-        object.__setattr__(self, "_rates", {key: 1.0 / one.slowdown for key, one in shared.items()})
+        object.__setattr__(self, "_rates", {key: 1.0 / rates.slowdown for key, rates in shared.items()})
         object.__setattr__(self, "most_together", max(map(len, shared), default=1))
 
     @classmethod
@@ -152,7 +152,9 @@ class SharingTable:
             return NO_SHARING
         if num_together >= self.most_together:
             return self
-        batches = [replace(one, slowdowns=one.slowdowns[: num_together - 1]) for one in self.batches]
+        batches = [
+            replace(base_batches, slowdowns=base_batches.slowdowns[: num_together - 1]) for base_batches in self.batches
+        ]
         return SharingTable(self.entries, self.triples if num_together > 2 else (), tuple(batches))
 
     @property
@@ -167,7 +169,7 @@ class SharingTable:
 
 def _on_base(shared: Mapping[tuple[str, ...], SharedRates], batches: BaseBatches) -> dict[tuple[str, ...], SharedRates]:
     """What holds for pairs of plain sub-stages, for pairs of which some are on the base."""
-    names = {str(one): (one, sub_stage_in(one, batches.base)) for one in batches.sub_stages}
+    names = {str(sub_stage): (sub_stage, sub_stage_in(sub_stage, batches.base)) for sub_stage in batches.sub_stages}
     return {
         (first, second): rates
         for (a, *others), rates in shared.items()
@@ -179,7 +181,7 @@ def _on_base(shared: Mapping[tuple[str, ...], SharedRates], batches: BaseBatches
 
 def _in_batches(batches: BaseBatches) -> dict[tuple[str, ...], SharedRates]:
     """Any sub-stages on the base in one batch: each pipeline has an equal part of the device."""
-    names = sorted(sub_stage_in(one, batches.base) for one in batches.sub_stages)
+    names = sorted(sub_stage_in(sub_stage, batches.base) for sub_stage in batches.sub_stages)
     return {
         (first, *others): SharedRates(1.0 / number, slowdown)
         for number, slowdown in enumerate(batches.helpful(), 2)
@@ -193,7 +195,7 @@ def _with_stand_ins(entries: tuple[SharingEntry, ...]) -> Iterator[SharingEntry]
     known = {name for entry in entries for name in (entry.sub_stage_a, entry.sub_stage_b)}
     names: dict[str, list[str]] = {name: [name] for name in known}
     for missing, stand_ins in _STAND_INS.items():
-        stand_in = next((one for one in stand_ins if one in known), None)
+        stand_in = next((candidate for candidate in stand_ins if candidate in known), None)
         if missing not in known and stand_in is not None:
             names[stand_in].append(missing)
     for entry in entries:

@@ -98,7 +98,7 @@ class StepPlan:
         """The later sub-stages of a shard that is in this one with so many solo seconds left, as `sub_stages`."""
         if begun is SubStage.TAIL_DECODE:
             return ()
-        return tuple(one for one in self.sub_stages[1:] if one[0] < left_s and one[1] is not begun)
+        return tuple(later for later in self.sub_stages[1:] if later[0] < left_s and later[1] is not begun)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class StepEstimates:
                 (self.rollout_s, SubStage.DENSE_DECODE),
                 (TYPICAL_TAIL_PART * self.rollout_s, SubStage.TAIL_DECODE),
             )
-        curve = sorted(self.curves, key=lambda one: one.end_s)[len(self.curves) // 2]
+        curve = sorted(self.curves, key=lambda curve: curve.end_s)[len(self.curves) // 2]
         threshold = dense_threshold or dense_threshold_of(curve.peak)
         tail_from_s = max(curve.prefill_s, curve.time_to(threshold - 1))
         begins = (
@@ -363,7 +363,7 @@ class StepHistory:
         """Leave out the shards of a rollout whose tail migrates, where others are known: long ones do not end whole."""
         self._has_tail_left = True
         step = max((shard.step for shard in self._open.values()), default=0)
-        others = [one for one in self._curves if one[0] != step]
+        others = [entry for entry in self._curves if entry[0] != step]
         self._curves = others or self._curves
 
     def add_wait(self, seconds: float) -> None:
@@ -400,7 +400,7 @@ class StepHistory:
         self._curves.append((shard.step, curve))
         if len(self._curves) > WINDOW_STEPS:
             steps = sorted({step for step, _ in self._curves})[-WINDOW_STEPS:]
-            self._curves = [one for one in self._curves if one[0] in steps]
+            self._curves = [entry for entry in self._curves if entry[0] in steps]
         self._estimates = None
 
     def end_stage(self, stage: Stage, solo_s: float) -> None:

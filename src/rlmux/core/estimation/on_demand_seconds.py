@@ -64,10 +64,10 @@ class RequestBatchSeconds:
         if kind not in self._kinds:
             return None
         seen = self._kinds[kind].seen
-        sized = [one.solo_s / one.units for one in seen if one.units]
+        sized = [batch.solo_s / batch.units for batch in seen if batch.units]
         if units and sized:
             return units * quantile(sized, 0.5)
-        return quantile([one.solo_s for one in seen], 0.5)
+        return quantile([batch.solo_s for batch in seen], 0.5)
 
     def seconds(self) -> MeasuredSeconds | None:
         """Seconds of a step as a distribution; None before `MEASURED_STEPS` batches of each kind that was seen."""
@@ -77,12 +77,14 @@ class RequestBatchSeconds:
         thinking_s = sum(quantile(kind.thinking_s, 0.5) for kind in self._kinds.values() if kind.thinking_s)
 
         def solo(part: float) -> PhaseSeconds:
-            return self._step_s([quantile([one.solo_s for one in kind.seen], part) for kind in self._kinds.values()])
+            return self._step_s(
+                [quantile([batch.solo_s for batch in kind.seen], part) for kind in self._kinds.values()]
+            )
 
         def with_thinking(seconds: PhaseSeconds) -> PhaseSeconds:
             return PhaseSeconds(rollout_s=seconds.rollout_s, train_s=seconds.train_s, sync_s=thinking_s)
 
-        held = self._step_s([quantile([one.held_s for one in kind.seen], 0.5) for kind in self._kinds.values()])
+        held = self._step_s([quantile([batch.held_s for batch in kind.seen], 0.5) for kind in self._kinds.values()])
         low, median, high = (with_thinking(solo(part)) for part in (0.1, 0.5, 0.9))
         return MeasuredSeconds(num_steps=fewest, low=low, median=median, high=high, held=with_thinking(held))
 

@@ -191,7 +191,7 @@ class GroupLoad:
         if self._may_migrate(pipeline):
             placement = Placement(group=self.id, rollout_nodes=(node,), train_nodes=self.train_nodes)
             newcomer = Member(pipeline=pipeline, placement=placement)
-            there = [*(one for one in self.members if node in one.placement.rollout_nodes), newcomer]
+            there = [*(member for member in self.members if node in member.placement.rollout_nodes), newcomer]
             numbers = [0, *numbers_left([member.pipeline.tail for member in there])]
             each = [_phase_loads(there, self.pools, tail_left=num_left) for num_left in numbers]
             return min(sum(load.held_s * load.steps_per_cycle for load in loads) for loads in each)
@@ -349,12 +349,14 @@ def _shortest(members: Sequence[Member], pools: Mapping[str, Pool]) -> tuple[lis
 
 def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool], tail_left: int = 0) -> list[PhaseLoad]:
     """Demand of each member on a group of these, switches included."""
-    tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
+    tenants: list[Tenant] = [
+        (member.pipeline, member.placement.rollout_nodes, member.placement.train_nodes) for member in members
+    ]
     added = switch_seconds(tenants, pools)
     is_alone = _is_lighter_alone(members)
-    own = [one.load_of(one.pipeline.estimate) if is_alone else one.phase_load for one in members]
+    own = [member.load_of(member.pipeline.estimate) if is_alone else member.phase_load for member in members]
     if tail_left:
-        own = with_tails(own, [one.pipeline.tail for one in members], tail_left)
+        own = with_tails(own, [member.pipeline.tail for member in members], tail_left)
     return [
         replace(load, rollout_s=load.rollout_s + rollout_s, train_s=load.train_s + train_s)
         if rollout_s or train_s

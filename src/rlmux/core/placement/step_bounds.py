@@ -92,7 +92,9 @@ class StepBounds:
     def _take_up(self, before: BoundedSteps) -> None:
         """Go on from the steps of an earlier part of the run. The first step of this part starts processes again."""
         base = self._base
-        self._ratios.extend((over(one[0], base.rollout_s), over(one[1], base.train_s)) for one in before.seen)
+        self._ratios.extend(
+            (over(seconds[0], base.rollout_s), over(seconds[1], base.train_s)) for seconds in before.seen
+        )
         self._num_nodes, self._is_limit_broken = before.num_rollout_nodes, before.is_limit_exceeded
 
     @property
@@ -176,7 +178,7 @@ class StepBounds:
 
     def _phase(self, phase: int, num_ahead: int) -> tuple[int, float]:
         """Power of `_NOTCH` that the phase's mean is, and its spread."""
-        ratios = [one[phase] for one in self._ratios]
+        ratios = [by_phase[phase] for by_phase in self._ratios]
         recent = ratios[-_MEAN_STEPS:]
         deviation = deviation_of(ratios)
         found = _notch_of(math.fsum(recent) / len(recent))
@@ -226,7 +228,7 @@ def deviation_of(values: Sequence[float]) -> float:
     """Standard deviation of the logarithms of two or more values, the prior in it; 0 where all are alike."""
     logs = [math.log(value) for value in values]
     mean = math.fsum(logs) / len(logs)
-    squares = math.fsum((one - mean) ** 2 for one in logs)
+    squares = math.fsum((log - mean) ** 2 for log in logs)
     if squares < _ROUNDING**2:
         return 0.0
     return math.sqrt((_PRIOR_STEPS * _PRIOR_DEVIATION**2 + squares) / (_PRIOR_STEPS + len(logs) - 1))

@@ -75,7 +75,7 @@ def account_rows(state: SchedulerState, shares: Shares) -> tuple[AccountRow, ...
     """A row for each account, the first that came first."""
     if not shares.are_set:
         return ()
-    usage = {(one.account, one.pool): one for one in shares.usage()}
+    usage = {(used.account, used.pool): used for used in shares.usage()}
     accounts = dict.fromkeys((*(run.pipeline.account for run in state.runs.values()), *state.usage_by_account))
     return tuple(_row(account, state, shares, usage) for account in accounts)
 
@@ -92,8 +92,8 @@ def _row(
             charged[pool] = charged.get(pool, 0.0) + device_s
     set_for = state.share_by_account
     own_share = set_for.get(project) or set_for.get(Account("", account.project)) or Share()
-    own = [one for (other, _), one in usage.items() if other == account]
-    limited = next((one for one in (user, project) if one in state.quota_by_account), None)
+    own = [used for (other, _), used in usage.items() if other == account]
+    limited = next((holder for holder in (user, project) if holder in state.quota_by_account), None)
     quota, budgets = state.quota_by_account[limited] if limited else Quota(), shares.quotas.budgets
     has_budget = limited is not None and quota.budget_usd is not None
     return AccountRow(
@@ -103,8 +103,8 @@ def _row(
         share=share,
         fair_share=fair_share,
         charged_by_pool=charged,
-        used_by_pool={one.pool: one.device_s for one in own},
-        today_s=sum(one.today_s for one in own),
+        used_by_pool={used.pool: used.device_s for used in own},
+        today_s=sum(used.today_s for used in own),
         num_running=_count(runs, PipelineStatus.RUNNING),
         num_waiting=_count(runs, PipelineStatus.WAITING),
         quota=quota,

@@ -9,7 +9,7 @@ This is EASY back-filling (Lifka, "The ANL/IBM SP Scheduling System", JSSPP 1995
 12(6), 2001). What counts as room is the policy's own answer, in trials of the ledger in which pipelines
 have departed. An unknown end is never, so where the head waits for one of these nothing overtakes.
 
-Every wait is bounded: the earliest start ever promised to the head is kept, over a resume too, and once it has passed
+Every wait is bounded: the earliest start ever reserved for the head is kept, over a resume too, and once it has passed
 nothing overtakes.
 What runs then ends, and each pipeline before it in the queue takes its turn as the head.
 
@@ -125,7 +125,7 @@ class AdmissionQueue:
         self._waiting(run)[run.pipeline.id] = run
         wait = self._state.restored_waits.pop(run.pipeline.id, None)
         if wait is not None:
-            run.admission.waiting_since_s, run.admission.promised_s = wait.since_s, wait.promised_s
+            run.admission.waiting_since_s, run.admission.reserved_start_s = wait.since_s, wait.promised_s
 
     def hold(self, run: PipelineRun) -> None:
         """The user keeps the pipeline from starting, or from going on once it is parked."""
@@ -152,9 +152,9 @@ class AdmissionQueue:
         run.admission.restart_step = run.step.published_version
         run.admission.waiting_since_s = self._state.now_s
 
-    def drop_promise(self, run: PipelineRun) -> None:
-        """The start that was reserved for the pipeline before is promised no longer."""
-        run.admission.promised_s = math.inf
+    def drop_reserved_start(self, run: PipelineRun) -> None:
+        """The start that was reserved for the pipeline before holds no longer."""
+        run.admission.reserved_start_s = math.inf
 
     def fail(self, run: PipelineRun, reason: str) -> None:
         run.admission.reason = reason
@@ -179,7 +179,7 @@ class AdmissionQueue:
         reservation = self._state.reservation = self._reserve(run)
         if reservation is None:
             return choice
-        run.admission.promised_s = min(run.admission.promised_s, reservation.start_s)
+        run.admission.reserved_start_s = min(run.admission.reserved_start_s, reservation.start_s)
         return replace(choice, reason=f"{choice.reason}; it is first in the queue and starts {_when(reservation)}")
 
     def would_start(self, pipeline: Pipeline, reservation: Reservation | None) -> bool:
@@ -274,7 +274,7 @@ class AdmissionQueue:
     def _may_overtake(self, reservation: Reservation, pipeline: Pipeline, choice: PlacementChoice) -> bool:
         """Whether the head can still start at its reserved time once this choice is carried out."""
         head = self._state.runs[reservation.pipeline]
-        if reservation.start_s == math.inf or self._state.now_s >= head.admission.promised_s:
+        if reservation.start_s == math.inf or self._state.now_s >= head.admission.reserved_start_s:
             return False
         latest_s = reservation.start_s * (1.0 + _TOLERANCE)
         with self._ledger.trial():

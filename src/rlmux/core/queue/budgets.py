@@ -54,7 +54,7 @@ class Budgets:
 
     def restore(self, spent: Iterable[AccountSpent]) -> None:
         """Go on with what was spent in earlier parts of the run."""
-        self._state.spent_by_account.update((one.account, one) for one in spent)
+        self._state.spent_by_account.update((entry.account, entry) for entry in spent)
 
     def spent_usd(self, account: Account) -> float:
         """Dollars that the account was charged in the present period; 0 without a budget.

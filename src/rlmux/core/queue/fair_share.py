@@ -83,8 +83,8 @@ class Shares:
         self.begin()
         self.charge(state.held_devices)
         state.settings = settings
-        state.share_by_account = {one.account: one.share for one in settings.accounts}
-        state.quota_by_account = {one.account: one.quota for one in settings.accounts if not one.quota.is_empty}
+        state.share_by_account = {entry.account: entry.share for entry in settings.accounts}
+        state.quota_by_account = {entry.account: entry.quota for entry in settings.accounts if not entry.quota.is_empty}
         for by_pool in state.usage_by_account.values():
             for usage in by_pool.values():
                 usage.device_s, usage.at_s = usage.at(state.now_s), state.now_s
@@ -95,12 +95,12 @@ class Shares:
         state = self._state
         self.begin()
         self.quotas.budgets.restore(spent)
-        for one in usage:
-            by_pool = state.usage_by_account.setdefault(one.account, {})
-            by_pool[one.pool] = DecayedUsage(one.device_s, state.now_s, self._half_life_s)
-            if one.today_s > 0.0:
+        for used in usage:
+            by_pool = state.usage_by_account.setdefault(used.account, {})
+            by_pool[used.pool] = DecayedUsage(used.device_s, state.now_s, self._half_life_s)
+            if used.today_s > 0.0:
                 self.quotas.begin_day()
-                state.charged_today.setdefault(one.account, {})[one.pool] = one.today_s
+                state.charged_today.setdefault(used.account, {})[used.pool] = used.today_s
 
     def usage(self) -> tuple[AccountUsage, ...]:
         """What every account has used up to now."""
@@ -160,7 +160,7 @@ class Shares:
         since_s, now_s = order.started_s, self._state.now_s
         if not batches or not self.are_set or now_s <= since_s:
             return
-        rate = sum(one.charged_s - one.held_s for one in batches) / (now_s - since_s)
+        rate = sum(batch.charged_s - batch.held_s for batch in batches) / (now_s - since_s)
         for device in order.devices:
             self._add(self._state.runs[order.pipeline], device.pool, rate, since_s)
 

@@ -110,7 +110,9 @@ class Quotas:
     def again_s(self, run: PipelineRun) -> float | None:
         """When the next of the limits begins anew that are used up; None where none is."""
         spent = (self._spent(account, quota) for account, quota in self._limits(run.pipeline))
-        return min((one.again_s for one in spent if one is not None and one.again_s is not None), default=None)
+        return min(
+            (excess.again_s for excess in spent if excess is not None and excess.again_s is not None), default=None
+        )
 
     def count(self, pipeline: Pipeline, pool: str, rate: float, since_s: float) -> None:
         """Count a charge at a rate, in devices, from `since_s` until now, where charges are limited."""
@@ -203,10 +205,10 @@ class Quotas:
         for group in self._state.groups.values():
             for run in group.members.values():
                 for account in limited_accounts(run.pipeline) if run.pipeline.id != without else ():
-                    one = held.setdefault(account, _Held())
-                    one.num_pipelines += 1
-                    one.num_devices += self.num_devices(run.pipeline)
-                    one.usd_per_hour += self.budgets.usd_per_hour(run.pipeline)
+                    total = held.setdefault(account, _Held())
+                    total.num_pipelines += 1
+                    total.num_devices += self.num_devices(run.pipeline)
+                    total.usd_per_hour += self.budgets.usd_per_hour(run.pipeline)
         return held
 
 
@@ -247,7 +249,7 @@ def too_many_waiting(state: SchedulerState, coming: Sequence[Pipeline], expected
 
 
 def _count(pipelines: Iterable[Pipeline], account: Account) -> int:
-    return sum(account in limited_accounts(one) for one in pipelines if not one.is_filler)
+    return sum(account in limited_accounts(pipeline) for pipeline in pipelines if not pipeline.is_filler)
 
 
 def limited_accounts(pipeline: Pipeline) -> Iterable[Account]:

@@ -110,7 +110,7 @@ def wait_of(
     """Why this pipeline waits, and what would start it now; None where it does not wait. Nothing is changed."""
     if run.status is not PipelineStatus.WAITING:
         return None
-    in_order = [one.pipeline.id for one in shares.in_order()]
+    in_order = [waiting.pipeline.id for waiting in shares.in_order()]
     reservation = state.reservation
     would_start = (
         change
@@ -170,8 +170,8 @@ def _token(
     excess = shares.quotas.excess_of(run)
     if excess is not None:
         return WaitToken.BUDGET_SPENT if excess.limit == "budget_usd" else WaitToken.OVER_QUOTA
-    running = (one for group in state.groups.values() for one in group.members.values())
-    if any(one.parking.parks_for == run.pipeline.id for one in running):
+    running = (member for group in state.groups.values() for member in group.members.values())
+    if any(member.parking.parks_for == run.pipeline.id for member in running):
         return WaitToken.PARKING
     if reservation is None or reservation.pipeline == run.pipeline.id:
         return WaitToken.NO_ROOM

@@ -63,7 +63,7 @@ def end(parts: Parts, run: PipelineRun) -> list[Action]:
     """The pipeline, which is pinned to nothing any more, waits."""
     state = parts.state
     parts.groups.plan_move(run, None)
-    parts.queue.drop_promise(run)
+    parts.queue.drop_reserved_start(run)
     run.parking.num_parks += run.parking.parks_for is not None
     forget(run)
     for other in _parking_for(state, run.pipeline.id):
@@ -116,7 +116,7 @@ def _fewest(parts: Parts, head: PipelineRun, candidates: list[PipelineRun]) -> l
         else:
             return []
     for run in chosen[-2::-1]:
-        if _fits_without(parts, head, [one for one in chosen if one is not run]):
+        if _fits_without(parts, head, [other for other in chosen if other is not run]):
             chosen.remove(run)
     return chosen
 

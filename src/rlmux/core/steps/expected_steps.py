@@ -215,7 +215,7 @@ class Expectations:
             return 1.0
         probabilities = [member.pipeline.slo_probability or 0.0 for member in group.members]
         bounds = [self._state.runs[member.pipeline.id].estimates.bounds for member in group.members]
-        return min(probabilities) if all(one and one.is_known for one in bounds) else None
+        return min(probabilities) if all(bound and bound.is_known for bound in bounds) else None
 
     def _keeps_slo_as_planned(self, run: PipelineRun, group: GroupLoad) -> bool:
         """Whether its SLO is kept if the steps that are left take its spread times what is planned: by their mean, or

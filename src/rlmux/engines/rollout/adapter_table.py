@@ -60,17 +60,17 @@ class AdapterTable:
     @property
     def configs(self) -> list[AdapterConfig]:
         """Distinct ranks and targets of the adapters, in a fixed order."""
-        return sorted({one.adapter for one in self._weights.values() if one is not None}, key=repr)
+        return sorted({weights.adapter for weights in self._weights.values() if weights is not None}, key=repr)
 
     @property
     def flats(self) -> list[Tensor]:
         """The buffer of each adapter."""
-        return [one.flat for one in self._weights.values() if one is not None]
+        return [weights.flat for weights in self._weights.values() if weights is not None]
 
     def weights(self, name: str) -> AdapterWeights | None:
         """The adapter's weights; None for the base itself. Raises UserError for an unknown name."""
         if name not in self._weights:
-            served = ", ".join(repr(one) for one in self._weights)
+            served = ", ".join(repr(adapter) for adapter in self._weights)
             raise UserError(f"adapter {name!r} is not served here; accepted: {served}")
         return self._weights[name]
 

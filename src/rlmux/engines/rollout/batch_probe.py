@@ -156,7 +156,7 @@ class BatchProbe:
             str(self._weights.flat.device),
             self._weights.flat.dtype,
             torch.get_num_threads(),
-            tuple((one.rank, one.targets) for one in self._adapters),
+            tuple((adapter.rank, adapter.targets) for adapter in self._adapters),
             *shape,
         )
         if key not in is_exact_by_shape:

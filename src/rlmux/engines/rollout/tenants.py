@@ -97,7 +97,10 @@ class SharedEngine:
     ) -> Mapping[str, ChunkReport | PipelineError]:
         """One chunk of these tenants' trajectories: a report or an error for each."""
         reports = self.engine.run_chunk_of(names, max_decode_steps=max_decode_steps, max_seconds=max_seconds)
-        return {name: one if isinstance(one, PipelineError) else _without_name(one) for name, one in reports.items()}
+        return {
+            name: report if isinstance(report, PipelineError) else _without_name(report)
+            for name, report in reports.items()
+        }
 
     def _remove_departed(self) -> None:
         for name in self._departed:
@@ -139,19 +142,19 @@ class TenantEngine:
         return len(self._engine.unfinished_of(self._name))
 
     def submit(self, requests: Sequence[TrajectoryRequest]) -> None:
-        self._engine.submit([replace(one, id=self._named(one.id)) for one in requests])
+        self._engine.submit([replace(request, id=self._named(request.id)) for request in requests])
 
     def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
-        self._engine.continue_from([_with_id(one, self._named(one.request.id)) for one in partials])
+        self._engine.continue_from([_with_id(partial, self._named(partial.request.id)) for partial in partials])
 
     def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
-        named = [replace(one, id=self._named(one.id)) for one in replies]
-        self._engine.reply(named, [self._named(one) for one in released])
+        named = [replace(reply, id=self._named(reply.id)) for reply in replies]
+        self._engine.reply(named, [self._named(id) for id in released])
 
     def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:
-        named = self._engine.unfinished_of(self._name) if ids is None else [self._named(one) for one in ids]
+        named = self._engine.unfinished_of(self._name) if ids is None else [self._named(id) for id in ids]
         taken = self._engine.take_partials(named, with_kv=with_kv)
-        return [_with_id(one, _nameless(one.request.id)) for one in taken]
+        return [_with_id(partial, _nameless(partial.request.id)) for partial in taken]
 
     def run_chunk(self, *, max_decode_steps: int, max_seconds: float) -> ChunkReport:
         """A chunk of this tenant alone. Raises PipelineError for a log-probability that is not finite."""

@@ -99,7 +99,7 @@ class ServerProcess:
 
 def _free_port() -> int:
     """A port that nothing listens on now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
         return port

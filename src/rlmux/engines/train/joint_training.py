@@ -61,7 +61,9 @@ class JointTraining:
     def is_exact_by_rows(self) -> dict[str, dict[int, bool]]:
         """By tenant: whether its base is exact at each number of rows that was probed; empty for one that always
         computes alone."""
-        return {name: {} if one.joint is None else one.joint.probe.measured for name, one in self._tenants.items()}
+        return {
+            name: {} if tenant.joint is None else tenant.joint.probe.measured for name, tenant in self._tenants.items()
+        }
 
     # --- tenants --------------------------------------------------------------------------------------------
 
@@ -89,15 +91,15 @@ class JointTraining:
     ) -> _Engine:
         self._check(name, config)
         key = (base_name(config.model, config.model_seed), vocab_size, config.train.dtype)
-        beside = [one for one in self._tenants.values() if one.base_key == key]
-        bases = [one.base for one in beside]
+        beside = [tenant for tenant in self._tenants.values() if tenant.base_key == key]
+        bases = [tenant.base for tenant in beside]
         base = bases[0] if bases else TenantBase(config, vocab_size, device=self._device, bases=self._bases)
         engine = make(base)
         state = engine.state
         assert isinstance(state, TrainState), "checked above"
         is_checkpointed = config.train.activation_checkpointing
         joint = next(
-            (one.joint for one in beside if one.config.train.activation_checkpointing == is_checkpointed), None
+            (tenant.joint for tenant in beside if tenant.config.train.activation_checkpointing == is_checkpointed), None
         )
         if joint is None and not has_experts(state.model.config):
             joint = JointForward(base, config.train)

@@ -91,7 +91,9 @@ class RowProbe:
         rows = _REPEATS * _PERIOD
         found = [self._compute(rows, [run]) for run in ((rows // 2, 2), (rows, 1))]
         reference = torch.stack([each[:, :_PERIOD] for each in found])
-        is_exact = all(torch.equal(_repeat(one, rows), each) for one, each in zip(reference, found, strict=True))
+        is_exact = all(
+            torch.equal(_repeat(expected, rows), each) for expected, each in zip(reference, found, strict=True)
+        )
         return reference if is_exact else reference[:0]
 
     def _compute(self, rows: int, runs: list[tuple[int, int]]) -> Tensor:

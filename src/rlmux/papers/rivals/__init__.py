@@ -58,7 +58,7 @@ def best_division(
     system: str, world: SubStageWorld, *, num_devices: int, num_steps: int, **options: Any
 ) -> RivalResult:
     """The same with the fastest division of all devices into rollout and training."""
-    divisions = [(one, num_devices - one) for one in range(1, num_devices)]
+    divisions = [(num_rollout, num_devices - num_rollout) for num_rollout in range(1, num_devices)]
     runs = [
         play(system, world, num_devices=num_devices, num_steps=num_steps, split=split, **options) for split in divisions
     ]

@@ -60,10 +60,10 @@ class _Run:
         self._trainer = VirtualTrainer(world, split[1])
         self._prompt_tokens = length_distribution(world.lengths_of).prompt_tokens
         self._batch_groups = num_groups_of(world)
-        answers = [one for step in range(1, num_steps + 1) for one in answers_of(world, step)]
+        answers = [answer for step in range(1, num_steps + 1) for answer in answers_of(world, step)]
         self._size_by_group: dict[int, int] = {}
-        for one in answers:
-            self._size_by_group[one.group] = self._size_by_group.get(one.group, 0) + 1
+        for answer in answers:
+            self._size_by_group[answer.group] = self._size_by_group.get(answer.group, 0) + 1
         self._waiting = deque(answers)
         """Answers that admission holds back, in order."""
         self._partial: dict[int, list[Ended]] = {}
@@ -117,10 +117,10 @@ class _Run:
         self._engine.submit(admitted, now_s)
 
     def _end(self, ended: list[Ended]) -> None:
-        for one in ended:
-            group = one.answer.group
+        for finished in ended:
+            group = finished.answer.group
             members = self._partial.setdefault(group, [])
-            members.append(one)
+            members.append(finished)
             if len(members) == self._size_by_group[group]:
                 self._complete[group] = self._partial.pop(group)
 
@@ -128,10 +128,10 @@ class _Run:
         """Train on the oldest groups; their weights arrive after training and publishing."""
         step = len(self._step_ends_s) + 1
         batch = [self._complete.pop(group) for group in sorted(self._complete)[: self._batch_groups]]
-        answers = [one for members in batch for one in members]
-        self._staleness += [step - 1 - one.first_version for one in answers]
-        self._num_mixed += sum(one.first_version != one.last_version for one in answers)
-        tokens = int(sum(one.answer.length for one in answers) + self._prompt_tokens * len(answers))
+        answers = [finished for members in batch for finished in members]
+        self._staleness += [step - 1 - finished.first_version for finished in answers]
+        self._num_mixed += sum(finished.first_version != finished.last_version for finished in answers)
+        tokens = int(sum(finished.answer.length for finished in answers) + self._prompt_tokens * len(answers))
         self._trained_tokens += tokens
         self._trainer_free_s = now_s + self._trainer.train_s(tokens)
         self._arrivals.append(self._trainer_free_s + self._trainer.publish_s)

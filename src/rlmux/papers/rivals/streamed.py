@@ -84,7 +84,7 @@ def searched_split(world: SubStageWorld, num_devices: int) -> tuple[int, int]:
     def rollout_s(count: int) -> float:
         engine = VirtualEngine(profile, count, has_one_queue=False)
         engine.deal(by_index(answers_of(profile, 1), count), 0.0)
-        return max(one.end_s for one in engine.run())
+        return max(finished.end_s for finished in engine.run())
 
     def train_s(count: int) -> float:
         return VirtualTrainer(profile, count).train_s(profile.tokens(1))
@@ -120,7 +120,7 @@ def _by_rank(world: SubStageWorld, recall: float) -> Deal:
 def ranked(answers: Sequence[Answer], recall: float, generator: np.random.Generator) -> list[Answer]:
     """Longest first by a ranker that finds this part of the longest 20 %: places in the true order plus noise, with the
     most noise that keeps the recall."""
-    order = sorted(answers, key=lambda one: (-one.length, one.number))
+    order = sorted(answers, key=lambda answer: (-answer.length, answer.number))
     num_long = round(_LONG_PART * len(order))
     noise, places = generator.standard_normal(len(order)), np.arange(len(order))
     low, high = 0.0, float(len(order))
@@ -185,7 +185,7 @@ def _play(
     arrivals, train_end_s, rollout_end_s, num_stale = [0.0, 0.0], 0.0, 0.0, 0
     for step in range(1, num_steps + 1):
         answers = answers_of(world, step)
-        early = [one for one in answers if one.group - answers[0].group < num_early]
+        early = [answer for answer in answers if answer.group - answers[0].group < num_early]
         late = answers[len(early) :]
         newer_s = arrivals[-1] + (copy_s if step > 1 else 0.0)
         older_s = arrivals[-2] + (copy_s if step > 2 else 0.0)
@@ -202,7 +202,7 @@ def _play(
                 device.waiting.extend(own)
                 device.take_from_queue(max(start_s, newer_s))
             ended += engine.run()
-        rollout_end_s = max(one.end_s for one in ended)
+        rollout_end_s = max(finished.end_s for finished in ended)
         train_end_s = trainer.stream(train_end_s, _complete(ended, prompt_tokens))
         arrivals.append(train_end_s + trainer.publish_s)
     seconds = arrivals[-1]
@@ -228,10 +228,10 @@ def _complete(ended: Sequence[Ended], prompt_tokens: float) -> list[tuple[float,
     """(seconds at which it is complete, tokens) of each prompt group, in that order; ties by group."""
     end_by_group: dict[int, float] = {}
     tokens_by_group: dict[int, float] = {}
-    for one in ended:
-        group = one.answer.group
-        end_by_group[group] = max(end_by_group.get(group, 0.0), one.end_s)
-        tokens_by_group[group] = tokens_by_group.get(group, 0.0) + one.answer.length + prompt_tokens
+    for finished in ended:
+        group = finished.answer.group
+        end_by_group[group] = max(end_by_group.get(group, 0.0), finished.end_s)
+        tokens_by_group[group] = tokens_by_group.get(group, 0.0) + finished.answer.length + prompt_tokens
     return [
         (end_by_group[group], tokens_by_group[group])
         for group in sorted(end_by_group, key=lambda g: (end_by_group[g], g))

@@ -92,18 +92,18 @@ def rollpacker(
     scores = np.random.default_rng([world.seed, 2]).standard_normal(num_steps * num_groups)
 
     def rollout(engine: VirtualEngine, step: int, now_s: float) -> list[Ended]:
-        one = rounds.next()
+        drawn = rounds.next()
         generator = np.random.default_rng([world.seed, step, 2])
-        lengths = distribution.answers(generator, scores[list(one.prompts)], one.group_size)
+        lengths = distribution.answers(generator, scores[list(drawn.prompts)], drawn.group_size)
         answers = [
-            Answer(number=place, group=place // one.group_size, length=int(n)) for place, n in enumerate(lengths)
+            Answer(number=place, group=place // drawn.group_size, length=int(n)) for place, n in enumerate(lengths)
         ]
         engine.deal(by_index(answers, len(engine.devices)), now_s)
-        if one.is_long:
+        if drawn.is_long:
             return engine.run()
         kept = _race(engine, num_groups, size)
         done = {ended.answer.group for ended in kept}
-        rounds.lose([prompt for place, prompt in enumerate(one.prompts) if place not in done])
+        rounds.lose([prompt for place, prompt in enumerate(drawn.prompts) if place not in done])
         return kept
 
     return _turns(world, "rollpacker", num_devices, num_steps, rollout)
@@ -146,9 +146,9 @@ def _turns(
     now_s, trained_tokens, ends = 0.0, 0, []
     for step in range(1, num_steps + 1):
         ended = rollout(engine, step, now_s)
-        tokens = int(sum(one.answer.length for one in ended) + prompt_tokens * len(ended))
+        tokens = int(sum(finished.answer.length for finished in ended) + prompt_tokens * len(ended))
         trained_tokens += tokens
-        now_s = max(one.end_s for one in ended) + trainer.train_s(tokens)
+        now_s = max(finished.end_s for finished in ended) + trainer.train_s(tokens)
         now_s += trainer.publish_s
         ends.append(now_s)
     return RivalResult(

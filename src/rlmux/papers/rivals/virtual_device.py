@@ -141,10 +141,10 @@ class VirtualDevice:
     def cut(self, groups: Collection[int] | None, now_s: float) -> None:
         """Drop the answers of these groups, or all, seated or waiting in this device's queue, and fill their slots."""
         self._advance(now_s)
-        self._seated = [one for one in self._seated if groups is not None and one[-1].group not in groups]
+        self._seated = [seated for seated in self._seated if groups is not None and seated[-1].group not in groups]
         heapq.heapify(self._seated)
         self._first_sum = sum(first for _, _, first, _, _ in self._seated)
-        kept = [one for one in self.waiting if groups is not None and one.group not in groups]
+        kept = [answer for answer in self.waiting if groups is not None and answer.group not in groups]
         self.waiting.clear()
         self.waiting.extend(kept)
         self._seat_waiting()
@@ -176,9 +176,9 @@ class VirtualDevice:
 
     def _prefill_s(self, answers: Sequence[Answer]) -> float:
         """Seat the answers. Returns the seconds of their prefill; a group's answers share its prompt."""
-        for one in answers:
-            end = self._iteration + one.length
-            heapq.heappush(self._seated, (end, one.number, self._iteration, self.version, one))
+        for answer in answers:
+            end = self._iteration + answer.length
+            heapq.heappush(self._seated, (end, answer.number, self._iteration, self.version, answer))
         self._first_sum += self._iteration * len(answers)
         return self._costs.prefill_s(len(answers) * self._prompt_tokens / self._group_size) if answers else 0.0
 
@@ -240,9 +240,9 @@ class VirtualEngine:
             index = max(free, key=lambda index: (free[index], -index))
             taken[index].append(self._queue.popleft())
             free[index] -= 1
-        for index, one in taken.items():
-            if one:
-                self.devices[index].seat(one, now_s)
+        for index, dealt in taken.items():
+            if dealt:
+                self.devices[index].seat(dealt, now_s)
 
     def run(self) -> list[Ended]:
         """All answers to their end, in the order of their endings."""
@@ -255,7 +255,9 @@ class VirtualEngine:
 def by_index(answers: Sequence[Answer], num_devices: int) -> list[list[Answer]]:
     """Whole prompt groups, dealt to the devices in turn."""
     first = answers[0].group if answers else 0
-    return [[one for one in answers if (one.group - first) % num_devices == index] for index in range(num_devices)]
+    return [
+        [answer for answer in answers if (answer.group - first) % num_devices == index] for index in range(num_devices)
+    ]
 
 
 def answers_of(world: SubStageWorld, step: int) -> list[Answer]:

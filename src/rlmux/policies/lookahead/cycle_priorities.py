@@ -34,7 +34,7 @@ def in_cycle_order(view: GroupView, forecast: Forecast, problem: Problem) -> Ite
         unshared=frozenset(range(len(order))),
     )
     yield strict
-    tails = [number for number, one in enumerate(problem.sibling_migrations) if not (one.is_whole or one.is_later)]
+    tails = [number for number, move in enumerate(problem.sibling_migrations) if not (move.is_whole or move.is_later)]
     if tails:
         yield strict.changed(sibling_migrations=compatible_migrations(problem, tuple(tails)))
 

@@ -344,10 +344,10 @@ class _MemberForecast:
         left[0] = (stage, max(left[0][1] - run_s, 0.05 * left[0][1]))
         items: list[tuple[SubStage, tuple[tuple[float, SubStage], ...], float]]
         if self.splits_training:
-            items = [(SUB_STAGE_BY_STAGE[one], (), seconds) for one, seconds in left]
+            items = [(SUB_STAGE_BY_STAGE[kind], (), seconds) for kind, seconds in left]
         else:
             left_s = reversed([*accumulate(seconds for _, seconds in reversed(left))])
-            begins = [(at_s, SUB_STAGE_BY_STAGE[one]) for at_s, (one, _) in zip(left_s, left, strict=True)]
+            begins = [(at_s, SUB_STAGE_BY_STAGE[kind]) for at_s, (kind, _) in zip(left_s, left, strict=True)]
             items = [(begins[0][1], tuple(begins[1:]), begins[0][0])]
         first = len(self.forecast.work_items)
         for place, (sub_stage, later_ones, seconds) in enumerate(items):

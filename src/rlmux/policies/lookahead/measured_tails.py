@@ -129,7 +129,7 @@ def _shards_at_their_end(member: MemberView, orders: Sequence[OrderView], now_s:
     peak, estimates = member.estimates.peak, member.estimates
     if peak is None or len(estimates.curves) < len(member.rollout_devices):
         return []
-    if len(orders) != len(member.unfinished_rollout_devices) or any(one.is_pausing for one in orders):
+    if len(orders) != len(member.unfinished_rollout_devices) or any(order.is_pausing for order in orders):
         return []
     found = []
     for order in orders:

@@ -47,7 +47,8 @@ class Setting:
         self.devices = [item.devices for item in work_items]
         self.masks = [sum(1 << device for device in devices) for devices in self.devices]
         self.num_devices = max(
-            [mask.bit_length() for mask in self.masks] + [one.device + 1 for one in problem.idle_migrations], default=0
+            [mask.bit_length() for mask in self.masks] + [move.device + 1 for move in problem.idle_migrations],
+            default=0,
         )
         self.num_needs = [len(item.needs) for item in work_items]
         self.followers: list[list[int]] = [[] for _ in work_items]
@@ -80,9 +81,9 @@ class Setting:
     def _least_seconds(self) -> list[float]:
         """Seconds of each work item in any playout: less what may migrate to a sibling."""
         least_s = self.seconds.copy()
-        for one in self.problem.sibling_migrations:
-            stays_s = 0.0 if one.is_whole else max(0.0, self.seconds[one.source] - self.tails_s[one.source])
-            least_s[one.source] = min(least_s[one.source], stays_s)
+        for move in self.problem.sibling_migrations:
+            stays_s = 0.0 if move.is_whole else max(0.0, self.seconds[move.source] - self.tails_s[move.source])
+            least_s[move.source] = min(least_s[move.source], stays_s)
         return least_s
 
     def _least_mean_s(self, least_s: list[float]) -> float:
@@ -99,7 +100,7 @@ def _is_device_shared(problem: Problem) -> bool:
     """Whether running work items have a device together, or would if shards migrated: they stay there whatever the
     table says, such as a tail that left the rest of its node beside the next rollout."""
     there = [device for item in problem.work_items if item.is_running for device in item.devices]
-    there += [one.device for one in problem.idle_migrations if problem.work_items[one.item].is_running]
+    there += [move.device for move in problem.idle_migrations if problem.work_items[move.item].is_running]
     return len(set(there)) < len(there)
 
 
@@ -107,7 +108,7 @@ def _begins(item: WorkItem) -> tuple[tuple[float, str], ...]:
     """Its later sub-stages, and its tail, which is one of its own even after tail decoding that may not migrate."""
     later = item.later
     if 0.0 < item.tail_s < item.seconds - _DONE_S:
-        before = tuple(one for one in item.later if one[0] > item.tail_s + _DONE_S)
+        before = tuple(entry for entry in item.later if entry[0] > item.tail_s + _DONE_S)
         later = (*before, (item.tail_s, SubStage.TAIL_DECODE))
     elif item.tail_s:
         later = ()

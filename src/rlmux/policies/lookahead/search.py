@@ -57,7 +57,7 @@ class _PlayoutSearch:
             tried.append((priorities, schedule))
             if self.num_left <= 0:
                 break
-        tried.sort(key=lambda one: one[1].score)
+        tried.sort(key=lambda pair: pair[1].score)
         best = tried[0][1]
         for priorities, schedule in tried:
             if self.num_left <= 0:
@@ -96,14 +96,14 @@ def _openings(problem: Problem) -> Iterator[Priorities]:
     paths = longest_paths(work_items, [item.seconds for item in work_items])
     by_path = Priorities(rank_descending(paths))
     yield by_path
-    later = tuple(number for number, one in enumerate(problem.sibling_migrations) if one.is_later)
+    later = tuple(number for number, move in enumerate(problem.sibling_migrations) if move.is_later)
     if later:
         by_path = by_path.changed(sibling_migrations=later)
         yield by_path
     subsets = [
         compatible_migrations(problem, (number, *later))
-        for number, one in enumerate(problem.sibling_migrations)
-        if not one.is_later
+        for number, move in enumerate(problem.sibling_migrations)
+        if not move.is_later
     ]
     if len(subsets) > 1:
         subsets.append(compatible_migrations(problem, tuple(range(len(problem.sibling_migrations)))))

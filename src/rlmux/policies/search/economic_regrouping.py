@@ -146,26 +146,26 @@ class _Columns:
         }
         self.members = sorted(
             (member for group in self.groups for member in group.members),
-            key=lambda one: (
-                -one.pipeline.num_train_nodes,
-                kinds[one.pipeline.id],
-                self.economy.budget_s(one.pipeline),
-                one.pipeline.id,
+            key=lambda member: (
+                -member.pipeline.num_train_nodes,
+                kinds[member.pipeline.id],
+                self.economy.budget_s(member.pipeline),
+                member.pipeline.id,
             ),
         )
         pipelines = [member.pipeline for member in self.members]
-        self._kinds = [kinds[one.id] for one in pipelines]
-        self._budgets_s = [self.economy.budget_s(one) * (1.0 + _ROUNDING) for one in pipelines]
-        demands = [demand_of(one) for one in pipelines]
-        self._train_s = [one.train_s * one.num_train_nodes for one in demands]
-        self._solo_s = [one.solo_s for one in demands]
+        self._kinds = [kinds[pipeline.id] for pipeline in pipelines]
+        self._budgets_s = [self.economy.budget_s(pipeline) * (1.0 + _ROUNDING) for pipeline in pipelines]
+        demands = [demand_of(pipeline) for pipeline in pipelines]
+        self._train_s = [demand.train_s * demand.num_train_nodes for demand in demands]
+        self._solo_s = [demand.solo_s for demand in demands]
         self._places = [index - self._kinds.index(kind) for index, kind in enumerate(self._kinds)]
-        self._moves_usd = [self.economy.move_usd(one) for one in pipelines]
+        self._moves_usd = [self.economy.move_usd(pipeline) for pipeline in pipelines]
         self._add_present()
         self._alone_usd = [self._add_alone(index) for index in range(len(self.members))]
         for index in range(len(self.members)):
             self._grow(index, (index,), self._budgets_s[index], self._train_s[index])
-        self._found.sort(key=lambda one: (-one[0], one[2].mask))
+        self._found.sort(key=lambda found: (-found[0], found[2].mask))
         for _, cost, column in self._found[: self.limits.max_columns]:
             self._add(column, cost)
 
@@ -199,7 +199,7 @@ class _Columns:
         """The pipeline by itself; returns what that costs without the move."""
         layout = self._cheapest((index,), self._budgets_s[index])
         if layout is None:
-            layout = min(self.book.layouts((self._kinds[index],)), key=lambda one: one.period_s)
+            layout = min(self.book.layouts((self._kinds[index],)), key=lambda layout: layout.period_s)
         self._add(_column((index,), layout), layout.cost_usd + self._price_of_moves((index,), layout))
         return layout.cost_usd
 
@@ -315,12 +315,13 @@ def _carry_out(
             targets_of(part.targets, names), ledger, max_detours=_MAX_DETOURS, accepts=economy.keeps_budgets
         )
         if relocations:
-            after = {ledger.placement(one.id).group: None for one in pipelines}
+            after = {ledger.placement(pipeline.id).group: None for pipeline in pipelines}
             after_usd = sum(economy.cost_usd(ledger.group(group_id)) for group_id in after)
-            moves_usd = sum(economy.move_usd(ledger.pipeline(one.pipeline)) for one in relocations)
+            moves_usd = sum(economy.move_usd(ledger.pipeline(relocation.pipeline)) for relocation in relocations)
             saves = before_usd - after_usd >= moves_usd
             trial.is_kept = is_late or (
-                saves and _saves_to_the_end(part.groups, [ledger.group(one) for one in after], relocations, economy)
+                saves
+                and _saves_to_the_end(part.groups, [ledger.group(group_id) for group_id in after], relocations, economy)
             )
     return relocations if trial.is_kept else ()
 
@@ -336,7 +337,7 @@ def _saves_to_the_end(
     view = economy.view
     if view.num_pipelines > MOST_PLAYED_OUT:
         return True
-    once_usd = sum(economy.move_once_usd(view.pipeline(one.pipeline)) for one in relocations)
+    once_usd = sum(economy.move_once_usd(view.pipeline(relocation.pipeline)) for relocation in relocations)
     after_usd = once_usd + sum(usd_to_the_end(group, view) for group in after)
     return after_usd <= sum(usd_to_the_end(group, view) for group in before)
 
@@ -350,8 +351,14 @@ def usd_to_the_end(group: GroupLoad, view: PlacementView) -> float:
         now = group_load(
             group.id,
             members,
-            tuple(node for node in group.rollout_nodes if any(node in one.placement.rollout_nodes for one in members)),
-            tuple(node for node in group.train_nodes if any(node in one.placement.train_nodes for one in members)),
+            tuple(
+                node
+                for node in group.rollout_nodes
+                if any(node in member.placement.rollout_nodes for member in members)
+            ),
+            tuple(
+                node for node in group.train_nodes if any(node in member.placement.train_nodes for member in members)
+            ),
             view.cluster,
         )
         step_s = {member.pipeline.id: now.period_s / member.steps_per_cycle for member in members}

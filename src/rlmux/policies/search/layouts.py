@@ -96,15 +96,15 @@ def _layouts(kinds: Sequence[MemberKind], prices: NodePrices) -> Iterator[Layout
     demands = [kind.demand for kind in kinds]
     if len(kinds) == 1:
         yield from _colocated(kinds[0], prices)
-    elif sum(one.is_counted for one in demands) > MAX_PIPELINES_PER_GROUP:
+    elif sum(demand.is_counted for demand in demands) > MAX_PIPELINES_PER_GROUP:
         return
-    num_train = max(one.num_train_nodes for one in demands)
+    num_train = max(demand.num_train_nodes for demand in demands)
     trainings = _trainings(demands, num_train, prices)
-    syncs_s = [one.sync_s for one in demands]
-    fewest = max(one.num_rollout_nodes for one in demands)
-    most = sum(one.num_rollout_nodes for one in demands)
+    syncs_s = [demand.sync_s for demand in demands]
+    fewest = max(demand.num_rollout_nodes for demand in demands)
+    most = sum(demand.num_rollout_nodes for demand in demands)
     enough_s = _without_waits_s(demands, trainings)
-    lefts = (0, *numbers_left([one.tail for one in demands])) if len(kinds) > 1 else (0,)
+    lefts = (0, *numbers_left([demand.tail for demand in demands])) if len(kinds) > 1 else (0,)
     least_s = math.inf
     for num_rollout in range(fewest, most + 1):
         if least_s <= enough_s:
@@ -127,8 +127,11 @@ def _without_waits_s(demands: Sequence[PipelineDemand], trainings: Sequence[_Pin
     """Seconds below which no number of rollout nodes brings the meta-iteration."""
     return min(
         (
-            max(one.busiest_s, *(d.rollout_s + s + d.sync_s for d, s in zip(demands, one.seconds, strict=True)))
-            for one in trainings
+            max(
+                training.busiest_s,
+                *(d.rollout_s + s + d.sync_s for d, s in zip(demands, training.seconds, strict=True)),
+            )
+            for training in trainings
         ),
         default=0.0,
     )
@@ -186,15 +189,15 @@ def _rollouts(
     shortest first; with tails that leave shared nodes once so many trajectories are left, 0 for none."""
     phases = [
         _OnePhase(
-            one.rollout_s,
-            one.rollout_switch_s,
-            one.rollout_device_bytes,
-            one.num_rollout_nodes,
-            one.rollout_bytes,
-            *(tail_seconds(one.rollout_s, one.tail, num_left) if num_left else (0.0, 0.0)),
-            one.tail.device_fraction if one.tail else 0.0,
+            demand.rollout_s,
+            demand.rollout_switch_s,
+            demand.rollout_device_bytes,
+            demand.num_rollout_nodes,
+            demand.rollout_bytes,
+            *(tail_seconds(demand.rollout_s, demand.tail, num_left) if num_left else (0.0, 0.0)),
+            demand.tail.device_fraction if demand.tail else 0.0,
         )
-        for one in demands
+        for demand in demands
     ]
     return _pinned(phases, num_nodes, prices.rollout_host_bytes, prices.rollout_device_bytes, below_s)
 
@@ -202,8 +205,10 @@ def _rollouts(
 def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_PinnedPhase]:
     """Every way to train on exactly so many nodes, each member on as many as it requests, the shortest first."""
     phases = [
-        _OnePhase(one.train_s, one.train_switch_s, one.train_device_bytes, one.num_train_nodes, one.train_bytes)
-        for one in demands
+        _OnePhase(
+            demand.train_s, demand.train_switch_s, demand.train_device_bytes, demand.num_train_nodes, demand.train_bytes
+        )
+        for demand in demands
     ]
     return _pinned(phases, num_nodes, prices.train_host_bytes, prices.train_device_bytes, math.inf)
 
@@ -216,7 +221,7 @@ def _pinned(
     found: list[_PinnedPhase] = []
     nodes_of: list[tuple[int, ...]] = [()] * len(phases)
     states: list[_NodeState] = [(0, 0.0, 0.0, 0.0)] * num_nodes
-    num_to_come = [sum([one.num_nodes for one in phases[index + 1 :]]) for index in range(len(phases))]
+    num_to_come = [sum([phase.num_nodes for phase in phases[index + 1 :]]) for index in range(len(phases))]
 
     def pin(index: int, num_used: int) -> None:
         if index == len(phases):

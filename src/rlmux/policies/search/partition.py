@@ -170,8 +170,8 @@ class _CandidateBuilder:
         self.order = order
         self.crowded = demands
         """Demands whose training has its switch; the demands themselves where no switch is known."""
-        if any(one.train_switch_s for one in demands):
-            self.crowded = [_with_train_switch(one) for one in demands]
+        if any(demand.train_switch_s for demand in demands):
+            self.crowded = [_with_train_switch(demand) for demand in demands]
         self.candidates: list[CandidateGroup] = []
 
     def start(self, position: int) -> None:
@@ -189,7 +189,7 @@ class _CandidateBuilder:
         alone = [self.demands[i] for i in members]
         if len(members) < 2 or self.crowded is self.demands:
             return alone
-        if do_fit(sum(one.train_device_bytes for one in alone), self.prices.train_device_bytes):
+        if do_fit(sum(demand.train_device_bytes for demand in alone), self.prices.train_device_bytes):
             return alone
         return [self.crowded[i] for i in members]
 
@@ -223,7 +223,7 @@ class _CandidateBuilder:
             return
         members = (*members, index)
         crowded = self._crowded_trainings(members)
-        if sum(one.train_s for one in crowded) > budget_s or any(one.solo_s > budget_s for one in crowded):
+        if sum(member.train_s for member in crowded) > budget_s or any(member.solo_s > budget_s for member in crowded):
             return
         pins = self.pack(crowded, budget_s, self.prices)
         if pins is None or not _fit_cycle(crowded, pins, budget_s, self.prices):
@@ -250,11 +250,11 @@ class _CandidateBuilder:
 
 def crowded_trainings(demands: Sequence[PipelineDemand], prices: NodePrices) -> Sequence[PipelineDemand]:
     """The demands, their training with the switches that sharing all training nodes brings."""
-    if len(demands) < 2 or not any(one.train_switch_s for one in demands):
+    if len(demands) < 2 or not any(demand.train_switch_s for demand in demands):
         return demands
-    if do_fit(sum(one.train_device_bytes for one in demands), prices.train_device_bytes):
+    if do_fit(sum(demand.train_device_bytes for demand in demands), prices.train_device_bytes):
         return demands
-    return [_with_train_switch(one) for one in demands]
+    return [_with_train_switch(demand) for demand in demands]
 
 
 def _with_train_switch(demand: PipelineDemand) -> PipelineDemand:
@@ -265,12 +265,12 @@ def crowded_rollouts(
     demands: Sequence[PipelineDemand], pins: Sequence[tuple[int, ...]], prices: NodePrices
 ) -> Sequence[PipelineDemand]:
     """The demands, their rollouts with the switches that sharing these nodes brings."""
-    if len(demands) < 2 or not any(one.rollout_switch_s for one in demands):
+    if len(demands) < 2 or not any(demand.rollout_switch_s for demand in demands):
         return demands
-    crowded = crowded_nodes([one.rollout_device_bytes for one in demands], pins, prices.rollout_device_bytes)
+    crowded = crowded_nodes([demand.rollout_device_bytes for demand in demands], pins, prices.rollout_device_bytes)
     return [
-        one if crowded.isdisjoint(nodes) else one._replace(rollout_s=one.rollout_s + one.rollout_switch_s)
-        for one, nodes in zip(demands, pins, strict=True)
+        demand if crowded.isdisjoint(nodes) else demand._replace(rollout_s=demand.rollout_s + demand.rollout_switch_s)
+        for demand, nodes in zip(demands, pins, strict=True)
     ]
 
 
@@ -287,9 +287,9 @@ def _fit_cycle(
     demands: Sequence[PipelineDemand], pins: Sequence[tuple[int, ...]], budget_s: float, prices: NodePrices
 ) -> bool:
     """Whether every member's own step fits the budget with the switches of its rollout nodes."""
-    if all(one.solo_s + one.rollout_switch_s <= budget_s for one in demands):
+    if all(demand.solo_s + demand.rollout_switch_s <= budget_s for demand in demands):
         return True
-    return all(one.solo_s <= budget_s for one in crowded_rollouts(demands, pins, prices))
+    return all(demand.solo_s <= budget_s for demand in crowded_rollouts(demands, pins, prices))
 
 
 def pack_rollouts(

@@ -33,9 +33,9 @@ def place_again(view: PlacementView, place: Place) -> tuple[Relocation | Fruitle
     """
     alone = [group.members[0].pipeline for group in view.groups() if group.num_members == 1]
     due = [
-        one
-        for one in alone
-        if (one.slo_probability is not None or view.num_waiting) and not view.was_searched_in_vain((one.id,))
+        pipeline
+        for pipeline in alone
+        if (pipeline.slo_probability is not None or view.num_waiting) and not view.was_searched_in_vain((pipeline.id,))
     ]
     if not due:
         return ()

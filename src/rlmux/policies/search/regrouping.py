@@ -281,7 +281,7 @@ def _keep_nodes(target: TargetGroup, ledger: PlacementLedger) -> None:
 def _number_held(numbered: dict[int, NodeId], stayers: Sequence[tuple[tuple[int, ...], tuple[NodeId, ...]]]) -> None:
     """Number the nodes that the stayers hold as the target does; those with most nodes first."""
     used: dict[NodeId, None] = {}
-    for pins, nodes in sorted(stayers, key=lambda one: -len(one[1])):
+    for pins, nodes in sorted(stayers, key=lambda stayer: -len(stayer[1])):
         for number, node in zip(pins, nodes, strict=False):
             if number not in numbered and node not in used:
                 numbered[number] = node

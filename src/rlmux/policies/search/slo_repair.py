@@ -109,7 +109,7 @@ def _steps_to_try(group: GroupLoad) -> Iterator[Mapping[PipelineId, int]]:
         counts = {name: max(1, math.ceil(most * least_s / budget_s - 1e-9)) for name, budget_s in budgets_s.items()}
         if sum(counts.values()) > MAX_SLOTS:
             return
-        order = group.members if most == 1 else sorted(group.members, key=lambda one: _rank(one, counts))
+        order = group.members if most == 1 else sorted(group.members, key=lambda member: _rank(member, counts))
         yield {member.pipeline.id: counts[member.pipeline.id] for member in order}
 
 

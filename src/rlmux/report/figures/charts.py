@@ -135,10 +135,10 @@ def gantt_chart(
     rows: Sequence[GanttRow], *, title: str, x_label: str, width: float = 900.0, row_height: float = 26.0
 ) -> str:
     """Lanes of bars over time; one colour for each name."""
-    names = list(dict.fromkeys(one.name for row in rows for one in row.bars))
+    names = list(dict.fromkeys(piece.name for row in rows for piece in row.bars))
     colors = {name: index for index, name in enumerate(names)}
-    ends = [one.end for row in rows for one in row.bars] or [1.0]
-    begins = [one.begin for row in rows for one in row.bars] or [0.0]
+    ends = [piece.end for row in rows for piece in row.bars] or [1.0]
+    begins = [piece.begin for row in rows for piece in row.bars] or [0.0]
     left = 16.0 + 6.6 * max((len(row.name) for row in rows), default=4)
     height = _TOP + _BOTTOM + row_height * len(rows)
     plot = _Plot(_widened(min(begins), max(ends)), (0.0, 1.0), width, height, left=left)
@@ -147,20 +147,20 @@ def gantt_chart(
         y = _TOP + index * row_height
         parts.append(tag("path", d=bar(left, y + 2, width - left - _RIGHT, row_height - 4), class_="track"))
         parts.append(tag("text", escape(row.name), x=left - 8, y=y + row_height / 2 + 4, class_="end"))
-        for one in row.bars:
-            x, x_end = plot.x(one.begin), plot.x(one.end)
-            pale = " pale" if one.is_pale else ""
+        for piece in row.bars:
+            x, x_end = plot.x(piece.begin), plot.x(piece.end)
+            pale = " pale" if piece.is_pale else ""
             parts.append(
                 tag(
                     "path",
-                    tag("title", escape(one.label or one.name)),
+                    tag("title", escape(piece.label or piece.name)),
                     d=bar(x, y + 3, max(0.6, x_end - x), row_height - 6),
-                    class_=f"bar f{colors[one.name] % len(PALETTE)}{pale}",
+                    class_=f"bar f{colors[piece.name] % len(PALETTE)}{pale}",
                 )
             )
-            if x_end - x > 7.0 * len(one.name) + 4:
+            if x_end - x > 7.0 * len(piece.name) + 4:
                 middle = (x + x_end) / 2
-                parts.append(tag("text", escape(one.name), x=middle, y=y + row_height / 2 + 4, class_="mid on"))
+                parts.append(tag("text", escape(piece.name), x=middle, y=y + row_height / 2 + 4, class_="mid on"))
     return _document(title, width, height, _legend(colors, width) + "".join(parts))
 
 

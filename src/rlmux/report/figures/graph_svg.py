@@ -83,7 +83,9 @@ def write_graph(folder: str | Path, wanted: str, new_scheduler: Callable[[], Sch
     with LogReader(folder) as reader:
         history = History.of(reader.header, reader.parts(bare=NOT_SHOWN))
         name, step = _checked(history, wanted)
-        begin_s = min(one.start_s for one in history.orders if one.pipeline == name and one.step == step and one.counts)
+        begin_s = min(
+            order.start_s for order in history.orders if order.pipeline == name and order.step == step and order.counts
+        )
         note, parts = "", [("as it went", step_graph(history, name, step))]
         try:
             planned = planned_step(reader.entries(), new_scheduler, name, step, begin_s)
@@ -120,7 +122,7 @@ def _dense_threshold(history: History, name: str) -> int:
 def draw(parts: Sequence[tuple[str, SubStageGraph]], *, title: str = "", note: str = "") -> str:
     """The graphs, each under its heading, side by side as SVG text; `note` is a line below the title."""
     begins = [_begins(graph) for _, graph in parts]
-    ends_s = [begins[i][k] + one.seconds for i, (_, graph) in enumerate(parts) for k, one in enumerate(graph.nodes)]
+    ends_s = [begins[i][k] + node.seconds for i, (_, graph) in enumerate(parts) for k, node in enumerate(graph.nodes)]
     total_s = max(ends_s, default=0.0)
     scale = _HEIGHT / total_s if total_s > 0 else 0.0
     drawn = [tag("style", _STYLE), _marker()]

@@ -50,7 +50,7 @@ def planned_step(
         if row.kind == "note":
             scheduler, was_open = new_scheduler(), False
             continue
-        if [one for one in scheduler.handle(cast("Event", row.value)) if isinstance(one, RunStage)] != logged:
+        if [action for action in scheduler.handle(cast("Event", row.value)) if isinstance(action, RunStage)] != logged:
             raise UserError(f"at {seconds_text(row.time_s)} the scheduler decides otherwise than the log")
         member = scheduler.query.pipeline(pipeline) if pipeline in scheduler.query else None
         is_open = member is not None and member.is_rollout_open and member.rollout_step == step

@@ -137,7 +137,7 @@ def graph_of_step(
     min_part: float = 0.02,
 ) -> SubStageGraph:
     """The step as it went. Sub-stages shorter than `min_part` of their shard are joined to the one before them."""
-    return _graph(pipeline, step, [(one, _sub_stages(one, dense_threshold, min_part)) for one in shards], stages)
+    return _graph(pipeline, step, [(shard, _sub_stages(shard, dense_threshold, min_part)) for shard in shards], stages)
 
 
 def graph_of_plan(
@@ -154,7 +154,7 @@ def graph_of_plan(
     pieces = [(sub_stage, begin_s, until_s) for (begin_s, sub_stage), until_s in zip(begins, ends, strict=True)]
     shards = [(ShardRecord(device=device, begin_s=0.0, end_s=end_s), pieces) for device in rollout_devices]
     stages = []
-    for stage, seconds in sorted((*plan.waits, *plan.training), key=lambda one: list(Stage).index(one[0])):
+    for stage, seconds in sorted((*plan.waits, *plan.training), key=lambda entry: list(Stage).index(entry[0])):
         devices = tuple(train_devices) if stage in SUB_STAGE_BY_STAGE else ()
         stages.append(StageRecord(stage=stage, devices=devices, begin_s=end_s, end_s=end_s + seconds))
         end_s += seconds

@@ -161,7 +161,9 @@ def lay_out_orders(
     held: list[Interval] = []
     for order in orders:
         lane = take_lane(lanes, order, end_s)
-        its_standstills = [one for one in standstills if one.pipeline == order.pipeline] if standstills else ()
+        its_standstills = (
+            [standstill for standstill in standstills if standstill.pipeline == order.pipeline] if standstills else ()
+        )
         held += lay_out_order(order, peaks.get(order.pipeline, 0), end_s, its_standstills, lane=lane)
     return held
 

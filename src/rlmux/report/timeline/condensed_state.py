@@ -69,7 +69,7 @@ class CondensedHistory(History):
             work.forget_orders()
         del self.orders[:num_over]
         since_s = self.orders[0].start_s if self.orders else math.inf
-        self.standstills = [one for one in self.standstills if one.end_s > since_s]
+        self.standstills = [standstill for standstill in self.standstills if standstill.end_s > since_s]
         self.pins = [pin for pin in self.pins if math.isinf(pin.end_s)]
         self.instants, self.decisions_s, self.down = [], [], []
 
@@ -100,7 +100,7 @@ class CondensedHistory(History):
             "last_s": self.last_s,
             "control_s": self.control_s,
             "alert_rules": self.alert_rules,
-            "policy_faults": [asdict(one) for one in self.policy_faults],
+            "policy_faults": [asdict(fault) for fault in self.policy_faults],
             "first_order": self._first_order,
             "last_order": self._last_order,
             "orders": [_fields_of(order) for order in self.orders],
@@ -108,7 +108,7 @@ class CondensedHistory(History):
             "pins": [_fields_of(pin) for pin in self.pins],
             "pipelines": [[_fields_of(record), list(record.metrics.items())] for record in self.pipelines.values()],
             "reports": [list(order.chunks) for order in self.orders],
-            "standstills": [_fields_of(one) for one in self.standstills],
+            "standstills": [_fields_of(standstill) for standstill in self.standstills],
             "past": {name: work.as_json() for name, work in self._past.items()},
         }
         return zlib.compress(value_codec.dumps(described).encode(), 1)
@@ -129,7 +129,7 @@ class CondensedHistory(History):
     def _take(self, described: dict[str, Any]) -> None:
         for name in ("start_s", "last_s", "control_s", "alert_rules"):
             setattr(self, name, described[name])
-        self.policy_faults = [ReportPolicyFault(**one) for one in described["policy_faults"]]
+        self.policy_faults = [ReportPolicyFault(**fault) for fault in described["policy_faults"]]
         self._first_order, self._last_order = described["first_order"], described["last_order"]
         for fields_of_one, metrics in described["pipelines"]:
             record: PipelineRecord = _record(PipelineRecord, fields_of_one)

@@ -143,9 +143,9 @@ def delivery_summary(steps: Mapping[int, StepDelivery]) -> dict[str, Any] | None
     """Key `delivery` of a pipeline in `summary.json`, of its steps in order; None without any."""
     if not steps:
         return None
-    of_checksum = {each: sum(one.checksum is each for one in steps.values()) for each in Checksum}
-    wrong = [step for step, one in steps.items() if not one.is_ok]
-    gaps = [one.logprob_gap for one in steps.values() if one.logprob_gap is not None]
+    of_checksum = {each: sum(of_step.checksum is each for of_step in steps.values()) for each in Checksum}
+    wrong = [step for step, of_step in steps.items() if not of_step.is_ok]
+    gaps = [of_step.logprob_gap for of_step in steps.values() if of_step.logprob_gap is not None]
     largest = max(gaps, default=None)
     return {
         "num_steps": len(steps),

@@ -131,7 +131,9 @@ class GapNamer:
             return Kind.IDLE, Cause.DOWN, None
         if not pinned:
             return Kind.IDLE, Cause.NOTHING_ADMITTED, None
-        waiting = [one for one in pinned if not self._is_thinking(one, at_s)] if self._clients else pinned
+        waiting = (
+            [pipeline for pipeline in pinned if not self._is_thinking(pipeline, at_s)] if self._clients else pinned
+        )
         following = self._device[device].next_of(at_s, waiting or pinned)
         if not waiting:
             return Kind.IDLE, Cause.CLIENT, pinned[0] if following is None else following.pipeline

@@ -50,12 +50,12 @@ from rlmux.core.model import PHASE_BY_STAGE, DeviceId, OrderId, Phase, PipelineI
 from rlmux.log.notes import (
     AdapterRoomNote,
     AlertsNote,
+    DeterminismNote,
     EndNote,
     Note,
     PipelineEndNote,
     PipelineNote,
     ProgramMarkedNote,
-    PromiseNote,
     ResumedNote,
     RolloutNote,
     StandstillNote,
@@ -486,7 +486,7 @@ class History:
                     record.published.setdefault(note.step, time_s)
                 if note.delivery is not None:
                     record.deliveries.add(note.step, note.delivery)
-            case PromiseNote():
+            case DeterminismNote():
                 record.promise = note.promise
             case AdapterRoomNote():
                 self.adapter_rooms[note.device, note.phase, record.pipeline.base_of(note.phase)] = note

@@ -91,7 +91,11 @@ class _Pieces:
         self._order = order
         self._whose = (order.pipeline, order.step, order.stage, order.id, order.device_fraction, lane, False)
         self._standstills = (
-            [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
+            [
+                standstill
+                for standstill in standstills
+                if standstill.end_s > order.start_s and standstill.start_s < order.end_s
+            ]
             if standstills
             else ()
         )

@@ -118,7 +118,7 @@ class PipelineRecord:
     """Versions and checksums of the weights that sampled each step."""
     weights_sha256: str | None = None
     promise: str | None = None
-    """Class of promise that a probe of its engines found; None before there was one."""
+    """Determinism class that a probe of its engines found; None before there was one."""
     expected: ExpectSteps | None = None
     """Expected slowdown as last emitted; None if none was."""
     moves: list[Move] = field(default_factory=list)

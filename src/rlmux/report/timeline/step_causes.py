@@ -85,7 +85,7 @@ class StepCauses:
 
     def as_json(self) -> dict[str, Any]:
         """Keys of `rlmux why --json` and of the service."""
-        causes = [{**asdict(one), "label": one.label} for one in self.causes]
+        causes = [{**asdict(entry), "label": entry.label} for entry in self.causes]
         return {**asdict(self), "slowdown": self.slowdown, "causes": causes}
 
 
@@ -128,7 +128,7 @@ def step_causes(
         for (cause, other, stage), spent_s in seconds.items()
         if spent_s > _ROUNDING_S
     ]
-    causes.sort(key=lambda one: (-one.seconds, one.cause, str(one.pipeline), str(one.stage)))
+    causes.sort(key=lambda entry: (-entry.seconds, entry.cause, str(entry.pipeline), str(entry.stage)))
     return StepCauses(
         first_step=steps[0].step,
         last_step=steps[-1].step,
@@ -170,13 +170,13 @@ class _Track:
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.intervals = sorted(intervals, key=itemgetter(0))
-        self._starts = [one.start_s for one in self.intervals]
-        self._longest_s = max((one.seconds for one in self.intervals), default=0.0)
+        self._starts = [interval.start_s for interval in self.intervals]
+        self._longest_s = max((interval.seconds for interval in self.intervals), default=0.0)
 
     def touching(self, start_s: float, end_s: float) -> list[Interval]:
         """Those that touch a stretch of time."""
         first, last = bisect_left(self._starts, start_s - self._longest_s), bisect_left(self._starts, end_s)
-        return [one for one in self.intervals[first:last] if one.end_s > start_s]
+        return [interval for interval in self.intervals[first:last] if interval.end_s > start_s]
 
     def nearest(self, at_s: float) -> Interval | None:
         """The first that begins at or after a time, or the last one before it."""
@@ -193,11 +193,11 @@ class _Fold:
         by_device: dict[Hashable, list[Interval]] = defaultdict(list)
         own: list[Interval] = []
         self._devices_of: dict[OrderId | None, list[Hashable]] = defaultdict(list)
-        for device, one in placed:
-            by_device[device].append(one)
-            if self._is_own(one):
-                own.append(one)
-                self._devices_of[one.order].append(device)
+        for device, interval in placed:
+            by_device[device].append(interval)
+            if self._is_own(interval):
+                own.append(interval)
+                self._devices_of[interval.order].append(device)
         self._own = _Track(own)
         self._devices = {device: _Track(its) for device, its in by_device.items()}
 
@@ -230,14 +230,16 @@ class _Fold:
 
     def _held_until(self, device: Hashable, start_s: float, end_s: float) -> float:
         """Time until which orders of others hold a device within a stretch of time."""
-        ends = (min(one.end_s, end_s) for one in self._devices[device].touching(start_s, end_s) if one.order)
+        ends = (
+            min(interval.end_s, end_s) for interval in self._devices[device].touching(start_s, end_s) if interval.order
+        )
         return max(ends, default=-math.inf)
 
     def _wait_key(self, now: Sequence[Interval]) -> _Key:
         """The cause of a wait for a device that shows these intervals."""
-        held = [one for one in now if one.order is not None]
+        held = [interval for interval in now if interval.order is not None]
         if held:
-            last = max(held, key=lambda one: (one.kind is Kind.BUSY, one.end_s))
+            last = max(held, key=lambda interval: (interval.kind is Kind.BUSY, interval.end_s))
             return HAD_DEVICE, last.pipeline, last.stage
         gap = now[0] if now else None
         if gap is None:
@@ -251,14 +253,19 @@ class _Fold:
         spent: dict[Stage, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         beside: dict[tuple[Stage, int], dict[PipelineId, float]] = defaultdict(lambda: defaultdict(float))
         for track in self._devices.values():
-            for one in track.intervals:
-                if not self._is_own(one) or one.kind is not Kind.BUSY or one.stage is None or one.step not in steps:
+            for interval in track.intervals:
+                if (
+                    not self._is_own(interval)
+                    or interval.kind is not Kind.BUSY
+                    or interval.stage is None
+                    or interval.step not in steps
+                ):
                     continue
-                spent[one.stage][one.step] += one.seconds
-                for other in track.touching(one.start_s, one.end_s):
+                spent[interval.stage][interval.step] += interval.seconds
+                for other in track.touching(interval.start_s, interval.end_s):
                     if other.kind is Kind.BUSY and other.pipeline not in (None, self._pipeline):
-                        overlap_s = min(other.end_s, one.end_s) - max(other.start_s, one.start_s)
-                        beside[one.stage, one.step][other.pipeline] += overlap_s
+                        overlap_s = min(other.end_s, interval.end_s) - max(other.start_s, interval.start_s)
+                        beside[interval.stage, interval.step][other.pipeline] += overlap_s
         found: dict[_Key, float] = defaultdict(float)
         for stage, spent_s in spent.items():
             units = {step: tokens_by_step.get(step, 0.0) if stage is Stage.GENERATE else 1.0 for step in spent_s}
@@ -281,16 +288,16 @@ def _pieces(
 ) -> Iterator[tuple[float, float, list[Interval]]]:
     """Intervals between changes, each with its active items."""
     edges = {start_s, end_s}
-    for one in intervals:
-        edges.update(edge for edge in (one.start_s, one.end_s) if start_s < edge < end_s)
+    for interval in intervals:
+        edges.update(edge for edge in (interval.start_s, interval.end_s) if start_s < edge < end_s)
     for first_s, last_s in itertools.pairwise(sorted(edges)):
         middle_s = (first_s + last_s) / 2
-        yield first_s, last_s, [one for one in intervals if one.start_s <= middle_s < one.end_s]
+        yield first_s, last_s, [interval for interval in intervals if interval.start_s <= middle_s < interval.end_s]
 
 
 def _own_key(doing: Sequence[Interval]) -> _Key:
     """What the pipeline does with several orders at once: the most useful counts."""
-    if any(one.kind is Kind.BUSY or one.cause is Cause.TOOL_WAIT for one in doing):
+    if any(interval.kind is Kind.BUSY or interval.cause is Cause.TOOL_WAIT for interval in doing):
         return _COMPUTES
-    first = min(doing, key=lambda one: (one.kind is not Kind.SWITCH, one.cause))
+    first = min(doing, key=lambda interval: (interval.kind is not Kind.SWITCH, interval.cause))
     return str(first.cause), None, None

@@ -62,10 +62,10 @@ class StepWork:
 
     def add_whole_order(self, order: OrderRecord, standstills: Iterable[Standstill]) -> None:
         """Add one that is over, with the intervals that a timeline shows of it. `standstills`: of the whole run."""
-        its = [one for one in standstills if one.pipeline == order.pipeline]
+        its = [standstill for standstill in standstills if standstill.pipeline == order.pipeline]
         own: dict[tuple[Standstill, ...], list[Interval]] = {}
         for device in () if order.is_migration else order.devices:
-            stood = tuple(one for one in its if device in one.devices)
+            stood = tuple(standstill for standstill in its if device in standstill.devices)
             if stood not in own:  # most often it is one layout for all devices
                 own[stood] = list(filter(is_own_time, lay_out_order(order, 0, order.end_s, stood)))
             for interval in own[stood]:

@@ -62,6 +62,6 @@ def bases_of(configs: Iterable[TrainingConfig]) -> dict[str, tuple[float, list[s
         if config.adapter is not None:
             tenants.setdefault(base_name(config.model, config.model_seed), []).append(config)
     return {
-        name: (base_bytes(own[0].model, {one.rollout.dtype for one in own}), [one.name for one in own])
+        name: (base_bytes(own[0].model, {config.rollout.dtype for config in own}), [config.name for config in own])
         for name, own in tenants.items()
     }

@@ -58,13 +58,13 @@ def smallest_change(
             return change.text
     chosen: list[_Change] = []
     for change in known:
-        chosen = [*(one for one in chosen if one.fields[0][0] != change.fields[0][0]), change]
+        chosen = [*(earlier for earlier in chosen if earlier.fields[0][0] != change.fields[0][0]), change]
         if fits(chosen):
             break
     else:
         return ""
     for change in list(chosen):
-        if fits(rest := [one for one in chosen if one is not change]):
+        if fits(rest := [earlier for earlier in chosen if earlier is not change]):
             chosen = rest
     return " and ".join(change.text for change in chosen)
 

@@ -94,7 +94,7 @@ def _check_python(engine: EngineConfig, model: ModelConfig) -> str:
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         raise UserError(f"{where} is no python that runs; accepted: one of an environment that has {name}") from None
     if found["folder"] is None or found["version"] is None:
-        install = " or ".join(f"pip install {one}" for one in _DISTRIBUTIONS[name])
+        install = " or ".join(f"pip install {package}" for package in _DISTRIBUTIONS[name])
         raise UserError(f"{where}: {name} is not installed in this environment; accepted: one that has it ({install})")
     check_version(name, found["version"], where)
     _check_served(name, found["version"], Path(found["folder"]), _class_of(model))

@@ -210,7 +210,7 @@ class Verdict:
     num_steps: int
     """Last step that the log has."""
     difference: Difference | None
-    promise: str | None
+    determinism_class: str | None
     """Determinism class found in the run; None without a probe."""
     reason: str = ""
     """Why nothing was compared, or why replay ended early; empty otherwise."""
@@ -245,8 +245,10 @@ class Verdict:
         found = self.reason or "no weights" if its.alone is None else its.alone[:12]
         if its.checkpoint:
             return f"{logged}, damaged checkpoint {its.checkpoint}: {found}"
-        promised = f"; its engines promise {self.promise}" if self.promise not in (None, "exact") else ""
-        return f"{logged}, {found} alone{promised}"
+        keeping = (
+            f"; its engines promise {self.determinism_class}" if self.determinism_class not in (None, "exact") else ""
+        )
+        return f"{logged}, {found} alone{keeping}"
 
     def fields(self) -> dict[str, Any]:
         """The pipeline's keys of `rlmux verify --json`."""
@@ -256,7 +258,7 @@ class Verdict:
             "steps": self.num_steps,
             "steps_equal_by_sum": dict(self.num_equal_by_sum),
             "first_difference": asdict(self.difference) if self.difference else None,
-            "promise": self.promise,
+            "promise": self.determinism_class,
             "reason": self.reason if not self.is_equal else "",
             "sampled_steps": self.sample.steps if self.sample else None,
             "seed": self.sample.seed if self.sample else None,
@@ -292,7 +294,7 @@ def verify(
     with FolderLock.take(folder), LogReader(folder) as reader:
         history, state = History.of(reader.header, reader.entries()), reader.state()
     chosen = _chosen(folder, history, names)
-    given = {one.pipeline.id: one for one in submissions_of(folder)}
+    given = {submission.pipeline.id: submission for submission in submissions_of(folder)}
     missing = [name for name in chosen if name not in given]
     if missing:
         raise UserError(
@@ -309,7 +311,7 @@ def verify(
         recorded = _Recorded(
             submission=given[name],
             sums=sums.get(name, {}),
-            promise=history.pipelines[name].promise,
+            determinism_class=history.pipelines[name].promise,
             disturbed=disturbed.get(name, {}),
             checkpoints=checkpoint_folder(given[name], folder.resolve()),
         )
@@ -333,7 +335,7 @@ def submissions_of(folder: Path) -> list[Submission]:
     """Every pipeline of the run's file, and of the files that were submitted while it ran."""
     spec = launch.spec_of(folder)
     parse = launch.parser(spec)
-    late = [one for submitted in submitted_to(folder) for one in parse(submitted.resolved, submitted.source)]
+    late = [given for submitted in submitted_to(folder) for given in parse(submitted.resolved, submitted.source)]
     return [*launch.submissions(spec), *late]
 
 
@@ -356,7 +358,7 @@ class _Recorded:
 
     submission: Submission
     sums: _SumsByStep
-    promise: str | None
+    determinism_class: str | None
     disturbed: _Disturbed
     checkpoints: CheckpointStore
 
@@ -457,7 +459,8 @@ class _Comparison:
 def _verify_one(cluster: Cluster, recorded: _Recorded, sample_seed: int | None, print_line: PrintLine) -> Verdict:
     submission, sums, num_steps = recorded.submission, recorded.sums, recorded.num_steps
     verdict = Verdict(
-        pipeline=submission.pipeline.id, num_equal=0, num_steps=num_steps, difference=None, promise=recorded.promise,
+        pipeline=submission.pipeline.id, num_equal=0, num_steps=num_steps, difference=None,
+        determinism_class=recorded.determinism_class,
         reason="its log has no checksum of any step",
     )  # fmt: skip
     if not sums:

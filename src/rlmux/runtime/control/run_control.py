@@ -219,13 +219,13 @@ class RunControl:
             case ExplainWait():
                 name = self._checked_id(record.name)
                 return wait_fields(name, self._scheduler.query.status(name), self._scheduler.wait_of(name))
-        to_come = [_upcoming_fields(one) for one in tick.upcoming]
+        to_come = [_upcoming_fields(submission) for submission in tick.upcoming]
         if isinstance(record, GetStatus):
             return {"pid": os.getpid(), "now_s": tick.now_s, "is_kept_open": self.is_kept_open, "upcoming": to_come}
         waiting = self._scheduler.waits(_MAX_QUEUE)
         items = [wait_fields(name, PipelineStatus.WAITING, wait) for name, wait in waiting]
-        for one in items:
-            del one["would_start_now_if"]
+        for item in items:
+            del item["would_start_now_if"]
         return {"now_s": tick.now_s, "items": items, "upcoming": to_come}
 
     def _apply(self, request: Request, event: Event, outcome: str, tick: _Tick) -> None:
@@ -256,12 +256,12 @@ class RunControl:
         parsed = self._parse(record.text, record.source)
         self._check(parsed, record.source, tick)
         outcomes: dict[PipelineId, dict[str, Any] | None] = {}
-        for one in parsed:
-            at_s = tick.now_s + one.submit_at_s
-            tick.submissions.append(replace(one, submit_at_s=at_s))
-            is_later = one.submit_at_s > 0.0
-            outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
-        names = [one.pipeline.id for one in parsed]
+        for submission in parsed:
+            at_s = tick.now_s + submission.submit_at_s
+            tick.submissions.append(replace(submission, submit_at_s=at_s))
+            is_later = submission.submit_at_s > 0.0
+            outcomes[submission.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
+        names = [submission.pipeline.id for submission in parsed]
         if record.id is not None:
             self._taken[record.id] = names
         tick.notes.append(
@@ -272,7 +272,7 @@ class RunControl:
 
     def _repeat(self, request: Request, names: Sequence[PipelineId], tick: _Tick) -> None:
         """Answer a repeated submission: its sender got no answer, or sent it twice."""
-        due_s = {one.pipeline.id: one.submit_at_s for one in (*tick.upcoming, *tick.submissions)}
+        due_s = {submission.pipeline.id: submission.submit_at_s for submission in (*tick.upcoming, *tick.submissions)}
         outcomes: dict[PipelineId, dict[str, Any] | None] = {}
         for name in names:
             if name in self._scheduler.query:
@@ -288,26 +288,27 @@ class RunControl:
         """Raises UserError for a name that this run has used, OverQuotaError where too many pipelines would wait."""
         self._check_names(parsed, source, tick)
         expected = [
-            one.pipeline for one in (*tick.upcoming, *tick.submissions) if one.pipeline.id not in tick.withdrawn
+            given.pipeline for given in (*tick.upcoming, *tick.submissions) if given.pipeline.id not in tick.withdrawn
         ]
-        reason = self._scheduler.query.too_many_waiting([one.pipeline for one in parsed], expected)
+        reason = self._scheduler.query.too_many_waiting([submission.pipeline for submission in parsed], expected)
         if reason:
             raise OverQuotaError(f"{source}: {reason}; accepted: fewer at once, or the same again when fewer wait")
 
     def _check_names(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:
         """Raises UserError for a pipeline whose name this run has used."""
         taken = {*self._scheduler.query.pipelines(), *self._over}
-        taken.update(one.pipeline.id for one in (*tick.upcoming, *tick.submissions))
-        for one in parsed:
-            if one.pipeline.id in taken:
+        taken.update(submission.pipeline.id for submission in (*tick.upcoming, *tick.submissions))
+        for submission in parsed:
+            if submission.pipeline.id in taken:
                 raise UserError(
-                    f"{source}: pipeline {one.pipeline.id!r} is in this run already; accepted: a name of its own "
-                    f"(--set pipelines.{one.pipeline.id}.name=...)"
+                    f"{source}: pipeline {submission.pipeline.id!r} is in this run already; accepted: a name of its "
+                    f"own (--set pipelines.{submission.pipeline.id}.name=...)"
                 )
 
     def _cancel(self, request: Request, name: PipelineId, tick: _Tick) -> None:
         query = self._scheduler.query
-        if name not in query and name in [one.pipeline.id for one in tick.upcoming] and name not in tick.withdrawn:
+        upcoming = [submission.pipeline.id for submission in tick.upcoming]
+        if name not in query and name in upcoming and name not in tick.withdrawn:
             tick.withdrawn.append(name)
             self._over.add(name)
             end = PipelineStatus.CANCELLED.value
@@ -328,7 +329,7 @@ class RunControl:
 
     def _pipeline(self, name: str, tick: _Tick) -> Pipeline:
         """A pipeline of the run, possibly an upcoming one. Raises UserError for an unknown name."""
-        to_come = next((one.pipeline for one in tick.upcoming if one.pipeline.id == name), None)
+        to_come = next((submission.pipeline for submission in tick.upcoming if submission.pipeline.id == name), None)
         return to_come or self._scheduler.query.pipeline(self._checked_id(name)).pipeline
 
     def _checked_id(self, name: str) -> PipelineId:
@@ -423,9 +424,9 @@ def submitted_to(folder: Path) -> list[SubmittedNote]:
         return reader.state().submitted
 
 
-def _upcoming_fields(one: Submission) -> dict[str, Any]:
-    return {"pipeline": one.pipeline.id, "at_s": one.submit_at_s, **_account_fields(one.pipeline)}
+def _upcoming_fields(submission: Submission) -> dict[str, Any]:
+    return {"pipeline": submission.pipeline.id, "at_s": submission.submit_at_s, **_account_fields(submission.pipeline)}
 
 
-def _account_fields(one: Pipeline) -> dict[str, str]:
-    return {"project": one.account.project, "user": one.account.user, "visibility": one.visibility.value}
+def _account_fields(pipeline: Pipeline) -> dict[str, str]:
+    return {"project": pipeline.account.project, "user": pipeline.account.user, "visibility": pipeline.visibility.value}

@@ -89,7 +89,7 @@ def with_machine_memory(
 
 def _shared_bytes(submissions: Sequence[Submission]) -> float:
     """Bytes of the bases that adapters stand on, each counted once."""
-    return sum(num_bytes for num_bytes, _ in bases_of(one.config for one in submissions).values())
+    return sum(num_bytes for num_bytes, _ in bases_of(submission.config for submission in submissions).values())
 
 
 def _assign_gpu_memory(cluster: Cluster, submissions: Sequence[Submission], machine: MachineMemory) -> dict[str, float]:
@@ -137,17 +137,18 @@ def own_bases(submission: Submission, submissions: Sequence[Submission], *, is_g
 
 def _shared_bases(phase: Phase, submissions: Sequence[Submission]) -> dict[str, Submission]:
     """A pipeline of each base that several share a process of, by `Pipeline.base_of`."""
-    counts = Counter(one.pipeline.base_of(phase) for one in submissions)
-    return {base: one for one in submissions if (base := one.pipeline.base_of(phase)) and counts[base] > 1}
+    bases = [submission.pipeline.base_of(phase) for submission in submissions]
+    counts = Counter(bases)
+    return {base: given for base, given in zip(bases, submissions, strict=True) if base and counts[base] > 1}
 
 
 def _shared_base_bytes(pool: Pool, submissions: Sequence[Submission]) -> float:
     """Bytes of the bases that pipelines share on each device of the pool."""
     phases = BOTH_PHASES if pool.serves_both_phases else (pool.phase,)
     return sum(
-        device_parts(one.config, phase, is_gpu=True).get("base", 0.0)
+        device_parts(submission.config, phase, is_gpu=True).get("base", 0.0)
         for phase in phases
-        for one in _shared_bases(phase, submissions).values()
+        for submission in _shared_bases(phase, submissions).values()
     )
 
 

@@ -3,7 +3,7 @@
     first order of a phase ── probe ──▶ worker, under the order's lease ──▶ ProbeReport ─┐
     the other phase's first order ────────────────────────────────────────▶ ProbeReport ─┴▶ note `promise`
 
-    a file with `promise` ── check_promises, before anything is scheduled ──▶ UserError, or the run begins
+    a file with `promise` ── check_determinism, before anything is scheduled ──▶ UserError, or the run begins
 
 A pipeline that requires a stronger class than its engines keep is refused: before the run begins if the file names it,
 before it trains if it was submitted later.
@@ -19,8 +19,8 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId
-from rlmux.log.notes import PromiseNote
-from rlmux.rl.determinism_class import ProbeCheck, ProbeReport, promise_of, refusal, worst_of
+from rlmux.log.notes import DeterminismNote
+from rlmux.rl.determinism_class import ProbeCheck, ProbeReport, determinism_class_of, refusal, worst_of
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.orders.running_orders import RunningOrder
 from rlmux.runtime.workers.call_loop import CallLoop, Future
@@ -68,17 +68,19 @@ class EngineProbes:
         found = self._checks.setdefault(pipeline, {})
         found[phase] = report.checks
         checks = [check for known in _PHASES for check in found.get(known, ())]
-        refused = refusal(workers.config.name, workers.submission.promise, checks)
+        refused = refusal(workers.config.name, workers.submission.determinism_class, checks)
         if refused is not None:
             raise PipelineError(refused)
         if len(found) == len(_phases_of(workers.submission)):
             equal = {check.name: check.is_equal for check in checks}
-            self._outbox.add_note(PromiseNote(pipeline=pipeline, promise=promise_of(checks).value, checks=equal))
+            self._outbox.add_note(
+                DeterminismNote(pipeline=pipeline, promise=determinism_class_of(checks).value, checks=equal)
+            )
 
     def max_logprob_gap(self, pipeline: PipelineId) -> float:
         """Largest accepted gap in nats between rollout and training log-probs, for the class found so far."""
         checks = self._checks.get(pipeline, {}).values()
-        return promise_of(check for of_phase in checks for check in of_phase).max_logprob_gap
+        return determinism_class_of(check for of_phase in checks for check in of_phase).max_logprob_gap
 
     def may_recompute(self, pipeline: PipelineId) -> bool:
         """Whether a recomputed KV cache is bit-equal to the one that it replaces."""
@@ -91,7 +93,7 @@ def _phases_of(submission: Submission) -> Sequence[Phase]:
     return _PHASES[:1] if submission.pipeline.is_filler else _PHASES
 
 
-def check_promises(workplace: Workplace, cluster: Cluster, submissions: Sequence[Submission], folder: Path) -> None:
+def check_determinism(workplace: Workplace, cluster: Cluster, submissions: Sequence[Submission], folder: Path) -> None:
     """Probe the engines of pipelines with a `promise`, one after another, before any other work.
 
     `folder`: for the workers' output. Raises UserError, with the failed check and the accepted classes, for a pipeline
@@ -102,7 +104,7 @@ def check_promises(workplace: Workplace, cluster: Cluster, submissions: Sequence
         for phase in _phases_of(submission):
             with _probing(workplace, cluster, submission, phase, folder) as worker:
                 checks += _probe_worker(workplace, worker).checks
-        refused = refusal(submission.config.name, submission.promise, checks)
+        refused = refusal(submission.config.name, submission.determinism_class, checks)
         if refused is not None:
             raise UserError(refused)
 

@@ -104,7 +104,7 @@ class ExternalPrograms(Carrier):
         found: dict[Resident, ExternalProgram] = {}
         for device in devices:
             here = self._leftovers.get(device, {})
-            for resident in [one for one in here if one.pipeline == pipeline]:
+            for resident in [leftover for leftover in here if leftover.pipeline == pipeline]:
                 del here[resident]
             found |= here
         return found

@@ -103,7 +103,7 @@ class OnDemandPipelines(Carrier):
 
     def end_overdue_workers(self) -> None:
         now_s = self._outbox.now_s()
-        overdue = [one for each in self._pipelines.values() for one in each.workers if one.is_overdue(now_s)]
+        overdue = [worker for each in self._pipelines.values() for worker in each.workers if worker.is_overdue(now_s)]
         for worker in dict.fromkeys(overdue):
             owners = [each for each in self._pipelines.values() if worker in each.workers]
             if owners:  # an earlier worker of the same pipeline may have ended this one

@@ -58,7 +58,7 @@ class PlannedPipelines(Carrier):
         self._orders = orders
         self._states = states
         self._options = options
-        self._promises = EngineProbes(calls, outbox)
+        self._probes = EngineProbes(calls, outbox)
         self._drivers: dict[PipelineId, _Drivers] = {}
         self.supervisor = WorkerSupervisor(
             cluster,
@@ -143,7 +143,7 @@ class PlannedPipelines(Carrier):
             outbox=self._outbox,
             orders=self._orders,
             states=self._states,
-            promises=self._promises,
+            probes=self._probes,
             options=self._options,
         )
         train = TrainDriver(
@@ -152,7 +152,7 @@ class PlannedPipelines(Carrier):
             calls=self._calls,
             outbox=self._outbox,
             states=self._states,
-            promises=self._promises,
+            probes=self._probes,
             supervisor=self.supervisor,
             options=self._options,
         )

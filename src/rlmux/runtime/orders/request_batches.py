@@ -265,7 +265,7 @@ class OnDemandPipeline:
         is_of_losses = all(isinstance(request, Loss) for _, request in pending)
         if Phase.TRAIN in self._order_by_phase or self._newest_update() is not None or not is_of_losses:
             return None
-        taken = list(takewhile(lambda one: isinstance(one[1], Loss), self._to_train))
+        taken = list(takewhile(lambda entry: isinstance(entry[1], Loss), self._to_train))
         if not pending and not taken:
             return None
         for _ in taken:
@@ -328,9 +328,9 @@ class OnDemandPipeline:
     def _take_segment(self, *, has_stepped: bool) -> Iterable[tuple[str, TrainRequest]]:
         """Requests up to the next optimizer step and the saves behind it; after a step, only saves."""
         if has_stepped:
-            behind = list(takewhile(lambda one: not _is_of_step(one[1]), self._to_train))
+            behind = list(takewhile(lambda entry: not _is_of_step(entry[1]), self._to_train))
         else:
-            steps = (n for n, one in enumerate(self._to_train, 1) if isinstance(one[1], OptimizerStep))
+            steps = (n for n, entry in enumerate(self._to_train, 1) if isinstance(entry[1], OptimizerStep))
             behind = list(self._to_train)[: next(steps, len(self._to_train))]
         for _ in behind:
             yield self._to_train.popleft()
@@ -344,7 +344,7 @@ class OnDemandPipeline:
 
     def _newest_update(self) -> str | None:
         """The optimizer step that made the present state, if no checkpoint has it; None for any other state."""
-        newest = next((one for one in reversed(self._since_checkpoint) if not _is_save(one[1])), None)
+        newest = next((entry for entry in reversed(self._since_checkpoint) if not _is_save(entry[1])), None)
         return newest[0] if newest is not None and isinstance(newest[1], OptimizerStep) else None
 
     def _write_checkpoint(self, worker: Worker, request_id: str) -> Work:

@@ -59,11 +59,11 @@ class RolloutDriver:
         outbox: Outbox,
         orders: RunningOrders,
         states: ResidentStates,
-        promises: EngineProbes,
+        probes: EngineProbes,
         options: WorkerOptions,
     ) -> None:
         self._workers = workers
-        self._promises = promises
+        self._probes = probes
         self._calls = calls
         self._outbox = outbox
         self._orders = orders
@@ -118,7 +118,7 @@ class RolloutDriver:
         yield from self._workers.build(self._workers.rollout[device], self._calls)
         if order.is_pausing and self._workers.submission.pipeline.is_filler:
             return order.paused(is_waiting=False)
-        yield from self._promises.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
+        yield from self._probes.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
         while not self._shards[device].is_over:
             order.is_calling = True
             chunk = self._make_chunk(order, device)
@@ -403,7 +403,7 @@ class RolloutDriver:
         partials: Sequence[PartialTrajectory] = ()
         if self._shards[action.source].is_begun:
             worker = self._workers.rollout[action.source]
-            copies_kv = action.copies_kv or not self._promises.may_recompute(self._pipeline)
+            copies_kv = action.copies_kv or not self._probes.may_recompute(self._pipeline)
             partials = yield self._calls.call(worker, "take_partials", copies_kv)
         source, target = self._shards[action.source], self._shards[action.target]
         num_trajectories = source.migrate_to(target, partials)

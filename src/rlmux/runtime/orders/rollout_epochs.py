@@ -69,9 +69,9 @@ class RolloutEpochs:
 
     def hand_back(self, partials: Sequence[PartialTrajectory]) -> None:
         """Accept a device's unfinished trajectories after the leg."""
-        for one in partials:
-            part = SampledTokens(tokens=one.tokens, logprobs=one.logprobs, versions=one.versions, stop_reason=None)
-            self._handed_back.setdefault(one.request.id, part)
+        for rest in partials:
+            part = SampledTokens(tokens=rest.tokens, logprobs=rest.logprobs, versions=rest.versions, stop_reason=None)
+            self._handed_back.setdefault(rest.request.id, part)
 
     def end_leg(self) -> None:
         """End the leg after all devices have handed back: keep the tokens up to the clock's end."""

@@ -96,8 +96,8 @@ class LiveShard:
     def begin_leg(self, requests: Sequence[TrajectoryRequest], partials: Sequence[PartialTrajectory]) -> None:
         """Begin the next leg of an interruptible rollout with these trajectories."""
         self.to_submit, self.partials = list(requests), list(partials)
-        self.unfinished = {one.id: one for one in (*(one.request for one in partials), *requests)}
-        self.made = {one.request.id: len(one.tokens) for one in partials}
+        self.unfinished = {request.id: request for request in (*(partial.request for partial in partials), *requests)}
+        self.made = {partial.request.id: len(partial.tokens) for partial in partials}
         self.is_begun = self.is_back = False
 
     def drop_waiting(self) -> Sequence[PartialTrajectory]:
@@ -127,9 +127,9 @@ class LiveShard:
         lost = [id for id in self.unfinished if is_lost(id)]
         if not lost:
             return
-        here = {*(one.id for one in self.to_submit), *(one.request.id for one in self.partials)}
-        self.to_submit = [one for one in self.to_submit if not is_lost(one.id)]
-        self.partials = [one for one in self.partials if not is_lost(one.request.id)]
+        here = {*(request.id for request in self.to_submit), *(partial.request.id for partial in self.partials)}
+        self.to_submit = [request for request in self.to_submit if not is_lost(request.id)]
+        self.partials = [partial for partial in self.partials if not is_lost(partial.request.id)]
         for id in lost:
             del self.unfinished[id]
             if id not in here:
@@ -137,14 +137,14 @@ class LiveShard:
 
     def migrate_to(self, target: LiveShard, partials: Sequence[PartialTrajectory]) -> int:
         """Hand over all trajectories, `partials` from its worker. Returns their number."""
-        partials = [one for one in partials if one.request.id in self.unfinished]  # none that was cut meanwhile
+        partials = [partial for partial in partials if partial.request.id in self.unfinished]  # not cut meanwhile
         num_trajectories = len(partials) + len(self.partials) + len(self.to_submit)
         target.partials += [*partials, *self.partials]
         target.to_submit += self.to_submit
         target.replies += self.replies
         target.released += self.released
         target.unfinished.update(self.unfinished)
-        target.made.update({one.request.id: len(one.tokens) for one in (*partials, *self.partials)})
+        target.made.update({partial.request.id: len(partial.tokens) for partial in (*partials, *self.partials)})
         target.is_back, target.has_finished = target.is_back and not self.unfinished, False
         self.migrated_to = target
         return num_trajectories

@@ -83,8 +83,8 @@ class RunningOrder:
     def add_iterations(self, iterations: Sequence[SubStageIterations]) -> None:
         """Count the prefill of a rollout's chunk, until one has decoded."""
         if not self.has_decoded:
-            self.prefill_s += sum(1e-3 * one.ms for one in iterations if one.sub_stage is SubStage.PREFILL)
-            self.has_decoded = any(one.sub_stage is not SubStage.PREFILL for one in iterations)
+            self.prefill_s += sum(1e-3 * part.ms for part in iterations if part.sub_stage is SubStage.PREFILL)
+            self.has_decoded = any(part.sub_stage is not SubStage.PREFILL for part in iterations)
 
     def pause(self) -> None:
         """Stop at the next safe point, which is now if the order has nothing to compute."""

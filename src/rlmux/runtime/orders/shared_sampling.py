@@ -166,7 +166,7 @@ class SharedSampler:
         try:
             for tenant in list(self._tenants.values()):
                 yield from self._hand_over(tenant)
-            if self._on_device and any(one.queue.begun for one in self._tenants.values()):
+            if self._on_device and any(tenant.queue.begun for tenant in self._tenants.values()):
                 report = yield self._calls.call(self.worker, "run_chunk", chunk_s)
                 self._distribute(report)
         except WorkerLostError as error:

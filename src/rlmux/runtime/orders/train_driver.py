@@ -43,7 +43,7 @@ class TrainDriver:
         calls: CallLoop,
         outbox: Outbox,
         states: ResidentStates,
-        promises: EngineProbes,
+        probes: EngineProbes,
         supervisor: WorkerSupervisor,
         options: WorkerOptions,
     ) -> None:
@@ -52,7 +52,7 @@ class TrainDriver:
         self._calls = calls
         self._outbox = outbox
         self._states = states
-        self._promises = promises
+        self._probes = probes
         self._supervisor = supervisor
         self._options = workers.submission.worker_options(options)
         self._batch_by_step: dict[int, StepBatch] = {}
@@ -86,7 +86,7 @@ class TrainDriver:
         action, is_load_needed = order.action, order.action.switch is not Switch.NONE
         yield from self._states.make_room(order)
         yield from self._workers.build_trainers(self._calls)
-        yield from self._promises.probe(self._workers, Phase.TRAIN, self._probed(), order)
+        yield from self._probes.probe(self._workers, Phase.TRAIN, self._probed(), order)
         while True:
             result = yield from self._train(order, is_load_needed=is_load_needed)
             is_load_needed = False
@@ -138,7 +138,7 @@ class TrainDriver:
         call = TrainCall(
             stage=stage,
             payload=self._take_payload(order),
-            max_logprob_gap=self._promises.max_logprob_gap(self._workers.id),
+            max_logprob_gap=self._probes.max_logprob_gap(self._workers.id),
             max_seconds=self._options.chunk_s,
             is_load_needed=is_load_needed,
             device_fraction=order.device_fraction,

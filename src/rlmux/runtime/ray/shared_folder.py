@@ -88,7 +88,7 @@ def check_shared(folder: Path, nodes: Mapping[NodeId, RayNode], ask: AskNode = a
     """Raises UserError for the first node that does not see the run's folder, or cannot write there."""
     mark = FolderMark(folder, ask)
     try:
-        asked = [(node, *mark.ask(node)) for node in {one.ray_id: one for one in nodes.values()}.values()]
+        asked = [(node, *mark.ask(node)) for node in {node.ray_id: node for node in nodes.values()}.values()]
         for node, reference, answer in asked:
             if problem := mark.problem(_reply(reference), answer):
                 raise UserError(not_shared_line(node, folder, problem))
@@ -100,7 +100,7 @@ class Newcomers:
     """The same check of nodes that join during the run, without a wait: a node is taken once it has answered."""
 
     def __init__(
-        self, folder: Path, ask: AskNode = ask_node, is_ready: Callable[[Any], bool] = lambda one: _ready(one)
+        self, folder: Path, ask: AskNode = ask_node, is_ready: Callable[[Any], bool] = lambda asked: _ready(asked)
     ) -> None:
         self._folder = folder
         self._ask = ask

@@ -195,7 +195,8 @@ class Deliveries:
 
         layout, meeting = SyncLayout(num_senders=len(senders), num_receivers=len(receivers)), senders[0].meet.remote()
         sends = [sender.send.remote(name, meeting, layout, place) for place, sender in enumerate(senders)]
-        return [*sends, *(one.receive.remote(name, meeting, layout, place) for place, one in enumerate(receivers))]
+        receives = [receiver.receive.remote(name, meeting, layout, place) for place, receiver in enumerate(receivers)]
+        return [*sends, *receives]
 
     def watched(self) -> list[ray.ObjectRef[Any]]:
         return [reference for delivery in self._under_way for reference in delivery.waiting]
@@ -204,7 +205,7 @@ class Deliveries:
         """Handle finished deliveries. Returns the trainers of failed ones, which are lost with the reason."""
         lost = []
         for delivery in list(self._under_way):
-            for reference in [one for one in delivery.waiting if one in ready]:
+            for reference in [arrived for arrived in delivery.waiting if arrived in ready]:
                 delivery.waiting.remove(reference)
                 try:
                     ray.get(reference)
@@ -229,7 +230,7 @@ class Deliveries:
 
     def withdraw(self, trainer: RayWorker) -> None:
         """Drop the versions of a trainer that ended: its successor publishes again from a checkpoint."""
-        self._under_way = [one for one in self._under_way if one.trainer is not trainer]
+        self._under_way = [delivery for delivery in self._under_way if delivery.trainer is not trainer]
         parent = self._here / trainer.pipeline
         gone = [path for path in self._nodes_by_path if path.parent == parent]
         for path in gone:

@@ -62,17 +62,17 @@ def _imports_of(path: Path) -> list[str]:
 
 def input_notes(submissions: Sequence[Submission]) -> list[InputsNote]:
     """Notes of pipelines that join a run."""
-    return [InputsNote(pipeline=one.pipeline.id, files=_fingerprints(one.inputs)) for one in submissions if one.inputs]
+    return [InputsNote(pipeline=new.pipeline.id, files=_fingerprints(new.inputs)) for new in submissions if new.inputs]
 
 
 def changed_input_notes(submissions: Sequence[Submission], state: RunState) -> list[InputsNote]:
     """Notes of resumed pipelines whose files differ from their last note."""
     notes = []
-    for one in submissions:
-        before, now = state.inputs.get(one.pipeline.id, {}), _fingerprints(one.inputs)
+    for submission in submissions:
+        before, now = state.inputs.get(submission.pipeline.id, {}), _fingerprints(submission.inputs)
         if before != now:
             changed = tuple(_differences(before, now)) if before else ()
-            notes.append(InputsNote(pipeline=one.pipeline.id, files=now, changed=changed))
+            notes.append(InputsNote(pipeline=submission.pipeline.id, files=now, changed=changed))
     return notes
 
 

@@ -113,7 +113,7 @@ class _StepFiles:
 
 
 def _step_notes(log: LogReader, after: int = 0) -> Iterator[tuple[float, StepNote]]:
-    steps = ((one.time_s, one.note) for one in log.entries(after) if one.type == StepNote.type)
+    steps = ((entry.time_s, entry.note) for entry in log.entries(after) if entry.type == StepNote.type)
     return ((time_s, note) for time_s, note in steps if isinstance(note, StepNote))
 
 

@@ -40,8 +40,10 @@ class UsageNotes:
             return
         self._written_s = now_s
         at_s = self._scheduler.query.now_s
-        rows = [(one.account.project, one.account.user, one.pool, one.device_s, one.today_s) for one in usage]
-        spent = tuple((one.account.project, one.account.user, one.usd, one.begun_s) for one in self._scheduler.spent())
+        rows = [(used.account.project, used.account.user, used.pool, used.device_s, used.today_s) for used in usage]
+        spent = tuple(
+            (entry.account.project, entry.account.user, entry.usd, entry.begun_s) for entry in self._scheduler.spent()
+        )
         self._log.append_note(now_s, UsageNote(at_s=at_s, accounts=rows, spent=spent))
         if is_end or now_s >= self._shown_s + SHOWN_EVERY_S:
             self._shown_s = now_s
@@ -51,34 +53,34 @@ class UsageNotes:
 def usage_of(scheduler: Scheduler) -> AccountsNote:
     """A row for each project and user with usage or waiting work."""
     rows = []
-    for one in scheduler.accounts():
+    for row in scheduler.accounts():
         quota = {
-            "max_running": one.quota.max_running,
-            "max_waiting": one.quota.max_waiting,
-            "max_devices": one.quota.max_devices,
-            "device_hours_a_day": one.quota.device_hours_a_day,
-            "max_usd_per_hour": one.quota.max_usd_per_hour,
-            "budget_usd": one.quota.budget_usd,
-            "budget_days": None if one.quota.budget_usd is None else one.quota.budget_period_s / DAY_S,
+            "max_running": row.quota.max_running,
+            "max_waiting": row.quota.max_waiting,
+            "max_devices": row.quota.max_devices,
+            "device_hours_a_day": row.quota.device_hours_a_day,
+            "max_usd_per_hour": row.quota.max_usd_per_hour,
+            "budget_usd": row.quota.budget_usd,
+            "budget_days": None if row.quota.budget_usd is None else row.quota.budget_period_s / DAY_S,
         }
         rows.append(
             {
-                "project": one.account.project,
-                "user": one.account.user,
-                "weight": one.weight,
-                "guarantee": one.guarantee,
-                "share": one.share,
-                "fair_share": one.fair_share,
-                "is_over_share": one.is_over_share,
-                "device_hours": _hours(one.charged_by_pool),
-                "used_hours": _hours(one.used_by_pool),
-                "device_hours_today": one.today_s / 3600.0,
-                "running": one.num_running,
-                "waiting": one.num_waiting,
+                "project": row.account.project,
+                "user": row.account.user,
+                "weight": row.weight,
+                "guarantee": row.guarantee,
+                "share": row.share,
+                "fair_share": row.fair_share,
+                "is_over_share": row.is_over_share,
+                "device_hours": _hours(row.charged_by_pool),
+                "used_hours": _hours(row.used_by_pool),
+                "device_hours_today": row.today_s / 3600.0,
+                "running": row.num_running,
+                "waiting": row.num_waiting,
                 "quota": quota,
-                "usd": one.usd,
-                "spent_usd": one.spent_usd,
-                "budget_begins_s": one.budget_begins_s,
+                "usd": row.usd,
+                "spent_usd": row.spent_usd,
+                "budget_begins_s": row.budget_begins_s,
             }
         )
     bill = scheduler.bill()

@@ -32,9 +32,9 @@ def with_origin(
 def plan_notes(submissions: Sequence[Submission]) -> list[Note]:
     """Notes of pipelines that join a run."""
     plans = [
-        PlanNote(pipeline=one.pipeline.id, plan_sha256=one.origin.plan_sha256)
-        for one in submissions
-        if one.origin is not None
+        PlanNote(pipeline=new.pipeline.id, plan_sha256=new.origin.plan_sha256)
+        for new in submissions
+        if new.origin is not None
     ]
-    alerts = [AlertsNote(pipeline=one.pipeline.id, rules=one.alerts) for one in submissions if one.alerts]
+    alerts = [AlertsNote(pipeline=new.pipeline.id, rules=new.alerts) for new in submissions if new.alerts]
     return [*plans, *alerts]

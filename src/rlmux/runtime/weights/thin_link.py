@@ -189,8 +189,8 @@ class WeightReceiver:
             rounds.append((gathering, parts, begin, end))
             if len(rounds) > _MAX_ROUNDS_UNDER_WAY:
                 _finish_round(shards, *rounds.pop(0))
-        for one in rounds:
-            _finish_round(shards, *one)
+        for unfinished in rounds:
+            _finish_round(shards, *unfinished)
 
     def _take_all(self, shards: torch.Tensor, num_bytes: int) -> None:
         layout = self._layout

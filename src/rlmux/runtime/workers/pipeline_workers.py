@@ -71,7 +71,7 @@ class PipelineWorkers:
         """Build the engines of all ranks, once, and connect the ranks."""
         new = [worker for worker in self.trainers if worker not in self.built]
         self.built.update(new)
-        for worker, room in zip(new, (yield from all_of([calls.call(one, "build") for one in new])), strict=True):
+        for worker, room in zip(new, (yield from all_of([calls.call(worker, "build") for worker in new])), strict=True):
             self.note_room(worker, room)
         count = len(self.trainers)
         if not new or count == 1:

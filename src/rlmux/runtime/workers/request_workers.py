@@ -161,7 +161,7 @@ class SampleWorker:
         """Queue requests for the loaded weights; returns the errors of invalid ones."""
         refused = []
         for request in requests:
-            trajectories = [replace(one, id=one.id._replace(adapter=tenant)) for one in request.trajectories]
+            trajectories = [replace(asked, id=asked.id._replace(adapter=tenant)) for asked in request.trajectories]
             try:
                 self._engine.submit(trajectories)
             except UserError as error:
@@ -170,7 +170,7 @@ class SampleWorker:
             key = tenant, request.id
             self._requests[key] = request
             self._turns_by_request[key] = {}
-            self._request_by_trajectory.update((one.id, key) for one in trajectories)
+            self._request_by_trajectory.update((trajectory.id, key) for trajectory in trajectories)
         return refused
 
     @beating()
@@ -251,7 +251,7 @@ class SampleWorker:
             scored = self._engine.score(request.prompt_tokens, request.num_scored, tenant)
         sequences = [
             SampledSequence(tokens=turn.tokens, logprobs=turn.logprobs, stop_reason=turn.stop_reason)
-            for turn in (turns[one.id._replace(adapter=tenant)] for one in request.trajectories)
+            for turn in (turns[trajectory.id._replace(adapter=tenant)] for trajectory in request.trajectories)
         ]
         done = SampleDone(id=request.id, sequences=sequences, prompt_logprobs=scored)
         return RequestResult(id=request.id, value=done if request.write is None else request.write(done), tenant=tenant)

@@ -235,7 +235,7 @@ class WorkerSupervisor:
         for pipeline, workers in list(self._workers_by_pipeline.items()):
             overdue = [worker for worker in workers.processes if worker.is_overdue(now_s)]
             if overdue:  # ranks wait for each other: the one that is stopped keeps all of them
-                worker = next((one for one in overdue if _is_stopped(one)), overdue[0])
+                worker = next((candidate for candidate in overdue if _is_stopped(candidate)), overdue[0])
                 self._lose(pipeline, worker, f"{worker.name} gave no answer in time")
 
     def change_node(self, node: NodeId, *, is_there: bool) -> None:

@@ -115,16 +115,16 @@ class TenantHost(ABC, Generic[Tenant, Call, Inputs, Result]):
             found = self._run(batch)
         except Exception as error:  # no memory: of all of them
             return {tenant: _failed(call, error) for tenant, call in calls.items()}
-        tokens = {tenant: one.tokens for tenant, one in found.items() if isinstance(one, Computed)}
+        tokens = {tenant: outcome.tokens for tenant, outcome in found.items() if isinstance(outcome, Computed)}
         num_together, total = sum(map(bool, tokens.values())), max(1, sum(tokens.values()))
         results = {}
-        for tenant, one in found.items():
-            if isinstance(one, Exception):
-                results[tenant] = _failed(calls[tenant], one)
+        for tenant, outcome in found.items():
+            if isinstance(outcome, Exception):
+                results[tenant] = _failed(calls[tenant], outcome)
             elif num_together < 2:
-                results[tenant] = TenantResult(value=one.result)
+                results[tenant] = TenantResult(value=outcome.result)
             else:
-                shared = replace(one.result, num_together=num_together, token_share=one.tokens / total)
+                shared = replace(outcome.result, num_together=num_together, token_share=outcome.tokens / total)
                 results[tenant] = TenantResult(value=shared)
         return results
 

@@ -179,8 +179,8 @@ def noted_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
 def joined(results: Sequence[TrainCallResult]) -> TrainCallResult:
     """The combined result of a call of all ranks, in rank order: the seconds of the last rank, and all tokens."""
     first = results[0]
-    slowest = max(results, key=lambda one: one.load_s + one.input_s + one.report.seconds + one.hand_out_s)
-    tokens = sum(one.report.tokens for one in results)
+    slowest = max(results, key=lambda rank: rank.load_s + rank.input_s + rank.report.seconds + rank.hand_out_s)
+    tokens = sum(result.report.tokens for result in results)
     return replace(
         first,
         report=replace(first.report, tokens=tokens, seconds=slowest.report.seconds),

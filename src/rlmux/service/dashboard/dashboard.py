@@ -85,7 +85,7 @@ class Dashboard:
         self.indexing = Indexing(folder, spare)
         self._webhook: Webhook | None = None
         root = Root(folder, spare, lanes)
-        self._reads = reads = Reads(root, lambda one: trouble(one) or self.indexing.trouble(one), down)
+        self._reads = reads = Reads(root, lambda run: trouble(run) or self.indexing.trouble(run), down)
         watch = Watch(reads)
         self._sessions = _Sessions(self.access, server.port)
         scrape = Scrape(reads)

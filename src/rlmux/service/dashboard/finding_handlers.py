@@ -60,7 +60,7 @@ class Finding:
         for lane in self._reads.names():
             with contextlib.suppress(ProblemError):  # its index is being made
                 found += self._found(caller, lane, words)
-        found.sort(key=lambda one: one[0], reverse=True)
+        found.sort(key=lambda entry: entry[0], reverse=True)
         items = [{**row, "matches": matches(document, words)} for _, row, document in found[:limit]]
         return Search.model_validate({"items": items, "total": len(found), "as_of_seq": None})
 
@@ -94,7 +94,7 @@ class Finding:
             raise ProblemError(409, str(error)) from None
 
     def compare(self, caller: Caller, of: Annotated[list[str], _SOME]) -> Compared:
-        rows, details, sums = zip(*(self._compared(caller, *_place_of(one)) for one in of), strict=True)
+        rows, details, sums = zip(*(self._compared(caller, *_place_of(address)) for address in of), strict=True)
         configs = [detail["config"] for detail in details]
         answer = {"items": rows, "differs": _differing(configs), "groups": _groups(configs)}
         if len(of) == 2:
@@ -120,7 +120,7 @@ def _differing(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Values by key of which at least two differ, in the order of the pipelines; None where a key is missing."""
     keys = sorted({key for config in configs for key in config})
     values = {key: [config.get(key) for config in configs] for key in keys}
-    return {key: its for key, its in values.items() if any(one != its[0] for one in its)}
+    return {key: its for key, its in values.items() if any(value != its[0] for value in its)}
 
 
 def _groups(configs: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -116,7 +116,7 @@ class Reads:
 
         def masked_by_its_lane(value: Any) -> Any:
             if isinstance(value, dict) and isinstance(value.get("items"), list):
-                return {**value, "items": [masked_by_its_lane(one) for one in value["items"]]}
+                return {**value, "items": [masked_by_its_lane(item) for item in value["items"]]}
             is_of_lane = isinstance(value, dict) and isinstance(value.get("lane"), str)
             return masked(value["lane"], value) if is_of_lane else value
 
@@ -260,16 +260,16 @@ class Reads:
         names = self.names() if lane is None else [lane]
         rows: list[dict[str, Any]] = []
         as_of = {}
-        for one in names:
+        for run in names:
             try:
-                with self.open(one, caller.principal) as reader:
-                    as_of[one] = reader.seq
+                with self.open(run, caller.principal) as reader:
+                    as_of[run] = reader.seq
                     found = reader.rows("SELECT json FROM pipeline ORDER BY place")
             except ProblemError:
                 if lane is not None:
                     raise
                 continue
-            rows += self.labelled(one, [text for (text,) in found])
+            rows += self.labelled(run, [text for (text,) in found])
         statuses = words_of(status)
         rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
         rows = _sorted(rows, sort)
@@ -369,13 +369,13 @@ class Reads:
             as_of_seq = reader.seq
         steps = [json.loads(text) for (text,) in found]
         wanted = words_of(names) or detail["metrics"]
-        unknown = [one for one in wanted if one not in detail["metrics"]]
+        unknown = [metric for metric in wanted if metric not in detail["metrics"]]
         if unknown:
             raise ProblemError(
                 400, f"no metric {unknown[0][:80]!r}", where="?names", accepted=", ".join(detail["metrics"])
             )
         places = [float(step["step" if x == "step" else "end_s"]) for step in steps]
-        series = {one: curve(places, [step["metrics"].get(one) for step in steps], points) for one in wanted}
+        series = {metric: curve(places, [step["metrics"].get(metric) for step in steps], points) for metric in wanted}
         return run_schemas.Metrics(x=x, names=wanted, series=series, steps=len(steps), as_of_seq=as_of_seq)
 
     def logs(

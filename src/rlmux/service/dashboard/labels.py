@@ -31,7 +31,7 @@ def set_labels(folder: Path, pipeline: str, *, labels: Sequence[str], note: str)
     """
     its = {"labels": list(dict.fromkeys(labels)), "note": note}
     with atomic_json.changing(folder, NAME):
-        others = {name: one for name, one in _read(folder).items() if name != pipeline}
+        others = {name: labelled for name, labelled in _read(folder).items() if name != pipeline}
         atomic_json.write_whole(folder, NAME, others if its == NONE else {**others, pipeline: its})
     return its
 

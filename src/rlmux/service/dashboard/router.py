@@ -334,12 +334,12 @@ def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None
 
 def _check_query(route: APIRoute, request: Request) -> None:
     """Raises ProblemError for unknown and repeated parameters, which FastAPI ignores."""
-    known = {one.alias for one in route.dependant.query_params}
-    lists = {one.alias for one in route.dependant.query_params if get_origin(one.field_info.annotation) is list}
+    known = {param.alias for param in route.dependant.query_params}
+    lists = {param.alias for param in route.dependant.query_params if get_origin(param.field_info.annotation) is list}
     found = set()
     for name in (name for name, _ in request.query_params.multi_items()):
         if name not in known:
-            accepted = ", ".join(one.alias for one in route.dependant.query_params) or "none"
+            accepted = ", ".join(param.alias for param in route.dependant.query_params) or "none"
             raise ProblemError(400, f"no parameter {name!r}", where=f"?{name}", accepted=accepted)
         if name in found and name not in lists:
             raise ProblemError(400, f"{name!r} is given twice", where=f"?{name}", accepted="one value")
@@ -368,9 +368,9 @@ def _depth(value: Any) -> int:
     while level and depth <= _MAX_JSON_DEPTH:
         level = [
             each
-            for one in level
-            if isinstance(one, dict | list)
-            for each in (one.values() if isinstance(one, dict) else one)
+            for nested in level
+            if isinstance(nested, dict | list)
+            for each in (nested.values() if isinstance(nested, dict) else nested)
         ]
         depth += 1
     return depth
@@ -384,7 +384,7 @@ def _tagged(request: Request, response: Response) -> Response:
     response.headers["ETag"] = tag
     response.headers["Vary"] = "Cookie, Authorization"  # no shared cache between users
     response.headers.setdefault("Cache-Control", "no-cache")
-    given = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
+    given = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if response.status_code == 200 and request.method in _SAFE and tag in given:
         kept = {name: response.headers[name] for name in ("ETag", "Vary", "Cache-Control")}
         return Response(status_code=304, headers=kept)

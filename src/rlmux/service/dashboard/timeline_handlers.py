@@ -207,13 +207,13 @@ class TimelineReads:
             mine = here[here["device"] == place]
             if not len(mine):
                 raise ProblemError(404, f"nothing is known of {at_s} s", where="?t", accepted=_span(reader))
-            one = mine[0]
-            start_s, end_s = float(one["start_s"]), float(one["end_s"])
+            picked = mine[0]
+            start_s, end_s = float(picked["start_s"]), float(picked["end_s"])
             moment = _Moment(reader, at_s, here)
             node = devices[place].rpartition(".")[0]
-            others, num_others = ([], 0) if KINDS[one["kind"]] is Kind.BUSY else moment.others(node)
+            others, num_others = ([], 0) if KINDS[picked["kind"]] is Kind.BUSY else moment.others(node)
             return Gap(
-                interval=_shown(one, devices[place], reader),
+                interval=_shown(picked, devices[place], reader),
                 before=_last_order(reader, place, start_s),
                 after=moment.ahead.first(lambda records: records["device"] == place),
                 pinned=[moment.pinned(name) for name, nodes in moment.held if node in nodes],
@@ -295,19 +295,19 @@ def _placed(records: Array, name: str, reader: IndexReader) -> list[tuple[int, T
     own = (records["pipeline"] == _pipeline(name, reader)) & (records["order"] > 0)
     return [
         (
-            int(one["device"]),
+            int(record["device"]),
             Timed(
-                start_s=float(one["start_s"]),
-                end_s=float(one["end_s"]),
-                kind=KINDS[one["kind"]],
-                cause=CAUSES[one["cause"]],
-                pipeline=_name(one["pipeline"], pipelines),
-                step=int(one["step"]),
-                stage=STAGES[one["stage"]] if one["stage"] != NO_STAGE else None,
-                order=OrderId(int(one["order"])) if one["order"] else None,
+                start_s=float(record["start_s"]),
+                end_s=float(record["end_s"]),
+                kind=KINDS[record["kind"]],
+                cause=CAUSES[record["cause"]],
+                pipeline=_name(record["pipeline"], pipelines),
+                step=int(record["step"]),
+                stage=STAGES[record["stage"]] if record["stage"] != NO_STAGE else None,
+                order=OrderId(int(record["order"])) if record["order"] else None,
             ),
         )
-        for one in records[np.isin(records["device"], np.unique(records["device"][own]))]
+        for record in records[np.isin(records["device"], np.unique(records["device"][own]))]
     ]
 
 
@@ -372,7 +372,7 @@ def _orders(records: Array, reader: IndexReader) -> list[Order]:
                 devices=[devices[place] for place in dict.fromkeys(own["device"].tolist())],
             )
         )
-    return sorted(found, key=lambda one: one.start_s)
+    return sorted(found, key=lambda interval: interval.start_s)
 
 
 def _shown(record: Any, device: str, reader: IndexReader) -> Interval:
@@ -396,10 +396,10 @@ def _sums(records: Array, start_s: float, end_s: float, pipelines: Sequence[str]
     keys, place = np.unique(key, return_inverse=True)
     sums = np.bincount(place, lasted, len(keys)) if len(keys) else np.zeros(0)
     named = []
-    for one, spent_s in zip(keys.tolist(), sums, strict=True):
-        cause = CAUSES[one >> 16 & 0xFFFF]
-        name = None if cause is Cause.CONTROL else _name(one & 0xFFFF, pipelines)
-        named.append(((KINDS[one >> 32], cause, name), float(spent_s)))
+    for code, spent_s in zip(keys.tolist(), sums, strict=True):
+        cause = CAUSES[code >> 16 & 0xFFFF]
+        name = None if cause is Cause.CONTROL else _name(code & 0xFFFF, pipelines)
+        named.append(((KINDS[code >> 32], cause, name), float(spent_s)))
     return named
 
 

@@ -92,7 +92,7 @@ class Webhook:
         began = [(key, "firing", alert) for key, alert in firing.items() if key not in self._notified]
         ended = [(key, "resolved", alert) for key, alert in self._notified.items() if key not in firing]
         messages = [(key, state, alert) for key, state, alert in [*began, *ended] if self._is_due(key, state)]
-        self._tries = {one: each for one, each in self._tries.items() if (one[0] in firing) == (one[1] == "firing")}
+        self._tries = {key: each for key, each in self._tries.items() if (key[0] in firing) == (key[1] == "firing")}
         for key, state, alert in messages[:_MAX_AT_ONCE]:
             problem = None if key in self._dropped else self._send({"lane": key[0], "state": state, **alert})
             if problem is None or self._give_up(key, state, str(problem)):

@@ -135,9 +135,9 @@ def _keep(path: Path, answer: Mapping[str, Any]) -> None:
     """Note when each pipeline would end if nothing changed: as expected, at the earliest, at the latest. A folder that
     cannot be written keeps nothing."""
     ends_s = {
-        name: [answer["at_s"] + figures["ends_s"] for figures in (one, one["low"], one["high"])]
-        for name, one in answer["now"]["pipelines"].items()
-        if one["low"]["ends_s"] is not None
+        name: [answer["at_s"] + figures["ends_s"] for figures in (pipeline, pipeline["low"], pipeline["high"])]
+        for name, pipeline in answer["now"]["pipelines"].items()
+        if pipeline["low"]["ends_s"] is not None
     }
     with contextlib.suppress(OSError):
         if not path.exists() or path.stat().st_size < _MAX_KEPT_BYTES:
@@ -155,9 +155,9 @@ def _kept(path: Path) -> Iterator[dict[str, Any]]:
 def _ends(kept: Iterator[Mapping[str, Any]], pipelines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, bool]]:
     """(|came - predicted| over the seconds predicted, whether it came within its range) of each pipeline of each
     question that has come true."""
-    finished_s = {one["name"]: one["ended_s"] for one in pipelines if one["status"] == "finished"}
-    meddled_s = [one["submitted_s"] for one in pipelines]
-    meddled_s += [one["ended_s"] for one in pipelines if one["status"] in ("cancelled", "failed")]
+    finished_s = {row["name"]: row["ended_s"] for row in pipelines if row["status"] == "finished"}
+    meddled_s = [row["submitted_s"] for row in pipelines]
+    meddled_s += [row["ended_s"] for row in pipelines if row["status"] in ("cancelled", "failed")]
     for question in kept:
         at_s = question["at_s"]
         first_s = min((time_s for time_s in meddled_s if time_s is not None and time_s > at_s), default=None)

@@ -37,7 +37,7 @@ IS_OPEN, IS_FINAL = 1, 2
 """Bits of `flags`: nothing in the log ends it; no later row changes it."""
 
 CAUSES, KINDS, STAGES = tuple(Cause), tuple(Kind), tuple(Stage)
-_CAUSE, _KIND, _STAGE = ({one: place for place, one in enumerate(names)} for names in (CAUSES, KINDS, STAGES))
+_CAUSE, _KIND, _STAGE = ({name: place for place, name in enumerate(names)} for names in (CAUSES, KINDS, STAGES))
 
 KIND_BY_CAUSE = {
     **dict.fromkeys(CAUSES, Kind.BUBBLE),

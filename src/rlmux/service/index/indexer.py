@@ -207,7 +207,7 @@ class LaneIndexer:
             self._places.pipeline(name)
         for device in dict.fromkeys(device for device, _ in [*look.settled, *look.open]):
             self._places.device(device)
-        settled = self._places.columns(sorted(look.settled, key=lambda one: one[1].start_s), is_final=True)
+        settled = self._places.columns(sorted(look.settled, key=lambda entry: entry[1].start_s), is_final=True)
         is_final = not self._is_going_on and self._follower.history.is_over
         opened = self._places.columns(look.open, is_final=is_final)
         self._index.add_settled(settled)
@@ -270,7 +270,10 @@ class LaneIndexer:
         self._write_pins()
         index.set_rows(
             "INSERT OR IGNORE INTO instant VALUES (?, ?)",
-            [(number, dumps(interval_rows.instant_row(one))) for number, one in enumerate(follower.history.instants)],
+            [
+                (number, dumps(interval_rows.instant_row(instant)))
+                for number, instant in enumerate(follower.history.instants)
+            ],
         )
 
     def _write_pins(self) -> None:

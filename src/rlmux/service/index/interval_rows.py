@@ -30,7 +30,7 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
     """The row of the whole run."""
     history = follower.history
     every = follower.seconds()
-    seconds = _by_kind([one for named in every.values() for one in named.items()])
+    seconds = _by_kind([pair for named in every.values() for pair in named.items()])
     statuses = [row["status"] for row in pipelines.values()]
     makespan_s = look.end_s - look.start_s
     control_s = math.fsum(
@@ -57,7 +57,7 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
         "num_migrations": sum(instant.what == "migration" for instant in history.instants),
         "control_overhead": control_s / (makespan_s * len(every)) if every and makespan_s > 0.0 else None,
         "slo_attainment": slo_attainment(pipelines.values()),
-        "charges": charges(_with_others([one for named in every.values() for one in named.items()])),
+        "charges": charges(_with_others([pair for named in every.values() for pair in named.items()])),
     }
 
 
@@ -199,7 +199,7 @@ def _detail(shown: Mapping[str, Any], record: PipelineRecord, waits: Sequence[tu
         **{key: shown[key] for key in keys},
         "weights_sha256": record.weights_sha256,
         "trajectories": int(sum(each.get("trajectories", 0.0) for each in record.metrics.values())),
-        "waits": [{key: one[key] for key in ("cause", "label", "seconds")} for one in charges(waits)],
+        "waits": [{key: charge[key] for key in ("cause", "label", "seconds")} for charge in charges(waits)],
         "metrics": list(names),
     }
 

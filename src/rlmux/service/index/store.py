@@ -282,8 +282,8 @@ class IndexWriter:
         rows = []
         for number in range(first, end):
             at = (number - first) * TILE_BUCKETS
-            one = Planes(*(plane[:, at : at + TILE_BUCKETS] for plane in whole))
-            rows.append((level, number, num_devices, zlib.compress(one.to_bytes(), 1)))
+            tile = Planes(*(plane[:, at : at + TILE_BUCKETS] for plane in whole))
+            rows.append((level, number, num_devices, zlib.compress(tile.to_bytes(), 1)))
         self._connection.executemany("INSERT OR REPLACE INTO tile VALUES (?, ?, ?, ?)", rows)
 
     def _facts(self) -> dict[str, Any]:

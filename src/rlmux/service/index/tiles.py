@@ -75,7 +75,8 @@ def planes(intervals: Array, level: int, first_bucket: int, num_buckets: int, nu
     cell, seconds, origin = _cut_at_buckets(intervals, width_s, first_bucket, num_buckets)
     kind = intervals["kind"][origin]
     by_kind = [
-        np.bincount(cell[kind == one], seconds[kind == one], num_cells)[:num_cells] for one in (_BUSY, _SWITCH, _BUBBLE)
+        np.bincount(cell[kind == counted], seconds[kind == counted], num_cells)[:num_cells]
+        for counted in (_BUSY, _SWITCH, _BUBBLE)
     ]
     up_to = [np.minimum(255, np.floor(255 * each / width_s + 0.5)).astype(np.int64) for each in np.cumsum(by_kind, 0)]
     parts = [up_to[0], up_to[1] - up_to[0], up_to[2] - up_to[1]]

@@ -14,8 +14,8 @@ def check_rights(spec: Spec, principal: Principal | None) -> None:
     """Raises ProblemError for the first pipeline that the caller may not submit."""
     if principal is None or principal.may("admin"):
         return
-    for one in spec.pipelines:
-        name, of = one.name, one.pipeline
+    for pipeline in spec.pipelines:
+        name, of = pipeline.name, pipeline.pipeline
         if of.user != principal.user:
             why = f"pipeline {name!r} is of user {of.user!r}, and the caller is {principal.user!r}"
             raise ProblemError(403, why, where="text", accepted=f"user: {principal.user}, or no key user")
@@ -26,7 +26,7 @@ def check_rights(spec: Spec, principal: Principal | None) -> None:
                 where="text",
                 accepted=", ".join(sorted(principal.projects)) or "no project",
             )
-        code = _code_of(one.config)
+        code = _code_of(pipeline.config)
         if code is not None:
             check_may_run_code(principal, f"pipeline {name!r} with {code}")
 
@@ -36,7 +36,9 @@ def own_user(spec: Spec, principal: Principal | None) -> list[str]:
     if principal is None or principal.may("admin"):
         return []
     return [
-        f"pipelines.{one.name}.user={json.dumps(principal.user)}" for one in spec.pipelines if not one.pipeline.user
+        f"pipelines.{pipeline.name}.user={json.dumps(principal.user)}"
+        for pipeline in spec.pipelines
+        if not pipeline.pipeline.user
     ]
 
 

@@ -94,7 +94,7 @@ class LaneSubmissions:
 
     def newest(self, caller: Caller, limit: Limit = 100) -> shapes.Submissions:
         user = None if caller.principal is None or caller.principal.sees_all else caller.principal.user
-        items = [shapes.Submitted.model_validate(one.fields()) for one in self._ledger.newest(limit, user)]
+        items = [shapes.Submitted.model_validate(row.fields()) for row in self._ledger.newest(limit, user)]
         return shapes.Submissions(items=items, as_of_seq=None)
 
     def one(self, caller: Caller, id: str) -> shapes.Submitted:
@@ -110,25 +110,25 @@ class LaneSubmissions:
         if controller is None:  # the file has the lane no more
             return
         with self._sending[lane]:
-            for one in self._ledger.accepted(lane):
-                if not self._send(controller, one):
+            for row in self._ledger.accepted(lane):
+                if not self._send(controller, row):
                     return
 
-    def _send(self, lane: LaneController, one: SubmissionRow) -> bool:
+    def _send(self, lane: LaneController, row: SubmissionRow) -> bool:
         """Whether the controller answered."""
         if lane.down() is not None:
             return False
-        request = Submit(text=one.text, source=one.source, id=one.id)
+        request = Submit(text=row.text, source=row.source, id=row.id)
         try:
             answer = send_request(lane.folder, request, limit_s=_ANSWER_LIMIT_S)
         except NotRunningError:
             return False
         except UserError as error:
-            self._ledger.refuse(one.id, str(error), is_over_quota=isinstance(error, OverQuotaError))
+            self._ledger.refuse(row.id, str(error), is_over_quota=isinstance(error, OverQuotaError))
         except RlmuxError:  # it is busy or ended early: retried with the same id
             return False
         else:
-            self._ledger.take(one.id, answer["pipelines"])
+            self._ledger.take(row.id, answer["pipelines"])
         return True
 
     def _checked(self, fields: dict[str, Any], principal: Principal | None) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class LaneSubmissions:
             result["is_lane_asked"] = _is_free(lane, spec, fields["source"])
         except ProblemError as problem:
             return {**result, "wrong": {"detail": problem.detail, "line": problem.line, "accepted": problem.accepted}}
-        pipelines = [{"pipeline": one.name, "num_steps": one.config.num_steps} for one in spec.pipelines]
+        pipelines = [{"pipeline": pipeline.name, "num_steps": pipeline.config.num_steps} for pipeline in spec.pipelines]
         return {**result, "pipelines": pipelines}
 
     def _lane(self, fields: Mapping[str, Any]) -> LaneController:
@@ -164,7 +164,7 @@ class LaneSubmissions:
                 source=fields["source"],
                 text=spec.resolved,
                 bundle=fields.get("bundle"),
-                names=[one.name for one in spec.pipelines],
+                names=[pipeline.name for pipeline in spec.pipelines],
             )
         except sqlite3.OperationalError as error:
             raise ProblemError(507, f"it cannot be kept: {error}", accepted="a disk with room") from None
@@ -184,7 +184,10 @@ class LaneSubmissions:
                 spec = parse_spec(text, source=source, folder=folder, cluster_of=lane.spec, overrides=overrides)
         except SpecError as error:
             raise ProblemError(400, str(error), where="text", line=_line_of(str(error), fields["source"])) from None
-        paths = [spec.code_folder, *(Path(one.config.task.path) for one in spec.pipelines if one.config.task.path)]
+        paths = [
+            spec.code_folder,
+            *(Path(pipeline.config.task.path) for pipeline in spec.pipelines if pipeline.config.task.path),
+        ]
         for path in paths:
             if ".." in path.parts:
                 raise ProblemError(400, "a path leaves the bundle", where="text", accepted="paths without ..")

@@ -1,7 +1,7 @@
 """The rollout door: one request in, its samples out, by a sampler of the Tinker front.
 
     POST /inference/v1/generate     tokens in, tokens out          ─┐
-    POST /v1/completions            text or tokens in, text out     ├─▶ asample ─▶ its promise ─▶ answer
+    POST /v1/completions            text or tokens in, text out     ├─▶ asample ─▶ its future ─▶ answer
     POST /v1/chat/completions       messages in, a message out     ─┘
     GET  /v1/models                 what `model` may name: base models, checkpoints, samplers
 
@@ -206,8 +206,8 @@ class _RolloutRoutes:
         }
         request_id = self._front.take("asample", json.dumps(body).encode(), project)["request_id"]
         settled = asyncio.Event()
-        self._front.promises.when_settled(request_id, settled.set)
-        while (result := self._front.promises.result(request_id)) is None:
+        self._front.futures.when_settled(request_id, settled.set)
+        while (result := self._front.futures.result(request_id)) is None:
             self._front.record_activity(sampler.session.id, project, time.monotonic())
             if await request.is_disconnected():
                 self._front.cancel(request_id, project)
@@ -216,7 +216,7 @@ class _RolloutRoutes:
                 await asyncio.wait_for(settled.wait(), _LOOK_S)
         if result.is_error:
             raise UserError(result.body.decode())
-        self._front.promises.mark_delivered(request_id, result)
+        self._front.futures.mark_delivered(request_id, result)
         return request_id, replies.read_sampled(result.body)
 
     # --- text -------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ _ASIDE = re.compile(r"\.(tmp|old)-[0-9]+$")
 class Files:
     """The files of a front's saves."""
 
-    def __init__(self, registry: Registry, promises: Futures) -> None:
+    def __init__(self, registry: Registry, futures: Futures) -> None:
         self._registry = registry
-        self._promises = promises
+        self._futures = futures
         self.are_kept = False
         """Nothing is removed: requests are applied again, and later ones may need what earlier ones give up."""
         self.have_ended_users = False
@@ -60,7 +60,7 @@ class Files:
         registry = self._registry
         listed = [each.folder for each in registry.checkpoints.values()]
         living = [each for each in registry.samplers.values() if not each.is_gone]
-        sampled = [each.weights for each in (*living, *self._promises.samplers()) if each.weights]
+        sampled = [each.weights for each in (*living, *self._futures.samplers()) if each.weights]
         training = [each for each in registry.models.values() if not each.session.is_over]
         loads = [folder for model in training for folder in model.loads.values()]
         return {*listed, *registry.being_saved, *loads, *sampled, *(file.parent for file in sampled)}

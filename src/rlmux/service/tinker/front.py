@@ -1,6 +1,6 @@
 """The Tinker front: applies requests in order and keeps their results.
 
-    POST ─▶ ledger ─▶ apply ─▶ promise      in the order of its channel ─▶ host.train, host.sample
+    POST ─▶ ledger ─▶ apply ─▶ future       in the order of its channel ─▶ host.train, host.sample
                                                                                   │
     retrieve ◀── result ◀── ledger ◀── settle ◀──────── the host's thread ◀───────┘
 
@@ -27,7 +27,7 @@ from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.checkpoint_files import Files
 from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
-from rlmux.service.tinker.futures import Futures, Promised
+from rlmux.service.tinker.futures import Futures, PendingFuture
 from rlmux.service.tinker.ledger import ERROR, PROTOBUF, Ledger, LoggedRequest, Result
 from rlmux.service.tinker.model_catalog import ServedModel, find_served
 from rlmux.service.tinker.names import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
@@ -93,16 +93,16 @@ class TinkerFront:
         """`folder`: where models keep their checkpoints. `budgets`: None where there are none. `keep_snapshots`: newest
         snapshots of a model that can be sampled; 0: all."""
         self.registry = Registry()
-        self.promises = Futures(ledger)
+        self.futures = Futures(ledger)
         self._models = models
         self._ledger = ledger
         self._folder = folder
         self._host = host
         self._budgets = budgets or ProjectBudgets(ledger, {})
-        self._checks = RequestChecks(self.registry, self.promises, models, self._budgets)
+        self._checks = RequestChecks(self.registry, self.futures, models, self._budgets)
         self._num_samples: dict[PipelineId, int] = {}
         self._keep_snapshots = keep_snapshots
-        self._files = Files(self.registry, self.promises)
+        self._files = Files(self.registry, self.futures)
         self._apply_by_path: Mapping[str, Callable[[LoggedRequest, Any], dict[str, Any] | None]] = {
             "create_session": self._create_session,
             "finish_session": self._finish_session,
@@ -127,7 +127,7 @@ class TinkerFront:
     # --- requests -------------------------------------------------------------------------------------------
 
     def take(self, path: str, body: bytes, project: str) -> dict[str, Any]:
-        """Take a request that changes something; returns the answer, for most a promise.
+        """Take a request that changes something; returns the answer, for most a future.
 
         Raises UserError for one that is refused, GoneError for one whose session is over, ConflictError for a number
         that another request has, FloodError where too many wait, and BudgetError where nothing is left today. The same
@@ -170,7 +170,7 @@ class TinkerFront:
                 self._apply(taken, read(taken.path, taken.body))
             except (RlmuxError, ValueError) as error:
                 _LOG.warning("request %s (%s) is skipped: %s", taken.id, taken.path, error)
-                self.promises.skip(taken.id, str(error))
+                self.futures.skip(taken.id, str(error))
         self._files.are_kept = False
 
     def _apply(self, taken: LoggedRequest, parsed: Any) -> dict[str, Any] | None:
@@ -185,15 +185,15 @@ class TinkerFront:
 
     def cancel(self, request_id: str, project: str) -> None:
         """Forget a sampling request of the project that has not begun."""
-        promised = self.promises.pending(request_id) if self.owns_request(request_id, project) else None
-        if promised is not None and promised.sampler is not None:
-            self._host.withdraw(promised.pipeline, [request_id])
+        future = self.futures.pending(request_id) if self.owns_request(request_id, project) else None
+        if future is not None and future.sampler is not None:
+            self._host.withdraw(future.pipeline, [request_id])
 
     def admit(self, pipeline: PipelineId) -> None:
         """A pipeline has its place: what waited for that alone, its creation, is done."""
-        for request_id in self.promises.of_pipeline(pipeline):
+        for request_id in self.futures.of_pipeline(pipeline):
             if request_id.endswith(":create"):
-                self.promises.settle(request_id, None, None)
+                self.futures.settle(request_id, None, None)
 
     def charge(self, pipeline: PipelineId, device_s: float) -> None:
         """Work of a pipeline took so many device-seconds."""
@@ -233,9 +233,9 @@ class TinkerFront:
         """Give up a session's devices; its checkpoints stay."""
         session.is_over = self._files.have_ended_users = True
         for pipeline in session.pipelines:
-            self._host.withdraw(pipeline, self.promises.of_pipeline(pipeline))
+            self._host.withdraw(pipeline, self.futures.of_pipeline(pipeline))
             self._host.finish(pipeline)
-            self.promises.fail_pipeline(pipeline, f"session {session.id} is over", ERROR)
+            self.futures.fail_pipeline(pipeline, f"session {session.id} is over", ERROR)
 
     def _create_session(self, taken: LoggedRequest, body: bodies.CreateSession) -> dict[str, Any]:
         number = len(self.registry.sessions)
@@ -270,7 +270,7 @@ class TinkerFront:
         adapter = served.adapter(body.lora_config)
         model = self._add_model(session, body.model_seq_id, served, adapter, seed, body.user_metadata, 1)
         answer = {"type": "create_model", "model_id": model.id}
-        self.promises.expect(taken.id, _promised(taken, model.pipeline, lambda _: _json(answer)))
+        self.futures.expect(taken.id, _future(taken, model.pipeline, lambda _: _json(answer)))
 
     def _add_model(
         self,
@@ -318,7 +318,7 @@ class TinkerFront:
     ) -> None:
         """Hand over what is due of the model's requests, in their order. `when_due`: called at the request's turn."""
         model.requested_s = taken.at_s
-        self.promises.expect(taken.id, _promised(taken, model.pipeline, encode))
+        self.futures.expect(taken.id, _future(taken, model.pipeline, encode))
         update = self._ledger.newest_update(model.id)
         due = _Due(number=seq_id, id=taken.id, request=request, when_due=when_due)
         for each in model.order.put(seq_id, due):
@@ -411,7 +411,7 @@ class TinkerFront:
             if is_saved and self.registry.list_checkpoint(checkpoint) is not None:
                 self._files.collect([model.folder])
 
-        self.promises.then(taken.id, then)
+        self.futures.then(taken.id, then)
 
     def _delete_checkpoint(self, taken: LoggedRequest, body: bodies.OfPath) -> None:
         """What the path named when it was deleted; a save that was under way may have its name by now."""
@@ -454,12 +454,12 @@ class TinkerFront:
 
     def _sample(self, taken: LoggedRequest, body: bodies.SampleBody) -> None:
         sampler = self.registry.sampler(body.sampling_session_id, taken.project)
-        self.promises.expect(taken.id, _promised(taken, sampler.pipeline, _protobuf, sampler))
+        self.futures.expect(taken.id, _future(taken, sampler.pipeline, _protobuf, sampler))
         order, draws = sampler.order(body.seq_id)
         for request_id, each in order.put(body.seq_id, (taken.id, body)):
             number = self._num_samples[sampler.pipeline] = self._num_samples.get(sampler.pipeline, 0) + 1
             key = draws.key(prompt_tokens(each), each.sampling_params.seed)
-            if request_id in self.promises:
+            if request_id in self.futures:
                 request = sample_request(request_id, each, sampler.served, number=number, key=key)
                 self._host.sample(sampler.pipeline, request, sampler.weights)
 
@@ -469,10 +469,12 @@ def _clock_s(at_s: float) -> float:
     return time.monotonic() - max(0.0, time.time() - at_s)
 
 
-def _promised(
+def _future(
     taken: LoggedRequest, pipeline: PipelineId, encode: Callable[[Any], Result], sampler: ClientSampler | None = None
-) -> Promised:
-    return Promised(pipeline=pipeline, encode=encode, project=taken.project, num_bytes=len(taken.body), sampler=sampler)
+) -> PendingFuture:
+    return PendingFuture(
+        pipeline=pipeline, encode=encode, project=taken.project, num_bytes=len(taken.body), sampler=sampler
+    )
 
 
 def _protobuf(answer: bytes) -> Result:

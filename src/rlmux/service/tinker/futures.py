@@ -1,7 +1,7 @@
 """Futures of requests: their waiters, and the conversion of engine results.
 
-expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ all that wait
-                        settle_all(...)             ─▶ one commit ─▶ all that wait
+expect(id, future) ─▶ settle(id, value or error) ─▶ ledger ─▶ all that wait
+                      settle_all(...)             ─▶ one commit ─▶ all that wait
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlmux.service.tinker.registry import ClientSampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promised:
+class PendingFuture:
     """A request that has no result yet."""
 
     pipeline: PipelineId
@@ -45,41 +45,41 @@ class PendingLoad:
 
 
 class Futures:
-    """Everything that is promised; results are the ledger's."""
+    """Requests without a result; results are the ledger's."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._promised: dict[str, Promised] = {}
+        self._pending: dict[str, PendingFuture] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
         self._waiting: dict[str, PendingLoad] = {}
 
     @property
     def num_pending(self) -> int:
         """Requests without a result."""
-        return len(self._promised)
+        return len(self._pending)
 
     def __contains__(self, request_id: str) -> bool:
         """The request has no result yet."""
-        return request_id in self._promised
+        return request_id in self._pending
 
-    def expect(self, request_id: str, promised: Promised) -> None:
-        """A request was taken. One that has its result already, from before a restart, is no promise any more."""
+    def expect(self, request_id: str, future: PendingFuture) -> None:
+        """A request was taken. One that has its result already, from before a restart, has no future any more."""
         if self._ledger.result(request_id) is None:
-            self._promised[request_id] = promised
-            self._count(promised, 1)
+            self._pending[request_id] = future
+            self._count(future, 1)
 
     def then(self, request_id: str, call: Callable[[bool], None]) -> None:
         """Add a callback before the request's result is delivered; called at once for an existing result."""
         known = self._ledger.result(request_id)
         if known is not None:
             call(not known.is_error)
-        elif request_id in self._promised:
-            self._promised[request_id] = replace(self._promised[request_id], then=call)
+        elif request_id in self._pending:
+            self._pending[request_id] = replace(self._pending[request_id], then=call)
 
     def result(self, request_id: str) -> Result | None:
         """The result of a request, once there is one. Raises KeyError for an id that was never given."""
         found = self._ledger.result(request_id)
-        if found is None and request_id not in self._promised and self._ledger.project(request_id) is None:
+        if found is None and request_id not in self._pending and self._ledger.project(request_id) is None:
             raise KeyError(request_id)
         return found
 
@@ -102,25 +102,25 @@ class Futures:
         """What a project has without a result."""
         return self._waiting.setdefault(project, PendingLoad())
 
-    def _count(self, promised: Promised, sign: int) -> None:
-        waiting = self.waiting_of(promised.project)
-        waiting.num_bytes += sign * promised.num_bytes
-        if promised.sampler is not None:
+    def _count(self, future: PendingFuture, sign: int) -> None:
+        waiting = self.waiting_of(future.project)
+        waiting.num_bytes += sign * future.num_bytes
+        if future.sampler is not None:
             waiting.num_samples += sign
         else:
             waiting.num_others += sign
 
     def samplers(self) -> list[ClientSampler]:
         """Samplers of requests without a result."""
-        return [each.sampler for each in self._promised.values() if each.sampler is not None]
+        return [each.sampler for each in self._pending.values() if each.sampler is not None]
 
-    def pending(self, request_id: str) -> Promised | None:
+    def pending(self, request_id: str) -> PendingFuture | None:
         """What is known of a request without a result."""
-        return self._promised.get(request_id)
+        return self._pending.get(request_id)
 
     def of_pipeline(self, pipeline: PipelineId) -> list[str]:
         """Requests that wait for a pipeline."""
-        return [each for each, promised in self._promised.items() if promised.pipeline == pipeline]
+        return [each for each, future in self._pending.items() if future.pipeline == pipeline]
 
     def settle(self, request_id: str, value: Any, error: str | None) -> None:
         """What became of a request."""
@@ -130,26 +130,26 @@ class Futures:
         """Results as (id, value, error, kind of error), written in one commit and then delivered."""
         results = {}
         for request_id, value, error, kind in ended:
-            promised = self._promised.pop(request_id, None)
-            if promised is None:  # done again after a restart
+            future = self._pending.pop(request_id, None)
+            if future is None:  # done again after a restart
                 continue
-            self._count(promised, -1)
-            if promised.then is not None:
-                promised.then(error is None)
+            self._count(future, -1)
+            if future.then is not None:
+                future.then(error is None)
             failed = None if error is None else Result(error.encode(), kind)
-            results[request_id] = failed or promised.encode(value)
+            results[request_id] = failed or future.encode(value)
         if results:
             self._keep(results)
 
     def skip(self, request_id: str, reason: str) -> None:
         """A request of the ledger cannot be applied any more: the reason is its result, unless it has one."""
-        promised = self._promised.pop(request_id, None)
-        if promised is not None:
-            self._count(promised, -1)
+        future = self._pending.pop(request_id, None)
+        if future is not None:
+            self._count(future, -1)
         self._ledger.settle(request_id, Result(reason.encode(), SERVER_ERROR))
 
     def fail_pipeline(self, pipeline: PipelineId, reason: str, kind: str = SERVER_ERROR) -> None:
-        """Every promise of a pipeline that is over is settled with the reason."""
+        """Every future of a pipeline that is over is settled with the reason."""
         self.settle_all([(request_id, None, reason, kind) for request_id in self.of_pipeline(pipeline)])
 
     def _keep(self, results: Mapping[str, Result]) -> None:

@@ -6,7 +6,7 @@
               tinker://MODEL/external_weights/NAME
 
 A client computes a model's id itself when it creates one from a checkpoint. A request's id is its channel's name and
-its number there, so that a repeated request finds the same promise, also after a restart.
+its number there, so that a repeated request finds the same future, also after a restart.
 """
 
 from __future__ import annotations

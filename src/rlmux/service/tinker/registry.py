@@ -209,7 +209,7 @@ class Registry:
         """Have its path name it from now on; returns what the path named before."""
         path = str(checkpoint.path)
         before, self.checkpoints[path] = self.checkpoints.get(path), checkpoint
-        self.checkpoints = dict(sorted(self.checkpoints.items(), key=lambda one: one[1].made_s))
+        self.checkpoints = dict(sorted(self.checkpoints.items(), key=lambda entry: entry[1].made_s))
         self._saved.setdefault(path, {})[checkpoint.folder.name] = checkpoint
         self._next_expiry_s = min(self._next_expiry_s, _expiry_s(checkpoint))
         return before

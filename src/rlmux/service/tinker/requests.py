@@ -145,11 +145,11 @@ class RequestChecks:
     """Refuses unsupported requests by name, with the alternative."""
 
     def __init__(
-        self, registry: Registry, promises: Futures, models: Mapping[str, ServedModel], budgets: ProjectBudgets
+        self, registry: Registry, futures: Futures, models: Mapping[str, ServedModel], budgets: ProjectBudgets
     ) -> None:
         self._registry = registry
         self._budgets = budgets
-        self._promises = promises
+        self._futures = futures
         self._models = models
 
     def check(self, taken: LoggedRequest, parsed: Any) -> None:
@@ -195,7 +195,7 @@ class RequestChecks:
     def _check_sample(self, body: bodies.SampleBody, project: str) -> None:
         sampler = self._registry.sampler(body.sampling_session_id, project)
         check_sample(body, sampler.served)
-        waiting = self._promises.waiting_of(project)
+        waiting = self._futures.waiting_of(project)
         if not sampler.order(body.seq_id)[0].is_missing(body.seq_id):
             self._check_room("sampling requests", waiting.num_samples, MAX_SAMPLES_AT_ONCE, waiting)
 
@@ -204,7 +204,7 @@ class RequestChecks:
         order = self._registry.model(model, project).order
         if seq_id < order.following:
             raise ConflictError(f"request {seq_id} of {model} was another one")
-        waiting = self._promises.waiting_of(project)
+        waiting = self._futures.waiting_of(project)
         if not order.is_missing(seq_id):
             self._check_room("requests of models", waiting.num_others, MAX_TRAINING_AT_ONCE, waiting)
 

@@ -206,24 +206,24 @@ class _TinkerRoutes:
     async def health(self, request: Request, project: str) -> Mapping[str, Any]:
         return {"status": "ok"}
 
-    # --- promises ---------------------------------------------------------------------------------------------
+    # --- futures ----------------------------------------------------------------------------------------------
 
     async def retrieve(self, request: Request, project: str) -> Response:
         request_id = bodies.OfRequest.model_validate_json(await _body(request)).request_id
         if not self._front.owns_request(request_id, project):
             return _refusal(410 if ":sample:" in request_id else 404, f"no request {request_id!r}")
-        result = self._front.promises.result(request_id)
+        result = self._front.futures.result(request_id)
         if result is None:
             settled = asyncio.Event()
-            self._front.promises.when_settled(request_id, settled.set)
+            self._front.futures.when_settled(request_id, settled.set)
             try:
                 async with asyncio.timeout(POLL_S):
                     await settled.wait()
             except TimeoutError:
-                self._front.promises.forget_waiter(request_id, settled.set)
-            result = self._front.promises.result(request_id)
+                self._front.futures.forget_waiter(request_id, settled.set)
+            result = self._front.futures.result(request_id)
         if result is None:
-            pending = self._front.promises.pending(request_id)
+            pending = self._front.futures.pending(request_id)
             why = None if pending is None else self._reason(pending.pipeline)
             waiting = {
                 "type": "try_again",
@@ -237,7 +237,7 @@ class _TinkerRoutes:
             return JSONResponse({"error": result.body.decode(), "category": category})
         if result.kind == EMPTIED:
             return _refusal(410, f"the result of {request_id} was delivered, and emptied since: serve.ledger_gb")
-        self._front.promises.mark_delivered(request_id, result)
+        self._front.futures.mark_delivered(request_id, result)
         is_protobuf = result.kind == PROTOBUF
         return Response(result.body, media_type="application/x-protobuf" if is_protobuf else "application/json")
 
@@ -307,7 +307,7 @@ class _TinkerRoutes:
         if checkpoint.path.kind != EXTERNAL_WEIGHTS:
             raise UserError(f"{checkpoint.path}: accepted: tinker://RUN/{EXTERNAL_WEIGHTS}/NAME")
         now_s = time.time()
-        self._tickets = {ticket: one for ticket, one in self._tickets.items() if one[1] > now_s}
+        self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry[1] > now_s}
         ticket, expires_s = secrets.token_urlsafe(32), now_s + _DOWNLOAD_S
         self._tickets[ticket] = checkpoint.folder, expires_s
         address = f"{str(request.url).partition(_PREFIX)[0]}{_PREFIX}/{_DOWNLOADS}/{ticket}"

@@ -178,8 +178,8 @@ class Decoder:
 
     def _begin(self, sequences: list[Unfinished], cost_s: float) -> None:
         self._now_s = 0.0
-        running = [one for one in sequences if one.context > 0]
-        fresh = [one for one in sequences if one.context <= 0]
+        running = [sequence for sequence in sequences if sequence.context > 0]
+        fresh = [sequence for sequence in sequences if sequence.context <= 0]
         self._queue = running + fresh
         """Sequences in the order of admission: those with a context come first."""
         self._runs: list[tuple[float, float, int]] = []
@@ -199,14 +199,14 @@ class Decoder:
         while active or admitted < len(queue):
             fresh_tokens, before = 0.0, admitted
             while admitted < len(queue) and len(active) < self._slots:
-                one = queue[admitted]
-                context = one.context
+                sequence = queue[admitted]
+                context = sequence.context
                 if context <= 0:
-                    context = -one.context
+                    context = -sequence.context
                     fresh_tokens += context / self._group_size
-                active.append((iteration + one.left, context - iteration))
+                active.append((iteration + sequence.left, context - iteration))
                 context_sum += context - iteration
-                self._runs.append((iteration + one.left, context - iteration, admitted))
+                self._runs.append((iteration + sequence.left, context - iteration, admitted))
                 admitted += 1
             if fresh_tokens:
                 seconds = costs.prefill_s(fresh_tokens)
@@ -247,10 +247,10 @@ class Decoder:
 
 def recompute_s(costs: RolloutCosts, sequences: Sequence[Unfinished]) -> float:
     """Seconds to compute the contexts of migrated sequences again on the target."""
-    tokens = sum(one.context for one in sequences if one.context > 0)
+    tokens = sum(sequence.context for sequence in sequences if sequence.context > 0)
     return costs.prefill_s(tokens) if tokens else 0.0
 
 
 def copy_s(costs: RolloutCosts, sequences: Sequence[Unfinished]) -> float:
     """Seconds to copy the caches of migrated sequences to the target."""
-    return costs.kv_copy_s(sum(one.context for one in sequences if one.context > 0))
+    return costs.kv_copy_s(sum(sequence.context for sequence in sequences if sequence.context > 0))

@@ -40,7 +40,7 @@ NO_SPLIT = 1.0
 """Device fraction at which both use the whole device."""
 BANDWIDTH_FRACTION = 0.4
 """Fraction of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
-SCHEDULED_SUB_STAGES: tuple[SubStage, ...] = tuple(one for one in SubStage if one is not SubStage.TOOL_WAIT)
+SCHEDULED_SUB_STAGES: tuple[SubStage, ...] = tuple(member for member in SubStage if member is not SubStage.TOOL_WAIT)
 """Sub-stages that hold a device."""
 OLD_NAMES: Mapping[str, SubStage] = {"old_log_probs": SubStage.OLD_LOGPROBS}
 """Names of sub-stages in profile files of version 0.1, with the sub-stage of today."""
@@ -110,7 +110,7 @@ class FractionGrid:
     def near_thirds(self) -> tuple[float, ...]:
         """The closest to a third that the device can do, from below and from above."""
         below = self.num_units // 3 // self.unit_step * self.unit_step
-        return tuple(one / self.num_units for one in (below, below + self.unit_step) if one >= self.min_units)
+        return tuple(units / self.num_units for units in (below, below + self.unit_step) if units >= self.min_units)
 
     def with_half(self) -> tuple[float, ...]:
         """The same and the most even split."""
@@ -137,22 +137,22 @@ def roofline_interference(together: Sequence[tuple[SubStage | SubStageProfile, f
     for _, device_fraction in together:
         if not 0.0 < device_fraction <= 1.0:
             raise UserError(f"device fraction is {device_fraction}; accepted: above 0, up to 1 (no split)")
-    return _estimate(tuple((_profile(one), device_fraction) for one, device_fraction in together))
+    return _estimate(tuple((_profile(sub_stage), device_fraction) for sub_stage, device_fraction in together))
 
 
 @lru_cache(maxsize=4096)
 def _estimate(together: tuple[tuple[SubStageProfile, float], ...]) -> tuple[float, ...]:
     is_split = sum(device_fraction for _, device_fraction in together) <= 1.0 + _TOLERANCE
-    alone = [_alone(one, device_fraction) for one, device_fraction in together]
+    alone = [_alone(profile, device_fraction) for profile, device_fraction in together]
     slowdowns = alone
     # Each side's demand falls as it is slowed: a few damped rounds reach the balance.
     for _ in range(20):
         if is_split:
-            demand = sum(one.bandwidth / slow for (one, _), slow in zip(together, slowdowns, strict=True))
-            waits = [one.bandwidth * max(0.0, demand - 1.0) for one, _ in together]
+            demand = sum(profile.bandwidth / slow for (profile, _), slow in zip(together, slowdowns, strict=True))
+            waits = [profile.bandwidth * max(0.0, demand - 1.0) for profile, _ in together]
         else:
             # Kernels that fill the device queue behind each other.
-            busy = [one.compute + one.bandwidth for one, _ in together]
+            busy = [profile.compute + profile.bandwidth for profile, _ in together]
             waits = [
                 sum(mine * busy[other] / slowdowns[other] for other in range(len(busy)) if other != place)
                 for place, mine in enumerate(busy)
@@ -188,9 +188,9 @@ class InterferenceTable:
         by_units = {(a, b, round(at * self.grid.num_units)): slow for (a, b, at), slow in self.measured.items()}
         object.__setattr__(self, "_by_units", by_units)
         triples = {}
-        for one in self.triples:
-            sides = self._in_units(zip(one.sub_stages, one.device_fractions, strict=True))
-            triples[tuple(sorted(sides))] = dict(zip(sides, one.slowdowns, strict=True))
+        for triple in self.triples:
+            sides = self._in_units(zip(triple.sub_stages, triple.device_fractions, strict=True))
+            triples[tuple(sorted(sides))] = dict(zip(sides, triple.slowdowns, strict=True))
         object.__setattr__(self, "_triples_by_units", triples)
 
     def slowdowns(self, sub_stage_a: SubStage, sub_stage_b: SubStage, device_fraction: float) -> tuple[float, float]:
@@ -235,8 +235,8 @@ class InterferenceTable:
                 for (a, b, device_fraction), (slow_a, slow_b) in self.measured.items()
             ],
             "triples": [
-                {"sub_stages": one.sub_stages, "levels": one.device_fractions, "slowdowns": one.slowdowns}
-                for one in self.triples
+                {"sub_stages": triple.sub_stages, "levels": triple.device_fractions, "slowdowns": triple.slowdowns}
+                for triple in self.triples
             ],
         }
 
@@ -256,10 +256,10 @@ class InterferenceTable:
         return None
 
     def _estimate(self, together: Iterable[tuple[SubStage, float]]) -> tuple[float, ...]:
-        return roofline_interference([(_profile(one, self.profiles), fraction) for one, fraction in together])
+        return roofline_interference([(_profile(name, self.profiles), fraction) for name, fraction in together])
 
     def _in_units(self, together: Iterable[tuple[str, float]]) -> list[tuple[str, int]]:
-        return [(one, round(device_fraction * self.grid.num_units)) for one, device_fraction in together]
+        return [(sub_stage, round(device_fraction * self.grid.num_units)) for sub_stage, device_fraction in together]
 
 
 def estimated_table(grid: FractionGrid) -> InterferenceTable:
@@ -298,7 +298,7 @@ def sharing_table(table: InterferenceTable, fractions: tuple[float, ...] | None 
 
 def _estimated_triples(table: InterferenceTable) -> Iterator[SharingTriple]:
     """Every three sub-stages that were not measured together, at near thirds of the device."""
-    measured = {tuple(sorted(one.sub_stages)) for one in table.triples}
+    measured = {tuple(sorted(triple.sub_stages)) for triple in table.triples}
     for sub_stages in combinations_with_replacement(SCHEDULED_SUB_STAGES, 3):
         split = split_of_three(table, sub_stages, table.grid.near_thirds())
         if split is not None and tuple(sorted(sub_stages)) not in measured:
@@ -328,9 +328,7 @@ def split_of_three(
     return min(splits, key=rank, default=None)
 
 
-def sharing_entries(
-    pairs: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]],
-) -> Iterator[SharingEntry]:
+def sharing_entries(pairs: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]]) -> Iterator[SharingEntry]:
     """The scheduler's view of pairs, keyed as in `InterferenceTable.measured`; those without a split are left out."""
     for (sub_stage_a, sub_stage_b, device_fraction), (slow_a, slow_b) in pairs.items():
         if device_fraction < NO_SPLIT:
@@ -463,9 +461,9 @@ def _is_triple(entry: object) -> bool:
     if len(lists) < 3:
         return False
     sub_stages, levels, slowdowns = lists
-    if not all(isinstance(one, str) for one in sub_stages):
+    if not all(isinstance(name, str) for name in sub_stages):
         return False
-    if not all(isinstance(one, int | float) for one in (*levels, *slowdowns)):
+    if not all(isinstance(number, int | float) for number in (*levels, *slowdowns)):
         return False
     are_fractions = min(levels) > 0 and sum(levels) <= 1 + _TOLERANCE
     are_even = len({*zip(sub_stages, levels, strict=True)}) == len({*sub_stages})

@@ -160,10 +160,10 @@ class TurnDecoder:
 
     def sequences(self) -> list[Unfinished]:
         active = [
-            replace(one, left=end - self._iteration, context=base + self._iteration)
-            for end, _, base, one in sorted(self._active, key=lambda entry: entry[1])
+            replace(trajectory, left=end - self._iteration, context=base + self._iteration)
+            for end, _, base, trajectory in sorted(self._active, key=lambda entry: entry[1])
         ]
-        waiting = [replace(one, wait_s=at_s - self._clock_s) for at_s, _, one in sorted(self._waiting)]
+        waiting = [replace(trajectory, wait_s=at_s - self._clock_s) for at_s, _, trajectory in sorted(self._waiting)]
         return [*active, *waiting, *self._queue]
 
     # ------------------------------------------------------------------ from moment to moment
@@ -202,26 +202,26 @@ class TurnDecoder:
             self._end_turn()
         replied = []
         while self._waiting and self._waiting[0][0] <= self._clock_s + DONE_S:
-            one = replace(heappop(self._waiting)[2], wait_s=0.0)
-            if one.left > 0.0:  # else it ends with the reply
-                replied.append(one)
+            trajectory = replace(heappop(self._waiting)[2], wait_s=0.0)
+            if trajectory.left > 0.0:  # else it ends with the reply
+                replied.append(trajectory)
         if replied:
             self._add(replied)
         self._admit()
 
     def _end_turn(self) -> None:
-        end, _, base, one = heappop(self._active)
+        end, _, base, trajectory = heappop(self._active)
         self._contexts -= base
-        if one.later:
-            turn = one.later[0]
+        if trajectory.later:
+            turn = trajectory.later[0]
             context = base + end
             self._wait_for_env(
-                Unfinished(turn.tokens, context, one.later[1:], wait_s=turn.wait_s, unread=turn.reply_tokens)
+                Unfinished(turn.tokens, context, trajectory.later[1:], wait_s=turn.wait_s, unread=turn.reply_tokens)
             )
 
-    def _wait_for_env(self, one: Unfinished) -> None:
+    def _wait_for_env(self, trajectory: Unfinished) -> None:
         self._num_entries += 1
-        heappush(self._waiting, (self._clock_s + one.wait_s, self._num_entries, one))
+        heappush(self._waiting, (self._clock_s + trajectory.wait_s, self._num_entries, trajectory))
 
     def _iteration_s(self) -> float:
         """Seconds of one decode iteration of the active sequences."""
@@ -230,13 +230,13 @@ class TurnDecoder:
 
     def _add(self, trajectories: Sequence[Unfinished]) -> None:
         """Queue trajectories: those with a context come before those without, in the order in which they were added."""
-        begun = [one for one in self._queue if one.context > 0]
-        fresh = [one for one in self._queue if one.context <= 0]
-        for one in trajectories:
-            if one.wait_s > 0.0:
-                self._wait_for_env(one)
+        begun = [trajectory for trajectory in self._queue if trajectory.context > 0]
+        fresh = [trajectory for trajectory in self._queue if trajectory.context <= 0]
+        for trajectory in trajectories:
+            if trajectory.wait_s > 0.0:
+                self._wait_for_env(trajectory)
             else:
-                (begun if one.context > 0 else fresh).append(one)
+                (begun if trajectory.context > 0 else fresh).append(trajectory)
         self._queue = deque([*begun, *fresh])
 
     def _admit(self) -> None:
@@ -244,14 +244,15 @@ class TurnDecoder:
         tokens = 0.0
         num_kept = len(self._waiting) if self._keeps_slots else 0
         while self._queue and len(self._active) + num_kept < self._slots:
-            one = self._queue.popleft()
-            if one.context <= 0:
-                tokens -= one.context / self._group_size
-            tokens += one.unread
-            base = abs(one.context) + one.unread - self._iteration
+            trajectory = self._queue.popleft()
+            if trajectory.context <= 0:
+                tokens -= trajectory.context / self._group_size
+            tokens += trajectory.unread
+            base = abs(trajectory.context) + trajectory.unread - self._iteration
             self._contexts += base
             self._num_entries += 1
-            heappush(self._active, (self._iteration + one.left, self._num_entries, base, replace(one, unread=0)))
+            admitted = replace(trajectory, unread=0)
+            heappush(self._active, (self._iteration + trajectory.left, self._num_entries, base, admitted))
         if tokens:
             self._prefill_s += self._costs.prefill_s(tokens)
 

@@ -118,19 +118,19 @@ def seconds_lost(busy: Sequence[Busy], neighbours: Neighbours) -> dict[int, floa
     An order's seconds minus these are what it would have taken alone.
     """
     by_machine: dict[Hashable, list[Busy]] = {}
-    for one in busy:
-        by_machine.setdefault(neighbours.machine(one.device), []).append(one)
+    for stretch in busy:
+        by_machine.setdefault(neighbours.machine(stretch.device), []).append(stretch)
     lost: dict[tuple[int | None, DeviceId], float] = {}
     for on_machine in by_machine.values():
         for together, seconds in _stretches(on_machine):
-            for one in together:
+            for stretch in together:
                 others = [
                     other.sub_stage
                     for other in together
-                    if other.device != one.device and (other.order is None or other.order != one.order)
+                    if other.device != stretch.device and (other.order is None or other.order != stretch.order)
                 ]
-                key = one.order, one.device
-                lost[key] = lost.get(key, 0.0) + seconds * (1.0 - 1.0 / neighbours.slowdown(one.sub_stage, others))
+                key = stretch.order, stretch.device
+                lost[key] = lost.get(key, 0.0) + seconds * (1.0 - 1.0 / neighbours.slowdown(stretch.sub_stage, others))
     worst: dict[int, float] = {}
     for (order, _), seconds in lost.items():
         if order is not None:
@@ -142,9 +142,9 @@ def _stretches(busy: Sequence[Busy]) -> Iterator[tuple[list[Busy], float]]:
     """(what computes at once, seconds until one of it ends or another begins), wherever it is two or more."""
     edges = sorted(
         (at_s, is_start, number)
-        for number, one in enumerate(busy)
-        for at_s, is_start in ((one.start_s, True), (one.end_s, False))
-        if one.end_s > one.start_s
+        for number, stretch in enumerate(busy)
+        for at_s, is_start in ((stretch.start_s, True), (stretch.end_s, False))
+        if stretch.end_s > stretch.start_s
     )
     here: dict[int, Busy] = {}
     before_s = 0.0

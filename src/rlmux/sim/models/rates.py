@@ -119,7 +119,7 @@ class InterferenceRates(Generic[C]):
         if others and order.base and all(other.base == order.base for other in others):
             return 1.0 / order.slowdown_in_batch(1 + len(others))
         if len(others) > 1:
-            together = [(one.sub_stage, one.device_fraction) for one in (order, *others)]
+            together = [(running.sub_stage, running.device_fraction) for running in (order, *others)]
             return 1.0 / table.slowdowns_together(together)[0]
         if others:
             return 1.0 / table.slowdowns(order.sub_stage, others[0].sub_stage, fraction)[0]

@@ -64,7 +64,7 @@ class SubStageWorld(TrueSeconds):
         group = distribution.group_size
         costs = rollout_costs(self.model, self.gpu, self.tp)
         sequences = [
-            one for number, one in enumerate(self._trajectories(step)) if number // group % num_devices == index
+            trajectory for n, trajectory in enumerate(self._trajectories(step)) if n // group % num_devices == index
         ]
         if self.tools is None:
             return Decoder(costs, sequences, slots=self.slots, group_size=group)

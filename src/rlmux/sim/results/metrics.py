@@ -302,7 +302,7 @@ class Collector:
     def result(self, now_s: float, num_events: int, wall_s: float, *, spot: SpotFigures | None = None) -> SimResult:
         fillers = self._fillers.results()
         if fillers and self._progress:  # the run is as long as the others'
-            now_s = max(now_s if one.left_s is None else one.left_s for one in self._progress.values())
+            now_s = max(now_s if progress.left_s is None else progress.left_s for progress in self._progress.values())
         self._book(now_s)
         pipelines = tuple(_result_of(pipeline, progress, now_s) for pipeline, progress in self._progress.items())
         everyone = list(self._progress.values())
@@ -389,11 +389,11 @@ def worst_slowdown(group: GroupLoad) -> float:
 
 
 def _paper_slo_attainment(pipelines: Sequence[PipelineResult]) -> float:
-    admitted = [one for one in pipelines if one.admitted_s is not None]
+    admitted = [pipeline for pipeline in pipelines if pipeline.admitted_s is not None]
     kept = [
-        one
-        for one in admitted
-        if one.finished_slowdown is None or is_within_slo(one.finished_slowdown, 1.0, one.slo_slowdown)
+        pipeline
+        for pipeline in admitted
+        if pipeline.finished_slowdown is None or is_within_slo(pipeline.finished_slowdown, 1.0, pipeline.slo_slowdown)
     ]
     return len(kept) / len(admitted) if admitted else 1.0
 

@@ -95,7 +95,7 @@ def num_fitting(tasks: Sequence[SimRun]) -> int:
 
     Raises UserError where the largest does not.
     """
-    largest = max((task.workload for task in tasks), key=lambda one: len(one.arrivals))
+    largest = max((task.workload for task in tasks), key=lambda workload: len(workload.arrivals))
     need = PROCESS_BYTES + PIPELINE_BYTES * len(largest.arrivals)
     available = psutil.virtual_memory().available
     if need > available:
@@ -120,8 +120,8 @@ def spread(
     on_progress = progress or (lambda done, total: None)
     if num_processes <= 1:
         results = []
-        for done, one in enumerate(inputs, 1):
-            results.append(function(one))
+        for done, given in enumerate(inputs, 1):
+            results.append(function(given))
             on_progress(done, len(inputs))
         return tuple(results)
     context = multiprocessing.get_context("forkserver")
@@ -130,7 +130,7 @@ def spread(
     with theirs, ours, pool:
         try:
             with hidden_main():  # workers are started as work is handed in
-                futures = [pool.submit(function, one) for one in inputs]
+                futures = [pool.submit(function, given) for given in inputs]
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
                 on_progress(done, len(inputs))

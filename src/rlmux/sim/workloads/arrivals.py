@@ -185,7 +185,7 @@ def notes_of_prices(cluster: Cluster, spot_pools: Sequence[str] = ()) -> tuple[s
 
 def free_of_costs(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
     """A line that names the pipelines whose switches and sync are not known, and therefore free."""
-    free = [str(one.pipeline.id) for one in arrivals if one.switch == NO_SWITCH]
+    free = [str(arrival.pipeline.id) for arrival in arrivals if arrival.switch == NO_SWITCH]
     if not free:
         return ()
     which = "every pipeline" if len(free) == len(arrivals) else f"{len(free)} of {len(arrivals)} pipelines"

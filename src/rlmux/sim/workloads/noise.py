@@ -55,7 +55,7 @@ def _check(workload: Workload, noise: float | str) -> None:
             f"workload {workload.name!r}: noise is {noise!r}; accepted: 0 to {MAX_NOISE:g}, the coefficient of "
             f"variation of a step's seconds, or {MEASURED}"
         )
-    sampled = next((one for one in workload.arrivals if type(one.world) is not TrueSeconds), None)
+    sampled = next((arrival for arrival in workload.arrivals if type(arrival.world) is not TrueSeconds), None)
     if noise != 0.0 and sampled is not None:
         raise UserError(
             f"workload {workload.name!r}: noise is {noise!r}, and the steps of {sampled.pipeline.id} vary with their "

@@ -100,8 +100,8 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
         name=Path(folder).absolute().name,
         cluster=cluster,
         arrivals=tuple(_in_cycle_order(left)),
-        shares=next((one.shares for one in granted if isinstance(one, SharesSet)), None),
-        usage=next((one for one in granted if isinstance(one, UsageRestored)), None),
+        shares=next((event.shares for event in granted if isinstance(event, SharesSet)), None),
+        usage=next((event for event in granted if isinstance(event, UsageRestored)), None),
         about=_description(timeline, left),
         notes=tuple(notes),
     )
@@ -176,7 +176,7 @@ class _Remainder:
 def _in_cycle_order(left: Sequence[_Remainder]) -> list[Arrival]:
     """Arrivals in their order, beginning with the one whose open step is furthest on."""
     first = max(range(len(left)), key=lambda number: left[number].part_done, default=0)
-    return [one.arrival for one in (*left[first:], *left[:first])]
+    return [entry.arrival for entry in (*left[first:], *left[:first])]
 
 
 def _remainder(arrival: Arrival, record: PipelineRecord, orders: Sequence[OrderRecord], now_s: float) -> _Remainder:
@@ -197,7 +197,7 @@ def _remainder(arrival: Arrival, record: PipelineRecord, orders: Sequence[OrderR
         world = replace(
             world,
             by_step={**world.by_step, **open_steps},
-            rollouts={step: one for step, one in world.rollouts.items() if (Stage.GENERATE, step) not in open_steps},
+            rollouts={step: kept for step, kept in world.rollouts.items() if (Stage.GENERATE, step) not in open_steps},
         )
         part_done = 1.0 - world.solo_s(done + 1) / usual_s if usual_s else 0.0
     has_sft_warmup = arrival.pipeline.has_sft_warmup and not done

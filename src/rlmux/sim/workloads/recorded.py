@@ -66,7 +66,7 @@ class RecordedSeconds(TrueSeconds):
             self,
             by_stage={stage: factors.get(stage, 1.0) * seconds for stage, seconds in self.by_stage.items()},
             by_step={key: factors.get(key[0], 1.0) * seconds for key, seconds in self.by_step.items()},
-            rollouts={step: one.scaled(rollout_factor) for step, one in self.rollouts.items()},
+            rollouts={step: rollout.scaled(rollout_factor) for step, rollout in self.rollouts.items()},
         )
 
     def seconds(self, stage: Stage, step: int) -> float:
@@ -107,7 +107,8 @@ def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) 
         elif not record.pipeline.work_arrives and record.pipeline.num_steps in record.published:
             arrivals.append(_arrival(record, orders_by_pipeline[name], switches[name], lost_s))
     if len(arrivals) < len(timeline.pipelines) or not arrivals:
-        missing = [str(name) for name in timeline.pipelines if name not in {one.pipeline.id for one in arrivals}]
+        taken = {arrival.pipeline.id for arrival in arrivals}
+        missing = [str(name) for name in timeline.pipelines if name not in taken]
         names = ", ".join(missing) or "no pipeline"
         raise UserError(f"{folder}: not finished: {names}; accepted: a run whose pipelines have all finished")
     arrivals.sort(key=lambda arrival: arrival.submit_s)
@@ -202,10 +203,7 @@ def _client(
         stage: sum(batch.seconds for batch in batches if (Phase.TRAIN in batch.kind) is (stage is Stage.UPDATE))
         for stage in (Stage.GENERATE, Stage.UPDATE)
     }
-    by_stage = {
-        **in_phase,
-        Stage.PUBLISH: sum(batch.think_s for batch in batches),
-    }
+    by_stage = {**in_phase, Stage.PUBLISH: sum(batch.think_s for batch in batches)}
     return Arrival(
         submit_s=record.submitted_s,
         pipeline=record.pipeline,
@@ -290,10 +288,7 @@ def _overhead_s(order: OrderRecord) -> float:
 
 
 def _rollout(
-    orders: Sequence[OrderRecord],
-    note: RolloutNote,
-    iterations: Iterations,
-    alone_s: Callable[[OrderRecord], float],
+    orders: Sequence[OrderRecord], note: RolloutNote, iterations: Iterations, alone_s: Callable[[OrderRecord], float]
 ) -> RecordedRollout:
     """One step's rollout, such that its devices compute, and wait, as long as they did in the run.
 

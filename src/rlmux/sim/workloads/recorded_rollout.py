@@ -106,7 +106,7 @@ class RecordedRollout:
             if modelled_s > 0.0:
                 fitted = replace(fitted, iterations=fitted.iterations.scaled(computed_s / modelled_s))
             if idle_s > 0.0 and waited_s:
-                stretched = tuple(_with_waits(one, waited_s / idle_s) for one in fitted.trajectories)
+                stretched = tuple(_with_waits(trajectory, waited_s / idle_s) for trajectory in fitted.trajectories)
                 fitted = replace(fitted, trajectories=stretched)
         return fitted
 
@@ -114,21 +114,23 @@ class RecordedRollout:
         """The same rollout with all its seconds times this."""
         return replace(
             self,
-            trajectories=tuple(_with_waits(one, factor) for one in self.trajectories),
+            trajectories=tuple(_with_waits(trajectory, factor) for trajectory in self.trajectories),
             iterations=self.iterations.scaled(factor),
             fixed_s=factor * self.fixed_s,
         )
 
     def shard(self, index: int, num_devices: int) -> Work:
         """The rollout shard of the `index`-th of so many devices, with nothing of it done."""
-        mine = [one for number, one in enumerate(self.trajectories) if number // self.group_size % num_devices == index]
+        mine = [
+            trajectory for n, trajectory in enumerate(self.trajectories) if n // self.group_size % num_devices == index
+        ]
         if self._has_turns:
             return TurnDecoder(self.iterations, mine, slots=self.slots, first_s=self.fixed_s)
         return Decoder(self.iterations, mine, slots=self.slots, first_s=self.fixed_s)
 
     @property
     def _has_turns(self) -> bool:
-        return any(one.later for one in self.trajectories)
+        return any(trajectory.later for trajectory in self.trajectories)
 
     def _computed_and_waited_s(self, num_devices: int) -> tuple[float, float]:
         computed_s = waited_s = 0.0
@@ -152,8 +154,8 @@ def _waits_s(note: RolloutNote) -> list[list[float]]:
     return [[usual_s] * (len(own) // 2 + 1) for own in note.runs]
 
 
-def _with_waits(one: Unfinished, factor: float) -> Unfinished:
-    return replace(one, later=tuple(replace(turn, wait_s=factor * turn.wait_s) for turn in one.later))
+def _with_waits(trajectory: Unfinished, factor: float) -> Unfinished:
+    return replace(trajectory, later=tuple(replace(turn, wait_s=factor * turn.wait_s) for turn in trajectory.later))
 
 
 def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:

@@ -57,7 +57,7 @@ MIXED = (
 )
 
 
-RECORDED = {one.lengths_of: one for one in (*HOMOGENEOUS, GSM8K_8B, MATH_14B)}
+RECORDED = {entry.lengths_of: entry for entry in (*HOMOGENEOUS, GSM8K_8B, MATH_14B)}
 """Pipelines by the name of the recorded run."""
 
 
@@ -118,10 +118,10 @@ def crowd(
     cluster, num_rollout, num_train = _deployed(deployment, num_devices, train_part, gpu, tp)
     num_rollout, num_train = max(1, num_rollout // num_parts), max(1, num_train // num_parts)
     arrivals = []
-    for number, one in enumerate(recorded):
+    for number, entry in enumerate(recorded):
         world = SubStageWorld(
-            model=one.model,
-            lengths_of=one.lengths_of,
+            model=entry.model,
+            lengths_of=entry.lengths_of,
             num_sequences=sequences_per_device * num_devices,
             num_rollout_devices=num_rollout,
             num_train_devices=num_train,
@@ -133,14 +133,14 @@ def crowd(
             fixed_part=fixed_part,
         )
         pipeline = Pipeline(
-            id=PipelineId(f"{one.name}-{number}"),
+            id=PipelineId(f"{entry.name}-{number}"),
             num_steps=num_steps,
             stages=STAGES,
             slo_slowdown=slo_slowdown,
             staleness=staleness,
         )
         arrivals.append(_arrival(pipeline, world, num_steps, is_shared=deployment == "shared"))
-    about = " + ".join(one.name for one in recorded) + f" on {num_gpus} {gpu}, {deployment}"
+    about = " + ".join(entry.name for entry in recorded) + f" on {num_gpus} {gpu}, {deployment}"
     return Workload(name=name or "sub-stages", cluster=cluster, arrivals=tuple(arrivals), seed=seed, about=about)
 
 

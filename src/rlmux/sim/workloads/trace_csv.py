@@ -123,15 +123,15 @@ def _node_count(num_nodes: int | None) -> str:
 
 def _order_note(arrivals: Sequence[Arrival], rows: Sequence[int]) -> tuple[str, ...]:
     """A line on rows that come before the one above them, which may be a mistake of the file's."""
-    for (before_row, row), (before, one) in zip(pairwise(rows), pairwise(arrivals), strict=True):
-        if one.submit_s < before.submit_s:
-            found = f"row {row}: submit_s is {one.submit_s:g}, before row {before_row}; rows were sorted"
+    for (before_row, row), (before, arrival) in zip(pairwise(rows), pairwise(arrivals), strict=True):
+        if arrival.submit_s < before.submit_s:
+            found = f"row {row}: submit_s is {arrival.submit_s:g}, before row {before_row}; rows were sorted"
             return (f"{found}; accepted: {before.submit_s:g} or later",)
     return ()
 
 
 def _departure_note(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
-    number = sum(one.depart_s is not None for one in arrivals)
+    number = sum(arrival.depart_s is not None for arrival in arrivals)
     if not number:
         return ()
     return (f"{number} of {len(arrivals)} pipelines leave at depart_s: a slower policy does less of their work",)

@@ -152,11 +152,15 @@ class Access:
         self._stamps, self._kept = stamps, {}
         self._people = People(users={}, projects={})
         self._people = users.read(self._folder)
-        for one in tokens.read(self._folder):
+        for token in tokens.read(self._folder):
             principal = Principal(
-                user=one.user, scopes=frozenset(one.scopes), key=one.sha256, expires_at=one.ends_at, token=one.id
+                user=token.user,
+                scopes=frozenset(token.scopes),
+                key=token.sha256,
+                expires_at=token.ends_at,
+                token=token.id,
             )
-            self._kept[one.sha256] = self._limited(principal)
+            self._kept[token.sha256] = self._limited(principal)
 
     def _limited(self, principal: Principal) -> Principal:
         """The caller with the scopes of its user's role; an unknown user has none."""

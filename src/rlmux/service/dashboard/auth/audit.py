@@ -104,7 +104,7 @@ def read(
     Raises UserError for an unreadable file.
     """
     found: list[dict[str, Any]] = []
-    for number, row in enumerate(one for one in _rows(folder) if user is None or one["user"] == user):
+    for number, row in enumerate(entry for entry in _rows(folder) if user is None or entry["user"] == user):
         if number >= skip + limit:
             return found, True
         if number >= skip:

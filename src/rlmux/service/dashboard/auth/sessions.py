@@ -55,8 +55,8 @@ class Sessions:
         found = atomic_json.read(folder, NAME) or {}
         try:
             self._sessions = {
-                key: BrowserSession(str(one["token"]), float(one["begun"]), float(one["used"]))
-                for key, one in found.items()
+                key: BrowserSession(str(kept["token"]), float(kept["begun"]), float(kept["used"]))
+                for key, kept in found.items()
             }
         except (AttributeError, KeyError, TypeError, ValueError):
             raise atomic_json.damaged(folder, NAME) from None
@@ -85,12 +85,14 @@ class Sessions:
 
     def end_of_token(self, token: str) -> None:
         """End every session of a token."""
-        self._sessions = {key: one for key, one in self._sessions.items() if one.token != token}
+        self._sessions = {key: session for key, session in self._sessions.items() if session.token != token}
         self._write()
 
     def _write(self) -> None:
         self._written = now = self._clock()
-        self._sessions = {key: one for key, one in self._sessions.items() if now < one.ends}
+        self._sessions = {key: session for key, session in self._sessions.items() if now < session.ends}
         if self._folder is not None:
             with contextlib.suppress(UserError):
-                atomic_json.write_whole(self._folder, NAME, {key: asdict(one) for key, one in self._sessions.items()})
+                atomic_json.write_whole(
+                    self._folder, NAME, {key: asdict(session) for key, session in self._sessions.items()}
+                )

@@ -75,9 +75,11 @@ def revoke(folder: Path, id: str) -> None:
     """Revoke a token. Raises UserError for an unknown one."""
     with atomic_json.changing(folder, NAME):
         kept = read(folder)
-        left = [one for one in kept if one.id != id]
+        left = [token for token in kept if token.id != id]
         if len(left) == len(kept):
-            raise UserError(f"{folder}: no token {id!r}; accepted: {', '.join(one.id for one in kept) or 'none yet'}")
+            raise UserError(
+                f"{folder}: no token {id!r}; accepted: {', '.join(token.id for token in kept) or 'none yet'}"
+            )
         _write(folder, left)
 
 
@@ -92,7 +94,7 @@ def read(folder: Path) -> list[KeptToken]:
 
 
 def _write(folder: Path, kept: Sequence[KeptToken]) -> None:
-    atomic_json.write_whole(folder, NAME, {"tokens": [asdict(one) for one in kept]})
+    atomic_json.write_whole(folder, NAME, {"tokens": [asdict(token) for token in kept]})
 
 
 def _random(length: int) -> str:

@@ -99,8 +99,8 @@ def rights_of(folder: Path, user: str, scopes: Collection[str]) -> str:
     people = read(folder)
     person = None if people is None else people.users.get(user)
     role = ROLES[person.role] if person is not None else () if people is not None else scopes
-    may = role if "admin" in scopes else [one for one in scopes if one in role]
-    cut = [one for one in scopes if one not in role]
+    may = role if "admin" in scopes else [scope for scope in scopes if scope in role]
+    cut = [scope for scope in scopes if scope not in role]
     which = (
         "" if not cut else f"; not {', '.join(cut)}: {user} is {person.role if person else 'no user of this folder'}"
     )
@@ -126,7 +126,7 @@ def set_user(
             may_run_code=was.may_run_code if may_run_code is None else may_run_code,
             login=was.login if login is None else login,
         )
-        others = [other for other, one in people.users.items() if other != name and login in (one.login, other)]
+        others = [other for other, user in people.users.items() if other != name and login in (user.login, other)]
         if login is not None and others:
             raise UserError(f"--login {login}: is that of {others[0]}; accepted: one that no other user has")
         _write(folder, replace(people, users={**people.users, name: person}))
@@ -138,7 +138,9 @@ def remove_user(folder: Path, name: str) -> None:
     with atomic_json.changing(folder, NAME):
         people = _of(folder)
         users = _without(name, people.users, "user")
-        projects = {key: tuple(one for one in members if one != name) for key, members in people.projects.items()}
+        projects = {
+            key: tuple(member for member in members if member != name) for key, members in people.projects.items()
+        }
         _write(folder, People(users=users, projects=projects))
 
 

@@ -118,10 +118,10 @@ class Sight:
             return value
         if isinstance(value, dict):
             value = self._anonymous(value) if has_names else value
-            kept = {each: one for each, one in value.items() if each not in self._aliases}
-            return {each: self._covered(one, each, has_names=has_names) for each, one in kept.items()}
+            kept = {each: item for each, item in value.items() if each not in self._aliases}
+            return {each: self._covered(item, each, has_names=has_names) for each, item in kept.items()}
         if isinstance(value, list | tuple):
-            return [self._covered(one, key, has_names=has_names) for one in value]
+            return [self._covered(item, key, has_names=has_names) for item in value]
         if not isinstance(value, str) or key in _CLOSED_WORDS:
             return value
         if has_names and key in _OF_ONE:
@@ -165,7 +165,7 @@ class Sight:
             },
         )
         facts = reader.facts
-        alerts = [one for one in facts.get("alerts", ()) if one["pipeline"] not in self._aliases]
+        alerts = [alert for alert in facts.get("alerts", ()) if alert["pipeline"] not in self._aliases]
         spec = facts.get("spec")
         reader.facts = {
             **facts,
