@@ -299,7 +299,7 @@ def test_what_moves_saved_is_printed_as_the_difference_of_two_bills(rlmux, files
 
 
 def test_without_the_flag_nothing_is_said_of_what_moves_saved(rlmux, files):
-    words = ("simulate", "bl-s:num_pipelines=6", "--policies", "rlmux,solo")
+    words = ("simulate", "bl-s:num_pipelines=4", "--policies", "rlmux,solo")
     figures = json.loads(rlmux(*words, "--json").out)["policies"]
     out = rlmux(*words).out
     assert f"\nrlmux: moves: {figures['rlmux']['num_moves']:g}\n" in out
