@@ -372,6 +372,43 @@ MEAN = "mean"
 """`slo_probability` in a file that plans with means alone: nothing is kept in hand, no probability is stated."""
 
 
+class PipelineKind(StrEnum):
+    """How a pipeline's work comes about."""
+
+    __hash__ = str.__hash__  # as above
+
+    PLANNED = "planned"
+    """It has steps, which the scheduler orders stage by stage."""
+    ON_DEMAND = "on_demand"
+    """Its work is announced by events: a client's requests, or the phases of a program with its own engine."""
+    FILLER = "filler"
+    """It takes only what no other pipeline wants, and trains nothing."""
+
+
+_ABSENT: Mapping[PipelineKind, Mapping[str, object]] = {
+    PipelineKind.PLANNED: {},
+    PipelineKind.ON_DEMAND: {
+        "num_steps": None,
+        "has_sft_warmup": False,
+        "staleness": 0,
+        "first_step": 1,
+        "stages": (Stage.GENERATE, Stage.UPDATE),
+    },
+    PipelineKind.FILLER: {
+        "work_arrives": False,
+        "has_sft_warmup": False,
+        "staleness": 0,
+        "slo_slowdown": math.inf,
+        "slo_probability": None,
+    },
+}
+"""Fields that a pipeline of a kind does not have, with the value that stands for that."""
+_WHY_ABSENT = {
+    PipelineKind.ON_DEMAND: "its work arrives, so nothing of it is planned",
+    PipelineKind.FILLER: "a filler trains nothing and is promised nothing",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """What the scheduler knows about a pipeline. Estimates only: the truth is with the driver."""
@@ -442,32 +479,27 @@ class Pipeline:
             raise ValueError(
                 f"pipeline {self.id}: slo_probability is {self.slo_probability}; it must be above 0 and below 1"
             )
-        has_plan = self.num_steps is not None or self.has_sft_warmup or self.staleness or self.first_step != 1
-        if self.work_arrives and (has_plan or self.stages != (Stage.GENERATE, Stage.UPDATE)):
-            raise ValueError(
-                f"pipeline {self.id}: its work arrives, so it has no number of steps, first step, SFT warm-up or "
-                f"staleness, and its stages are generate and update"
-            )
         if self.num_rollout_nodes < 1 or self.num_train_nodes < 1:
             raise ValueError(f"pipeline {self.id}: it needs at least one node for each phase")
-        if self.is_filler:
-            is_plain = not (self.has_sft_warmup or self.staleness or self.work_arrives)
-            if self.train_stages or Stage.PUBLISH in self.stages or not is_plain or self._has_slo:
-                raise ValueError(
-                    f"pipeline {self.id}: a filler trains nothing and is promised nothing: its stages are generate and "
-                    "reward, without SFT warm-up, staleness, arriving work, slo_slowdown and slo_probability"
-                )
+        for name, absent in _ABSENT[self.kind].items():
+            if (value := getattr(self, name)) != absent:
+                raise ValueError(f"pipeline {self.id}: {_WHY_ABSENT[self.kind]}: its {name} is {value}, not {absent}")
+        if self.kind is PipelineKind.FILLER:
+            if self.train_stages or Stage.PUBLISH in self.stages:
+                raise ValueError(f"pipeline {self.id}: a filler trains nothing: its stages are generate and reward")
         elif not self.train_stages:
             raise ValueError(f"pipeline {self.id}: it has no training stage; accepted with urgency filler")
+
+    @property
+    def kind(self) -> PipelineKind:
+        if self.is_filler:
+            return PipelineKind.FILLER
+        return PipelineKind.ON_DEMAND if self.work_arrives else PipelineKind.PLANNED
 
     @property
     def is_filler(self) -> bool:
         """Whether it takes only what no other pipeline wants."""
         return self.urgency is Urgency.FILLER
-
-    @property
-    def _has_slo(self) -> bool:
-        return self.slo_slowdown < math.inf or self.slo_probability is not None
 
     @property
     def account(self) -> Account:

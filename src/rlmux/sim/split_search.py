@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import PHASE_BY_STAGE, Phase, Pipeline, Stage
+from rlmux.core.model import PHASE_BY_STAGE, Phase, Pipeline, PipelineKind, Stage
 from rlmux.sim.workloads.arrivals import MAX_NODES, Arrival, Workload
 from rlmux.sim.workloads.recorded import RecordedSeconds
 
@@ -131,7 +131,7 @@ def splits(workload: Workload, num_nodes: int, recorded: Workload | None = None)
     rows = []
     for arrival in workload.arrivals:
         pipeline = arrival.pipeline
-        if pipeline.is_filler or pipeline.work_arrives:
+        if pipeline.kind is not PipelineKind.PLANNED:
             continue
         if recorded is None:
             rollout_s, train_s = estimated_seconds(pipeline)

@@ -118,7 +118,7 @@ def test_a_planned_pipeline_has_no_client(driver, builders):
 
 
 def test_steps_and_arriving_work_exclude_each_other():
-    with pytest.raises(ValueError, match="its work arrives, so it has no number of steps"):
+    with pytest.raises(ValueError, match="its work arrives, so nothing of it is planned: its num_steps is"):
         Pipeline(id=CLIENT, num_steps=3, work_arrives=True)
     with pytest.raises(ValueError, match=r"phases are env; accepted: rollout, train, rollout\+train"):
         WorkArrived(time_s=0.0, pipeline=CLIENT, phases=(Phase.ENV,))

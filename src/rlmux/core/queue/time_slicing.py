@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from rlmux.core.decision.policy import Policy, TimeSlice, TurnTaking
 from rlmux.core.decision.policy_faults import PolicyFaults
-from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.core.model import PipelineId, PipelineKind, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.choice import Refusal
 from rlmux.core.placement.own_nodes import on_nodes_of_its_own
@@ -56,7 +56,7 @@ class TimeSlices:
         turns, state = self._turns, self._state
         if turns is None or run.nodes.placement is None or not state.waiting:
             return False
-        if state.now_s - run.admission.admitted_s < turns.turn_s or run.pipeline.work_arrives or run.is_filler:
+        if state.now_s - run.admission.admitted_s < turns.turn_s or run.pipeline.kind is not PipelineKind.PLANNED:
             return False
         if not (waiting := self._shares.in_order()):
             return False

@@ -11,7 +11,7 @@ no two park each other in turn: each pipeline has others parked at most until it
 from __future__ import annotations
 
 from rlmux.core.actions import Action, Park
-from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.core.model import PipelineId, PipelineKind, PipelineStatus
 from rlmux.core.pipeline_run import PipelineRun
 from rlmux.core.placement.choice import Refusal
 from rlmux.core.settle.parts import Parts
@@ -38,7 +38,7 @@ def is_due(parts: Parts, run: PipelineRun) -> bool:
             forget(run)
     if not run.parking.is_parking and parts.turns.is_over(run):
         run.parking.is_parking, run.parking.parks_for = True, None
-    has_quota = not (run.pipeline.work_arrives or run.pipeline.is_filler)
+    has_quota = run.pipeline.kind is PipelineKind.PLANNED
     if not run.parking.is_parking and has_quota and parts.shares.quotas.counts_charges():
         parts.shares.charge(run.nodes.rollout_devices + run.nodes.train_devices)
         run.parking.is_parking, run.parking.parks_for = parts.shares.quotas.is_spent(run), None
