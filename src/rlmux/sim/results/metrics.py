@@ -358,7 +358,8 @@ class Collector:
             parts["switches"] += self._switch_device_s[name] * usd_per_device_s
             idle_s = self._held_device_s[name] - self._busy_device_s[name]
             parts[f"{pool.phase.value}_idle"] += max(0.0, idle_s) * usd_per_device_s
-        return {**parts, "other": max(0.0, self._cost_usd - sum(parts.values()))}
+        other_usd = self._cost_usd - sum(parts.values())
+        return {**parts, "other": other_usd if other_usd > 1e-9 * self._cost_usd else 0.0}  # less is rounding
 
     def _by_phase(self, nodes_by_pool: Mapping[str, int]) -> dict[str, int]:
         gpus = {Phase.ROLLOUT.value: 0, Phase.TRAIN.value: 0}
