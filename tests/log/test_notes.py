@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from rlmux.core.errors import LogError
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId
-from rlmux.log import notes
+from rlmux.log import notes, value_codec
 from rlmux.log.notes import decode, encode
 from rlmux.log.run_log import LogReader, RunLog, run_header
+from rlmux.log.run_state import RunState
 
 A = PipelineId("a")
 END = notes.PipelineEndNote(pipeline=A, status="finished", reason="", weights_sha256=None)
@@ -134,3 +136,38 @@ def test_rows_have_the_keys_that_readers_outside_rlmux_know() -> None:
 def test_a_field_of_a_wrong_kind_is_an_error_that_names_it() -> None:
     with pytest.raises(LogError, match=r"step\.step is 'one' in the log; it must be an integer"):
         decode("step", {"pipeline": "a", "step": "one"})
+
+
+def test_a_snapshot_of_an_older_log_is_read():
+    """As rlmux wrote it when notes were plain fields, with empty values for what there was none of."""
+    older = {
+        "seq": 7,
+        "last_time_s": 2.5,
+        "ended": {"a": {"pipeline": "a", "status": "finished", "reason": "", "weights_sha256": "0f"}},
+        "plans": {"a": "1e"},
+        "steps": {"a": 3},
+        "inputs": {"a": {"rewards.py": "2d"}},
+        "submitted": [{"pipelines": ["b"], "at_s": 1.0, "source": "b.yaml", "resolved": "pipelines: []\n"}],
+        "standings": {"b": {"is_held": True}},
+        "measured": {"a": {"estimate": {"rollout_s": 1.0, "train_s": 2.0}, "held": {"rollout_s": 1.0, "train_s": 2.0}}},
+        "bounded": {},
+        "alike": [],
+        "waits": {"b": {"since_s": 1.0}},
+        "usage": {"at_s": 2.0, "accounts": [["lab", "ann", "gpu", 5.0, 1.0]], "spent": []},
+        "accounts": {},
+        "shares": None,
+    }
+    state = RunState.from_json(value_codec.loads(json.dumps(older)))
+    assert (state.seq, state.last_time_s, state.plans, state.steps) == (7, 2.5, {"a": "1e"}, {"a": 3})
+    assert (state.ended["a"].status, state.ended["a"].weights_sha256) == ("finished", "0f")
+    (submitted,) = state.submitted
+    assert (submitted.source, list(submitted.pipelines), submitted.id) == ("b.yaml", ["b"], None)
+    assert state.usage is not None
+    assert state.usage.accounts[0] == ("lab", "ann", "gpu", 5.0, 1.0)
+    assert (state.standings, state.waits, state.accounts, state.shares) == (
+        {"b": {"is_held": True}},
+        {"b": {"since_s": 1.0}},
+        None,
+        None,
+    )
+    assert RunState.from_json(value_codec.loads(value_codec.dumps(state))) == state

@@ -184,7 +184,7 @@ def test_behind_a_proxy_its_header_says_who_asks_and_from_where(finished_run, tm
             assert client.get("/whoami", headers=bad).status_code == 401, "a wrong token is not helped by the proxy"
             token = {"Authorization": f"Bearer {shown.token}"}
             assert client.get("/whoami", headers=token).json()["scopes"] == ["admin"]
-            for name, status in (("", 401), ("x" * 300, 401), ("a\tb", 401), ("a\x01b", 401)):
+            for name, status in (("", 401), ("x" * 300, 401), ("a\tb", 401), ("a\x01b", 400)):
                 odd = httpx.Headers({**headers, "X-Forwarded-Email": name})
                 assert client.get("/whoami", headers=odd).status_code == status, name
             twice = httpx.Headers([*headers.items(), ("X-Forwarded-Email", "bob@lab")])

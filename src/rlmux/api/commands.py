@@ -52,7 +52,7 @@ def plan(
     """Where every pipeline would go, its step slowdown and dollars for an hour; starts nothing.
 
     `profile`: file of `rlmux profile` with the estimates of pipelines that have none.
-    The keys are those of `rlmux plan --json` (docs/how-it-works/simulator.md).
+    The keys are as in `rlmux plan --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
     from rlmux.sim.workloads.spec_file import workload_of
@@ -78,7 +78,7 @@ def simulate(
     `ablate`: mechanisms, or "all"; each policy that has them is also simulated without them (`with_worth`).
     `seeds`: workloads of seeds 0 to seeds - 1; figures are means with min and max. `processes`: by default one a core.
     `out`: a folder for pictures. `profile`: as for `plan`.
-    The keys are those of `rlmux simulate --json` (docs/how-it-works/simulator.md).
+    The keys are as in `rlmux simulate --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
 
@@ -179,7 +179,7 @@ def compare(
     """Train the same pipelines under each policy, one after another; ratios are to the first.
 
     `profile`, `display`, `on_warning`: as for `run`, under each policy anew. `ablate`: as for `simulate`.
-    The keys are those of `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
+    The keys are as in `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
     """
     from rlmux.runtime.checks import run_comparison
     from rlmux.runtime.records import folders
@@ -206,7 +206,7 @@ def verify(folder: str | Path, names: Sequence[str] = (), *, all_steps: bool = F
 
     `names`: pipelines, by default all. `all_steps`: every step, from the first; otherwise about 1 in 20, drawn with
     `seed`, from the initial weights and the checkpoints that the run kept.
-    The keys are those of `rlmux verify --json` (docs/reference/cli.md). Raises UserError, before anything starts, for a
+    The keys are as in `rlmux verify --json` (docs/reference/cli.md). Raises UserError, before anything starts, for a
     folder without a run, a run in progress, an unknown name, and a lane that its server runs.
     """
     from rlmux.runtime.checks import replay_verification

@@ -108,8 +108,8 @@ class Connection:
     def wait(self, *pipelines: str, timeout_s: float | None = None) -> dict[str, str]:
         """Wait until these pipelines, by default all, are over. Returns the status of each.
 
-        Raises UserError for an unknown name, TimeoutError after `timeout_s` seconds and those of patience with a server
-        that is away.
+        Raises UserError for an unknown name, TimeoutError after `timeout_s` seconds, or once a server has been away for
+        longer than it is waited for.
         """
         due_s = None if timeout_s is None else time.monotonic() + timeout_s
         patience_s = self._patience_s if is_url(self._place) else 0.0  # a server starts its controller again

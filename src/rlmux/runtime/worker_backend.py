@@ -182,7 +182,7 @@ class WorkerBackend:
             ready = self._places.wait(self._seconds_to_wait(timeout_s))
             self._report_node_changes()
             for worker in ready:
-                any(each.receive(worker) for each in self._carriers)
+                next(carrier for carrier in self._carriers if carrier.receive(worker))
             for carrier in self._carriers:
                 carrier.end_overdue_workers()
             self._calls.fire_timers()

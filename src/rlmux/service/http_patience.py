@@ -1,4 +1,4 @@
-"""How long, and how many, connections may be silent: uvicorn bounds neither.
+"""How long, and how many, connections may be silent, and which heads are read: uvicorn bounds the first two not at all.
 
     accepted ─▶ waits for a whole head ── HEAD_S ──▶ closed
                         │ ▲
@@ -8,6 +8,9 @@
 Beyond `max_connections` the one that has waited longest for a head is closed; where none waits, the new one is refused.
 Half of the files that the process may open are for connections: logs, indexes and processes need theirs.
 
+h11 reads leniently: a head that came whole may be as long as one read of the socket (256 KiB), and folded lines and
+control characters are taken. Another reader before this one could read such a head differently, so it is refused.
+
 A module of its own: it wraps uvicorn's protocol of a connection, and the accept loop of asyncio.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import socket
 import time
@@ -25,6 +29,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+MAX_HEAD_BYTES = 16384
+"""Bytes of a request's head (request line and headers) beyond which it is refused."""
+_AMBIGUOUS = re.compile(rb"\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""A folded line, or a control character."""
 HEAD_S = 15.0
 """Seconds in which a head is to arrive, from the connection or its first byte on; a TLS handshake, likewise."""
 _MAX_CONNECTIONS = 4096
@@ -73,6 +81,17 @@ class PatientHttp(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Refuse a head that is too long or ambiguous before h11 reads it, whether it came alone or behind another."""
+        if self.conn.their_state is h11.IDLE:
+            head = self.conn.trailing_data[0].partition(b"\r\n\r\n")[0]
+            names = {line.partition(b":")[0].lower() for line in head.split(b"\r\n")}
+            has_two_lengths = {b"content-length", b"transfer-encoding"} <= names
+            if len(head) > MAX_HEAD_BYTES or has_two_lengths or _AMBIGUOUS.search(head):
+                self.send_400_response("Invalid HTTP request received.")
+                return
+        super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request; one whose response has begun has no room for a second, and its connection ends."""

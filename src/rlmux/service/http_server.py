@@ -14,17 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import uvicorn
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlmux.core.errors import UserError
 from rlmux.runtime.control.supervised_thread import SupervisedThread
 from rlmux.runtime.workers.processes import raise_file_limit
 from rlmux.service.addresses import Listening, Proxied
-from rlmux.service.http_patience import PatientHttp, PatientServer, listen
+from rlmux.service.http_patience import MAX_HEAD_BYTES, PatientHttp, PatientServer, listen
 
-MAX_HEAD_BYTES = 16384
-"""Bytes of an incomplete request head after which it is refused; one read of the socket (256 KiB) may hold more."""
 _START_LIMIT_S = 30.0
 _KEEP_ALIVE_S = 30
 """Seconds that a connection without requests stays open. Clients show life every 10 s, and should find the connection
@@ -155,17 +152,13 @@ class Server:
 
 
 class _ByPath:
-    """Routes requests under a path to its application, and all others on; refuses those of two lengths."""
+    """Routes requests under a path to its application, and all others on."""
 
     def __init__(self, app_by_path: Mapping[str, ASGIApp], other: ASGIApp) -> None:
         self._app_by_path = app_by_path
         self._other = other
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope.get("headers", ())}:
-            refusal = PlainTextResponse("Content-Length beside Transfer-Encoding", 400, {"connection": "close"})
-            await refusal(scope, receive, send)
-            return
         for path, app in self._app_by_path.items():
             if scope["type"] == "http" and scope["path"].startswith(f"{path}/"):
                 await app({**scope, "root_path": path}, receive, send)
