@@ -13,12 +13,18 @@ from rlmux.cli import tables
 from rlmux.runtime.checks import run_comparison
 
 
-def summary(makespan_s: float, *, sha: str = "x", status: str = "finished") -> dict:
+def summary(makespan_s: float, *, sha: str = "x", status: str = "finished", tails: int = 0) -> dict:
     return {
         "policy": "rollmux",
         "makespan_s": makespan_s,
         "tokens_per_s": 1000 / makespan_s,
         "control_overhead": 0.01,
+        "mechanisms": {
+            "tails": dict.fromkeys(("migrations", "trajectories", "tokens", "kv_bytes", "seconds", "freed_s"), tails),
+            "shards": {"migrations": 0, "trajectories": 0},
+            "tool_waits": {"given_away": 0, "freed_s": 0.0},
+            "fractions": {"orders": 0, "seconds": 0.0},
+        },
         "pipelines": {
             name: {
                 "steps": 2,
@@ -89,7 +95,7 @@ def test_a_pipeline_that_failed_makes_the_exit_code_1(status, code):
 
 
 def test_a_comparison_gives_ratios_to_the_first_policy():
-    table = run_comparison.compare({"solo": summary(10.0), "rollmux": summary(6.25), "other": summary(10.0, sha="y")})
+    table = run_comparison.compare([{"solo": summary(10.0), "rollmux": summary(6.25), "other": summary(10.0, sha="y")}])
     assert [row["speedup"] for row in table.values()] == [1.0, 1.6, 1.0]
     assert table["rollmux"]["tokens_ratio"] == pytest.approx(1.6)
     assert table["rollmux"]["mean_step_slowdown"] == 1.25
@@ -99,7 +105,7 @@ def test_a_comparison_gives_ratios_to_the_first_policy():
 
 
 def test_a_comparison_with_ablations_says_what_mechanisms_are_worth(capsys):
-    rows = run_comparison.compare({"rlmux": summary(8.0), "rlmux-no-tails": summary(10.0)})
+    rows = run_comparison.compare([{"rlmux": summary(8.0), "rlmux-no-tails": summary(10.0)}])
     table = with_worth({"folder": "runs/x", "policies": rows})
     tables.show_comparison(table, as_json=False)
     assert "rlmux   tails       makespan s     8       10  125.0%" in capsys.readouterr().out.splitlines()
@@ -108,8 +114,30 @@ def test_a_comparison_with_ablations_says_what_mechanisms_are_worth(capsys):
     assert json.loads(capsys.readouterr().out)["ablations"] == {"rlmux": {"tails": worth}}
 
 
+def test_a_comparison_of_several_rounds_has_medians_and_the_ratio_of_each_round(capsys):
+    seconds = [(8.0, 10.0), (10.0, 10.0), (9.0, 18.0)]
+    rounds = [{"rlmux": summary(kept), "rlmux-no-tails": summary(without)} for kept, without in seconds]
+    table = with_worth({"folder": "runs/x", "policies": run_comparison.compare(rounds)})
+    assert table["policies"]["rlmux"]["makespan_s"] == 9.0
+    assert table["policies"]["rlmux"]["makespans_s"] == [8.0, 10.0, 9.0]
+    assert table["ablations"]["rlmux"]["tails"]["ratios"] == [1.0, 1.25, 2.0]
+    tables.show_comparison(table, as_json=False)
+    out = capsys.readouterr().out
+    assert "rlmux   tails       makespan s     9       10  125.0%        100.0% to 200.0%" in out.splitlines()
+    assert "medians of 3 rounds" in out
+
+
+def test_a_comparison_shows_what_moved_under_each_policy_if_anything_did(capsys):
+    quiet = {"folder": "runs/x", "policies": run_comparison.compare([{"rollmux": summary(8.0)}])}
+    tables.show_comparison(quiet, as_json=False)
+    assert "what the mechanisms did" not in capsys.readouterr().out
+    moved = {"folder": "runs/x", "policies": run_comparison.compare([{"rlmux": summary(8.0, tails=3)}])}
+    tables.show_comparison(moved, as_json=False)
+    assert "what the mechanisms did:" in capsys.readouterr().out
+
+
 def test_weights_that_are_not_known_are_not_the_same():
     unknown = summary(1.0)
     for pipeline in unknown["pipelines"].values():
         pipeline["weights_sha256"] = None
-    assert run_comparison.compare({"solo": unknown})["solo"]["same_weights"] is None
+    assert run_comparison.compare([{"solo": unknown}])["solo"]["same_weights"] is None

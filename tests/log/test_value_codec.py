@@ -87,7 +87,7 @@ def test_every_event_and_action_survives_the_round_trip(kind: type) -> None:
 def test_text_is_compact_tagged_and_stable() -> None:
     event = StageFinished(time_s=2.5, order=7, seconds=0.25, tokens=64)
     assert encode(event) == (
-        '{"type":"StageFinished","time_s":2.5,"order":7,"seconds":0.25,"switch_s":0.0,"tokens":64,"prefill_s":0.0,"batches":[]}'
+        '{"type":"StageFinished","time_s":2.5,"order":7,"seconds":0.25,"switch_s":0.0,"tokens":64,"prefill_s":0.0,"batches":[],"decoded":[]}'
     )
 
 

@@ -187,12 +187,12 @@ def test_what_a_whole_shard_adds_to_its_sibling_is_learned(builders):
         history.add_progress(device, 16, 0.1)
         history.add_progress(device, 2, 3.0)
         history.end_shard(device, 4.0)
-    assert history.estimates().whole_migration_s == pytest.approx(3.0)
+    assert history.estimates().whole_migration_s() == pytest.approx(3.0)
     history.open_rollout(2, (left, right), 10.0)
-    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.add_migration(left, (right,), 16, 0.0, is_fresh=True)
     history.end_shard(right, 5.0)
     estimates = history.estimates()
-    assert estimates.whole_migration_s == pytest.approx(1.0)
+    assert estimates.whole_migration_s() == pytest.approx(1.0)
     assert estimates.shard_s == pytest.approx(4.0)
     assert estimates.migrate_s is None
 
@@ -205,9 +205,9 @@ def test_a_whole_shard_adds_at_most_its_own_seconds_however_long_the_answers_wer
         history.add_progress(device, 16, 0.1)
         history.end_shard(device, 4.0)
     history.open_rollout(2, (left, right), 10.0)
-    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.add_migration(left, (right,), 16, 0.0, is_fresh=True)
     history.end_shard(right, 60.0)
-    assert history.estimates().whole_migration_s == pytest.approx(4.0)
+    assert history.estimates().whole_migration_s() == pytest.approx(4.0)
 
 
 def waiting_for_tools(builders):
@@ -309,7 +309,7 @@ def test_the_curve_of_a_shard_that_migrated_to_an_idle_device_is_that_of_a_whole
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
     history.end_shard(right, 4.0)
-    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.add_migration(left, (right,), 16, 0.0, is_fresh=True)
     history.add_progress(right, 16, 0.1)
     history.end_shard(right, 6.0)
     assert history.estimates().shard_s == pytest.approx(5.0), "the median of both"
@@ -320,10 +320,10 @@ def test_what_is_known_of_a_shard_goes_with_it_to_a_device_that_gave_its_own_awa
     history = StepHistory(builders.pipeline("a"))
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
-    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.add_migration(left, (right,), 16, 0.0, is_fresh=True)
     history.add_progress(right, 5, 1.0)
     history.add_pause(right, 2.0)
-    history.add_migration(right, left, 5, 0.1)
+    history.add_migration(right, (left,), 5, 0.1)
     assert history.live_shard(left) == (5, 2.0)
     assert history.live_shard(right) == (None, 0.0)
 

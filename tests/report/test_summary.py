@@ -33,8 +33,8 @@ Order = Callable[..., RunStage]
 
 KEYS = {
     "policy", "backend", "makespan_s", "tokens_per_s", "pipelines", "devices",
-    "num_migrations", "num_switches", "control_overhead", "slo_attainment", "num_moves", "moves_expected_usd",
-    "moves_saved_usd",
+    "num_migrations", "mechanisms", "num_switches", "control_overhead", "slo_attainment", "num_moves",
+    "moves_expected_usd", "moves_saved_usd",
 }  # fmt: skip
 PIPELINE_KEYS = {
     "steps", "tokens", "trajectories", "reward_first", "reward_last", "step_s_mean", "step_slowdown",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlmux import plugins
@@ -168,6 +169,7 @@ def compare(
     policies: Sequence[str] = ("solo", "colocated", "rollmux"),
     ablate: Sequence[str] = (),
     overrides: Sequence[str] = (),
+    rounds: int = 1,
     out: str | Path | None = None,
     overwrite: bool = False,
     backend: Literal["local", "ray"] = "local",
@@ -177,6 +179,8 @@ def compare(
     on_warning: OnWarning = warn,
 ) -> dict[str, Any]:
     """Train the same pipelines under each policy, one after another; ratios are to the first.
+
+    `rounds`: how often, the policies in turn; figures are medians then, ratios are taken within a round.
 
     `profile`, `display`, `on_warning`: as for `run`, under each policy anew. `ablate`: as for `simulate`.
     The keys are as in `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
@@ -198,7 +202,8 @@ def compare(
             return _train(spec, into, options, policy=policy, add_costs=add_costs, address=address)
 
     with folders.chosen(out, f"{_stem(file)}-compare") as folder:
-        return with_worth(run_comparison.run_each(spec, names, folder, start, is_overwriting=overwrite))
+        table = run_comparison.run_each(spec, names, folder, start, num_rounds=rounds, is_overwriting=overwrite)
+        return with_worth(table)
 
 
 def verify(folder: str | Path, names: Sequence[str] = (), *, all_steps: bool = False, seed: int = 0) -> dict[str, Any]:
@@ -227,7 +232,7 @@ def with_worth(result: Mapping[str, Any]) -> dict[str, Any]:
         {..., "ablations": {policy: {"tails": {"policy", "figure", "with", "without", "ratio"}, "tails,fill": ...}}}
 
     `figure`: a key of both rows, `cost_usd_per_solo_hour` where nodes are paid, else `makespan_s`; `ratio`: without
-    over with, above 1 if the mechanisms help.
+    over with, above 1 if the mechanisms help; `ratios`: of each round, where policies ran in several.
     """
     rows, ablations = result["policies"], dict[str, dict[str, Any]]()
     for name in rows:
@@ -243,6 +248,10 @@ def _worth(kept: Mapping[str, Any], ablated: Mapping[str, Any]) -> dict[str, Any
     figure = usd if kept.get(usd) and ablated.get(usd) else "makespan_s"
     above, below = ablated[figure], kept[figure]
     ratio = above / below if above is not None and below else None
+    pairs = list(zip(ablated.get("makespans_s", ()), kept.get("makespans_s", ()), strict=True))
+    if len(pairs) > 1 and all(kept_s for _, kept_s in pairs):
+        ratios = sorted(ablated_s / kept_s for ablated_s, kept_s in pairs)
+        return {"figure": figure, "with": below, "without": above, "ratio": median(ratios), "ratios": ratios}
     return {"figure": figure, "with": below, "without": above, "ratio": ratio}
 
 

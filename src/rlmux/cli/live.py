@@ -115,7 +115,7 @@ class Live:
             if isinstance(action, RunStage):
                 self._begin(action)
             elif isinstance(action, MigrateShard):
-                self._rows[action.pipeline].doing = "migrating its tail"
+                self._rows[action.pipeline].doing = "migrating"
             elif isinstance(action, ExpectSteps):
                 self._take_expectation(action)
             elif isinstance(action, ReportPolicyFault):

@@ -119,10 +119,32 @@ def show_comparison(table: Row, *, as_json: bool) -> None:
     if as_json:
         print_json({**table["policies"], **{key: table[key] for key in ("ablations",) if key in table}})
         return
-    show_by_policy(table["policies"], as_json=False)
-    first = next(iter(table["policies"]))
-    print(f"\nspeedup and tokens_ratio: against {first}\nruns: {table['folder']}")
+    apart = ("makespans_s", "mechanisms")
+    rows = {name: {key: row[key] for key in row if key not in apart} for name, row in table["policies"].items()}
+    show_by_policy(rows, as_json=False)
+    first, num_rounds = next(iter(rows)), len(table["policies"][next(iter(rows))]["makespans_s"])
+    of_rounds = f"; medians of {num_rounds} rounds" if num_rounds > 1 else ""
+    print(f"\nspeedup and tokens_ratio: against {first}{of_rounds}\nruns: {table['folder']}")
+    _show_mechanisms(table["policies"])
     _show_ablations(table)
+
+
+def _show_mechanisms(policies: Mapping[str, Row]) -> None:
+    """What moved, was given away or shared under each policy, in the mean of the rounds; nothing where nothing did."""
+    used = {name: row["mechanisms"] for name, row in policies.items()}
+    if not any(flat(row)[key] for row in used.values() for key in flat(row)):
+        return
+    print("\nwhat the mechanisms did:")
+    print_rows(
+        [{"policy": name, "kv_mb": row["tails"]["kv_bytes"] / 1e6, **row} for name, row in used.items()],
+        "policy | tails: tails.migrations | trajectories: tails.trajectories | tokens: tails.tokens | KV MB: kv_mb | "
+        "move s: tails.seconds | freed s: tails.freed_s | whole shards: shards.migrations | "
+        "tool waits: tool_waits.given_away | given s: tool_waits.freed_s | shared: fractions.orders",
+    )
+    print(
+        "tails: migrations of begun trajectories; freed s: device-seconds until the rollout ended; given s: until the "
+        "shard went on;\nwhole shards: migrated before they began; shared: orders on a fraction of their device"
+    )
 
 
 def show_simulation(result: Row, *, as_json: bool) -> None:
@@ -246,11 +268,15 @@ def _show_ablations(result: Row) -> None:
             "policy": policy,
             "mechanisms": names.replace(",", ", "),
             "figure": _ABLATION_FIGURES[worth["figure"]],
+            "rounds": " to ".join(f"{ratio:.1%}" for ratio in (worth["ratios"][0], worth["ratios"][-1]))
+            if "ratios" in worth
+            else None,
         }
         for policy, ablations in result["ablations"].items()
         for names, worth in ablations.items()
     ]
-    print_rows(rows, "policy | mechanisms | figure | with | without | without/with: ratio .1%")
+    by_round = " | by round: rounds" if any(row["rounds"] for row in rows) else ""
+    print_rows(rows, f"policy | mechanisms | figure | with | without | without/with: ratio .1%{by_round}")
 
 
 def _show_notes(result: Row) -> None:

@@ -170,7 +170,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateShard:
-    """Migrate a rollout shard's unfinished trajectories to another worker of the pipeline. Nothing is dropped."""
+    """Migrate a rollout shard's unfinished trajectories to other workers of the pipeline. Nothing is dropped."""
 
     order: OrderId
     pipeline: PipelineId
@@ -179,6 +179,12 @@ class MigrateShard:
     target: DeviceId
     copies_kv: bool
     """Whether the KV cache is copied; False: the target computes it again from the tokens."""
+    others: tuple[DeviceId, ...] = ()
+    """Targets besides: each trajectory goes to the one that has the fewest then."""
+
+    @property
+    def targets(self) -> tuple[DeviceId, ...]:
+        return (self.target, *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

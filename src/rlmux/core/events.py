@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlmux.core.model import ARRIVING_KINDS, AlikeSeconds, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
 from rlmux.core.queue_order import AccountSpent, AccountUsage, PipelineWait, ShareSettings
@@ -180,6 +181,15 @@ class BatchShare:
     """The pipeline's charge: its share of `seconds`, by computed tokens."""
 
 
+class DecodeSpan(NamedTuple):
+    """Decode iterations of an order that were about as wide."""
+
+    num_iterations: int
+    num_rows: int
+    """Rows computed by all of them together."""
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFinished:
     """The order's work is complete."""
@@ -196,6 +206,8 @@ class StageFinished:
     """Part of `seconds` in which a rollout computed the prompts before its first decode step."""
     batches: tuple[BatchShare, ...] = ()
     """Parts of it in batches with other pipelines, by the number of pipelines."""
+    decoded: tuple[DecodeSpan, ...] = ()
+    """Decode iterations of a rollout, by width; empty where the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +226,8 @@ class StagePaused:
     """Part of `seconds` in which a rollout computed the prompts before its first decode step."""
     batches: tuple[BatchShare, ...] = ()
     """Parts of it in batches with other pipelines, by the number of pipelines."""
+    decoded: tuple[DecodeSpan, ...] = ()
+    """Decode iterations of a rollout, by width; empty where the engine does not tell."""
     is_waiting: bool = False
     """Whether it is a rollout shard that can compute nothing until one of its environments replies."""
 
@@ -261,6 +275,12 @@ class TrajectoriesMigrated:
     order: OrderId
     num_trajectories: int
     seconds: float
+    num_begun: int = 0
+    """Those of them that had tokens, and took their contexts along: a tail. 0: a shard that had not begun."""
+    tokens: int = 0
+    """Tokens of these contexts, prompts included."""
+    kv_bytes: int = 0
+    """Bytes of KV cache that were copied; 0 where the targets compute it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

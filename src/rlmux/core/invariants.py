@@ -134,9 +134,9 @@ def _check_requested_migrations(state: SchedulerState) -> None:
                 )
     for order in state.orders.values():
         shards = state.runs[order.pipeline].step.shards
-        if order.migrates_from is not None and order.devices[0] in shards:
-            target = shards[order.devices[0]]
-            assert target.state is not WorkState.MIGRATING, f"order {order.id} brings trajectories to {target}"
+        for device in order.devices if order.migrates_from is not None else ():
+            if (target := shards.get(device)) is not None:
+                assert target.state is not WorkState.MIGRATING, f"order {order.id} brings trajectories to {target}"
     for group in state.groups.values():
         for work in group.ready.values():
             assert work.migrate_to is None, f"{work} is still to migrate"

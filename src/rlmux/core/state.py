@@ -242,7 +242,7 @@ class SchedulerState:
         if run.step.shards[target].state is WorkState.MIGRATING:
             return False
         return not any(
-            order.migrates_from is not None and order.devices[0] == source for order in run.step.orders.values()
+            order.migrates_from is not None and source in order.devices for order in run.step.orders.values()
         )
 
     def next_in_sequence(self) -> int:

@@ -171,7 +171,7 @@ class Order:
     rollout_devices: tuple[DeviceId, ...] = ()
     """As in ReadyWork."""
     migrates_from: DeviceId | None = None
-    """Source of a MigrateShard: `devices` is then its target, and it leases nothing. None for a RunStage."""
+    """Source of a MigrateShard: `devices` are then its targets, and it leases nothing. None for a RunStage."""
     is_fresh: bool = False
     """A MigrateShard of a shard that had not begun."""
     switch: Switch = Switch.NONE

@@ -40,12 +40,14 @@ from rlmux.policies.lookahead.dispatching import (
 from rlmux.policies.lookahead.forecast import Forecast, forecast_group, is_idle, solo_step_s
 from rlmux.policies.lookahead.measured_tails import begin_tail_migrations
 from rlmux.policies.lookahead.migration import (
+    MIGRATION_PART,
     begin_migrations,
     continue_migrations,
     idle_migrations_of,
     later_sibling_migrations,
     possible_sibling_migrations,
     shards_for_idle_devices,
+    trajectory_s,
 )
 from rlmux.policies.lookahead.node_tails import share_nodes_with_tails
 from rlmux.policies.lookahead.problem import Problem, Schedule, SiblingMigration
@@ -88,7 +90,7 @@ class Jigsaw(Policy):
     """False: greedy, for comparison."""
     migration_stretch: float = 1.1
     """Factor by which a tail grows with what it takes over, until a migration was seen."""
-    migration_part: float = 0.02
+    migration_part: float = MIGRATION_PART
     """Seconds of a migration as a part of the shard's, before one was seen or measured by a profile."""
     budget: int = BUDGET
     """Starts on a device that one decision may play out; fewer where steps take less than a second."""
@@ -196,13 +198,9 @@ class Jigsaw(Policy):
 
     def _migration_s(self, member: MemberView, device: DeviceId) -> float:
         """Seconds to migrate the member's shard off the device."""
-        estimates, expected = member.estimates, member.pipeline.migration
-        each_s = estimates.migrate_s
-        if each_s is None and expected is not None:
-            each_s = min(expected.copy_s, expected.recompute_s)
-        if each_s is None:
-            return self.migration_part * estimates.shard_s
-        return each_s * (member.live_shard(device)[0] or 1)
+        if member.estimates.migrate_s is None and member.pipeline.migration is None:
+            return self.migration_part * member.estimates.shard_s
+        return trajectory_s(member) * (member.live_shard(device)[0] or 1)
 
     def _budget(self, view: GroupView) -> int:
         shortest_s = min(solo_step_s(member) for member in view.members)

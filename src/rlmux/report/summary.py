@@ -27,11 +27,12 @@ from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import DeviceId, PipelineId, Stage
+from rlmux.report.mechanisms import mechanisms
 from rlmux.report.slos import StepTime, mean_step_s, move_totals, slo_attainment, slo_fields
 from rlmux.report.timeline.build import Timeline
 from rlmux.report.timeline.delivery import delivery_summary
 from rlmux.report.timeline.intervals import Cause, Kind
-from rlmux.report.timeline.records import OrderRecord, PipelineRecord
+from rlmux.report.timeline.records import MIGRATIONS, OrderRecord, PipelineRecord
 from rlmux.report.timeline.step_work import StepWork
 
 _NONE, _GENERATE = Switch.NONE, Stage.GENERATE
@@ -58,7 +59,8 @@ def summarize(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, A
         "devices": {str(device): _device(timeline, device) for device in timeline.devices},
         "slo_attainment": slo_attainment(pipelines.values()),
         **move_totals([move for pipeline in pipelines.values() for move in pipeline["moves"]]),
-        "num_migrations": sum(instant.what == "migration" for instant in timeline.instants),
+        "num_migrations": sum(instant.what in MIGRATIONS for instant in timeline.instants),
+        "mechanisms": mechanisms(timeline.orders),
         "num_switches": sum(order.switch is not _NONE for order in timeline.orders),
         "control_overhead": _ratio(timeline.seconds(Cause.CONTROL), makespan_s * len(timeline.devices)),
     }

@@ -475,26 +475,37 @@ class Simulation:
         self.migrations[action.order] = Migration(action, sim_pipeline, moved, cost_s)
         self.collector.num_migrations += 1
         done = TrajectoriesMigrated(
-            time_s=now_s + on_the_way_s, order=action.order, num_trajectories=len(moved), seconds=on_the_way_s + cost_s
+            time_s=now_s + on_the_way_s,
+            order=action.order,
+            num_trajectories=len(moved),
+            seconds=on_the_way_s + cost_s,
+            num_begun=0 if paused is None else len(moved),
         )
         self._kernel.schedule(done.time_s, WORK_ENDS, done)
 
     def _deliver(self, migration: Migration) -> None:
-        """Give migrated trajectories to the order that decodes on the target, or keep them there as paused work."""
+        """Spread migrated trajectories over the targets."""
+        targets, moved = migration.action.targets, migration.trajectories
+        for number, target in enumerate(targets):
+            part = moved[number :: len(targets)]
+            self._give(migration, target, part, migration.cost_s * len(part) / max(len(moved), 1))
+
+    def _give(self, migration: Migration, target: DeviceId, moved: Sequence[Any], cost_s: float) -> None:
+        """Give trajectories to the order that decodes on the target, or keep them there as paused work."""
         action, sim_pipeline = migration.action, migration.pipeline
         for running in self.running:
-            if running.pipeline is sim_pipeline and running.devices == (action.target,) and running.is_rollout:
+            if running.pipeline is sim_pipeline and running.devices == (target,) and running.is_rollout:
                 self.running.advance(running)
-                running.work.give(migration.trajectories, migration.cost_s)
+                running.work.give(moved, cost_s)
                 self.running.change(running)
                 return
         now_s = self._kernel.now_s
-        paused = sim_pipeline.paused.get(action.target)
+        paused = sim_pipeline.paused.get(target)
         if paused is None:
-            paused = PausedWork(sim_pipeline.fresh_shard(action.step, action.target), now_s)
-            if self.scheduler.query.shard_state(action.pipeline, action.target) in (None, WorkState.DONE):
+            paused = PausedWork(sim_pipeline.fresh_shard(action.step, target), now_s)
+            if self.scheduler.query.shard_state(action.pipeline, target) in (None, WorkState.DONE):
                 paused.work.take()  # none of the target's own trajectories is left
-            sim_pipeline.paused[action.target] = paused
+            sim_pipeline.paused[target] = paused
         paused.advance(now_s)
-        paused.work.give(migration.trajectories, migration.cost_s)
-        self._schedule_reply(action.pipeline, action.target, paused.work.idle_s)
+        paused.work.give(moved, cost_s)
+        self._schedule_reply(action.pipeline, target, paused.work.idle_s)

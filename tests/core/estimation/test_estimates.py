@@ -70,7 +70,7 @@ def test_the_tail_of_a_shard_that_reports_nothing_is_not_known():
 def test_the_curve_of_a_shard_that_another_migrated_to_is_not_learned():
     made = history([SHORT])
     made.open_rollout(2, (D0, D1), 0.0)
-    made.add_migration(D1, D0, 4, 0.4)
+    made.add_migration(D1, (D0,), 4, 0.4)
     made.end_shard(D0, 99.0)
     assert made.estimates().shard_s == 6.0
     assert made.estimates().migrate_s == pytest.approx(0.1)

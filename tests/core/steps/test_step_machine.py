@@ -29,6 +29,7 @@ from rlmux.core.steps.step_machine import PIPELINE_MOVES, SHARD_MOVES, TRAINING_
 from rlmux.core.work import WorkState
 from rlmux.policies import make_policy
 from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies.lookahead.dispatching import start_oldest_first
 
 DESIGN = Path(__file__).parents[3] / "docs" / "how-it-works" / "design.md"
 A, ORDER, DEVICE = PipelineId("a"), OrderId(1), DeviceId("gpu", 0, 0)
@@ -115,15 +116,15 @@ def test_trajectories_arrive_only_by_a_migration(driver):
 
 
 class Migrates(Policy):
-    """Migrates shards that have not begun as it is told, and starts nothing."""
+    """Migrates shards that have not begun as it is told, once, and starts nothing meanwhile."""
 
     name = "migrates"
     place = Jigsaw().place
     rebalance = Jigsaw().rebalance
 
-    def __init__(self, *pairs: tuple[int, int]) -> None:
+    def __init__(self, *pairs: tuple[int, ...]) -> None:
         self.pairs = pairs
-        """Nodes of source and target, in the order of the migrations."""
+        """Nodes of source and targets, in the order of the migrations."""
         self.allowed: list[bool] = []
         """What the view said of each, just before it."""
 
@@ -131,14 +132,15 @@ class Migrates(Policy):
         return Idling(patience_s=math.inf)
 
     def dispatch(self, plan: GroupPlan) -> GroupPlan:
-        for pair in self.pairs:
-            source, target = (DeviceId("gpu", node, 0) for node in pair)
+        pairs, self.pairs = self.pairs, ()
+        for pair in pairs:
+            source, target, *others = (DeviceId("gpu", node, 0) for node in pair)
             self.allowed.append(plan.can_migrate(A, source, target))
-            plan.choose(MigrateWork(pipeline=A, source=source, target=target))
-        return plan
+            plan.choose(MigrateWork(pipeline=A, source=source, target=target, others=tuple(others)))
+        return plan if pairs else plan.choose(*start_oldest_first(plan))
 
 
-def migrate(builders, *pairs: tuple[int, int]) -> tuple[Migrates, Scheduler]:
+def migrate(builders, *pairs: tuple[int, ...]) -> tuple[Migrates, Scheduler]:
     """The policy and the scheduler of a rollout on three devices, after these migrations at once."""
     pool = Pool(name="gpu", phase=Phase.TRAIN, num_nodes=3)
     policy = Migrates(*pairs)
@@ -160,6 +162,28 @@ def test_two_shards_migrate_to_a_third_at_once(builders):
     invariants.check(scheduler)
     states = [scheduler.query.shard_state(A, DeviceId("gpu", node, 0)) for node in range(3)]
     assert states == [WorkState.MIGRATING, WorkState.MIGRATING, WorkState.READY]
+
+
+def test_a_shard_is_spread_over_two_siblings_in_one_migration(builders):
+    _, scheduler = migrate(builders, (0, 1, 2))
+    invariants.check(scheduler)
+    (order,) = scheduler.state.orders.values()
+    assert order.devices == (DeviceId("gpu", 1, 0), DeviceId("gpu", 2, 0))
+    scheduler.handle(TrajectoriesMigrated(time_s=1.0, order=order.id, num_trajectories=4, seconds=0.1))
+    invariants.check(scheduler)
+    states = [scheduler.query.shard_state(A, DeviceId("gpu", node, 0)) for node in range(3)]
+    assert states == [WorkState.DONE, WorkState.RUNNING, WorkState.RUNNING]
+
+
+@pytest.mark.parametrize("pair", [(0, 1, 1), (0, 1, 0), (0, 1, 7)], ids=["twice", "to itself", "of no shard"])
+def test_a_shard_is_spread_over_other_shards_of_its_rollout_alone_each_once(builders, pair):
+    with pytest.raises(IllegalTransitionError, match="migrates"):
+        migrate(builders, pair)
+
+
+def test_no_spread_shard_goes_where_one_of_its_targets_leaves(builders):
+    with pytest.raises(IllegalTransitionError, match="on their way"):
+        migrate(builders, (2, 1), (0, 1, 2))
 
 
 def test_what_comes_too_late_changes_nothing_of_a_pipeline_that_is_over(driver):

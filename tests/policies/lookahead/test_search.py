@@ -223,6 +223,26 @@ def test_no_whole_shard_migrates_where_its_sibling_would_take_twice_as_long():
     assert made.makespan_s == pytest.approx(8.0 + 2.0)
 
 
+def late_shard(*others: int) -> Problem:
+    """A rollout on three devices, of which one is held by another pipeline's training for 6 s more."""
+    return Problem(
+        work_items=(
+            item(1, "update", (0,), 6.0, is_running=True),
+            *(item(0, "dense", (device,), 4.0) for device in range(3)),
+        ),
+        sibling_migrations=(
+            SiblingMigration(source=1, target=2, others=others, cost_s=4.0 / (1 + len(others)), is_whole=True),
+        ),
+    )
+
+
+def test_a_late_shard_is_spread_over_all_its_siblings_rather_than_given_to_one():
+    to_one, spread = look_ahead(late_shard()), look_ahead(late_shard(3))
+    assert to_one.end_s[1:] == pytest.approx((0.0, 8.0, 4.0))
+    assert spread.sibling_migrations_now == (0,)
+    assert spread.end_s[1:] == pytest.approx((0.0, 6.0, 6.0))
+
+
 def test_a_shard_that_has_begun_does_not_migrate_as_a_whole():
     problem = whole_shards(cost_s=0.1)
     begun = tuple(

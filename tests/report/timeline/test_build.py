@@ -21,6 +21,7 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import DeviceId, NodeId, Stage
+from rlmux.report.mechanisms import mechanisms
 from rlmux.report.timeline.build import Timeline
 from rlmux.report.timeline.intervals import Interval, Kind
 
@@ -321,7 +322,35 @@ def test_migration_is_an_instant_and_explains_a_wait(script: Any, make_order: Or
     timeline = script.timeline()
     assert named(timeline, ROLLOUT)[1] == (1.0, 1.5, "bubble", "migration of a")
     (instant,) = timeline.instants
-    assert (instant.what, instant.text) == ("migration", "3 trajectories from rollout-1.0 to rollout-0.0")
+    said = "3 trajectories that had not begun from rollout-1.0 to rollout-0.0"
+    assert (instant.what, instant.text) == ("shard migration", said)
+
+
+def test_a_begun_tail_says_what_it_took_along_and_to_which_devices(script: Any, make_order: Order) -> None:
+    script.num_rollout = 3
+    left, right = DeviceId("rollout", 1, 0), DeviceId("rollout", 2, 0)
+    begun = [make_order(number, "a", GENERATE, device) for number, device in enumerate((ROLLOUT, left, right), 1)]
+    script.submit(0.0, "a", *begun, num_steps=1)
+    move = MigrateShard(order=4, pipeline="a", step=1, source=ROLLOUT, target=left, copies_kv=True, others=(right,))
+    script.event(StagePaused(time_s=1.0, order=1, seconds=1.0), move)
+    script.event(
+        TrajectoriesMigrated(
+            time_s=1.5, order=4, num_trajectories=3, seconds=0.5, num_begun=2, tokens=1500, kv_bytes=2_000_000
+        )
+    )
+    script.event(finished(3.0, 2, 3.0))
+    script.event(finished(3.5, 3, 3.5), Release(pipeline="a"))
+    timeline = script.timeline()
+    (instant,) = timeline.instants
+    assert instant.what == "tail migration"
+    assert instant.text == (
+        "2 begun trajectories, 1,500 tokens, 2 MB of KV, in 0.5 s, from rollout-0.0 to rollout-1.0, rollout-2.0"
+    )
+    counted = mechanisms(timeline.orders)
+    assert counted["tails"] == {
+        "migrations": 1, "trajectories": 2, "tokens": 1500, "kv_bytes": 2_000_000, "seconds": 0.5, "freed_s": 2.0,
+    }  # fmt: skip
+    assert counted["shards"]["migrations"] == 0
 
 
 @pytest.mark.parametrize("failing", [None, "tools"])

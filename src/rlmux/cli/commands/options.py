@@ -31,6 +31,7 @@ Ablate = Annotated[
         help="Also run the policies without mechanisms: tails, fractions, fill, separated by commas, or all.",
     ),
 ]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Runs of each policy, all policies in turn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON with stable keys on stdout.")]
 Out = Annotated[
     str | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ from rlmux.cli.commands.options import (
     ProfileFile,
     Resumes,
     Retry,
+    Rounds,
     Salvage,
     Sets,
 )
@@ -122,6 +124,7 @@ def compare(
     file: File,
     policies: PolicyNames = "solo,colocated,rollmux",
     ablate: Ablate = None,
+    rounds: Rounds = 1,
     backend: BackendName = "local",
     profile: ProfileFile = None,
     address: Address = None,
@@ -137,22 +140,25 @@ def compare(
     \b
     Example: rlmux compare examples/01_two_pipelines.yaml
              rlmux compare examples/01_two_pipelines.yaml --policies solo,rollmux
-             rlmux compare examples/01_two_pipelines.yaml --policies rlmux --ablate all
+             rlmux compare examples/13_both_grains.yaml --policies rlmux --ablate all --rounds 3
     """
     from rlmux.api import commands
     from rlmux.cli import inputs, tables
     from rlmux.cli.live import Live
 
-    names = inputs.policy_names(policies, ablate)
+    names, started = inputs.policy_names(policies, ablate), count()
 
     def display(spec: Spec) -> Live:
         if not json:
-            inputs.print_notice(f"policy {spec.policy} ({names.index(spec.policy) + 1} of {len(names)})")
+            number = next(started)
+            of_round = f", round {number // len(names) + 1} of {rounds}" if rounds > 1 else ""
+            inputs.print_notice(f"policy {spec.policy} ({number % len(names) + 1} of {len(names)}){of_round}")
         return Live(spec, is_quiet=json)
 
     table = commands.compare(
         file,
         policies=names,
+        rounds=rounds,
         overrides=sets or (),
         out=out,
         overwrite=overwrite,

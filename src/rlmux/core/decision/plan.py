@@ -49,11 +49,18 @@ class ChangeFraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateWork:
-    """A policy's choice: migrate the unfinished trajectories of a ready shard to another device of its rollout."""
+    """A policy's choice: migrate the unfinished trajectories of a ready shard to another device of its rollout, or
+    spread them over several."""
 
     pipeline: PipelineId
     source: DeviceId
     target: DeviceId
+    others: tuple[DeviceId, ...] = ()
+    """Targets besides: each trajectory goes to the one that has the fewest then."""
+
+    @property
+    def targets(self) -> tuple[DeviceId, ...]:
+        return (self.target, *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,8 @@ class Planned:
     """Device bytes of each state that work which starts needs on each device; None is unknown."""
     begun: set[tuple[PipelineId, Phase, DeviceId]] = field(default_factory=set)
     """Phases that begin, each a slot of its pipeline's cycle."""
-    targets: dict[tuple[PipelineId, DeviceId], DeviceId] = field(default_factory=dict)
-    """Target of each migration, by pipeline and source device."""
+    targets: dict[tuple[PipelineId, DeviceId], tuple[DeviceId, ...]] = field(default_factory=dict)
+    """Targets of each migration, by pipeline and source device."""
     pauses: dict[OrderId, DeviceId | None] = field(default_factory=dict)
     """Orders that are to pause, with the device to which the shard is to migrate then."""
     fractions: dict[OrderId, float] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Planned:
         targets = self.targets
         if not targets:
             return True
-        is_awaited = any(name == pipeline and to == source for (name, _), to in targets.items())
+        is_awaited = any(name == pipeline and source in to for (name, _), to in targets.items())
         return not is_awaited and (pipeline, target) not in targets
 
 

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from rlmux.core.estimation.decode_rate import DecodeCost, DecodeRate
+from rlmux.core.events import DecodeSpan
 from rlmux.core.model import (
     PHASE_BY_STAGE,
     DeviceId,
@@ -41,6 +43,8 @@ LEAST_PART = 0.05
 """Part of a shard's seconds below which a sub-stage of it is not distinguished."""
 LEAST_WAIT = 0.01
 """Part of a step's seconds below which a reward or a publication is not a wait of its own."""
+_LEAST_SIBLINGS = 0.5
+"""Whole siblings with which a shard grows by more than steps differ."""
 UNKNOWN_S = 1.0
 """Seconds assumed for a stage that nothing is known about."""
 
@@ -120,6 +124,10 @@ class StepEstimates:
     tail_growth: float | None = None
     """Part of the longest shard's seconds by which a rollout lasted longer after its tail had migrated; None before the
     first. It is 0 to 1, as above."""
+    decode_cost: DecodeCost | None = None
+    """What decode iterations cost by their rows; None until it was seen."""
+    slots: int | None = None
+    """Sequences that a worker decodes at once; None: unknown."""
     wait_s: float | None = None
     """Seconds between the pause of a shard that had nothing to compute and the first reply; None before the first."""
     rollout_switch_s: float = 0.0
@@ -214,14 +222,22 @@ class StepEstimates:
             waits=tuple((stage, seconds) for stage, seconds in waits if seconds >= least_s),
         )
 
-    @property
-    def whole_migration_s(self) -> float:
-        """Solo seconds that a shard adds to the sibling that all of it migrates to: as seen, else what is not tail.
+    def whole_migration_s(self, num_targets: int = 1) -> float:
+        """Solo seconds that a shard adds to each of the siblings over which it is spread before it begins: by what
+        decode iterations cost, else as seen, else what is not tail.
 
         Tails decode side by side; what comes before them fills the sibling's slots already.
         """
-        shard_s, growth = self.shard_s, self.whole_migration_growth
-        return shard_s - self.tail_s if growth is None else growth * shard_s
+        shard_s, part = self.shard_s, 1.0 / num_targets
+        if self.decode_cost is not None:
+            return self.decode_cost.growth(part, self.slots) * shard_s
+        growth = self.whole_migration_growth
+        return part * (shard_s - self.tail_s if growth is None else growth * shard_s)
+
+    def tail_migration_s(self, left_s: Sequence[float]) -> float:
+        """Solo seconds by which a rollout ends later if shards with so much left leave for the last one: their rows in
+        its iterations. 0 until it is known what rows cost."""
+        return 0.0 if self.decode_cost is None else self.decode_cost.row_part * sum(left_s)
 
     @property
     def peak(self) -> int | None:
@@ -261,8 +277,8 @@ class _ShardProgress:
     """Active sequences at each report."""
     is_whole: bool = True
     """Whether no trajectory has migrated to it; otherwise its curve is not a shard's."""
-    num_whole_siblings: int = 0
-    """Whole siblings that migrated to it before they began."""
+    num_whole_siblings: float = 0.0
+    """Whole siblings that migrated to it before they began; one that was spread counts in parts."""
     has_moved: bool = False
     """Whether it migrated to an idle device before it began."""
 
@@ -287,6 +303,7 @@ class StepHistory:
         """`whole_migration_growth` of the last shards that whole siblings migrated to."""
         self._tail_growth: deque[float] = deque(maxlen=WINDOW_STEPS)
         """`tail_growth` of the last shards that others' tails migrated to."""
+        self._decode_rate = DecodeRate()
         self._wait_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds of the last waits for an environment."""
         self._switch_s: dict[tuple[Phase, bool], deque[float]] = {}
@@ -343,8 +360,19 @@ class StepHistory:
             shard.prefill_s = shard.prefill_s or prefill_s
             shard.before_s += solo_s
 
+    def add_decoded(self, spans: Sequence[DecodeSpan]) -> None:
+        """An order of its rollout that ended made these decode iterations."""
+        self._decode_rate.add(spans)
+        self._estimates = None
+
     def add_migration(
-        self, source: DeviceId, target: DeviceId, num_trajectories: int, seconds: float, *, is_fresh: bool = False
+        self,
+        source: DeviceId,
+        targets: Sequence[DeviceId],
+        num_trajectories: int,
+        seconds: float,
+        *,
+        is_fresh: bool = False,
     ) -> None:
         """The source's unfinished trajectories have migrated; `is_fresh`: it had not begun and had no context."""
         if num_trajectories and not is_fresh:
@@ -352,12 +380,16 @@ class StepHistory:
             self._estimates = None
             self._forget_short_shards()
         left = self._open.pop(source, None)
-        if target in self._open:
-            self._open[target].is_whole = False
-            self._open[target].num_whole_siblings += is_fresh
-        elif left is not None:  # the target's own has ended or migrated before: the source's goes on there
-            self._open[target] = left
-            left.has_moved = left.has_moved or is_fresh
+        for target in targets:
+            if target in self._open:
+                self._open[target].is_whole = False
+                self._open[target].num_whole_siblings += is_fresh / len(targets)
+            elif left is not None and len(targets) == 1:
+                # The target's own has ended or migrated before: the source's goes on there.
+                self._open[target] = left
+                left.has_moved = left.has_moved or is_fresh
+            elif left is not None:
+                self._open[target] = _ShardProgress(left.step, is_whole=False)
 
     def _forget_short_shards(self) -> None:
         """Leave out the shards of a rollout whose tail migrates, where others are known: long ones do not end whole."""
@@ -384,9 +416,10 @@ class StepHistory:
             return
         if not shard.is_whole and self._curves:  # the curve of a shard that nothing migrated to predicts better
             if shard.num_whole_siblings:
-                alone_s = _median([curve.end_s for _, curve in self._curves])
-                growth = (shard.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
-                self._growth.append(growth / shard.num_whole_siblings)
+                if shard.num_whole_siblings >= _LEAST_SIBLINGS:
+                    alone_s = _median([curve.end_s for _, curve in self._curves])
+                    growth = (shard.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
+                    self._growth.append(growth / shard.num_whole_siblings)
             else:
                 longest_s = max(curve.end_s for _, curve in self._curves)
                 self._tail_growth.append((shard.before_s + solo_s) / max(longest_s, 1e-9) - 1.0)
@@ -457,6 +490,8 @@ class StepHistory:
             migrate_s=_median(self._migrate_s) if self._migrate_s else None,
             whole_migration_growth=min(max(_median(self._growth), 0.0), 1.0) if self._growth else None,
             tail_growth=min(max(_median(self._tail_growth), 0.0), 1.0) if self._tail_growth else None,
+            decode_cost=self._decode_rate.cost(),
+            slots=None if pipeline.dense_threshold is None else 2 * pipeline.dense_threshold,
             wait_s=_median(self._wait_s) if self._wait_s else None,
             rollout_switch_s=self._warm_switch_s(Phase.ROLLOUT),
             train_switch_s=self._warm_switch_s(Phase.TRAIN),

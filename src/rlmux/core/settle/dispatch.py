@@ -109,4 +109,4 @@ def _migrate(parts: Parts, choice: MigrateWork) -> MigrateShard:
     shard = run.step.shards[choice.source]
     if shard.work.takes_slot:  # its phase begins elsewhere: the device owes it no slot in this cycle
         parts.groups.count_begun(run, Phase.ROLLOUT, choice.source)
-    return parts.steps.order_migration(run, shard, choice.target)
+    return parts.steps.order_migration(run, shard, choice.targets)

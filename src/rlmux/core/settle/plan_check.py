@@ -3,7 +3,7 @@
     RunWork         ready work, once; free parts of its devices, whose memory has room for its state
     PauseOrder      an order of the group that computes; its shard may migrate only inside its rollout
     ChangeFraction  an order of the group that computes; a part of its devices that is free
-    MigrateWork     a ready shard, once; no trajectories on their way to it, and a target that stays
+    MigrateWork     a ready shard, once; no trajectories on their way to it, and targets that stay
 
 A module of its own: what is checked here is all that carrying choices out (`dispatch`) takes for granted.
 """
@@ -82,18 +82,21 @@ def _enter_fraction(parts: Parts, group: GroupState, planned: Planned, choice: C
 
 
 def _enter_migration(parts: Parts, group: GroupState, planned: Planned, choice: MigrateWork) -> None:
-    run, source, target = group.members.get(choice.pipeline), choice.source, choice.target
+    run, source, targets = group.members.get(choice.pipeline), choice.source, choice.targets
     if run is None:
         raise parts.journal.illegal_choice(f"migrates {choice}: the group has no such pipeline")
     shard = run.step.shards.get(source)
     is_ready = shard is not None and shard.is_ready and shard.work.sequence not in planned.gone
-    if shard is None or not is_ready or target not in run.step.shards or target == source:
+    if shard is None or not is_ready or source in targets or not all(to in run.step.shards for to in targets):
         raise parts.journal.illegal_choice(f"migrates {choice}: the source must be a ready shard")
-    is_settled = planned.allows_migration(run.pipeline.id, source, target)
-    if not is_settled or not parts.state.can_migrate(run, source, target):
-        raise parts.journal.illegal_choice(f"migrates {choice}: trajectories are on their way to one that leaves")
+    if len(set(targets)) < len(targets):
+        raise parts.journal.illegal_choice(f"migrates {choice}: it names a target twice")
+    for target in targets:
+        is_settled = planned.allows_migration(run.pipeline.id, source, target)
+        if not is_settled or not parts.state.can_migrate(run, source, target):
+            raise parts.journal.illegal_choice(f"migrates {choice}: trajectories are on their way to one that leaves")
     planned.gone.add(shard.work.sequence)
-    planned.targets[run.pipeline.id, source] = target
+    planned.targets[run.pipeline.id, source] = targets
     if shard.work.takes_slot:  # its phase begins elsewhere: the device owes it no slot in this cycle
         planned.begun.add((run.pipeline.id, Phase.ROLLOUT, source))
 

@@ -113,11 +113,13 @@ def on_trajectories_migrated(parts: Parts, event: TrajectoriesMigrated) -> list[
     order, run = _end_named(parts, event.order)
     if run.status is not PipelineStatus.RUNNING:
         return []
-    source, target = order.migrates_from, order.devices[0]
+    source = order.migrates_from
     if source is None:
         raise parts.journal.illegal(f"order {order.id} is no migration")
     run.estimates.measured.add_migration(order.step)
-    run.estimates.history.add_migration(source, target, event.num_trajectories, event.seconds, is_fresh=order.is_fresh)
+    run.estimates.history.add_migration(
+        source, order.devices, event.num_trajectories, event.seconds, is_fresh=order.is_fresh
+    )
     actions = parts.steps.finish_migration(run, order)
     parts.state.mark_group(run)
     return actions
@@ -144,6 +146,8 @@ def _measure(parts: Parts, run: PipelineRun, order: Order, event: StageFinished 
     is_warm = order.switch is Switch.WARM
     if is_warm or (event.switch_s > 0.0 and order.devices and order.switch is Switch.NONE):
         run.estimates.history.add_switch(order.phase, event.switch_s, is_warm=is_warm)
+    if event.decoded:
+        run.estimates.history.add_decoded(event.decoded)
     solo_s = parts.orders.solo_s(order, event.seconds)
     parts.orders.measure(run, order, solo_s, event.switch_s)
     if run.pipeline.base_of(order.phase):

@@ -55,8 +55,8 @@ class Orders:
         """Run a reward or a publication."""
         return self._run(run, step, stage, phase, (), 0.0)
 
-    def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId) -> MigrateShard:
-        """Move the shard's trajectories to the target. The pipeline decides how their KV caches get there."""
+    def migrate(self, run: PipelineRun, shard: RolloutShard, targets: tuple[DeviceId, ...]) -> MigrateShard:
+        """Move the shard's trajectories to the targets. The pipeline decides how their KV caches get there."""
         order_id = self._next_id()
         self._state.orders[order_id] = run.step.orders[order_id] = Order(
             order_id,
@@ -64,7 +64,7 @@ class Orders:
             run.step.rollout_step,
             Stage.GENERATE,
             Phase.SYNC,
-            (target,),
+            targets,
             0.0,
             self._state.now_s,
             work=shard,
@@ -77,8 +77,9 @@ class Orders:
             pipeline=run.pipeline.id,
             step=run.step.rollout_step,
             source=shard.device,
-            target=target,
+            target=targets[0],
             copies_kv=run.pipeline.copies_kv,
+            others=targets[1:],
         )
 
     def change_fraction(self, order: Order, device_fraction: float, slowdown: float) -> list[Action]:

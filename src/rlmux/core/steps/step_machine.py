@@ -334,23 +334,25 @@ class StepMachine:
             shard.work = group.ready[ready.sequence] = replace(ready, migrate_to=None)
         group.has_requested_migrations = False
 
-    def order_migration(self, run: PipelineRun, shard: RolloutShard, target: DeviceId) -> MigrateShard:
-        """Move a ready shard's trajectories to the target, which has a shard of the same rollout."""
+    def order_migration(self, run: PipelineRun, shard: RolloutShard, targets: tuple[DeviceId, ...]) -> MigrateShard:
+        """Move a ready shard's trajectories to the targets, which have shards of the same rollout."""
         self.move(shard, WorkInput.MIGRATION_ORDERED)
         del self._state.group_of(run).ready[shard.work.sequence]
-        action = self._orders.migrate(run, shard, target)
+        action = self._orders.migrate(run, shard, targets)
         shard.order = action.order
         return action
 
     def finish_migration(self, run: PipelineRun, order: Order) -> list[Action]:
         """The trajectories have arrived: the source is done, and a target that was done is ready again."""
-        source, target = order.work, run.step.shards[order.devices[0]]
+        source = order.work
         assert isinstance(source, RolloutShard)
-        was_done = target.state is WorkState.DONE
         self.move(source, WorkInput.MIGRATED)
-        self.move(target, WorkInput.RECEIVED)
-        if was_done:
-            target.work = self._shard_work(run, target.device, is_continuation=True)
+        for device in order.devices:
+            target = run.step.shards[device]
+            was_done = target.state is WorkState.DONE
+            self.move(target, WorkInput.RECEIVED)
+            if was_done:
+                target.work = self._shard_work(run, target.device, is_continuation=True)
         return self._reward_if_done(run)
 
     def finish(self, run: PipelineRun, order: Order) -> list[Action]:

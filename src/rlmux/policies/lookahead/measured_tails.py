@@ -1,16 +1,16 @@
 """Tails of rollouts migrate to one device, and the pipeline that waits has the others (RollMux section 4.3).
 
-    device 0   [ A dense ][ B dense, and the eighth that found no device ][ A dense ]
-    ...        [ A dense ][ B dense  ]
-    device 7   [ A dense ][ A's tail   ]                                  [ A dense ]
+    device 0   [ A dense ][ B dense, 1/7 of the eighth ][ A dense ]
+    ...        [ A dense ][ B dense, 1/7 of the eighth ][ A dense ]
+    device 7   [ A dense ][ A's tail              ]     [ A dense ]
 
 At most an eighth of a step's trajectories is left: they migrate to the device whose shard would end last. A shard of
-the next pipeline that finds this device held does not wait for it, but goes as a whole to a sibling. Both are made only
-where they are expected to pay:
+the next pipeline that finds this device held does not wait for it, but is spread over its siblings. Both are made only
+where they are expected to pay, by what migrations took and what decode iterations cost by their rows:
 
     tail          its devices are free earlier, in the mean over all of its rollout, than the rollout ends later; and
                   its step, longer by that, is still shorter than the rollouts of all members one after another
-    whole shard   its sibling grows by less than the tail lasts
+    whole shard   its siblings grow by less than the tail lasts
 
 `rollmux`, and `rlmux` while it keeps the cycle; elsewhere the look-ahead decides (`migration.py`).
 """
@@ -24,19 +24,13 @@ from rlmux.core.decision.plan import GroupPlan, MigrateWork, PauseOrder
 from rlmux.core.decision.views import GroupView, MemberView, OrderView
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.work import ReadyWork
-from rlmux.policies.lookahead.migration import continue_migrations
+from rlmux.policies.lookahead.migration import continue_migrations, trajectory_s
 
 Members = Mapping[PipelineId, MemberView]
 Rollouts = dict[PipelineId, list[OrderView]]
 """Running rollout orders, by pipeline."""
 TAIL_PART = 0.125
 """Part of a step's trajectories at or below which its tail migrates."""
-TAIL_GROWTH = 0.05
-"""Part of its longest shard's seconds by which a rollout is expected to last longer for its tail's migration, until one
-was seen."""
-GROWTH = 0.25
-"""Part of its own seconds by which a shard is expected to grow with a whole sibling, until one was seen: an iteration
-of twice the sequences is bound by the same reads of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +95,14 @@ def _spare_s(view: GroupView, member: MemberView) -> float:
     return rollouts_s - (max(rollout_s, train_s) if member.pipeline.staleness else rollout_s + train_s)
 
 
-def _late_s(member: MemberView) -> float:
-    """Seconds by which its rollout is expected to end later for the migration of its tail."""
-    growth = member.estimates.tail_growth
-    return (TAIL_GROWTH if growth is None else growth) * member.estimates.longest_s
+def _late_s(member: MemberView, leaving: Sequence[_Shard]) -> float:
+    """Seconds by which its rollout is expected to end later if the tails of these shards migrate: as seen, else what
+    each trajectory takes on its way and in the last shard's iterations."""
+    estimates = member.estimates
+    if estimates.tail_growth is not None:
+        return estimates.tail_growth * estimates.longest_s
+    num_left = sum(shard.num_left for shard in leaving)
+    return num_left * trajectory_s(member) + estimates.tail_migration_s([shard.left_s for shard in leaving])
 
 
 def _pause_for_tail(plan: GroupPlan, member: MemberView, orders: Sequence[OrderView], wanted: set[DeviceId]) -> None:
@@ -114,7 +112,7 @@ def _pause_for_tail(plan: GroupPlan, member: MemberView, orders: Sequence[OrderV
         return
     last = max(shards, key=lambda shard: shard.left_s)
     leaving = [shard for shard in shards if shard is not last and shard.device in wanted]
-    late_s = _late_s(member)
+    late_s = _late_s(member, leaving)
     if sum(shard.left_s for shard in leaving) <= late_s * len(member.rollout_devices):
         return
     if late_s > _spare_s(plan, member):
@@ -148,19 +146,25 @@ def _spread_over_siblings(
     rollouts: Rollouts,
     waiting: Sequence[ReadyWork],
 ) -> None:
-    """Give whole shards whose device holds another pipeline's tail to a sibling that has just begun."""
+    """Spread whole shards whose device holds another pipeline's tail over the siblings that have begun."""
     migrating = {pipeline for pipeline, _ in plan.migrating}
     for work in waiting:
         member, siblings = members[work.pipeline], rollouts.get(work.pipeline, [])
         if not siblings or work.pipeline in migrating or not plan.is_next_in_cycle(work):
             continue
         wait_s = _tail_s(plan, members, rollouts, work.devices[0])
-        growth = member.estimates.whole_migration_growth
-        grows_s = (GROWTH if growth is None else growth) * member.estimates.shard_s
-        target = max(siblings, key=lambda order: order.started_s).devices[0]
-        if grows_s < wait_s and plan.can_migrate(work.pipeline, work.devices[0], target):
+        targets = [
+            order.devices[0]
+            for order in sorted(siblings, key=lambda order: -order.started_s)
+            if not order.is_pausing and plan.can_migrate(work.pipeline, work.devices[0], order.devices[0])
+        ]
+        if targets and member.estimates.whole_migration_s(len(targets)) < wait_s:
             migrating.add(work.pipeline)
-            plan.choose(MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=target))
+            plan.choose(
+                MigrateWork(
+                    pipeline=work.pipeline, source=work.devices[0], target=targets[0], others=tuple(targets[1:])
+                )
+            )
 
 
 def _tail_s(

@@ -9,7 +9,7 @@ A running shard is paused first, with the device that it is to migrate to; the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rlmux.core.decision.plan import GroupPlan, MigrateWork, PauseOrder
 from rlmux.core.decision.views import GroupView, MemberView, OrderView
@@ -23,6 +23,20 @@ MigrationSeconds = Callable[[MemberView, DeviceId], float]
 """Seconds to migrate the unfinished trajectories of a pipeline's shard off a device."""
 ShardAndDevice = tuple[ReadyWork | OrderView, DeviceId]
 """A shard, ready or running, and an idle device for it."""
+
+
+MIGRATION_PART = 0.02
+"""Seconds of a shard's migration as a part of the shard's own, before one was seen or measured by a profile."""
+
+
+def trajectory_s(member: MemberView) -> float:
+    """Seconds to migrate one begun trajectory of the member: as seen, as profiled, else as a part of its shard's."""
+    estimates, expected = member.estimates, member.pipeline.migration
+    if estimates.migrate_s is not None:
+        return estimates.migrate_s
+    if expected is not None:
+        return min(expected.copy_s, expected.recompute_s)
+    return MIGRATION_PART * estimates.shard_s / (estimates.peak or 1)
 
 
 def continue_migrations(plan: GroupPlan, sharing: SharingTable = NO_SHARING) -> bool:
@@ -60,20 +74,51 @@ def possible_sibling_migrations(
         return ()
     possible: list[SiblingMigration] = []
     migrating = {pipeline for pipeline, _ in view.migrating}
+    wanted_s = _wanted_from(forecast)
     for number, member in enumerate(view.members):
         shards = forecast.shards.get(member.id, ())
         if member.id in migrating or len(shards) < 2:
             continue
-        possible += _whole_shards(forecast, member, shards, is_odd=number % 2 == 1)
+        leaving = [index for index in shards if _is_wanted(forecast, wanted_s, number, index)]
+        possible += _whole_shards(forecast, member, shards, leaving, is_odd=number % 2 == 1)
         possible += _late_shards(view, forecast, member, shards)
         if not _is_tail_near(forecast, shards):
             continue
         target = max(shards, key=lambda index: forecast.work_items[index].seconds)
-        for source in shards:
+        for source in leaving:
             if source != target and not forecast.is_fresh(source):
                 cost_s = migration_s(member, forecast.device_of[source])
                 possible.append(SiblingMigration(source=source, target=target, cost_s=cost_s, stretch=stretch))
     return tuple(possible)
+
+
+def _wanted_from(forecast: Forecast) -> dict[int, list[tuple[float, int]]]:
+    """For each device the seconds from now in which work items that do not run could begin there at the earliest, each
+    with its pipeline, ascending."""
+    ends_s: list[float] = []
+    wanted: dict[int, list[tuple[float, int]]] = {}
+    for item in forecast.work_items:
+        begin_s = max([ends_s[need] for need in item.needs], default=0.0)
+        ends_s.append(begin_s + item.seconds)
+        if not item.is_running:
+            for device in item.devices:
+                wanted.setdefault(device, []).append((begin_s, item.pipeline))
+    for entries in wanted.values():
+        entries.sort()
+    return wanted
+
+
+def _is_wanted(
+    forecast: Forecast, wanted_s: Mapping[int, Sequence[tuple[float, int]]], pipeline: int, index: int
+) -> bool:
+    """Whether another pipeline could begin something on the shard's device before the shard would have ended."""
+    item = forecast.work_items[index]
+    return any(
+        begin_s < item.seconds
+        for device in item.devices
+        for begin_s, other in wanted_s.get(device, ())
+        if other != pipeline
+    )
 
 
 def later_sibling_migrations(view: GroupView, forecast: Forecast) -> tuple[SiblingMigration, ...]:
@@ -92,7 +137,7 @@ def later_sibling_migrations(view: GroupView, forecast: Forecast) -> tuple[Sibli
             for first, second in zip(shards[::2], shards[1::2], strict=False):
                 is_first = forecast.work_items[first].devices[0] in trains_on
                 source, target = (second, first) if is_first else (first, second)
-                cost_s = member.estimates.whole_migration_s
+                cost_s = member.estimates.whole_migration_s()
                 possible.append(
                     SiblingMigration(source=source, target=target, cost_s=cost_s, is_whole=True, is_later=True)
                 )
@@ -104,9 +149,9 @@ def _is_tail_near(forecast: Forecast, shards: Sequence[int]) -> bool:
 
 
 def _whole_shards(
-    forecast: Forecast, member: MemberView, shards: Sequence[int], *, is_odd: bool
+    forecast: Forecast, member: MemberView, shards: Sequence[int], leaving: Sequence[int], *, is_odd: bool
 ) -> Iterator[SiblingMigration]:
-    """Whole shards that have not begun: of each two neighbours, one takes the other over.
+    """Whole shards that have not begun, and whose device is wanted: of each two neighbours, one takes the other over.
 
     Pipelines prefer opposite sides, so that a schedule that makes all of them leaves each a device of its own.
     """
@@ -116,24 +161,32 @@ def _whole_shards(
         if forecast.is_fresh(first) and forecast.is_fresh(second):
             ways = [(first, second), (second, first)] if is_odd else [(second, first), (first, second)]
             for source, target in ways:
-                yield SiblingMigration(
-                    source=source, target=target, cost_s=member.estimates.whole_migration_s, is_whole=True
-                )
+                if source in leaving:
+                    yield SiblingMigration(
+                        source=source, target=target, cost_s=member.estimates.whole_migration_s(), is_whole=True
+                    )
 
 
 def _late_shards(
     view: GroupView, forecast: Forecast, member: MemberView, shards: Sequence[int]
 ) -> Iterator[SiblingMigration]:
-    """Whole shards that have not begun since their device is held, to the sibling that began last."""
-    begun = [index for index in shards if index in forecast.orders and not forecast.orders[index].is_pausing]
-    if not begun or member.estimates.peak is None:
+    """Whole shards that have not begun since their device is held: spread over all siblings that compute or could now,
+    and as a whole to the one that began last."""
+    if member.estimates.peak is None:
         return
-    target = max(begun, key=lambda index: forecast.orders[index].started_s)
-    for source in shards:
-        if forecast.is_fresh(source) and not view.is_free((forecast.device_of[source],)):
+    late = [index for index in shards if forecast.is_fresh(index) and not view.is_free((forecast.device_of[index],))]
+    begun = [index for index in shards if index in forecast.orders and not forecast.orders[index].is_pausing]
+    present = begun + [index for index in shards if forecast.is_fresh(index) and index not in late]
+    for source in late:
+        if len(present) > 1:
+            cost_s = member.estimates.whole_migration_s(len(present))
             yield SiblingMigration(
-                source=source, target=target, cost_s=member.estimates.whole_migration_s, is_whole=True
+                source=source, target=present[0], others=tuple(present[1:]), cost_s=cost_s, is_whole=True
             )
+        if begun:
+            target = max(begun, key=lambda index: forecast.orders[index].started_s)
+            cost_s = member.estimates.whole_migration_s()
+            yield SiblingMigration(source=source, target=target, cost_s=cost_s, is_whole=True)
 
 
 # --- to an idle device --------------------------------------------------------------------------------------
@@ -231,15 +284,16 @@ def begin_migrations(
     forecast. A shard to which trajectories are on their way stays until the next plan."""
     for number in schedule.sibling_migrations_now:
         migration = problem.sibling_migrations[number]
-        target = forecast.device_of[migration.target]
+        targets = [forecast.device_of[target] for target in migration.targets]
         order = forecast.orders.get(migration.source)
         if order is not None:
-            _pause_to_migrate(plan, order, target)
+            _pause_to_migrate(plan, order, targets[0])
         elif migration.source in forecast.works:
-            source = forecast.device_of[migration.source]
-            if plan.can_migrate(forecast.works[migration.source].pipeline, source, target):
-                work = forecast.works.pop(migration.source)
-                plan.choose(MigrateWork(pipeline=work.pipeline, source=source, target=target))
+            source, pipeline = forecast.device_of[migration.source], forecast.works[migration.source].pipeline
+            if all(plan.can_migrate(pipeline, source, target) for target in targets):
+                del forecast.works[migration.source]
+                others = tuple(targets[1:])
+                plan.choose(MigrateWork(pipeline=pipeline, source=source, target=targets[0], others=others))
     for number in schedule.idle_migrations_now:
         shard, device = pairs[number]
         if isinstance(shard, OrderView):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Sequence
 
 from rlmux.core.estimation.colocation import sub_stage_in
 from rlmux.core.model import SubStage
@@ -38,7 +39,7 @@ class Setting:
     __slots__ = (
         "begins", "deadlines_s", "devices", "first_sub_stages", "followers", "is_sharing", "least_mean_s", "masks",
         "most_together", "no_begins", "num_devices", "num_needs", "paths_s", "problem", "rates", "seconds", "states",
-        "switches_s", "tails_s", "widths",
+        "switches_s", "tails_s", "targets", "widths",
     )  # fmt: skip
 
     def __init__(self, problem: Problem) -> None:
@@ -55,6 +56,7 @@ class Setting:
         for index, item in enumerate(work_items):
             for need in item.needs:
                 self.followers[need].append(index)
+        self.targets = [move.targets for move in problem.sibling_migrations]
         self.is_sharing = problem.sharing.allows_any or _is_device_shared(problem)
         """Whether a device may have several work items at once in a playout."""
         self.most_together = problem.sharing.most_together
@@ -466,35 +468,36 @@ class Playout:
         """Make those whose source has come to its tail while its sibling can still take it over."""
         for number in list(self.open_migrations):
             migration = self.setting.problem.sibling_migrations[number]
-            source, target = migration.source, migration.target
-            if self.end_s[source] != NOT_YET or self.end_s[target] != NOT_YET:
+            source, targets = migration.source, self.setting.targets[number]
+            if self.end_s[source] != NOT_YET or any([self.end_s[target] != NOT_YET for target in targets]):  # noqa: C419 - hot
                 self.open_migrations.remove(number)
-            elif not self.num_missing[source] and not self.num_missing[target]:
+            elif not self.num_missing[source] and not self.num_missing[migration.target]:
                 if migration.is_whole and self.start_s[source] != NOT_YET:
                     self.open_migrations.remove(number)
                     continue
-                for side in (source, target):
+                for side in (source, *targets):
                     if self.start_s[side] != NOT_YET:
                         self._advance(side)
                 if migration.is_whole or self.left_s[source] <= self.tail_s[source] + self._rounding_s():
                     self.open_migrations.remove(number)
-                    self._migrate_to_sibling(migration)
+                    self._migrate_to_sibling(migration, targets)
                     if self.now_s == 0.0 and not migration.is_later:
                         self.sibling_migrations_now.append(number)
 
-    def _migrate_to_sibling(self, migration: SiblingMigration) -> None:
-        source, target = migration.source, migration.target
-        if migration.is_whole:
-            self.left_s[target] += migration.cost_s
-        else:
-            tail_s = min(self.tail_s[target], self.left_s[target])
-            before_s = self.left_s[target] - tail_s
-            grown_s = max(self.left_s[source], tail_s) * migration.stretch + migration.cost_s
-            self.grown_s[target] += grown_s - self.tail_s[target]
-            self.tail_s[target] = grown_s
-            self.left_s[target] = before_s + grown_s
-        if self.start_s[target] != NOT_YET:
-            self._schedule_end(target)
+    def _migrate_to_sibling(self, migration: SiblingMigration, targets: Sequence[int]) -> None:
+        source = migration.source
+        for target in targets:
+            if migration.is_whole:
+                self.left_s[target] += migration.cost_s
+            else:
+                tail_s = min(self.tail_s[target], self.left_s[target])
+                before_s = self.left_s[target] - tail_s
+                grown_s = max(self.left_s[source], tail_s) * migration.stretch + migration.cost_s
+                self.grown_s[target] += grown_s - self.tail_s[target]
+                self.tail_s[target] = grown_s
+                self.left_s[target] = before_s + grown_s
+            if self.start_s[target] != NOT_YET:
+                self._schedule_end(target)
         if self.start_s[source] != NOT_YET:
             self._end(source)
         else:

@@ -70,9 +70,9 @@ def compatible_migrations(problem: Problem, numbers: tuple[int, ...]) -> tuple[i
     kept = []
     for number in numbers:
         migration = problem.sibling_migrations[number]
-        if migration.source in sources or migration.source in targets or migration.target in sources:
+        if migration.source in sources or migration.source in targets or not sources.isdisjoint(migration.targets):
             continue
         sources.add(migration.source)
-        targets.add(migration.target)
+        targets.update(migration.targets)
         kept.append(number)
     return tuple(sorted(kept))

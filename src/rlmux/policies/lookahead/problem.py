@@ -48,20 +48,27 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiblingMigration:
-    """A possible migration of a shard to the device of another shard of the same rollout: its tail, or all of it."""
+    """A possible migration of a shard to the device of another shard of the same rollout: its tail, or all of it, then
+    to several as well."""
 
     source: int
     """Index of the work item that leaves its device."""
     target: int
     """Index of the work item that takes it over."""
+    others: tuple[int, ...] = ()
+    """Indices of those that take as much of it over besides."""
     cost_s: float = 0.0
-    """Seconds added to the target: contexts computed again, or copied; of a whole shard, its work too."""
+    """Seconds added to each target: contexts computed again, or copied; of a whole shard, its work too."""
     stretch: float = 1.0
     """Factor by which the target's tail grows: more sequences in each iteration."""
     is_whole: bool = False
     """True: the source migrates before it begins, and the target grows by `cost_s` alone. False: its tail does."""
     is_later: bool = False
     """True for a rollout to come: it can be planned, and not yet made."""
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return (self.target, *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

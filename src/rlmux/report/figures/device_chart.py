@@ -21,7 +21,7 @@ from rlmux.report.figures.pipeline_rows import PipelineRows
 from rlmux.report.figures.svg import nice_ticks, number, tag
 from rlmux.report.summary import StepTimes
 from rlmux.report.timeline.build import Timeline
-from rlmux.report.timeline.records import Instant
+from rlmux.report.timeline.records import MIGRATIONS, Instant
 
 _MAX_ROWS = 64
 _MAX_STEP_ROWS = 12
@@ -32,7 +32,8 @@ _MARK_BY_WHAT = {
     "loss": "✕",
     "restart": "↻",
     "resumed": "▶",
-    "migration": "⇄",
+    "tail migration": "⇄",
+    "shard migration": "→",
     "node lost": "✕",
     "notice": "!",
 }
@@ -99,7 +100,7 @@ class Chart:
         """Failures and the like; migrations as well, while they are few."""
         shown = [instant for instant in self._timeline.instants if instant.what in _MARK_BY_WHAT]
         if len(shown) > _MAX_MARKS:
-            shown = [instant for instant in shown if instant.what != "migration"][:_MAX_MARKS]
+            shown = [instant for instant in shown if instant.what not in MIGRATIONS][:_MAX_MARKS]
         for instant in shown:
             yield self._mark(instant, bottom)
 
@@ -112,7 +113,7 @@ class Chart:
             tag("title", escape(f"{heading}\n{instant.text}".strip())),
             tag("line", x1=0, y1=TOP - 4, x2=0, y2=bottom),
             tag("text", _MARK_BY_WHAT[instant.what], x=0, y=TOP - 8),
-            class_="mark soft" if instant.what == "migration" else "mark",
+            class_="mark soft" if instant.what in MIGRATIONS else "mark",
             data_m=x,
             transform=f"translate({number(x)} 0)",
         )

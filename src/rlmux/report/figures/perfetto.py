@@ -25,7 +25,7 @@ from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
 from rlmux.report.summary import StepTimes, step_times
 from rlmux.report.timeline.build import DeviceTimeline, Timeline
 from rlmux.report.timeline.intervals import Cause, Interval, Kind
-from rlmux.report.timeline.records import OrderRecord
+from rlmux.report.timeline.records import MIGRATIONS, OrderRecord
 
 COLOURS = (
     "thread_state_running", "rail_animation", "thread_state_iowait", "rail_response",
@@ -135,7 +135,7 @@ class _Tracer:
         self._add_steps()
         self._add_flows()
         for instant in self._timeline.instants:
-            if instant.what == "migration" and not self._has_room(f"migration of {instant.pipeline}", instant.time_s):
+            if instant.what in MIGRATIONS and not self._has_room(f"migration of {instant.pipeline}", instant.time_s):
                 continue
             self._events.append(
                 {

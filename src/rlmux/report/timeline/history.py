@@ -65,7 +65,18 @@ from rlmux.log.notes import (
 from rlmux.log.progress_rows import Progress
 from rlmux.log.run_log import Entry
 from rlmux.report.timeline.batch_arrivals import Arrivals
-from rlmux.report.timeline.records import STOPPED, Ending, Instant, Move, OrderRecord, Pin, PipelineRecord, Standstill
+from rlmux.report.timeline.records import (
+    SHARD_MIGRATION,
+    STOPPED,
+    TAIL_MIGRATION,
+    Ending,
+    Instant,
+    Move,
+    OrderRecord,
+    Pin,
+    PipelineRecord,
+    Standstill,
+)
 
 _FINISHED = Ending.FINISHED
 _PUBLISH = Stage.PUBLISH
@@ -295,6 +306,7 @@ class History:
             action.device_fraction,
             action.weight_version,
         )
+        order.least_fraction = action.device_fraction if action.devices else 1.0
         if self._arrivals:
             order.arrived_s, order.kind = self._arrival_of(action)
         self._begin(order)
@@ -307,7 +319,7 @@ class History:
                 step=action.step,
                 stage=Stage.GENERATE,
                 phase=Phase.ROLLOUT,
-                devices=(action.source, action.target),
+                devices=(action.source, *action.targets),
                 start_s=time_s,
                 device_fraction=0.0,
                 is_migration=True,
@@ -326,6 +338,7 @@ class History:
         order = self._running.get(action.order)
         if order is not None:
             order.device_fraction = action.device_fraction
+            order.least_fraction = min(order.least_fraction, action.device_fraction)
 
     def _on_chunk(self, time_s: float, event: ChunkFinished) -> None:
         order = self._running.get(event.order)
@@ -348,6 +361,7 @@ class History:
             return
         is_finished = isinstance(event, StageFinished)
         order.end_s, order.ending = time_s, _FINISHED if is_finished else Ending.PAUSED
+        order.has_waited = isinstance(event, StagePaused) and event.is_waiting
         order.seconds, order.switch_s, order.tokens = event.seconds, event.switch_s, event.tokens
         record = self.pipelines.get(order.pipeline)
         if is_finished and record is not None:
@@ -396,9 +410,11 @@ class History:
         if order is None:
             return
         order.end_s, order.ending, order.seconds = time_s, _FINISHED, event.seconds
-        source, target = order.devices
-        text = f"{event.num_trajectories} trajectories from {source} to {target}"
-        self.instants.append(Instant(time_s, "migration", order.pipeline, target, text))
+        order.moved = event
+        source, *targets = order.devices
+        what = TAIL_MIGRATION if event.num_begun else SHARD_MIGRATION
+        text = f"{_moved_words(event)} from {source} to {', '.join(map(str, targets))}"
+        self.instants.append(Instant(time_s, what, order.pipeline, targets[0], text))
 
     # ------------------------------------------------------------------ things break
 
@@ -518,3 +534,11 @@ class History:
         for record in self.pipelines.values():
             if record.status in (PipelineStatus.RUNNING, PipelineStatus.WAITING):
                 record.status = STOPPED
+
+
+def _moved_words(event: TrajectoriesMigrated) -> str:
+    """What a migration moved, in words."""
+    if not event.num_begun:
+        return f"{event.num_trajectories} trajectories that had not begun"
+    kv = f"{event.kv_bytes / 1e6:.3g} MB of KV" if event.kv_bytes else "KV computed again"
+    return f"{event.num_begun} begun trajectories, {event.tokens:,} tokens, {kv}, in {event.seconds:.3g} s,"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlmux.core.actions import ExpectSteps, Switch
+from rlmux.core.events import TrajectoriesMigrated
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
 from rlmux.log.notes import RolloutNote
 from rlmux.log.progress_rows import Reports
@@ -32,6 +33,9 @@ class Ending(StrEnum):
     LOST = "lost"
 
 
+TAIL_MIGRATION, SHARD_MIGRATION = "tail migration", "shard migration"
+"""Instants at which trajectories that had begun, or a shard that had not, came to other devices."""
+MIGRATIONS = (TAIL_MIGRATION, SHARD_MIGRATION)
 _LOST = Ending.LOST
 """Members that are looked at for every interval: to look one up in its class takes ten times a global's time."""
 
@@ -55,6 +59,8 @@ class OrderRecord:
     kind: tuple[Phase, ...] = ()
     """Kind of the work that arrived; empty for work that was planned."""
     is_migration: bool = False
+    moved: TrajectoriesMigrated | None = None
+    """What a migration moved, once it has; None for other orders."""
     end_s: float = math.inf
     ending: Ending = Ending.OPEN
     seconds: float = 0.0
@@ -62,6 +68,10 @@ class OrderRecord:
     switch_s: float = 0.0
     tokens: int = 0
     chunks: Reports = field(default_factory=Reports)
+    has_waited: bool = False
+    """Whether it is a shard that was paused since it could compute nothing until an environment replied."""
+    least_fraction: float = 1.0
+    """The smallest part of its devices that it had."""
     is_redone: bool = False
     """True where its pipeline went back to an earlier step: the time was spent, the result does not count."""
 
@@ -182,8 +192,8 @@ class Instant:
 
     time_s: float
     what: str
-    """`failure`, `loss`, `restart`, `migration`, `refused`, `cancelled`, `node lost`, `node joined`, `notice`,
-    `resumed`, `slo` (it cannot be promised), `policy fault` (a decision failed)."""
+    """`failure`, `loss`, `restart`, `tail migration`, `shard migration`, `refused`, `cancelled`, `node lost`,
+    `node joined`, `notice`, `resumed`, `slo` (it cannot be promised), `policy fault` (a decision failed)."""
     pipeline: PipelineId | None = None
     device: DeviceId | None = None
     text: str = ""

@@ -148,7 +148,7 @@ class RolloutDriver:
         return order.finished()
 
     def migrate(self, action: MigrateShard) -> None:
-        """Move all of a device's shard to another device's."""
+        """Move all of a device's shard to other devices'."""
         self._migration_by_source[action.source] = self._start(self._migrate(action))
 
     def finish_step(self, step: int) -> Generator[Future, Any, StepBatch]:
@@ -370,7 +370,7 @@ class RolloutDriver:
             sender = self._shard_by_awaited.pop(trajectory)
             if (record := self._record_by_step.get(sender.step)) is not None:
                 record.answered(trajectory, self._outbox.now_s())
-            shard = sender.holder  # it may have migrated while the environment was thinking
+            shard = sender.holder(trajectory)  # it may have migrated while the environment was thinking
             reply = reply_by_trajectory.get(trajectory)
             if reply is None:  # it is over
                 shard.unfinished.pop(trajectory, None)
@@ -405,15 +405,16 @@ class RolloutDriver:
             worker = self._workers.rollout[action.source]
             copies_kv = action.copies_kv or not self._probes.may_recompute(self._pipeline)
             partials = yield self._calls.call(worker, "take_partials", copies_kv)
-        source, target = self._shards[action.source], self._shards[action.target]
-        num_trajectories = source.migrate_to(target, partials)
+        source, targets = self._shards[action.source], [self._shards[target] for target in action.targets]
+        moved = source.migrate_to(targets, partials)
         is_over = source.is_over
         self._shards[action.source] = LiveShard(action.step, is_back=True, is_over=is_over, has_finished=True)
         if self._legs is not None:
             self._forward(self._legs.settle())
         seconds = self._outbox.now_s() - began_s
-        self._outbox.add(TrajectoriesMigrated(order=action.order, num_trajectories=num_trajectories, seconds=seconds))
-        self._resume(target)
+        self._outbox.add(TrajectoriesMigrated(order=action.order, seconds=seconds, **moved))
+        for target in targets:
+            self._resume(target)
 
     # ------------------------------------------------------------------ helpers
 

@@ -18,6 +18,15 @@ from typing import TypedDict
 from rlmux.rl.types import ChunkReport, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 
 
+class Moved(TypedDict):
+    """What a shard's migration moved, as `TrajectoriesMigrated` has it."""
+
+    num_trajectories: int
+    num_begun: int
+    tokens: int
+    kv_bytes: int
+
+
 class ChunkInputs(TypedDict):
     """A chunk's input for its rollout worker."""
 
@@ -46,7 +55,10 @@ class LiveShard:
     """Whether its worker got any of its trajectories."""
     is_lost: bool = False
     """Whether its worker died; its trajectories restart elsewhere, and replies to it are dropped."""
-    migrated_to: LiveShard | None = None
+    migrated_to: dict[TrajectoryId, LiveShard] = field(default_factory=dict)
+    """Target of each unfinished trajectory that migrated."""
+    heir: LiveShard | None = None
+    """Target of what else may come for it; None while it has not migrated."""
     is_waiting_for_env: bool = False
     """Whether it is paused until an environment replies."""
     made: dict[TrajectoryId, int] = field(default_factory=dict)
@@ -66,12 +78,11 @@ class LiveShard:
     def has_input(self) -> bool:
         return bool(self.to_submit or self.partials or self.replies or self.released or self.to_cut or self.hands_back)
 
-    @property
-    def holder(self) -> LiveShard:
-        """The shard that holds its trajectories now: itself, or the last target of its migrations."""
+    def holder(self, id: TrajectoryId) -> LiveShard:
+        """The shard that holds this trajectory of its own now: itself, or the last target of its migrations."""
         shard = self
-        while shard.migrated_to is not None:
-            shard = shard.migrated_to
+        while shard.heir is not None:
+            shard = shard.migrated_to.get(id, shard.heir)
         return shard
 
     def add(self, request: TrajectoryRequest) -> None:
@@ -135,19 +146,47 @@ class LiveShard:
             if id not in here:
                 self.to_cut.append(id)
 
-    def migrate_to(self, target: LiveShard, partials: Sequence[PartialTrajectory]) -> int:
-        """Hand over all trajectories, `partials` from its worker. Returns their number."""
+    def migrate_to(self, targets: Sequence[LiveShard], partials: Sequence[PartialTrajectory]) -> Moved:
+        """Hand over all trajectories, `partials` from its worker: each to the target that has the fewest by then, those
+        of a prompt that have not begun together where there are prompts enough. Returns what moved."""
         partials = [partial for partial in partials if partial.request.id in self.unfinished]  # not cut meanwhile
-        num_trajectories = len(partials) + len(self.partials) + len(self.to_submit)
-        target.partials += [*partials, *self.partials]
-        target.to_submit += self.to_submit
-        target.replies += self.replies
-        target.released += self.released
-        target.unfinished.update(self.unfinished)
-        target.made.update({partial.request.id: len(partial.tokens) for partial in (*partials, *self.partials)})
-        target.is_back, target.has_finished = target.is_back and not self.unfinished, False
-        self.migrated_to = target
-        return num_trajectories
+        begun = [*partials, *self.partials]
+        self.heir = targets[0]
+        self._assign([partial.request.id for partial in begun], targets)
+        for partial in begun:
+            target = self.migrated_to[partial.request.id]
+            target.partials.append(partial)
+            target.made[partial.request.id] = len(partial.tokens)
+        for request in self.to_submit:
+            self.migrated_to[request.id].to_submit.append(request)
+        for reply in self.replies:
+            self.migrated_to[reply.id].replies.append(reply)
+        for id in self.released:
+            self.migrated_to[id].released.append(id)
+        for target in targets:
+            taken = {id: request for id, request in self.unfinished.items() if self.migrated_to[id] is target}
+            target.unfinished.update(taken)
+            target.is_back, target.has_finished = target.is_back and not taken, False
+        return Moved(
+            num_trajectories=len(begun) + len(self.to_submit),
+            num_begun=len(begun),
+            tokens=sum(len(partial.request.prompt_tokens) + len(partial.tokens) for partial in begun),
+            kv_bytes=sum(len(partial.kv) for partial in begun if partial.kv is not None),
+        )
+
+    def _assign(self, begun: Sequence[TrajectoryId], targets: Sequence[LiveShard]) -> None:
+        """Decide where each unfinished trajectory goes: begun ones one by one, others by prompt."""
+        fresh = dict.fromkeys(request.id[:2] for request in self.to_submit)
+        by_prompt = len(fresh) >= len(targets)
+        groups: dict[tuple[object, ...], list[TrajectoryId]] = {(id,): [id] for id in begun}
+        for id in dict.fromkeys([*self.unfinished, *(reply.id for reply in self.replies), *self.released]):
+            if (id,) not in groups:
+                groups.setdefault(id[:2] if by_prompt and id[:2] in fresh else (id,), []).append(id)
+        loads = [len(target.unfinished) for target in targets]
+        for group in groups.values():
+            least = loads.index(min(loads))
+            loads[least] += len(group)
+            self.migrated_to.update(dict.fromkeys(group, targets[least]))
 
     def restarted(self, begun_from: Callable[[TrajectoryId], PartialTrajectory | None] = lambda _: None) -> LiveShard:
         """The shard of its worker's successor: unfinished trajectories, from the start of the step or leg."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from rlmux.core.actions import Admit, Park, Relocate, RunStage
-from rlmux.core.events import BatchShare, ChunkFinished, Event, StageFinished, StagePaused
+from rlmux.core.events import BatchShare, ChunkFinished, DecodeSpan, Event, StageFinished, StagePaused
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Resident, SubStage
 from rlmux.rl.types import SubStageIterations
 from rlmux.runtime.workers.call_loop import Future, LoopTask
@@ -34,6 +34,8 @@ class RunningOrder:
     """Part of `seconds` before its first decode step."""
     batches: dict[int, BatchShare] = field(default_factory=dict)
     """What was computed in batches with other pipelines, by the number of pipelines."""
+    decoded: dict[int, DecodeSpan] = field(default_factory=dict)
+    """Decode iterations by the binary digits of their rows."""
     has_decoded: bool = False
     is_pausing: bool = False
     is_calling: bool = True
@@ -81,7 +83,16 @@ class RunningOrder:
         self.batches[share.num_together] = share
 
     def add_iterations(self, iterations: Sequence[SubStageIterations]) -> None:
-        """Count the prefill of a rollout's chunk, until one has decoded."""
+        """Count the decode iterations of a rollout's chunk, and its prefill until one has decoded."""
+        for part in iterations:
+            if part.sub_stage is not SubStage.PREFILL:
+                key = part.num_rows.bit_length()
+                num, rows, seconds = self.decoded.get(key, (0, 0, 0.0))
+                self.decoded[key] = DecodeSpan(
+                    num + part.num_iterations,
+                    rows + part.num_iterations * part.num_rows,
+                    round(seconds + 1e-3 * part.ms, 6),
+                )
         if not self.has_decoded:
             self.prefill_s += sum(1e-3 * part.ms for part in iterations if part.sub_stage is SubStage.PREFILL)
             self.has_decoded = any(part.sub_stage is not SubStage.PREFILL for part in iterations)
@@ -116,6 +127,7 @@ class RunningOrder:
             tokens=self.tokens,
             prefill_s=round(self.prefill_s, 6),
             batches=tuple(self.batches[number] for number in sorted(self.batches)),
+            decoded=tuple(self.decoded[key] for key in sorted(self.decoded)),
         )
 
     def paused(self, *, is_waiting: bool = False) -> StagePaused:
@@ -126,6 +138,7 @@ class RunningOrder:
             tokens=self.tokens,
             prefill_s=round(self.prefill_s, 6),
             batches=tuple(self.batches[number] for number in sorted(self.batches)),
+            decoded=tuple(self.decoded[key] for key in sorted(self.decoded)),
             is_waiting=is_waiting,
         )
 

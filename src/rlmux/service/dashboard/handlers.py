@@ -240,7 +240,7 @@ class Reads:
         self, caller: Caller, lane: str, limit: Limit = 100, migrations: bool = True
     ) -> run_schemas.Listed[run_schemas.Happening]:
         with self.open(lane, caller.principal) as reader:
-            only = "" if migrations else "WHERE json_extract(json, '$.what') != 'migration'"
+            only = "" if migrations else "WHERE json_extract(json, '$.what') NOT LIKE '% migration'"
             rows = reader.rows(f"SELECT json FROM instant {only} ORDER BY number DESC LIMIT ?", limit)
             items = [run_schemas.Happening.model_validate_json(text) for (text,) in rows]
             return run_schemas.Listed[run_schemas.Happening](items=items, as_of_seq=reader.seq)

@@ -16,7 +16,7 @@ from rlmux.report.status import status
 from rlmux.report.timeline.build import Name
 from rlmux.report.timeline.intervals import Cause, Interval, Kind, label_of
 from rlmux.report.timeline.live_timeline import Follower, Look
-from rlmux.report.timeline.records import Instant, PipelineRecord
+from rlmux.report.timeline.records import MIGRATIONS, TAIL_MIGRATION, Instant, PipelineRecord
 
 OTHERS = PipelineId("*")
 """In a lane's charges: all pipelines that are not named; no pipeline has this name."""
@@ -54,7 +54,8 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
         "pipelines": {each: statuses.count(each) for each in sorted({*_STATUSES, *statuses})},
         "seconds": seconds,
         "num_switches": sum(order.switch is not Switch.NONE for order in history.orders),
-        "num_migrations": sum(instant.what == "migration" for instant in history.instants),
+        "num_migrations": sum(instant.what in MIGRATIONS for instant in history.instants),
+        "num_tail_migrations": sum(instant.what == TAIL_MIGRATION for instant in history.instants),
         "control_overhead": control_s / (makespan_s * len(every)) if every and makespan_s > 0.0 else None,
         "slo_attainment": slo_attainment(pipelines.values()),
         "charges": charges(_with_others([pair for named in every.values() for pair in named.items()])),

@@ -68,7 +68,7 @@ function Figures({ lane }: { lane: Lane }) {
         ["pipelines", states.length ? states.map(([state, many]) => <span key={state}>{many}<small>{state} </small></span>) : "0"],
         ["makespan", seconds(lane.makespan_s)],
         ["switches", count(lane.num_switches)],
-        ...(lane.num_migrations ? [["migrations", count(lane.num_migrations)] as const] : []),
+        ...(lane.num_migrations ? [["migrations", `${count(lane.num_tail_migrations)} tails, ${count(lane.num_migrations - lane.num_tail_migrations)} shards`] as const] : []),
         ...(lane.slo_attainment !== null ? [["SLOs kept", percent(lane.slo_attainment)] as const] : []),
         ["control overhead", percent(lane.control_overhead)],
       ]}

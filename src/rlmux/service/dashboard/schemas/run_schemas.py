@@ -178,6 +178,8 @@ class Lane(Shape):
     seconds: dict[Kind, float]
     num_switches: int
     num_migrations: int
+    num_tail_migrations: int = 0
+    """Those of trajectories that had begun."""
     control_overhead: float | None
     slo_attainment: float | None
     charges: list[Charge]
