@@ -62,6 +62,11 @@ def check_policy(name: str) -> None:
         plugins.find("policy", name, tuple(POLICIES))
 
 
+def is_plugin(name: str) -> bool:
+    """Whether a plug-in may have this name, which no built-in policy has. Nothing is imported."""
+    return name.partition(_WITHOUT)[0] not in POLICIES and plugins.is_plugin("policy", name)
+
+
 def split_name(name: str) -> tuple[str, tuple[str, ...]]:
     """(the policy, the mechanisms that the name switches off): "rlmux-no-tails" is ("rlmux", ("tails",)).
 

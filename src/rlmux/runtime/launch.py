@@ -28,7 +28,7 @@ from rlmux.core.model import Cluster, Pipeline, Pool
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.run_log import LogReader
-from rlmux.policies import make_policy
+from rlmux.policies import is_plugin, make_policy
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import DeterminismClass
@@ -209,7 +209,7 @@ def scheduler_of(folder: Path) -> Scheduler:
         raise UserError(f"{folder}: its log does not hold the cluster; accepted: a run of rlmux 0.3 or later")
     pools = value_codec.reader(tuple[Pool, ...])(header["cluster"], "cluster")
     policy = str(header["policy"])
-    if plugins.is_plugin("policy", policy):
+    if is_plugin(policy):
         plugins.look_in(spec_of(folder).code_folder, is_late=True)
     sharing = header["sharing"] and SharingTable(
         value_codec.reader(tuple[SharingEntry, ...])(header["sharing"]["entries"], "sharing"),
