@@ -90,7 +90,10 @@ def with_ablations(names: Sequence[str], mechanisms: Sequence[str]) -> tuple[str
 
     "all" stands for every mechanism. Raises UserError for a mechanism that none of the policies has.
     """
-    on_in = {name: _mechanisms_on(name) for name in names}
+    named = {name: split_name(name) for name in names}
+    on_in = {
+        name: [each for each in _mechanisms_of(policy) if each not in off] for name, (policy, off) in named.items()
+    }
     known = [each for each in MECHANISMS if any(each in on for on in on_in.values())]
     for mechanism in mechanisms:
         if mechanism not in known and (mechanism != "all" or not known):
@@ -104,12 +107,6 @@ def with_ablations(names: Sequence[str], mechanisms: Sequence[str]) -> tuple[str
         if len(off) > 1:
             ablated.append(_WITHOUT.join((name, *off)))
     return tuple(dict.fromkeys(ablated))
-
-
-def _mechanisms_on(name: str) -> list[str]:
-    """Mechanisms of the policy that its name leaves on."""
-    policy, off = split_name(name)
-    return [each for each in _mechanisms_of(policy) if each not in off]
 
 
 def _mechanisms_of(policy: str) -> list[str]:
