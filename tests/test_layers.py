@@ -77,7 +77,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "config": (
         {
             *("core.model", "core.queue_order", "core.errors", "core.json_text"),
-            *("rl.config", "rl.memory.adapter_base", "plugins"),
+            *("rl.config", "rl.memory.adapter_base", "rl.memory.model_shape", "plugins"),
         },
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),

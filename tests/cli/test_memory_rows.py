@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
+from rlmux import plugins
 from rlmux.config import Purpose, load_spec
 from rlmux.rl.memory.footprint import footprint_of
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FILE = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
 pipelines:
@@ -48,3 +52,21 @@ def test_plan_prints_the_parts_as_a_table(rlmux, file):
     assert "memory of one worker at its fullest moment, estimated:" in said
     for part in ("KV cache", "working weights", "moments", "checkpoint being written"):
         assert part in said
+
+
+def test_plan_reads_a_checkpoint_once_and_no_packages_plug_ins(rlmux, folder, monkeypatch):
+    read: list[Path] = []
+
+    def read_bytes(path: Path, read_bytes=Path.read_bytes) -> bytes:
+        read.append(path)
+        return read_bytes(path)
+
+    def entry_points(**_: str) -> None:
+        raise AssertionError("the policy is built in")
+
+    shutil.copytree(EXAMPLES / "qwen3-8b", folder / "qwen3-8b")
+    shutil.copy(EXAMPLES / "14_eight_gpus.yaml", folder)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    assert "countdown" in rlmux("plan", "14_eight_gpus.yaml").out
+    assert read == [folder / "qwen3-8b" / "config.json"]

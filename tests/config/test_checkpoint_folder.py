@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.checkpoints import CONFIG, SHAPES, write_checkpoint, write_weights
 
-from rlmux.config import Purpose
+from rlmux.config import Purpose, checkpoint_folder
 from rlmux.rl.config import ARCHITECTURES, ModelConfig
+from rlmux.rl.memory.footprint import footprint_of
 
 ESTIMATE = "pipelines.*.estimate={rollout_s: 1, train_s: 1}"
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 128}
@@ -191,3 +193,23 @@ def test_an_adapter_of_a_mixture_of_experts_stands_beside_its_attention(complain
     accepted = "[q_proj, k_proj, v_proj, o_proj, lm_head]"
     assert f"adapter.targets includes up_proj, which a 'qwen3_moe' model lacks; accepted: {accepted}" in line
     load(good.replace("steps: 60", model + adapter % "o_proj"))
+
+
+def test_a_checkpoint_of_two_pipelines_is_read_once_until_it_changes(load, complaint, good, folder, monkeypatch):
+    read: Counter[str] = Counter()
+
+    def counted(function):
+        def call(path: Path):
+            read[path.name] += 1
+            return function(path)
+
+        return call
+
+    monkeypatch.setattr(Path, "read_bytes", counted(Path.read_bytes))
+    monkeypatch.setattr(checkpoint_folder, "_read_header", counted(checkpoint_folder._read_header))
+    text = good.replace("steps: 60", "model: {path: ckpt}")
+    for pipeline in load(text).pipelines:
+        footprint_of(pipeline.config)
+    assert read == {"config.json": 1, "model.safetensors": 1}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_act": "gelu"}))
+    assert "config.json has hidden_act 'gelu'; accepted: silu" in complaint(text)

@@ -38,7 +38,7 @@ def test_a_file_becomes_what_scheduler_and_engines_take(load, good):
     assert first.pipeline.num_steps == 60
     assert first.pipeline.estimate is None
     assert first.pipeline.slo_slowdown == math.inf
-    assert (first.submit_at_s, first.config.rollout.num_workers, first.config.train.num_workers) == (0.0, 1, 1)
+    assert (first.keys.submit_at_s, first.config.rollout.num_workers, first.config.train.num_workers) == (0.0, 1, 1)
     assert (first.pipeline.slo_probability, first.pipeline.limit) == (0.95, None)
     assert not first.pipeline.has_sft_warmup
     assert spec.policy == "rollmux"

@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlmux import plugins
-from rlmux.api.files import File, OnWarning, load_file, load_workload, policy_and_costs, warn
+from rlmux.api.files import File, OnWarning, load_file, load_workload, look_for_plugin, policy_and_costs, warn
 from rlmux.api.run_handle import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
@@ -85,8 +84,7 @@ def simulate(
 
     for name in policies:
         check_policy(name)
-        if plugins.is_plugin("policy", name):
-            plugins.look_in(Path.cwd())
+        look_for_plugin(name, Path.cwd())
     return with_worth(
         api.simulate(
             load_workload(workload, overrides, profile=profile),

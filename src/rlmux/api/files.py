@@ -23,7 +23,7 @@ from rlmux.config.load import parse_spec
 from rlmux.config.tree import EstimateConfig, PipelineConfig
 from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import SpecError, UserError
-from rlmux.policies import POLICIES, check_policy, make_policy
+from rlmux.policies import POLICIES, check_policy, is_plugin, make_policy
 
 if TYPE_CHECKING:
     from rlmux.profiling.step_estimates import StepEstimates
@@ -170,7 +170,7 @@ def load_workload(
 
 def look_for_plugin(policy: str, folder: Path) -> None:
     """Let a policy of the user's own be found in the folder of the file's code."""
-    if plugins.is_plugin("policy", policy):
+    if is_plugin(policy):
         plugins.look_in(folder)
 
 

@@ -71,7 +71,7 @@ def _check_pipelines(file: str, sets: Sequence[str]) -> CheckedFile:
     from rlmux.api import commands
 
     spec = commands.check(file, overrides=sets, on_warning=inputs.print_notice)
-    unprobed = [pipeline.name for pipeline in spec.pipelines if pipeline.determinism_class is not None]
+    unprobed = [pipeline.name for pipeline in spec.pipelines if pipeline.keys.promise is not None]
     if unprobed:
         inputs.print_notice(f"promises of {', '.join(unprobed)}: not probed; `rlmux run` probes them before it starts")
     names = [pipeline.name for pipeline in spec.pipelines]

@@ -96,9 +96,9 @@ def seed_numbers(text: str) -> tuple[int, ...]:
 
 def check_policy(option: str, name: str) -> None:
     """Raises UserError for a name that is neither built in nor a plug-in's, whose module is looked for here too."""
-    from rlmux.policies import POLICIES, split_name
+    from rlmux.policies import POLICIES, is_plugin, split_name
 
-    if plugins.is_plugin("policy", name):
+    if is_plugin(name):
         plugins.look_in(Path.cwd())
     else:
         check_choice(option, split_name(name)[0], list(POLICIES))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rlmux.core.errors import UserError
 from rlmux.core.json_text import parse_json
 from rlmux.rl.config import ACCEPTED_MODELS, ARCHITECTURES
+from rlmux.rl.memory.model_shape import read_json
 
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Rotary positions whose frequencies do not depend on the length of the sequence."""
@@ -89,7 +90,7 @@ def check_checkpoint(folder: Path, *, is_served: bool = False, needs_weights: bo
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_bytes())
+        found = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not JSON: {error}; accepted: a file as transformers writes it") from None
     if not isinstance(found, dict):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlmux import plugins
 from rlmux.config import import_checks
-from rlmux.config.checkpoint_folder import check_checkpoint
+from rlmux.config.checkpoint_folder import CheckpointFolder, check_checkpoint
 from rlmux.config.error_messages import nearest_hint, shown_value, spec_error
 from rlmux.config.source_map import Node, PathPart
 from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, phase_of_pool
@@ -62,6 +62,8 @@ class Checks:
     """Check of tasks, prompts and rewards; None accepts any."""
     policies: Sequence[str] | None
     """Accepted names of policies; None accepts any."""
+    checkpoints: dict[tuple[str, bool], CheckpointFolder] = field(default_factory=dict, init=False)
+    """Checkpoints that are read, by folder and whether another engine samples."""
 
     def run(self) -> None:
         """Every check, in the order of the file."""
@@ -240,13 +242,13 @@ class Checks:
             return model.architecture, MAX_POSITIONS, "a new model's positions"
         others = sorted(self._keys(path) - {"path"})
         self._refuse_keys(path, others, "does not go with 'path': the checkpoint's own config.json decides")
-        with self._placed((*path, "path")):
-            checkpoint = check_checkpoint(
-                Path(model.path),
-                is_served=pipeline.rollout.engine.name != "rlmux",
-                needs_weights=self.purpose is Purpose.RUN,
-            )
-            return checkpoint.model_type, checkpoint.max_positions, f"{checkpoint.positions_key} of {model.path}"
+        key = (model.path, pipeline.rollout.engine.name != "rlmux")
+        if key not in self.checkpoints:
+            needs_weights = self.purpose is Purpose.RUN
+            with self._placed((*path, "path")):
+                self.checkpoints[key] = check_checkpoint(Path(key[0]), is_served=key[1], needs_weights=needs_weights)
+        checkpoint = self.checkpoints[key]
+        return checkpoint.model_type, checkpoint.max_positions, f"{checkpoint.positions_key} of {model.path}"
 
     def _check_context(self, path: KeyPath, rollout: RolloutConfig, max_positions: int | None, source: str) -> None:
         num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -21,15 +21,15 @@ import yaml
 from pydantic import ValidationError
 
 from rlmux.config.checks import Checks, CheckTraining, Purpose
-from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
+from rlmux.config.derive import make_cluster, make_pipeline
 from rlmux.config.error_messages import explain
 from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.merge import merge
 from rlmux.config.shares import check_prices, make_shares
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import AlertConfig, EstimateConfig, PipelineConfig, RunConfig, plain_tree, read_tree
+from rlmux.config.tree import EstimateConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
-from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
+from rlmux.core.model import Cluster, Pipeline
 from rlmux.core.queue_order import ShareSettings
 from rlmux.rl.config import TrainingConfig
 
@@ -42,22 +42,8 @@ class PipelineSpec:
     """The scheduler's view of it."""
     training: TrainingConfig | None
     """What env workers and engines read; None where the file names no task, which is enough to plan."""
-    submit_at_s: float
-    """Seconds from the start of the run to the submission."""
-    determinism_class: str | None = None
-    """Determinism class that its engines must keep at least (rl/determinism_class.py); None: whatever they keep."""
-    cold_switch: SwitchEstimate | None = None
-    """Seconds of the first load of each of its states, to simulate; None: nothing is known of its switches."""
-    call_limit_s: float
-    """Seconds within which a call of a worker must be answered, or show that it lives."""
-    checkpoint_every: int
-    """Steps from one checkpoint to the next."""
-    keep_checkpoints: int
-    """Checkpoints kept to fall back from damaged ones, beyond what staleness needs."""
-    keeps_samples: bool = True
-    """Whether its trajectories are kept as text."""
-    alerts: Mapping[str, AlertConfig] = field(default_factory=dict)
-    """Rules of alerts that it has otherwise."""
+    keys: PipelineConfig
+    """Its keys in the file, defaults included."""
 
     @property
     def name(self) -> str:
@@ -216,37 +202,11 @@ def _spec(config: RunConfig, source: str) -> Spec:
         cluster=cluster,
         policy=config.policy,
         pipelines=tuple(
-            PipelineSpec(
-                pipeline=make_pipeline(given),
-                training=given.training,
-                submit_at_s=given.submit_at_s,
-                determinism_class=given.promise,
-                cold_switch=make_cold_switch(given.estimate),
-                call_limit_s=given.call_limit_s,
-                checkpoint_every=given.checkpoint_every,
-                keep_checkpoints=given.keep_checkpoints,
-                keeps_samples=given.samples,
-                alerts={str(rule): its for rule, its in given.alerts.items()},
-            )
-            for given in config.pipelines
+            PipelineSpec(pipeline=make_pipeline(keys), training=keys.training, keys=keys) for keys in config.pipelines
         ),
         shares=shares,
-        resolved=_resolved(config),
+        resolved=yaml.safe_dump(plain_tree(config), sort_keys=False, allow_unicode=True),
     )
-
-
-def _resolved(config: RunConfig) -> str:
-    """Every key written out, so that a later rlmux with other default values trains the same."""
-    plain = plain_tree(config)
-    for pipeline in plain["pipelines"]:
-        if "path" in pipeline["model"]:
-            pipeline["model"] = {"path": pipeline["model"]["path"]}
-        if "task" in pipeline and pipeline["task"]["name"] != "file":
-            _drop(pipeline["task"], "prompt_key", "answer_key")
-    for pool in plain["cluster"]["pools"].values():
-        if "devices" in pool:
-            _drop(pool, "gpus_per_node")
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def without_pipelines(resolved: str, is_shown: Callable[[str], bool]) -> str:
@@ -283,9 +243,3 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         elif name != "name":
             is_plain = value is None or isinstance(value, bool | int | float | str)
             yield name, value if is_plain else json.dumps(value, default=str)
-
-
-def _drop(mapping: dict[str, Any], *keys: str) -> None:
-    """Takes out what does not go with the rest."""
-    for key in keys:
-        del mapping[key]

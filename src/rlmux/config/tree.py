@@ -343,11 +343,21 @@ def read_tree(plain: Any, *, is_open: bool = False) -> RunConfig:
 
 
 def plain_tree(config: RunConfig) -> dict[str, Any]:
-    """The same tree as nested dicts by the file's keys, every default value written out, without empty keys."""
+    """The same tree as nested dicts by the file's keys, without empty keys and keys that do not go with others.
+
+    Every default value is written out, so that a later rlmux with other default values trains the same.
+    """
     adapter = _adapter(isinstance(config, OpenRunConfig))
     plain: dict[str, Any] = adapter.dump_python(config, mode="json", by_alias=True, exclude_none=True)
     del plain["defaults"]
     for pipeline in plain["pipelines"]:
-        if "task" in pipeline:
-            pipeline["task"].update(pipeline["task"].pop("params"))
+        if "path" in pipeline["model"]:
+            pipeline["model"] = {"path": pipeline["model"]["path"]}
+        if task := pipeline.get("task"):
+            task.update(task.pop("params"))
+            if task["name"] != "file":
+                del task["prompt_key"], task["answer_key"]
+    for pool in plain["cluster"]["pools"].values():
+        if "devices" in pool:
+            del pool["gpus_per_node"]
     return plain

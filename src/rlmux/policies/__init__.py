@@ -62,6 +62,11 @@ def check_policy(name: str) -> None:
         plugins.find("policy", name, tuple(POLICIES))
 
 
+def is_plugin(name: str) -> bool:
+    """Whether a plug-in may have this name, which no built-in policy has. Nothing is imported."""
+    return name.partition(_WITHOUT)[0] not in POLICIES and plugins.is_plugin("policy", name)
+
+
 def split_name(name: str) -> tuple[str, tuple[str, ...]]:
     """(the policy, the mechanisms that the name switches off): "rlmux-no-tails" is ("rlmux", ("tails",)).
 
@@ -85,7 +90,10 @@ def with_ablations(names: Sequence[str], mechanisms: Sequence[str]) -> tuple[str
 
     "all" stands for every mechanism. Raises UserError for a mechanism that none of the policies has.
     """
-    on_in = {name: _mechanisms_on(name) for name in names}
+    named = {name: split_name(name) for name in names}
+    on_in = {
+        name: [each for each in _mechanisms_of(policy) if each not in off] for name, (policy, off) in named.items()
+    }
     known = [each for each in MECHANISMS if any(each in on for on in on_in.values())]
     for mechanism in mechanisms:
         if mechanism not in known and (mechanism != "all" or not known):
@@ -99,12 +107,6 @@ def with_ablations(names: Sequence[str], mechanisms: Sequence[str]) -> tuple[str
         if len(off) > 1:
             ablated.append(_WITHOUT.join((name, *off)))
     return tuple(dict.fromkeys(ablated))
-
-
-def _mechanisms_on(name: str) -> list[str]:
-    """Mechanisms of the policy that its name leaves on."""
-    policy, off = split_name(name)
-    return [each for each in _mechanisms_of(policy) if each not in off]
 
 
 def _mechanisms_of(policy: str) -> list[str]:

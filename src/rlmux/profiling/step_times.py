@@ -85,9 +85,7 @@ def _measured(
         given,
         pipeline=pipeline,
         training=replace(given.config, num_steps=num_steps),
-        submit_at_s=0.0,
-        determinism_class=None,
-        keeps_samples=False,
+        keys=replace(given.keys, submit_at_s=0.0, promise=None, samples=False),
     )
     of_one = replace(spec, cluster=_cluster_of(spec.cluster, pipeline), shares=None, pipelines=(alone,))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -11,7 +11,7 @@ read profiles, choose a display, or print; its callers hand it what those come t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ from rlmux.core.model import Cluster, Pipeline, Pool
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.run_log import LogReader
-from rlmux.policies import make_policy
+from rlmux.policies import is_plugin, make_policy
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import DeterminismClass
@@ -151,26 +151,22 @@ def parser(run: Spec, add_costs: AddCosts = add_no_costs) -> ParseSubmission:
 
 def submissions(spec: Spec, add_costs: AddCosts = add_no_costs) -> list[Submission]:
     """The file's pipelines as submissions, with the costs of this machine."""
-    taken = []
-    for given in spec.pipelines:
-        taken.append(
-            Submission(
-                pipeline=add_costs(given.pipeline, given.config, spec.cluster),
-                config=given.config,
-                submit_at_s=given.submit_at_s,
-                inputs=input_files(given.config, spec.code_folder),
-                code_folder=spec.code_folder,
-                determinism_class=None
-                if given.determinism_class is None
-                else DeterminismClass(given.determinism_class),
-                call_limit_s=given.call_limit_s,
-                checkpoint_every=given.checkpoint_every,
-                keep_checkpoints=given.keep_checkpoints,
-                keeps_samples=given.keeps_samples,
-                alerts={rule: {"level": its.level, "steps": its.steps} for rule, its in given.alerts.items()},
-            )
+    return [
+        Submission(
+            pipeline=add_costs(given.pipeline, given.config, spec.cluster),
+            config=given.config,
+            submit_at_s=given.keys.submit_at_s,
+            inputs=input_files(given.config, spec.code_folder),
+            code_folder=spec.code_folder,
+            determinism_class=None if given.keys.promise is None else DeterminismClass(given.keys.promise),
+            call_limit_s=given.keys.call_limit_s,
+            checkpoint_every=given.keys.checkpoint_every,
+            keep_checkpoints=given.keys.keep_checkpoints,
+            keeps_samples=given.keys.samples,
+            alerts={rule: asdict(its) for rule, its in given.keys.alerts.items()},
         )
-    return taken
+        for given in spec.pipelines
+    ]
 
 
 def header(spec: Spec) -> Mapping[str, Any]:
@@ -209,7 +205,7 @@ def scheduler_of(folder: Path) -> Scheduler:
         raise UserError(f"{folder}: its log does not hold the cluster; accepted: a run of rlmux 0.3 or later")
     pools = value_codec.reader(tuple[Pool, ...])(header["cluster"], "cluster")
     policy = str(header["policy"])
-    if plugins.is_plugin("policy", policy):
+    if is_plugin(policy):
         plugins.look_in(spec_of(folder).code_folder, is_late=True)
     sharing = header["sharing"] and SharingTable(
         value_codec.reader(tuple[SharingEntry, ...])(header["sharing"]["entries"], "sharing"),

@@ -47,7 +47,6 @@ from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine_probe import describe_machine
 from rlmux.runtime.memory.memory_budget import (
-    MachineMemory,
     check_each_fits,
     own_bases,
     with_footprint,
@@ -185,9 +184,8 @@ def fitted(
 
     Raises RefusedError for a worker that needs more memory than a device has.
     """
-    cluster, known, machine = _on_machine(cluster, submissions, options)
-    is_gpu = _has_gpus(machine)
-    check_each_fits(cluster, known, is_gpu=is_gpu, on_machine=machine is not None)
+    cluster, known, is_gpu = _on_machine(cluster, submissions, options)
+    check_each_fits(cluster, known, is_gpu=is_gpu, on_machine=options.backend == LOCAL)
     return cluster, known, is_gpu
 
 
@@ -215,7 +213,7 @@ def resume_pipelines(
         if not unfinished and not options.is_kept_open:
             _fill_metrics(folder)
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
-        cluster, unfinished, machine = _on_machine(cluster, unfinished, options)
+        cluster, unfinished, is_gpu = _on_machine(cluster, unfinished, options)
         _probe_determinism(cluster, unfinished, options)
         unfinished = [with_origin(submission, run_id, state.plans) for submission in unfinished]
         unfinished = [_from_checkpoint(submission, folder, state) for submission in unfinished]
@@ -238,7 +236,7 @@ def resume_pipelines(
         first = [*shares, *_waits_events(state), *_alike_events(state)]
         prepared = Prepared(
             cluster=cluster, submissions=unfinished, policy=policy, folder=folder, log=log, backend=backend,
-            run_id=run_id, is_gpu=_has_gpus(machine), ended=ended, first=first,
+            run_id=run_id, is_gpu=is_gpu, ended=ended, first=first,
             taken={each.id: each.pipelines for each in state.submitted if each.id is not None},
         )  # fmt: skip
         return drive(prepared, options)
@@ -246,11 +244,11 @@ def resume_pipelines(
 
 def _on_machine(
     cluster: Cluster, submissions: Sequence[Submission], options: RunOptions
-) -> tuple[Cluster, list[Submission], MachineMemory | None]:
-    """The cluster with this machine's memory, the submissions with footprints, and the machine's memory (None for a
-    backend of other machines)."""
+) -> tuple[Cluster, list[Submission], bool]:
+    """The cluster with this machine's memory, unless the backend is of other machines, the submissions with
+    footprints, and whether devices are this machine's GPUs."""
     machine = describe_machine(cluster) if options.backend == LOCAL else None
-    is_gpu = _has_gpus(machine)
+    is_gpu = machine is not None and bool(machine.gpu_by_device)
     known = [
         with_footprint(
             submission,
@@ -260,7 +258,7 @@ def _on_machine(
         )
         for submission in submissions
     ]
-    return cluster if machine is None else with_machine_memory(cluster, known, machine), known, machine
+    return cluster if machine is None else with_machine_memory(cluster, known, machine), known, is_gpu
 
 
 def _probe_determinism(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
@@ -430,10 +428,6 @@ def _private_files() -> Iterator[None]:
         yield
     finally:
         os.umask(previous)
-
-
-def _has_gpus(machine: MachineMemory | None) -> bool:
-    return machine is not None and bool(machine.gpu_by_device)
 
 
 def _checked(parse: ParseSubmission, run: Prepared) -> ParseSubmission:

@@ -24,7 +24,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import Event
 from rlmux.log.notes import Note
 from rlmux.log.run_log import LogReader
-from rlmux.policies import make_policy
+from rlmux.policies import is_plugin, make_policy
 from rlmux.runtime.launch import resume_run, spec_of, start_run
 from rlmux.runtime.records.folders import SERVED
 from rlmux.runtime.run import RunOptions
@@ -51,7 +51,7 @@ def served_of(folder: Path) -> ServeSpec:
 
 def _look_for_policy(policy: str, source: str) -> None:
     """Let a policy of the user's own be found beside the service's file, or in the working folder."""
-    if plugins.is_plugin("policy", policy):
+    if is_plugin(policy):
         for place in (Path.cwd(), Path(source).absolute().parent):
             plugins.look_in(place)
 

@@ -102,12 +102,11 @@ class ModelShape:
 def shape_of(model: ModelConfig) -> ModelShape:
     """Raises UserError if the folder's config.json does not describe a model."""
     if model.path is not None:
-        path = Path(model.path) / "config.json"
+        path = Path(model.path)
         try:
-            state = path.stat()
-        except OSError as error:
-            raise _no_model(path, error) from error
-        return _shape_of_file(path, (state.st_mtime_ns, state.st_size, state.st_ino))
+            return _shape_in(read_json(path / "config.json"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"model.path {path}: config.json is not that of a transformers model: {error!r}") from error
     return ModelShape(
         hidden_size=model.hidden_size,
         intermediate_size=model.moe_intermediate_size or model.intermediate_size,
@@ -124,32 +123,33 @@ def shape_of(model: ModelConfig) -> ModelShape:
     )
 
 
-@lru_cache(maxsize=64)
-def _shape_of_file(path: Path, _: tuple[int, ...]) -> ModelShape:
-    """The shape in a config.json, which is parsed once for each state of the file."""
-    try:
-        config = parse_json(path.read_bytes())
-        num_experts = _num_experts(config)
-        return ModelShape(
-            hidden_size=config["hidden_size"],
-            intermediate_size=(num_experts and config.get("moe_intermediate_size")) or config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            vocab_size=config["vocab_size"],
-            is_tied=config.get("tie_word_embeddings", False),
-            has_head_norms=config.get("model_type") in _WITH_HEAD_NORMS,
-            has_qkv_bias=config.get("model_type") == "qwen2",
-            num_experts=num_experts,
-            num_picked=config["num_experts_per_tok"] if num_experts else 0,
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _no_model(path, error) from error
+def read_json(path: Path) -> Any:
+    """The value of a checkpoint's small file, parsed once for each state of the file. Raises OSError, ValueError."""
+    state = path.stat()
+    return _parsed(path, (state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino))
 
 
-def _no_model(path: Path, error: Exception) -> UserError:
-    return UserError(f"model.path {path.parent}: config.json is not that of a transformers model: {error!r}")
+@lru_cache(maxsize=16)
+def _parsed(path: Path, _: tuple[int, ...]) -> Any:
+    return parse_json(path.read_bytes())
+
+
+def _shape_in(config: Mapping[str, Any]) -> ModelShape:
+    num_experts = _num_experts(config)
+    return ModelShape(
+        hidden_size=config["hidden_size"],
+        intermediate_size=(num_experts and config.get("moe_intermediate_size")) or config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocab_size=config["vocab_size"],
+        is_tied=config.get("tie_word_embeddings", False),
+        has_head_norms=config.get("model_type") in _WITH_HEAD_NORMS,
+        has_qkv_bias=config.get("model_type") == "qwen2",
+        num_experts=num_experts,
+        num_picked=config["num_experts_per_tok"] if num_experts else 0,
+    )
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from rlmux import plugins
 from rlmux.core.errors import PipelineError, RlmuxError, UserError
-from rlmux.core.json_text import parse_json
 from rlmux.rl.config import ENGINES, EngineConfig, ModelConfig, TrainingConfig
+from rlmux.rl.memory.model_shape import read_json
 
 VERSIONS = {"vllm": ("0.32", "0.33"), "sglang": ("0.5",)}
 """Versions whose endpoints were read or run, by engine, as beginnings."""
@@ -105,7 +105,7 @@ def _class_of(model: ModelConfig) -> str:
     if model.path is None:
         return CLASSES[model.architecture]
     try:
-        return str(parse_json((Path(model.path) / "config.json").read_bytes())["architectures"][0])
+        return str(read_json(Path(model.path) / "config.json")["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(f"model.path: config.json of {model.path} names no architecture: {error!r}") from None
 

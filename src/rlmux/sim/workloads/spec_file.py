@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmux.config import Purpose, Spec, load_spec
+from rlmux.config.derive import make_cold_switch
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Pool
@@ -32,10 +33,11 @@ def workload_of(spec: Spec) -> Workload:
     for pipeline_spec in spec.pipelines:
         pipeline = pipeline_spec.pipeline
         assert pipeline.estimate is not None, "files read for planning have estimates"
-        colocated, cold, warm = pipeline.colocated_estimate, pipeline_spec.cold_switch, pipeline.switch
+        keys = pipeline_spec.keys
+        colocated, cold, warm = pipeline.colocated_estimate, make_cold_switch(keys.estimate), pipeline.switch
         arrivals.append(
             Arrival(
-                submit_s=pipeline_spec.submit_at_s,
+                submit_s=keys.submit_at_s,
                 safe_point_s=CHUNK_S if pipeline.is_filler else 0.0,
                 pipeline=pipeline,
                 world=TrueSeconds.of_phases(pipeline.estimate, sync_s=pipeline.estimate.sync_s),
