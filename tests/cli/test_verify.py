@@ -110,6 +110,7 @@ def test_json_says_where_it_differs(capsys):
         "sampled_steps": None,
         "seed": None,
         "disturbed_steps": None,
+        "sampled_kinds": None,
     }
     assert said["pipelines"]["b"]["first_difference"]["step"] == 7
     assert said["pipelines"]["b"]["first_difference"]["compared"] == "checksum"

@@ -12,6 +12,7 @@ from tests.small_files import small_file
 
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
+from rlmux.core.events import TrajectoriesMigrated
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
 from rlmux.log.folder_lock import FolderLock
 from rlmux.log.segments import row_checksum
@@ -220,18 +221,24 @@ def test_a_sample_has_one_step_in_twenty_and_the_steps_from_a_start_to_it(num_st
 
 def test_disturbed_steps_come_first_in_a_sample_one_of_each_kind_at_least():
     kinds = list(Disturbance)
-    moved, paused, shared, redone = kinds
-    disturbed = {12: {moved}, 13: {moved, paused}, 17: {shared}, 18: {shared}, 19: {redone}, 21: {moved}}
+    tail, shard, tool_wait, paused, shared, redone = kinds
+    disturbed = {
+        12: {tail}, 13: {tail, paused}, 16: {shard, tool_wait}, 17: {shared}, 18: {shared}, 19: {redone}, 21: {tail}
+    }  # fmt: skip
     for seed in range(20):
         sample = Sample.draw(seed, "a", range(1, 23), [0, 10, 21], disturbed)
         assert {kind for step in sample.steps for kind in disturbed.get(step, ())} == set(kinds)
         assert sample.num_disturbed_sampled >= 3
+        assert set(sample.kinds) == set(kinds)
         assert sample == Sample.draw(seed, "a", range(1, 23), [0, 10, 21], disturbed)
-    assert f"with {sample.num_disturbed_sampled} of the 6 steps in which work moved, paused, " in sample.words()
+    assert f"with {sample.num_disturbed_sampled} of the 7 steps in which work moved, paused, " in sample.words()
+    assert (
+        "was redone: tail 2, shard 1, tool wait 1, " in Sample.draw(0, "a", range(12, 20), [0, 11], disturbed).words()
+    )
 
 
 def test_after_disturbed_steps_a_sample_takes_others_and_never_a_long_way():
-    disturbed = {60: {Disturbance.MOVED}, 3: {Disturbance.PAUSED}}
+    disturbed = {60: {Disturbance.TAIL}, 3: {Disturbance.PAUSED}}
     sample = Sample.draw(0, "a", range(1, 81), [0], disturbed)
     assert 3 in sample.steps
     assert sample.steps[-1] <= 5, "step 60 is far from a start"
@@ -247,13 +254,25 @@ def test_orders_that_moved_paused_shared_or_did_not_count_disturb_their_step():
             devices=(DeviceId("rollout", 0, 0),), start_s=0.0, **given,
         )  # fmt: skip
 
+    def moved(num_begun: int) -> TrajectoriesMigrated:
+        return TrajectoriesMigrated(order=OrderId(1), num_trajectories=4, seconds=0.1, num_begun=num_begun)
+
     orders = [
-        order(1), order(2, is_migration=True), order(3, ending=Ending.PAUSED), order(4, device_fraction=0.5),
-        order(1, device_fraction=0.0),
+        order(1), order(2, is_migration=True), order(3, ending=Ending.PAUSED), order(4, least_fraction=0.5),
+        order(1, device_fraction=0.0), order(2, is_migration=True, moved=moved(num_begun=2)),
         order(5, ending=Ending.LOST), order(6, is_redone=True), order(3),
+        order(7, ending=Ending.PAUSED, has_waited=True), order(8, is_migration=True, moved=moved(num_begun=0)),
     ]  # fmt: skip
     assert disturbances(orders) == {
-        "a": {2: {"moved"}, 3: {"paused"}, 4: {"shared"}, 5: {"redone"}, 6: {"redone"}},
+        "a": {
+            2: {"shard", "tail"},
+            3: {"paused"},
+            4: {"shared"},
+            5: {"redone"},
+            6: {"redone"},
+            7: {"tool wait"},
+            8: {"shard"},
+        },
     }
 
 

@@ -17,8 +17,9 @@ A sample replays only parts of a pipeline, each from the first step or from a ch
 
 Steps whose work was disturbed by sharing or by a loss come first, one of each kind at least:
 
-    moved      a shard migrated                   shared    an order had a part of its device
-    paused     an order was paused                redone    it was lost, or repeated after a restart or resume
+    tail       begun trajectories migrated        paused    an order was paused
+    shard      a shard that had not begun did     shared    an order had a part of its device
+    tool wait  a device was given away for one    redone    it was lost, or repeated after a restart or resume
 
 Checkpoints that the replay restores, and the newest, are read and compared with the SHA-256 in the log.
 """
@@ -77,7 +78,9 @@ _SumsByStep = dict[int, dict[str, str]]
 class Disturbance(StrEnum):
     """What happened to a step that a pipeline alone would not have seen."""
 
-    MOVED = "moved"
+    TAIL = "tail"
+    SHARD = "shard"
+    TOOL_WAIT = "tool wait"
     PAUSED = "paused"
     SHARED = "shared"
     REDONE = "redone"
@@ -116,6 +119,8 @@ class Sample:
     """Steps with a sum in the log."""
     disturbed: Sequence[int] = ()
     """Disturbed steps with a sum in the log, in order."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Steps that are replayed, by what disturbed them."""
 
     @classmethod
     def draw(
@@ -144,12 +149,15 @@ class Sample:
         others = [step for step in reachable if step not in first]
         drawn = sorted([*first, *generator.sample(others, min(len(others), max(0, num_drawn - len(first))))])
         last_by_start = {start_by_step[step]: step for step in drawn}
+        parts = [range(start + 1, last + 1) for start, last in last_by_start.items()]
+        replayed = [disturbed.get(step, frozenset()) for part in parts for step in part]
         return cls(
             seed=seed,
-            parts=[range(start + 1, last + 1) for start, last in last_by_start.items()],
+            parts=parts,
             num_reachable=len(reachable),
             num_logged=len(steps),
             disturbed=[step for step in steps if step in disturbed],
+            kinds={kind.value: num for kind in Disturbance if (num := sum(kind in each for each in replayed))},
         )
 
     @property
@@ -171,6 +179,7 @@ class Sample:
                 f", with {self.num_disturbed_sampled} of the {len(self.disturbed)} steps in which work moved, paused, "
                 "shared a device or was redone"
             )
+            reached += "".join(f", {kind} {num}" for kind, num in self.kinds.items()).replace(",", ":", 1)
         return f"sample of 1 in {STEPS_PER_SAMPLED}{reached}, seed {self.seed}; --all compares every step"
 
 
@@ -189,9 +198,11 @@ def disturbances(orders: Iterable[OrderRecord]) -> dict[PipelineId, dict[int, se
     found: dict[PipelineId, dict[int, set[Disturbance]]] = {}
     for order in orders:
         kinds = {
-            Disturbance.MOVED: order.is_migration,
-            Disturbance.PAUSED: order.ending is Ending.PAUSED,
-            Disturbance.SHARED: 0.0 < order.device_fraction < 1.0,
+            Disturbance.TAIL: order.moved is not None and order.moved.num_begun > 0,
+            Disturbance.SHARD: order.is_migration and not (order.moved is not None and order.moved.num_begun),
+            Disturbance.TOOL_WAIT: order.has_waited,
+            Disturbance.PAUSED: order.ending is Ending.PAUSED and not order.has_waited,
+            Disturbance.SHARED: 0.0 < order.least_fraction < 1.0,
             Disturbance.REDONE: not order.counts,
         }
         if any(kinds.values()):
@@ -263,6 +274,7 @@ class Verdict:
             "sampled_steps": self.sample.steps if self.sample else None,
             "seed": self.sample.seed if self.sample else None,
             "disturbed_steps": list(self.sample.disturbed) if self.sample else None,
+            "sampled_kinds": dict(self.sample.kinds) if self.sample else None,
         }
 
     def _sums(self) -> str:
