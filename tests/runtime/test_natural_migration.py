@@ -1,13 +1,15 @@
-"""A tail that `jigsaw` itself migrates in a real run, because its look-ahead expects to end sooner by it."""
+"""Tails that policies themselves migrate in a real run, because they expect to end sooner by it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from rlmux.core.actions import MigrateShard, Pause, RunStage
+from rlmux.core.actions import MigrateShard
 from rlmux.core.events import TrajectoriesMigrated
-from rlmux.core.model import Cluster, Phase, Pool, Stage
-from rlmux.runtime.backend import WorkerOptions
+from rlmux.core.model import Cluster, MigrationEstimate, Phase, Pool
+from rlmux.runtime.backend import Submission, WorkerOptions
 
 MAX_STEPS = 60
 """Steps within which a tail must have migrated: many more than it takes, and the run ends once one was trained on."""
@@ -30,16 +32,14 @@ def submissions(real):
 
 
 def migrated_tails(recorder) -> list[tuple[str, int]]:
-    """Pipeline and step of every part of a shard that was paused in mid-answer and went to the other device."""
-    orders = {one.order: one for one in recorder.actions if isinstance(one, RunStage | MigrateShard)}
-    paused = [orders[one.order] for one in recorder.actions if isinstance(one, Pause)]
-    begun = {(one.pipeline, one.step, one.devices[0]) for one in paused if one.stage is Stage.GENERATE}
+    """Pipeline and step of every part of a shard that had begun and went to the other device, with its KV."""
+    orders = {one.order: one for one in recorder.actions if isinstance(one, MigrateShard)}
     tails = []
     for event in recorder.events:
-        if isinstance(event, TrajectoriesMigrated) and 0 < event.num_trajectories < SHARD_SIZE:
-            order = orders[event.order]
-            if (order.pipeline, order.step, order.source) in begun:
-                tails.append((order.pipeline, order.step))
+        if isinstance(event, TrajectoriesMigrated) and 0 < event.num_begun < SHARD_SIZE:
+            assert event.tokens > event.num_begun
+            assert event.kv_bytes > 0, "a cache that is computed again has other bits on this machine"
+            tails.append((orders[event.order].pipeline, orders[event.order].step))
     return tails
 
 
@@ -49,14 +49,36 @@ def weights_by_step(recorder, pipeline: str) -> dict[int, str]:
     return {one.step: one.weights_checksum for one in steps}
 
 
-def test_a_tail_that_the_policy_chose_to_migrate_trains_the_weights_of_running_alone(real, submissions, tmp_path):
-    pool = Pool(name="device", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=2)
-    on = Cluster(pools={"device": pool})
+def dearer_to_copy(submission: Submission) -> Submission:
+    """The same with a profile by which a KV cache is computed again sooner than copied."""
+    migration = MigrationEstimate(copy_s=0.01, recompute_s=0.001)
+    return replace(submission, pipeline=replace(submission.pipeline, migration=migration))
+
+
+ONE_POOL = Cluster(pools={"device": Pool(name="device", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=2)})
+TWO_POOLS = Cluster(
+    pools={
+        "rollout": Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=2),
+        "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=1),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "on", "is_dearer_to_copy"),
+    [("jigsaw", ONE_POOL, False), ("rlmux", TWO_POOLS, False), ("rlmux", TWO_POOLS, True)],
+    ids=["jigsaw", "rlmux", "rlmux, where computing KV again is believed to be cheaper"],
+)
+def test_a_tail_that_the_policy_chose_to_migrate_trains_the_weights_of_running_alone(
+    real, submissions, tmp_path, policy, on, is_dearer_to_copy
+):
+    given = [dearer_to_copy(each) for each in submissions] if is_dearer_to_copy else submissions
 
     def is_tail_trained(_, recorder) -> bool:
-        return any(step in weights_by_step(recorder, name) for name, step in migrated_tails(recorder))
+        tails = migrated_tails(recorder)
+        return any(step in weights_by_step(recorder, name) for name, step in tails)
 
-    shared = real.run(tmp_path / "shared", submissions, policy="jigsaw", on=on, options=OPTIONS, watch=is_tail_trained)
+    shared = real.run(tmp_path / "shared", given, policy=policy, on=on, options=OPTIONS, watch=is_tail_trained)
     tails = migrated_tails(shared.recorder)
     trained = [(name, step) for name, step in tails if step in weights_by_step(shared.recorder, name)]
     assert trained, f"no tail migrated and was trained on in {MAX_STEPS} steps"

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 from rlmux.core.decision.plan import GroupPlan, MarkPlanned, RunWork
 from rlmux.core.decision.policy import Idling, Policy
@@ -64,9 +65,10 @@ from rlmux.policies.search.shared_placement import MAX_MEMBERS, place_on_shared_
 
 PATIENCE_STEPS = 2
 """Steps of the longest member that work waits, ready, before devices are kept for it."""
-LEAST_GAIN = 0.05
-"""Part of the strict cycle's seconds that another schedule must save before the cycle is left: estimates are no
-better."""
+UNSEEN_SPREAD = 0.05
+"""Spread of forecasts until it was seen: another schedule must save as much of the strict cycle's seconds."""
+LEAST_SPREAD = 0.005
+"""The least of it that counts: where nothing varies, ties are no gain."""
 _STARTS_PER_STEP_S = 250.0
 """Starts that a decision plays out for each second of a step, where steps take less than a second: the next decision is
 near then, and a device stands still meanwhile (a start takes 3 to 7 µs)."""
@@ -135,7 +137,7 @@ class Jigsaw(Policy):
         else:
             schedule = greedy(problem)
         cycle = min((play_out(problem, order) for order in cycles), key=lambda played: played.score, default=None)
-        is_kept = cycle is not None and not _is_worth_leaving(schedule, cycle)
+        is_kept = cycle is not None and not _is_worth_leaving(schedule, cycle, _spread(plan))
         if is_kept:
             if self.tails:
                 begin_tail_migrations(plan)
@@ -228,14 +230,21 @@ class Jigsaw(Policy):
         )
 
 
-def _is_worth_leaving(schedule: Schedule, cycle: Schedule) -> bool:
-    """Whether the schedule keeps more of the SLOs than the strict cycle, or its pipelines end clearly sooner.
+def _spread(view: GroupView) -> float:
+    """Part by which forecasts of the members are off, in the mean: a gain below it may be none."""
+    spreads = [member.estimates.spread for member in view.members]
+    return max(LEAST_SPREAD, fmean(UNSEEN_SPREAD if each is None else each for each in spreads))
+
+
+def _is_worth_leaving(schedule: Schedule, cycle: Schedule, spread: float) -> bool:
+    """Whether the schedule keeps more of the SLOs than the strict cycle, or its pipelines end sooner by more than
+    forecasts are off.
 
     Not by makespans: a cycle's pipelines end one after another, and the first begins its next cycle meanwhile.
     """
     if schedule.missed_s < cycle.missed_s - 1e-6:
         return True
-    return schedule.mean_end_s < (1.0 - LEAST_GAIN) * cycle.mean_end_s
+    return schedule.mean_end_s < (1.0 - spread) * cycle.mean_end_s
 
 
 def _works_to_start(view: GroupView, forecast: Forecast, schedule: Schedule) -> list[ReadyWork]:

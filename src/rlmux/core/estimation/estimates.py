@@ -43,6 +43,10 @@ LEAST_PART = 0.05
 """Part of a shard's seconds below which a sub-stage of it is not distinguished."""
 LEAST_WAIT = 0.01
 """Part of a step's seconds below which a reward or a publication is not a wait of its own."""
+SPREAD_WINDOW = 12
+"""Shards and stages of training whose forecast is compared with what they took."""
+LEAST_ERRORS = 4
+"""Of them, at least, before the spread of forecasts counts as seen."""
 _LEAST_SIBLINGS = 0.5
 """Whole siblings with which a shard grows by more than steps differ."""
 UNKNOWN_S = 1.0
@@ -128,6 +132,9 @@ class StepEstimates:
     """What decode iterations cost by their rows; None until it was seen."""
     slots: int | None = None
     """Sequences that a worker decodes at once; None: unknown."""
+    spread: float | None = None
+    """Part of their forecast by which shards and stages of training lasted longer or shorter, in the median; None until
+    enough were seen."""
     wait_s: float | None = None
     """Seconds between the pause of a shard that had nothing to compute and the first reply; None before the first."""
     rollout_switch_s: float = 0.0
@@ -304,6 +311,8 @@ class StepHistory:
         self._tail_growth: deque[float] = deque(maxlen=WINDOW_STEPS)
         """`tail_growth` of the last shards that others' tails migrated to."""
         self._decode_rate = DecodeRate()
+        self._errors: deque[float] = deque(maxlen=SPREAD_WINDOW)
+        """Part of its forecast by which each of the last shards and stages of training was off."""
         self._wait_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds of the last waits for an environment."""
         self._switch_s: dict[tuple[Phase, bool], deque[float]] = {}
@@ -427,6 +436,8 @@ class StepHistory:
             return
         if self._has_tail_left and self._curves:
             return
+        if self._curves:
+            self._note_error(shard.before_s + solo_s, self.estimates().shard_s)
         peak = max(shard.active, default=1)
         seconds = (0.0, *shard.seconds, shard.before_s + solo_s)
         curve = Curve(seconds, (peak, *shard.active, 0), shard.prefill_s or prefill_s)
@@ -438,8 +449,14 @@ class StepHistory:
 
     def end_stage(self, stage: Stage, solo_s: float) -> None:
         """A stage other than GENERATE is done."""
+        if stage in self._stages and PHASE_BY_STAGE[stage] is Phase.TRAIN:
+            self._note_error(solo_s, self.estimates().stage_s(stage))
         self._stages.setdefault(stage, deque(maxlen=WINDOW_STEPS)).append(solo_s)
         self._estimates = None
+
+    def _note_error(self, solo_s: float, forecast_s: float) -> None:
+        if forecast_s > 0.0:
+            self._errors.append(abs(solo_s / forecast_s - 1.0))
 
     def has_moved(self, device: DeviceId) -> bool:
         """Whether the shard there migrated to an idle device before it began."""
@@ -491,6 +508,7 @@ class StepHistory:
             whole_migration_growth=min(max(_median(self._growth), 0.0), 1.0) if self._growth else None,
             tail_growth=min(max(_median(self._tail_growth), 0.0), 1.0) if self._tail_growth else None,
             decode_cost=self._decode_rate.cost(),
+            spread=_median(self._errors) if len(self._errors) >= LEAST_ERRORS else None,
             slots=None if pipeline.dense_threshold is None else 2 * pipeline.dense_threshold,
             wait_s=_median(self._wait_s) if self._wait_s else None,
             rollout_switch_s=self._warm_switch_s(Phase.ROLLOUT),
