@@ -1,12 +1,14 @@
 """What holds for all tests: examples that hypothesis makes are the same in every run, and no clock judges them.
 
 What tests start ends with them (guardian.py) and can be interrupted (signals.py); a fixture of a module is made once.
+The garbage collector waits while tests are collected: their modules stay, and going through them takes seconds.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
     signals.hear()
     if "PYTEST_XDIST_WORKER" not in os.environ:  # those have the mark of the process that started them
         guardian.start()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

@@ -134,10 +134,12 @@ def demo(outside: Path) -> Path:
     return outside / "runs" / "demo"
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_the_demo_outside_the_checkout(demo):
     assert (demo / "timeline.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGES.is_dir(), reason="the pages are not built: make pages")
 def test_the_wheel_serves_its_pages_outside_the_checkout(outside, demo):
     line = [outside / ".venv" / "bin" / "rlmux", "serve", demo, "--listen", "127.0.0.1:0"]

@@ -64,7 +64,10 @@ class Room:
     def kill_broker(self) -> None:
         assert self.broker is not None
         self.broker.kill()
-        self.broker.communicate()
+        self.broker.wait()  # its output is open for longer, in the process that ends what it left behind
+        for stream in (self.broker.stdout, self.broker.stderr):
+            assert stream is not None
+            stream.close()
 
     def stop_broker(self) -> None:
         assert self.broker is not None

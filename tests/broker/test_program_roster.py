@@ -145,10 +145,10 @@ def test_when_a_waiting_program_is_killed_the_holder_is_not_disturbed(room):
 
 
 def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
-    expected = {name: alone(room, name, 40) for name in "ab"}
+    expected = {name: alone(room, name, 24) for name in "ab"}
     room.start_broker()
     end = room.folder / "end"  # one that ends while no broker runs cannot say that it did
-    programs = {name: room.program(name, 40, f"end={end}") for name in "ab"}
+    programs = {name: room.program(name, 24, f"end={end}") for name in "ab"}
     for times in (3, 20):
         room.until_recorded("b", "begins", times)
         room.kill_broker()
@@ -287,11 +287,11 @@ def test_over_tcp_a_killed_holder_keeps_its_pool_for_the_lease_and_no_longer(mak
     "first", ["a", pytest.param("b", marks=pytest.mark.slow)], ids=["while it holds", "while it waits"]
 )
 def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_goes_on(room, first):
-    expected = alone(room, "b", 4, "sleep=0.2")
+    expected = alone(room, "b", 4, "sleep=0.05")
     room.start_broker()
     programs = {}
     for name in sorted("ab", key=lambda name: name != first):
-        programs[name] = room.program(name, 1000 if name == "a" else 4, "sleep=0.2")
+        programs[name] = room.program(name, 1000 if name == "a" else 4, "sleep=0.05")
         room.until_noted("joined", by=name)
         room.until_recorded(first, "begins")
     assert send_request(room.out, Cancel(name="a"))["outcome"]

@@ -33,6 +33,12 @@ b,60,,7200,,60,40,2
 """
 
 
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Simulations run one after another: to start processes for them takes longer than these small ones."""
+    monkeypatch.setattr("rlmux.sim.results.sweep.num_fitting", lambda tasks: 1)
+
+
 @pytest.fixture
 def files(folder):
     (folder / "plan.yaml").write_text(PLAN)
@@ -154,7 +160,7 @@ def test_a_trace_says_on_which_nodes_it_is_priced_and_takes_others(rlmux, files)
 
 
 def test_a_simulation_says_what_each_mechanism_is_worth(rlmux):
-    asked = ("simulate", "pair:num_steps=4", "--policies", "rlmux", "--ablate", "tails,fractions")
+    asked = ("simulate", "pair:num_steps=2", "--policies", "rlmux", "--ablate", "tails,fractions")
     told = json.loads(rlmux(*asked, "--json").out)
     assert list(told["policies"]) == ["rlmux", "rlmux-no-tails", "rlmux-no-fractions", "rlmux-no-tails-no-fractions"]
     worth = told["ablations"]["rlmux"]
@@ -299,7 +305,7 @@ def test_what_moves_saved_is_printed_as_the_difference_of_two_bills(rlmux, files
 
 
 def test_without_the_flag_nothing_is_said_of_what_moves_saved(rlmux, files):
-    words = ("simulate", "bl-s:num_pipelines=4", "--policies", "rlmux,solo")
+    words = ("simulate", "bl-s:num_pipelines=3", "--policies", "rlmux,solo")
     figures = json.loads(rlmux(*words, "--json").out)["policies"]
     out = rlmux(*words).out
     assert f"\nrlmux: moves: {figures['rlmux']['num_moves']:g}\n" in out

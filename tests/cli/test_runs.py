@@ -46,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """A folder with a finished run in `one`, and what that run printed."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "small.yaml").write_text(SMALL.replace("steps: 2", f"steps: {NUM_STEPS}"), encoding="utf-8")
-    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "one", "--json", has_own_fork_server=True))
+    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "one", "--json"))
     assert code == 0, err
     assert err == ""
     return folder, json.loads(out)
@@ -66,17 +66,18 @@ def test_a_run_prints_json_and_fills_its_folder(whole):
         assert max(gaps) < 1e-4, "a step trained on what other weights had sampled"
 
 
-def test_a_folder_with_a_run_is_taken_only_when_told_so(whole):
-    folder, _ = whole
-    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "one"))
+def test_a_folder_with_a_run_is_taken_only_when_told_so(whole, rlmux, monkeypatch):
+    monkeypatch.chdir(whole[0])
+    code, out, err = rlmux("run", "small.yaml", "--out", "one")
     assert (code, out) == (2, "")
     assert "--out one: not empty" in err
 
 
-def test_report_needs_the_log_alone(whole):
+def test_report_needs_the_log_alone(whole, rlmux, monkeypatch):
     folder, _ = whole
+    monkeypatch.chdir(folder)
     (folder / "one" / "timeline.html").unlink()
-    code, out, err = finish(start(folder, "report", "one"))
+    code, out, err = rlmux("report", "one")
     assert code == 0, err
     assert "timeline: one/timeline.html" in out
     assert (folder / "one" / "timeline.html").is_file()
@@ -110,7 +111,9 @@ def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run
     assert weights(json.loads(out)) == weights(unbroken)
 
 
-@pytest.mark.parametrize("left", [[], [".owner.json", "run.db", "run.db-journal"]], ids=len)
+@pytest.mark.parametrize(
+    "left", [pytest.param([], marks=pytest.mark.slow), [".owner.json", "run.db", "run.db-journal"]], ids=len
+)
 def test_run_with_resume_starts_where_a_start_was_killed_before_its_log_was_written(folder: Path, left):
     (folder / "job").mkdir()
     for name in left:

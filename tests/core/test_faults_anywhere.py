@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.examples import examples
 from tests.faults import BreakingBackend, Restless
 
 from rlmux.core.model import Cluster, Phase, Pool
@@ -54,7 +55,7 @@ def test_faults_of_one_pipeline_are_its_own_at_every_state(policy):
 
 @pytest.mark.parametrize("policy", ["rollmux", "rlmux", "gavel-steps", "gavel", "restless"])
 def test_faults_while_seconds_are_learned_and_pipelines_move_for_their_slo(policy):
-    play_all(policy, range(NUM_SEQUENCES // 5), knows_seconds=False)
+    play_all(policy, range(examples(NUM_SEQUENCES // 2)), knows_seconds=False)
 
 
 @pytest.mark.slow

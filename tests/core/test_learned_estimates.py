@@ -257,11 +257,11 @@ def test_the_same_events_give_the_same_expectations(driver):
 @pytest.mark.parametrize("policy", ["rlmux", "gavel-steps", "jigsaw", "fifo", "solo"])
 def test_every_policy_goes_on_with_learned_estimates(driver, policy):
     run = driver(policy=policy, rollout=2, train=2)
-    for number, name in enumerate("abcd"):
+    for number, name in enumerate("abc"):
         run.send(PipelineSubmitted(time_s=run.now_s, pipeline=unknown(name, slo_slowdown=1.2 + 0.4 * number)))
         run.step()
     run.run()
-    for name in "abcd":
+    for name in "abc":
         assert run.scheduler.query.status(PipelineId(name)) == "finished"
         assert expectations(run, name)
     assert not run.scheduler.query.has_orders()

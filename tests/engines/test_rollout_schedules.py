@@ -83,7 +83,13 @@ class TwoEngines:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_tokens"), [("float32", None), ("bfloat16", None), ("float32", 160), ("bfloat16", 160)]
+    ("dtype", "kv_tokens"),
+    [
+        ("float32", None),
+        pytest.param("bfloat16", None, marks=pytest.mark.slow),
+        pytest.param("float32", 160, marks=pytest.mark.slow),
+        ("bfloat16", 160),
+    ],
 )
 @settings(
     max_examples=examples(40),

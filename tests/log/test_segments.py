@@ -238,7 +238,7 @@ def statements(folder: Path) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_before_any_statement_of_packing_and_sealing_loses_nothing(tmp_path: Path, every: int) -> None:
     seen = statements(tmp_path / "whole")
     first_pack = next(number for number, text in enumerate(seen) if "INSERT INTO block" in text)

@@ -99,7 +99,7 @@ def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     def decisions(seed):
         seen = []
-        simulate(catalog.build("rh-s", seed=seed, num_pipelines=12), RollMux(), observer=lambda e, a: seen.append(a))
+        simulate(catalog.build("rh-s", seed=seed, num_pipelines=6), RollMux(), observer=lambda e, a: seen.append(a))
         return seen
 
     first = decisions(3)
@@ -260,13 +260,13 @@ def test_without_moves_a_policy_keeps_its_other_abilities(name):
 
 
 def test_what_moves_saved_is_the_bill_without_them_less_the_bill():
-    made = catalog.build("bl-m", seed=3, num_pipelines=12)
+    made = catalog.build("bl-m", seed=3, num_pipelines=6)
     moved = simulate(made, make_policy("rlmux"))
     unmoved = simulate(made, without_moves(make_policy("rlmux")), checks=True)
     assert moved.num_moves > unmoved.num_moves == 0
-    known = api.simulate(made, policies=["rlmux", "solo"], prices_moves=True)["policies"]
+    known = api.simulate(made, policies=["rlmux", "solo"], prices_moves=True, num_processes=1)["policies"]
     assert known["rlmux"]["moves_saved_usd"] == unmoved.paid_usd - moved.paid_usd
     assert known["solo"]["moves_saved_usd"] == 0.0
-    unknown = api.simulate(made, policies=["rlmux"])["policies"]["rlmux"]
+    unknown = api.simulate(made, policies=["rlmux"], num_processes=1)["policies"]["rlmux"]
     assert (unknown["moves_saved_usd"], unknown["moves_expected_usd"]) == (None, None)
     assert known["rlmux"]["cost_usd"] == unknown["cost_usd"]

@@ -307,7 +307,9 @@ def flood_pipeline(draw, name: str, account: Account, urgency: Urgency) -> Pipel
     )
 
 
-@pytest.mark.parametrize("policy", ["solo", "rollmux", pytest.param("rlmux", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["rollmux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("solo", "rlmux"))]
+)
 @given(flood=floods())
 @settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_one_that_waits_for_seven_days_starts_after_what_runs_and_what_came_before_it(builders, policy, flood):

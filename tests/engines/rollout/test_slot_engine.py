@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
 
+NewTensors = Callable[[], list[torch.Tensor]]
 NewEngine = Callable[..., SlotRolloutEngine]
 NewRequests = Callable[..., list[TrajectoryRequest]]
 Drain = Callable[..., list[FinishedTurn]]
@@ -288,22 +289,42 @@ def test_this_machine_allows_smaller_batches_only_where_their_bits_are_equal(
         assert (width, window) == (16, 80) or probe.is_decode_exact(width, window, 80)
 
 
-def live_tensor_bytes() -> int:
-    """Bytes of every tensor's storage that this process can still reach, each once."""
-    gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+@pytest.fixture
+def new_tensors() -> Iterator[Callable[[], list[torch.Tensor]]]:
+    """Tensors made since the fixture or the last call that this process can still reach.
+
+    What was there before is frozen, so that neither the collector nor the search goes through all of this process.
+    """
+
+    def found() -> list[torch.Tensor]:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        gc.freeze()
+        return tensors
+
+    gc.freeze()
+    yield found
+    gc.unfreeze()
 
 
-def test_a_probe_leaves_no_tensor_behind(monkeypatch: pytest.MonkeyPatch, lively_model: PreTrainedModel) -> None:
+def test_a_search_for_new_tensors_finds_one_that_stays(new_tensors: NewTensors) -> None:
+    kept = torch.ones(3)
+    torch.ones(4)
+    assert [each is kept for each in new_tensors()] == [True]
+    assert new_tensors() == []
+
+
+def test_a_probe_leaves_no_tensor_behind(
+    monkeypatch: pytest.MonkeyPatch, lively_model: PreTrainedModel, new_tensors: NewTensors
+) -> None:
     monkeypatch.setattr("rlmux.engines.rollout.batch_probe.is_exact_by_shape", {})
     weights = DecoderWeights(DecoderShape.of(lively_model), torch.device("cpu"))
     tables = PositionTables(lively_model, max_len=80, device=torch.device("cpu"))
     probe = BatchProbe(weights, tables, num_slots=16, max_len=80)
-    before = live_tensor_bytes()
+    new_tensors()
     assert probe.is_slot_exact
     probe.decode_shape(5, 20, 80)
-    assert live_tensor_bytes() == before
+    assert new_tensors() == []
 
 
 def test_a_shape_whose_bits_differ_is_not_used(
@@ -451,14 +472,16 @@ def test_a_folder_is_read_tensor_by_tensor_to_the_bits_of_the_model_that_is_buil
     assert torch.equal(new_engine()._weights.flat, mapped)
 
 
-def test_a_weight_file_keeps_no_tensor_and_outlives_its_name(tmp_path: Path, lively_model: PreTrainedModel) -> None:
+def test_a_weight_file_keeps_no_tensor_and_outlives_its_name(
+    tmp_path: Path, lively_model: PreTrainedModel, new_tensors: NewTensors
+) -> None:
     path = weight_file(lively_model, tmp_path / "w.safetensors", 1.0)
     tensors = read_weights(path, 1)
     path.unlink()
-    before = live_tensor_bytes()
+    new_tensors()
     for name in tensors:
         assert torch.equal(tensors[name], lively_model.state_dict()[name])
-    assert live_tensor_bytes() == before
+    assert new_tensors() == []
     path.write_bytes(b"no weights")
     with pytest.raises(SafetensorError):
         read_weights(path, 1)

@@ -13,9 +13,7 @@ from rlmux.policies.rlmux import RlMux
 def run(builders, pipelines, *, fill, num_rollout, at_s=None):
     """Until the end; (time of each step's end by pipeline) with one training node for everybody."""
     driver = builders.Driver(
-        Scheduler(
-            builders.cluster(rollout=num_rollout, train=1), RlMux(fill=fill, varies_steps_per_cycle=False)
-        )
+        Scheduler(builders.cluster(rollout=num_rollout, train=1), RlMux(fill=fill, varies_steps_per_cycle=False))
     )
     waiting = sorted(zip(at_s or [0.0] * len(pipelines), pipelines, strict=True), key=lambda one: one[0])
     for submit_s, one in waiting:
@@ -51,7 +49,7 @@ def test_a_gap_that_a_slot_leaves_is_filled_and_no_member_pays(builders):
 def test_filling_gaps_never_makes_a_step_end_later_than_the_strict_cycle_would(builders):
     generator = random.Random(5)
     num_sooner = 0
-    for _ in range(150):
+    for _ in range(60):
         group = [
             builders.pipeline(
                 f"p{n}",
@@ -67,7 +65,7 @@ def test_filling_gaps_never_makes_a_step_end_later_than_the_strict_cycle_would(b
         for name, before in strict.items():
             assert all(now <= then + 1e-9 for now, then in zip(filled[name], before, strict=True)), (group, name)
             num_sooner += sum(now < then - 1e-9 for now, then in zip(filled[name], before, strict=True))
-    assert num_sooner > 100
+    assert num_sooner > 40
 
 
 def test_a_newcomer_that_would_break_its_slo_overtakes_members_that_have_time(builders):

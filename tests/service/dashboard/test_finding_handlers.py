@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 from tests.log_script import AlternatingRun
+from tests.service.pages_server import Pages
 
 ADDRESS = "/pipelines/demo/sort/labels"
 
@@ -11,6 +16,13 @@ ADDRESS = "/pipelines/demo/sort/labels"
 @pytest.fixture
 def pages(tmp_path, dashboard):
     return dashboard(AlternatingRun(num_steps=2).script.write(tmp_path / "demo"))
+
+
+@pytest.fixture(scope="module")
+def read_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """The same for tests that change nothing."""
+    with closing(Pages(AlternatingRun(num_steps=2).script.write(tmp_path_factory.mktemp("read") / "demo"))) as shown:
+        yield shown
 
 
 def row_of(pages, name: str) -> dict:
@@ -45,16 +57,16 @@ def test_empty_labels_and_an_empty_note_leave_nothing(pages, tmp_path):
         ({"label": "one"}, "body"),
     ],
 )
-def test_what_is_too_long_is_refused_in_one_line(pages, body, where):
-    answer = pages.client.post(ADDRESS, json={"labels": [], "note": "", **body})
+def test_what_is_too_long_is_refused_in_one_line(read_pages, body, where):
+    answer = read_pages.client.post(ADDRESS, json={"labels": [], "note": "", **body})
     problem = answer.json()
     assert (answer.status_code, problem["where"]) == (400, where)
     assert len(problem["detail"]) < 120
     assert "\n" not in problem["detail"] + problem["accepted"]
 
 
-def test_labels_alone_do_not_erase_the_note(pages):
-    assert "note is missing" in pages.client.post(ADDRESS, json={"labels": ["new"]}).json()["detail"]
+def test_labels_alone_do_not_erase_the_note(read_pages):
+    assert "note is missing" in read_pages.client.post(ADDRESS, json={"labels": ["new"]}).json()["detail"]
 
 
 def test_a_damaged_file_hides_no_pipeline_and_is_not_overwritten(pages, tmp_path):
@@ -74,13 +86,19 @@ pipelines:
 """
 
 
-@pytest.fixture
-def two_lanes(tmp_path, dashboard):
+def write_two_lanes(folder: Path) -> Path:
     for name in ("one", "two"):
         run = AlternatingRun(num_steps=2)
         run.script.file = FILE
-        run.script.write(tmp_path / name)
-    return dashboard(tmp_path)
+        run.script.write(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_lanes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """Two lanes that no test changes."""
+    with closing(Pages(write_two_lanes(tmp_path_factory.mktemp("two")))) as shown:
+        yield shown
 
 
 def found(pages, query: str) -> list[tuple[str, str]]:
@@ -99,7 +117,8 @@ def test_a_search_finds_nothing_where_a_word_is_missing(two_lanes, query):
     assert found(two_lanes, query) == []
 
 
-def test_a_search_finds_labels_and_notes_and_says_where(two_lanes):
+def test_a_search_finds_labels_and_notes_and_says_where(tmp_path, dashboard):
+    two_lanes = dashboard(write_two_lanes(tmp_path))
     text = "first line\nKL drifted after step 40"
     two_lanes.client.post("/pipelines/two/tools/labels", json={"labels": ["ablation"], "note": text})
     (row,) = two_lanes.get("/search", q="abl drift")["items"]
@@ -133,6 +152,6 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path, dashboard)
 
 
 @pytest.mark.parametrize("many", [1, 21])
-def test_as_many_as_twenty_are_compared(pages, many):
-    assert pages.client.get("/compare", params={"of": ["demo/sort"] * many}).status_code == 400
-    assert pages.client.get("/compare", params={"of": ["demo/sort"] * 20}).status_code == 200
+def test_as_many_as_twenty_are_compared(read_pages, many):
+    assert read_pages.client.get("/compare", params={"of": ["demo/sort"] * many}).status_code == 400
+    assert read_pages.client.get("/compare", params={"of": ["demo/sort"] * 20}).status_code == 200

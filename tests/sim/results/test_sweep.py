@@ -54,7 +54,9 @@ def test_workers_do_not_run_the_script_that_asked(tmp_path, is_piped):
     assert (done.returncode, done.stdout) == (0, "once\n(3, 1)\n"), done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT]
+)
 def test_no_worker_outlives_a_parent_that_a_signal_ends(tmp_path, number):
     told = tmp_path / "told"
     with subprocess.Popen([sys.executable, "-c", BUSY], cwd=tmp_path, start_new_session=True) as parent:

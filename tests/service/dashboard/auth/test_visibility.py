@@ -76,7 +76,17 @@ def client_of(pages: Pages, user: str, scopes: list[str] = ALL) -> httpx.Client:
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Iterator[Pages]:
-    folder = owned_run(tmp_path / "demo")
+    yield from served_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def read_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """The same for tests that change neither users nor pipelines."""
+    yield from served_run(tmp_path_factory.mktemp("read"))
+
+
+def served_run(root: Path) -> Iterator[Pages]:
+    folder = owned_run(root / "demo")
     with_people(folder)
     shown = Pages(folder)
     yield shown
@@ -91,13 +101,13 @@ QUERIES = {
 }
 
 
-def test_no_answer_of_any_address_names_a_pipeline_of_another_project(pages):
+def test_no_answer_of_any_address_names_a_pipeline_of_another_project(read_pages):
     """Addresses come from the table: one that is added is covered. A stream is read further down."""
-    devices = [row["id"] for row in pages.get("/lanes/demo/devices")["items"]]
+    devices = [row["id"] for row in read_pages.get("/lanes/demo/devices")["items"]]
     moments = [f"device={device}&t={t}" for device in devices for t in (0.2, 1.0, 2.0, 3.0)]
     num_of_bob, num_of_ann, wrong = 0, 0, []
-    with client_of(pages, "ann") as ann, client_of(pages, "bob") as bob:
-        for address in pages.dashboard.addresses:
+    with client_of(read_pages, "ann") as ann, client_of(read_pages, "bob") as bob:
+        for address in read_pages.dashboard.addresses:
             if address.method != "GET" or address.path == "/stream":
                 continue
             queries = moments if address.path.endswith("/gap") else QUERIES.get(address.path, [""])
@@ -117,9 +127,9 @@ def test_no_answer_of_any_address_names_a_pipeline_of_another_project(pages):
     assert num_of_bob > 15, "there is something to hide"
 
 
-def test_what_is_not_to_be_seen_has_its_time_and_its_places_under_another_name(pages):
-    whole = pages.get("/timeline/demo")
-    with client_of(pages, "ann") as ann:
+def test_what_is_not_to_be_seen_has_its_time_and_its_places_under_another_name(read_pages):
+    whole = read_pages.get("/timeline/demo")
+    with client_of(read_pages, "ann") as ann:
         shown = ann.get("/timeline/demo").json()
         assert whole["pipelines"] == ["sort", "tools"]
         assert shown["pipelines"] == ["sort", "another pipeline"]
@@ -127,24 +137,24 @@ def test_what_is_not_to_be_seen_has_its_time_and_its_places_under_another_name(p
         charges = {row["label"] for row in ann.get("/lanes/demo").json()["charges"]}
         assert any("another pipeline" in label for label in charges), charges
         measured = ann.get("/timeline/demo/measure").json()
-        everything = pages.get("/timeline/demo/measure")
+        everything = read_pages.get("/timeline/demo/measure")
         assert [row["seconds"] for row in measured["items"]] == [row["seconds"] for row in everything["items"]]
-        assert ann.get("/lanes/demo/cost").json()["sums"] == pages.get("/lanes/demo/cost")["sums"]
+        assert ann.get("/lanes/demo/cost").json()["sums"] == read_pages.get("/lanes/demo/cost")["sums"]
         assert "immutable" not in ann.get(f"/timeline/demo/tiles?rev={shown['rev']}").headers["cache-control"]
         asked = ann.post("/lanes/demo/whatif", json={"add": 1, "like": "sort"})
         assert asked.status_code == 403, "its answer is about every pipeline"
-    with client_of(pages, "op") as operator:
+    with client_of(read_pages, "op") as operator:
         assert [row["name"] for row in operator.get("/pipelines").json()["items"]] == ["sort", "tools"]
         logs = operator.get("/pipelines/demo/tools/logs")
         assert logs.status_code == 403, "an operator sees that it runs, and not what its users wrote"
-    with client_of(pages, "root", ["admin"]) as admin:
+    with client_of(read_pages, "root", ["admin"]) as admin:
         assert admin.get("/pipelines/demo/tools/logs").status_code == 404, "it has none"
 
 
-def test_a_stream_tells_of_what_may_be_seen_alone(pages):
+def test_a_stream_tells_of_what_may_be_seen_alone(read_pages):
     """It begins at the run's first row, so that all is told of."""
     with (
-        client_of(pages, "ann") as ann,
+        client_of(read_pages, "ann") as ann,
         ann.stream(
             "GET",
             "/stream?topics=lanes,pipelines:demo,pipelines:demo/tools,timeline:demo",
@@ -245,8 +255,19 @@ def test_a_proxys_user_has_the_role_of_the_user_that_is_meant(tmp_path):
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Pages]:
+    yield from served_lane(tmp_path / "root")
+
+
+@pytest.fixture(scope="module")
+def without_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """A service where Ann may run no code, for tests that submit nothing."""
+    for served in served_lane(tmp_path_factory.mktemp("without code") / "root"):
+        users.set_user(served.dashboard.token_path.parent, "ann", role=None, may_run_code=False)
+        yield served
+
+
+def served_lane(root: Path) -> Iterator[Pages]:
     """One lane with room for one pipeline at a time: Bob's runs, Ann's waits, and one of each is to come."""
-    root = tmp_path / "root"
     with open_root(root):
         lane = Lane(root, "solo", Endless(), FairShares())
         submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(root), Bundles(root))  # type: ignore[dict-item]
@@ -324,9 +345,9 @@ def test_what_waits_of_another_project_is_in_the_queue_without_its_project(servi
         assert b"audio" in bob.get("/lanes/cpu/queue").content
 
 
-def test_charges_of_hidden_accounts_keep_their_figures_and_their_sum(pages):
-    everything = pages.get("/lanes/demo/usage")
-    with client_of(pages, "ann") as ann, client_of(pages, "op") as operator:
+def test_charges_of_hidden_accounts_keep_their_figures_and_their_sum(read_pages):
+    everything = read_pages.get("/lanes/demo/usage")
+    with client_of(read_pages, "ann") as ann, client_of(read_pages, "op") as operator:
         shown = ann.get("/lanes/demo/usage").json()
         assert [(row["project"], row["user"]) for row in shown["accounts"]] == [
             ("vision", "ann"),
@@ -355,11 +376,15 @@ def test_an_operator_changes_any_pipeline_and_a_member_its_own(service):
         ({"rollout": {"engine": "my_engine:Engine"}}, "with rollout.engine.name runs code"),
     ],
 )
-def test_a_user_submits_what_it_may(service, more, told):
-    users.set_user(service.dashboard.token_path.parent, "ann", role=None, may_run_code=False)
-    with client_of(service, "ann") as ann:
+def test_a_user_submits_nothing_that_it_may_not(without_code, more, told):
+    with client_of(without_code, "ann") as ann:
         answer = submit(ann, **{"name": "new", "user": "ann", "project": "vision", "submit_at_s": 1e6, **more})
         assert (answer.status_code, told in answer.text) == (403, True), answer.text
+
+
+def test_a_user_who_may_run_no_code_submits_pipelines_without_code_and_no_bundles(service):
+    users.set_user(service.dashboard.token_path.parent, "ann", role=None, may_run_code=False)
+    with client_of(service, "ann") as ann:
         packed = ann.post("/bundles", content=b"x", headers={"Content-Type": "application/gzip"})
         assert packed.status_code == 403
         assert submit(ann, name="plain", user="ann", project="vision", submit_at_s=1e6).status_code == 201
