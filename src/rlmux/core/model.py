@@ -168,6 +168,8 @@ class Pool:
     """Memory of one device, in bytes."""
     spills_to_disk: bool = False
     """Whether states that are off their device go to disk where host memory is full: only processes must fit in it."""
+    shares_hardware: bool = False
+    """Whether the cluster has more devices than there are GPUs, or cores to spare: each takes time from others."""
 
     @property
     def usd_per_node_hour(self) -> float:

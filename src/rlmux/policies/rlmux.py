@@ -14,8 +14,9 @@ by the strict cycle, the cycle is one of the schedules that it weighs, and is ke
 
     nodes serve both phases of every member    one pool; a table by which it helps; nodes that cost nothing and
                                                pipelines without an estimate: no cycle was promised
-    pools apart                                the cycle was promised; work of other members in its gaps, on devices of
-                                               tool waits, beside others by the table, and where tails have left
+    pools apart                                the cycle was promised, or devices share hardware and would only slow
+                                               each other; work of other members in its gaps, on devices of tool waits,
+                                               beside others by the table, and where tails have left
 
 Where steps are given and nodes are paid as they are used, it counts dollars for the work instead of dollars per hour:
 slowness has a price, budgets follow from the steps and the time that are left, and members train on as many nodes as
@@ -198,7 +199,7 @@ class RlMux(Policy):
         """
         if view.cluster.pool_for(Phase.ROLLOUT) is None:
             return True
-        if self.keeps_pools_apart:
+        if self.keeps_pools_apart or any(pool.shares_hardware for pool in view.cluster.pools.values()):
             return False
         num_rollout, num_train = view.num_nodes(Phase.ROLLOUT), view.num_nodes(Phase.TRAIN)
         if num_rollout + num_train == math.inf:

@@ -20,6 +20,7 @@ host memory stay there.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,12 +54,19 @@ class MachineMemory:
     """The GPU that each device of the file stands for; empty where devices are cores."""
     free_bytes_by_gpu: Mapping[str, float] = field(default_factory=dict)
     """Free bytes of each GPU, as reported by its driver."""
+    num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """Cores that this process may use."""
+
+    def is_shared(self, num_devices: int) -> bool:
+        """Whether so many devices are more than there is hardware for; controller and environments need a core, too."""
+        num_gpus = len({*self.gpu_by_device.values()})
+        return num_devices > num_gpus if num_gpus else num_devices >= self.num_cores
 
 
 def with_machine_memory(
     cluster: Cluster, submissions: Sequence[Submission] = (), machine: MachineMemory | None = None
 ) -> Cluster:
-    """The cluster with the machine's memory divided among its devices.
+    """The cluster with the machine's memory divided among its devices, and whether they have hardware of their own.
 
     Submissions come with footprints. Raises RefusedError for a GPU whose devices need more than it has, together.
     """
@@ -81,6 +89,7 @@ def with_machine_memory(
                 pool,
                 device_memory_bytes=min(pool.device_memory_bytes, gpu_bytes.get(name, host_bytes)),
                 host_memory_bytes=min(pool.host_memory_bytes, host_bytes * pool.devices_per_node),
+                shares_hardware=machine.is_shared(num_devices),
             )
             for name, pool in cluster.pools.items()
         }
