@@ -43,7 +43,7 @@ _OF_LANE = {
 """Gauges of a lane: its key in the API, and its help text."""
 _COUNTED = {
     "rlmux_switches": ("num_switches", "Orders that began with a switch"),
-    "rlmux_migrations": ("num_migrations", "Rollouts whose tail was moved to another device"),
+    "rlmux_migrations": ("num_migrations", "Tails and shards of rollouts that migrated to other devices"),
 }
 _OF_PIPELINE = {
     "rlmux_pipeline_step": ("step", "Last published step"),
