@@ -94,3 +94,37 @@ def test_a_step_is_due_by_the_solo_time_of_the_pipelines_own_pools_sync_included
     assert mine.due_s == pytest.approx(10.0 + 1.5 * 104.0)
     mine.open_rollout(2, (DeviceId("rollout", 0, 0),), 120.0)
     assert mine.due_s == pytest.approx(10.0 + 2 * 1.5 * 104.0)
+
+
+def test_what_a_shard_waits_for_its_tools_is_part_of_what_is_left_of_the_next_one():
+    made = StepHistory(Pipeline(id=PipelineId("a"), num_steps=4))
+    for step in (1, 2):
+        made.open_rollout(step, (D0,), 0.0)
+        made.add_pause(D0, 1.0, waited_s=0.5)
+        made.add_wait(D0, 1.5)
+        made.end_shard(D0, 1.0, waited_s=0.0)
+    assert made.estimates().shard_wait_s == pytest.approx(2.0)
+    made.open_rollout(3, (D0,), 0.0)
+    assert made.wall_left_s(D0, 0.0) == pytest.approx(2.0 + 2.0)
+    made.add_pause(D0, 1.0, waited_s=0.5)
+    assert made.wall_left_s(D0, 1.0) == pytest.approx(2.5)
+    assert made.wall_left_s(D1, 0.0) == 0.0, "it has no shard there"
+
+
+def test_what_control_takes_is_no_wait_for_tools():
+    made = StepHistory(Pipeline(id=PipelineId("a"), num_steps=4))
+    made.open_rollout(1, (D0,), 0.0)
+    made.end_shard(D0, 1.0, waited_s=0.05)
+    made.open_rollout(2, (D0,), 0.0)
+    assert made.estimates().shard_wait_s == 0.0
+    assert made.wall_left_s(D0, 0.0) == 0.0
+
+
+def test_the_spread_of_forecasts_is_how_far_shards_and_trainings_were_off_in_the_median():
+    made = StepHistory(Pipeline(id=PipelineId("a"), num_steps=9))
+    for step, seconds in enumerate((1.0, 1.0, 1.1, 1.1, 0.9), start=1):
+        made.open_rollout(step, (D0,), 0.0)
+        made.end_shard(D0, seconds)
+        if step < 4:
+            assert made.estimates().spread is None
+    assert made.estimates().spread == pytest.approx(0.1, abs=0.03)

@@ -210,6 +210,11 @@ class MemberView:
         """Sequences of the shard there at the last report, None before the first; solo seconds of earlier orders."""
         return self._run.estimates.history.live_shard(device)
 
+    def wall_left_s(self, device: DeviceId, run_s: float) -> float:
+        """Seconds until its shard there, which has run for so many, is over, waits for environments included; 0 for a
+        pipeline without such waits."""
+        return self._run.estimates.history.wall_left_s(device, run_s)
+
     def has_moved(self, device: DeviceId) -> bool:
         """Whether its shard there migrated to an idle device before it began: that takes no time, so it is not offered
         again."""
@@ -475,7 +480,8 @@ class GroupView:
             num_active, run_s = run.estimates.history.live_shard(device)
             if shard.order is not None:
                 run_s += OrderView(self._state.orders[shard.order]).solo_s(self.now_s)
-            left_s = max(left_s, estimates.remaining_time(num_active, run_s).low_s)
+            wall_s = run.estimates.history.wall_left_s(device, run_s)
+            left_s = max(left_s, wall_s, estimates.remaining_time(num_active, run_s).low_s)
         return left_s
 
     def _laxity_s(self, run: PipelineRun) -> float:

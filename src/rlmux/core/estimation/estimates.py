@@ -43,6 +43,8 @@ LEAST_PART = 0.05
 """Part of a shard's seconds below which a sub-stage of it is not distinguished."""
 LEAST_WAIT = 0.01
 """Part of a step's seconds below which a reward or a publication is not a wait of its own."""
+LEAST_TOOL_WAIT = 0.1
+"""Part of a shard's seconds above which what it waited for is environments, and not control."""
 SPREAD_WINDOW = 12
 """Shards and stages of training whose forecast is compared with what they took."""
 LEAST_ERRORS = 4
@@ -137,6 +139,9 @@ class StepEstimates:
     enough were seen."""
     wait_s: float | None = None
     """Seconds between the pause of a shard that had nothing to compute and the first reply; None before the first."""
+    shard_wait_s: float = 0.0
+    """Seconds in which a whole shard computes nothing, since its trajectories wait for environments; 0 for negligible
+    ones."""
     rollout_switch_s: float = 0.0
     """Seconds of a warm switch to its rollout state: as the last ones took, before them as it was measured, else 0."""
     train_switch_s: float = 0.0
@@ -276,8 +281,10 @@ class _ShardProgress:
     step: int
     before_s: float = 0.0
     """Solo seconds of its earlier orders."""
+    waited_s: float = 0.0
+    """Seconds in which it computed nothing: of its earlier orders, and of waits for environments between them."""
     prefill_s: float = 0.0
-    """Those of them before its first decode step."""
+    """Those of `before_s` before its first decode step."""
     seconds: list[float] = field(default_factory=list)
     """Solo seconds of each report since the shard began."""
     active: list[int] = field(default_factory=list)
@@ -315,6 +322,8 @@ class StepHistory:
         """Part of its forecast by which each of the last shards and stages of training was off."""
         self._wait_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds of the last waits for an environment."""
+        self._shard_waits: deque[float] = deque(maxlen=SPREAD_WINDOW)
+        """Seconds in which each of the last whole shards computed nothing."""
         self._switch_s: dict[tuple[Phase, bool], deque[float]] = {}
         """Seconds before computing, by phase and whether there was a warm switch: weights come in without one too."""
         self._expected: PhaseSeconds | None = None
@@ -362,10 +371,12 @@ class StepHistory:
             shard.seconds.append(shard.before_s + solo_s)
             shard.active.append(num_active)
 
-    def add_pause(self, device: DeviceId, solo_s: float, prefill_s: float = 0.0) -> None:
-        """The shard's order was paused after so many solo seconds, `prefill_s` of them before its first decode step."""
+    def add_pause(self, device: DeviceId, solo_s: float, prefill_s: float = 0.0, waited_s: float = 0.0) -> None:
+        """The shard's order was paused after so many solo seconds, `prefill_s` of them before its first decode step,
+        and `waited_s` in which it computed nothing."""
         shard = self._open.get(device)
         if shard is not None:
+            shard.waited_s += waited_s
             shard.prefill_s = shard.prefill_s or prefill_s
             shard.before_s += solo_s
 
@@ -407,8 +418,10 @@ class StepHistory:
         others = [entry for entry in self._curves if entry[0] != step]
         self._curves = others or self._curves
 
-    def add_wait(self, seconds: float) -> None:
+    def add_wait(self, device: DeviceId, seconds: float) -> None:
         """A paused shard had nothing to compute for so long."""
+        if (shard := self._open.get(device)) is not None:
+            shard.waited_s += seconds
         self._wait_s.append(seconds)
         self._estimates = None
 
@@ -417,12 +430,14 @@ class StepHistory:
         self._switch_s.setdefault((phase, is_warm), deque(maxlen=WINDOW_STEPS)).append(seconds)
         self._estimates = None
 
-    def end_shard(self, device: DeviceId, solo_s: float, prefill_s: float = 0.0) -> None:
+    def end_shard(self, device: DeviceId, solo_s: float, prefill_s: float = 0.0, waited_s: float = 0.0) -> None:
         """The shard is done; its last order computed for so many solo seconds, `prefill_s` of them before its first
-        decode step."""
+        decode step, and waited for so many."""
         shard = self._open.pop(device, None)
         if shard is None:
             return
+        if shard.is_whole:
+            self._shard_waits.append(shard.waited_s + waited_s)
         if not shard.is_whole and self._curves:  # the curve of a shard that nothing migrated to predicts better
             if shard.num_whole_siblings:
                 if shard.num_whole_siblings >= _LEAST_SIBLINGS:
@@ -476,6 +491,14 @@ class StepHistory:
             return None, 0.0
         return (shard.active[-1] if shard.active else None), shard.before_s
 
+    def wall_left_s(self, device: DeviceId, run_s: float) -> float:
+        """Seconds until a shard that has run for so many is over, its waits for environments included; 0 where it has
+        none to speak of."""
+        estimates, shard = self.estimates(), self._open.get(device)
+        if not estimates.shard_wait_s or shard is None:
+            return 0.0
+        return max(0.0, estimates.shard_s + estimates.shard_wait_s - shard.waited_s - run_s)
+
     def estimates(self) -> StepEstimates:
         """Forecast from the last steps; cached until something new is known."""
         if self._estimates is None:
@@ -511,9 +534,15 @@ class StepHistory:
             spread=_median(self._errors) if len(self._errors) >= LEAST_ERRORS else None,
             slots=None if pipeline.dense_threshold is None else 2 * pipeline.dense_threshold,
             wait_s=_median(self._wait_s) if self._wait_s else None,
+            shard_wait_s=self._shard_wait_s(),
             rollout_switch_s=self._warm_switch_s(Phase.ROLLOUT),
             train_switch_s=self._warm_switch_s(Phase.TRAIN),
         )
+
+    def _shard_wait_s(self) -> float:
+        waits_s = _median(self._shard_waits) if self._shard_waits and self._curves else 0.0
+        computing_s = _median([curve.end_s for _, curve in self._curves]) if self._curves else 0.0
+        return waits_s if waits_s > LEAST_TOOL_WAIT * computing_s else 0.0
 
     def _warm_switch_s(self, phase: Phase) -> float:
         spent = self._switch_s.get((phase, True))

@@ -35,7 +35,8 @@ def on_stage_finished(parts: Parts, event: StageFinished) -> list[Action]:
         has_new_seconds = parts.expectations.learn_batches(run)
     else:
         if order.phase is Phase.ROLLOUT:
-            run.estimates.history.end_shard(order.devices[0], solo_s, _solo_prefill_s(event, solo_s))
+            waited_s = _waited_s(parts, order, event)
+            run.estimates.history.end_shard(order.devices[0], solo_s, _solo_prefill_s(event, solo_s), waited_s)
         else:
             run.estimates.history.end_stage(order.stage, solo_s)
         actions += parts.steps.finish(run, order)
@@ -61,7 +62,8 @@ def on_stage_paused(parts: Parts, event: StagePaused) -> list[Action]:
         parts.batches.pause(run, order)
         return []
     if order.phase is Phase.ROLLOUT:
-        run.estimates.history.add_pause(order.devices[0], solo_s, _solo_prefill_s(event, solo_s))
+        waited_s = _waited_s(parts, order, event)
+        run.estimates.history.add_pause(order.devices[0], solo_s, _solo_prefill_s(event, solo_s), waited_s)
     parts.steps.pause(run, order, is_waiting=event.is_waiting)
     return []
 
@@ -80,7 +82,7 @@ def on_reply_arrived(parts: Parts, event: ReplyArrived) -> list[Action]:
     if run.status is not PipelineStatus.RUNNING or shard is None or shard.state is not WorkState.WAITING_FOR_ENV:
         return []  # it has been started, migrated or begun anew since
     waited_s = parts.state.now_s - shard.work.since_s
-    run.estimates.history.add_wait(waited_s)
+    run.estimates.history.add_wait(event.device, waited_s)
     run.estimates.measured.add_rollout(run.step.rollout_step, event.device, waited_s, 0.0)
     if run.waits_for_user_code:
         parts.groups.catch_up(run)
@@ -139,6 +141,11 @@ def _end_named(parts: Parts, order_id: OrderId) -> tuple[Order, PipelineRun]:
 def _solo_prefill_s(event: StageFinished | StagePaused, solo_s: float) -> float:
     """Solo seconds of its prefill: slowed by neighbours as the rest of it."""
     return event.prefill_s * solo_s / event.seconds if event.seconds > 0.0 else 0.0
+
+
+def _waited_s(parts: Parts, order: Order, event: StageFinished | StagePaused) -> float:
+    """Seconds of the order in which it neither computed nor switched."""
+    return max(0.0, parts.state.now_s - order.started_s - event.switch_s - event.seconds)
 
 
 def _measure(parts: Parts, run: PipelineRun, order: Order, event: StageFinished | StagePaused) -> float:

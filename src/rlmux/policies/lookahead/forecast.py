@@ -246,7 +246,7 @@ class _MemberForecast:
         num_active, before_s = self.member.live_shard(device)
         if order is not None:
             run_s = before_s + order.solo_s(self.view.now_s)
-            left_s = estimates.remaining_time(num_active, run_s).median_s
+            left_s = max(estimates.remaining_time(num_active, run_s).median_s, self.member.wall_left_s(device, run_s))
             left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * self.plan.shard_s)
         elif work is not None and work.is_continuation:
             left_s = estimates.remaining_time(num_active, before_s).median_s
