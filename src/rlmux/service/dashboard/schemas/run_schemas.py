@@ -178,7 +178,7 @@ class Lane(Shape):
     seconds: dict[Kind, float]
     num_switches: int
     num_migrations: int
-    num_tail_migrations: int = 0
+    num_tail_migrations: int
     """Those of trajectories that had begun."""
     control_overhead: float | None
     slo_attainment: float | None
