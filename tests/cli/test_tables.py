@@ -85,8 +85,15 @@ def test_a_run_is_shown_with_its_timeline(tmp_path: Path, capsys):
     assert "policy rollmux: 4 s, 250 tokens/s" in out
     assert "0.25 → -" in out
     assert "a: moves: 1\n" in out
+    assert "mechanisms:" not in out
     assert "b: moves" not in out
     assert f"timeline: {tmp_path / 'timeline.html'}" in out
+
+
+def test_a_run_says_in_one_line_what_the_mechanisms_did(tmp_path: Path, capsys):
+    tables.show_run(summary(4.0, tails=3), tmp_path, as_json=False)
+    said = "mechanisms: 3 begun tails moved (3 trajectories, 3 tokens), 3 device-seconds freed\n"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("cancelled", 0), ("failed", 1), ("refused", 1)])

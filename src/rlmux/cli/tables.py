@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import memory_rows
+from rlmux.report.mechanisms import mechanism_words
 from rlmux.report.slos import move_words, slo_words
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
         "device | busy: utilization .0% | busy s: busy_s | switch s: switch_s | bubble s: bubble_s | idle s: idle_s",
     )
     print(f"\ncontrol overhead {_percent(summary['control_overhead'], digits=2)}")
+    if words := mechanism_words(summary["mechanisms"]):
+        print(f"mechanisms: {words}")
     for name, what in (("timeline.html", "timeline"), ("trace.json", "trace for ui.perfetto.dev")):
         if (folder / name).is_file():
             print(f"{what}: {folder / name}")

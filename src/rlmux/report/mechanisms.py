@@ -54,6 +54,24 @@ def mechanisms(orders: Iterable[OrderRecord]) -> dict[str, dict[str, float]]:
     return {name: _rounded(each) for name, each in counted.items()}
 
 
+def mechanism_words(counted: Mapping[str, Mapping[str, float]]) -> str:
+    """What the mechanisms did, in words; empty where they did nothing."""
+    tails, shards, waits, fractions = (counted[name] for name in ("tails", "shards", "tool_waits", "fractions"))
+    parts = []
+    if tails["migrations"]:
+        parts.append(
+            f"{tails['migrations']:,} begun tails moved ({tails['trajectories']:,} trajectories, {tails['tokens']:,} "
+            f"tokens), {tails['freed_s']:,} device-seconds freed"
+        )
+    if shards["migrations"]:
+        parts.append(f"{shards['migrations']:,} shards moved before they began")
+    if waits["given_away"]:
+        parts.append(f"{waits['given_away']:,} tool waits given away for {waits['freed_s']:,} s")
+    if fractions["orders"]:
+        parts.append(f"{fractions['orders']:,} orders on a part of their device")
+    return "; ".join(parts)
+
+
 def _is_shard(order: OrderRecord) -> bool:
     return order.phase is Phase.ROLLOUT and not order.is_migration
 

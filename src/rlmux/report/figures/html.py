@@ -139,7 +139,9 @@ class _View:
             tiles.append(("control overhead", percent_text(summary["control_overhead"])))
         tiles.append(("switches", f"{summary['num_switches']:,}"))
         if summary["num_migrations"]:
-            tiles.append(("migrations", f"{summary['num_migrations']:,}"))
+            tails = summary["mechanisms"]["tails"]["migrations"]
+            shards = f"{summary['num_migrations'] - tails:,} <small>shards</small>"
+            tiles.append(("migrations", f"<span>{tails:,} <small>tails</small></span><span>{shards}</span>"))
         return '<dl class="tiles">' + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in tiles) + "</dl>"
 
     def _utilizations(self) -> list[tuple[str, float]]:
