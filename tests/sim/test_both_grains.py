@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rlmux.core.actions import Admit
+from rlmux.core.events import PipelineSubmitted
+from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool
+from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.substage_pairs import AIME_4B, GSM8K_06B, GSM8K_4B, MATH_06B, MATH_4B, MATH_8B, crowd
@@ -22,6 +26,23 @@ def apart(*pair, num_gpus=8, **options):
 def test_in_pools_kept_apart_sub_stages_beside_each_other_end_sooner_than_the_cycle():
     workload = apart(MATH_06B, MATH_06B)
     assert seconds(workload, "rlmux", keeps_pools_apart=True) < 0.8 * seconds(workload, "rollmux")
+
+
+def test_pools_stay_apart_where_devices_share_hardware():
+    """Elsewhere, without estimates and prices, nodes serve both phases."""
+    assert is_placed_on_both_pools(shares_hardware=False)
+    assert not is_placed_on_both_pools(shares_hardware=True)
+
+
+def is_placed_on_both_pools(*, shares_hardware: bool) -> bool:
+    pools = {
+        phase.value: Pool(name=phase.value, phase=phase, num_nodes=2, shares_hardware=shares_hardware)
+        for phase in (Phase.ROLLOUT, Phase.TRAIN)
+    }
+    scheduler = Scheduler(Cluster(pools=pools), make_policy("rlmux"), raises_policy_faults=True)
+    actions = scheduler.handle(PipelineSubmitted(time_s=0.0, pipeline=Pipeline(id=PipelineId("a"), num_steps=2)))
+    (admit,) = [action for action in actions if isinstance(action, Admit)]
+    return "train" in {node.pool for node in admit.placement.rollout_nodes}
 
 
 def test_the_cycle_is_kept_where_no_other_schedule_is_clearly_shorter():

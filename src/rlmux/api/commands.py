@@ -178,7 +178,7 @@ def compare(
 ) -> dict[str, Any]:
     """Train the same pipelines under each policy, one after another; ratios are to the first.
 
-    `rounds`: how often, the policies in turn; figures are medians then, ratios are taken within a round.
+    `rounds`: how often, 1 or more, the policies in turn; figures are medians then, ratios are taken within a round.
 
     `profile`, `display`, `on_warning`: as for `run`, under each policy anew. `ablate`: as for `simulate`.
     The keys are as in `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
@@ -189,6 +189,8 @@ def compare(
 
     for name in policies:
         check_policy(name)
+    if rounds < 1:
+        raise UserError(f"rounds: {rounds}; accepted: 1 or more")
     names = with_ablations(policies, ablate)
     spec = _loaded_to_train(file, backend, overrides=overrides, profile=profile, on_warning=on_warning)
     policy_and_costs(spec, profile, on_warning=lambda _: None)  # a profile of something else is refused before a folder

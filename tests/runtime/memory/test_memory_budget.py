@@ -111,6 +111,20 @@ def test_where_states_may_spill_a_process_has_to_fit_or_is_refused_with_the_numb
         check_each_fits(too_narrow, [with_footprint(given, too_narrow)])
 
 
+@pytest.mark.parametrize(
+    ("machine", "is_shared"),
+    [
+        (MachineMemory(num_cores=4), False),
+        (MachineMemory(num_cores=3), True),
+        (MachineMemory(gpu_by_device={DeviceId("a", 0, 0): "0", DEVICE: "1", OTHER_NODE: "2"}, num_cores=2), False),
+        (MachineMemory(gpu_by_device={DeviceId("a", 0, 0): "0", DEVICE: "0", OTHER_NODE: "1"}, num_cores=64), True),
+    ],
+    ids=["cores to spare", "no core for anything else", "a GPU each", "two on one GPU"],
+)
+def test_devices_share_hardware_where_there_is_less_of_it_than_devices_and_a_controller(machine, is_shared):
+    assert machine.is_shared(3) is is_shared
+
+
 def test_on_a_gpu_the_base_of_several_pipelines_is_counted_once(real):
     """Two share a process for each phase; a third one on the same base, with other slots, samples by itself."""
     gpus = MachineMemory(

@@ -540,9 +540,10 @@ class StepHistory:
         )
 
     def _shard_wait_s(self) -> float:
-        waits_s = _median(self._shard_waits) if self._shard_waits and self._curves else 0.0
-        computing_s = _median([curve.end_s for _, curve in self._curves]) if self._curves else 0.0
-        return waits_s if waits_s > LEAST_TOOL_WAIT * computing_s else 0.0
+        if not (self._shard_waits and self._curves):
+            return 0.0
+        waits_s = _median(self._shard_waits)
+        return waits_s if waits_s > LEAST_TOOL_WAIT * _median([curve.end_s for _, curve in self._curves]) else 0.0
 
     def _warm_switch_s(self, phase: Phase) -> float:
         spent = self._switch_s.get((phase, True))
