@@ -36,6 +36,8 @@ class Processes(LocalProcesses):
         ask = worker.call
 
         def call(now_s: float, method: str, *rest: Any) -> None:
+            if method == self.deadly_call:  # it stands still first: a quick one would have answered
+                os.kill(worker.pid, signal.SIGSTOP)
             ask(now_s, method, *rest)
             if method == self.deadly_call:
                 os.kill(worker.pid, signal.SIGKILL)
