@@ -95,6 +95,41 @@ def test_an_item_goes_through_its_sub_stages_and_each_has_its_own_neighbours():
     assert made.end_s[1] == pytest.approx(5.2 + (5.0 - 5.2 / 1.3) * 2.0 + 4.0 - (5.0 - 5.2 / 1.3))
 
 
+def test_a_shard_waits_for_the_tail_of_another_where_two_in_their_dense_part_gain_little():
+    """Beside the dense part the table allows it, at a gain of 1.1; beside the tail it gains 1.8."""
+    pairs = (("dense", "dense", 1.8), ("dense", "tail", 1.1))
+    sharing = SharingTable.of(
+        SharingEntry(sub_stage_a=a, sub_stage_b=b, device_fraction=0.5, slowdown_a=slowdown, slowdown_b=slowdown)
+        for a, b, slowdown in pairs
+    )
+    shards = tuple(item(number, "dense", (0,), 8.0, tail_s=4.0) for number in range(2))
+    made = look_ahead(Problem(work_items=shards, sharing=sharing))
+    assert made.start_s == (0.0, pytest.approx(4.0))
+    assert made.makespan_s == pytest.approx(4.0 + 4.0 * 1.1 + 4.0)
+
+
+def test_pipelines_take_turns_phase_after_phase_where_that_ends_sooner():
+    """Neither the longest path nor one pipeline first has pipeline 0 first in the rollouts alone (seed 126 of
+    `benchmarks/exact_schedule.py`)."""
+    problem = Problem(
+        work_items=(
+            item(0, "dense", (0,), 5.7, tail_s=1.6),
+            item(0, "dense", (1,), 4.1, tail_s=2.1),
+            item(0, "dense", (2,), 3.9, tail_s=2.1),
+            item(0, "update", (0,), 4.3, needs=(0, 1, 2)),
+            item(1, "dense", (0,), 6.2, tail_s=3.7),
+            item(1, "dense", (1,), 6.5, tail_s=3.0),
+            item(1, "dense", (2,), 4.0, tail_s=2.1),
+            item(1, "update", (0, 1, 2), 3.7, needs=(4, 5, 6)),
+        ),
+        sibling_migrations=(
+            SiblingMigration(source=1, target=0, cost_s=0.2, stretch=1.1),
+            SiblingMigration(source=4, target=5, cost_s=0.2, stretch=1.1),
+        ),
+    )
+    assert look_ahead(problem).makespan_s == pytest.approx(16.2)
+
+
 def test_three_share_a_device_only_at_rates_that_were_measured_for_three():
     kinds = ("dense", "tail", "update")
     triple = SharingTriple(sub_stages=kinds, device_fractions=(0.3, 0.3, 0.4), slowdowns=(1.5, 1.5, 1.5))

@@ -107,6 +107,7 @@ class SharingTable:
     most_together: int = field(init=False, repr=False, compare=False)
     """Sub-stages that share a device at most; 1 where none may."""
     _rates: dict[tuple[str, ...], float] = field(init=False, repr=False, compare=False)
+    _gains: dict[tuple[str, ...], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shared: dict[tuple[str, ...], SharedRates] = {}
@@ -135,6 +136,7 @@ class SharingTable:
             shared.update(_in_batches(base_batches))
         object.__setattr__(self, "_shared", shared)
         object.__setattr__(self, "_rates", {key: 1.0 / rates.slowdown for key, rates in shared.items()})
+        object.__setattr__(self, "_gains", _gains(self._rates))
         object.__setattr__(self, "most_together", max(map(len, shared), default=1))
 
     @classmethod
@@ -145,6 +147,11 @@ class SharingTable:
     def rates(self) -> dict[tuple[str, ...], float]:
         """Solo seconds per second of the first beside the others, which are sorted, for all that helps."""
         return self._rates
+
+    @property
+    def gains(self) -> dict[tuple[str, ...], float]:
+        """Work done together over work done one after the other, by the keys of `rates`."""
+        return self._gains
 
     def up_to(self, num_together: int) -> SharingTable:
         """The same where no more than so many states fit a device together."""
@@ -165,6 +172,15 @@ class SharingTable:
     def rates_beside(self, sub_stage: str, others: Iterable[str]) -> SharedRates | None:
         """How `sub_stage` runs beside the others; None where sharing was not measured to help."""
         return self._shared.get((sub_stage, *sorted(others)))
+
+
+def _gains(rates: Mapping[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+    """Solo seconds per second of all that are together, by each of them beside the others."""
+    gains = {}
+    for together in rates:
+        others_of = [(each, *sorted(together[:place] + together[place + 1 :])) for place, each in enumerate(together)]
+        gains[together] = round(sum(rates[key] for key in others_of), 9)
+    return gains
 
 
 def _on_base(shared: Mapping[tuple[str, ...], SharedRates], batches: BaseBatches) -> dict[tuple[str, ...], SharedRates]:

@@ -37,9 +37,9 @@ class Setting:
     """What is the same in all playouts of one problem."""
 
     __slots__ = (
-        "begins", "deadlines_s", "devices", "first_sub_stages", "followers", "is_sharing", "least_mean_s", "masks",
-        "most_together", "no_begins", "num_devices", "num_needs", "paths_s", "problem", "rates", "seconds", "states",
-        "switches_s", "tails_s", "targets", "widths",
+        "begins", "deadlines_s", "devices", "first_sub_stages", "followers", "gains", "is_sharing", "least_mean_s",
+        "masks", "most_together", "no_begins", "num_devices", "num_needs", "paths_s", "problem", "rates", "seconds",
+        "states", "switches_s", "tails_s", "targets", "widths",
     )  # fmt: skip
 
     def __init__(self, problem: Problem) -> None:
@@ -61,6 +61,7 @@ class Setting:
         """Whether a device may have several work items at once in a playout."""
         self.most_together = problem.sharing.most_together
         self.rates = problem.sharing.rates
+        self.gains = problem.sharing.gains
         self.begins = [_begins(item) for item in work_items]
         """(solo seconds left when it begins, sub-stage) of each item's sub-stages after the first, in order, as
         `sharing` names them; so are the first ones."""
@@ -133,6 +134,7 @@ class Playout:
         "holders",
         "idle_migrations",
         "kept",
+        "least_gain",
         "left_s",
         "masks",
         "now_s",
@@ -161,6 +163,7 @@ class Playout:
         self.rank = priorities.rank
         self.after = priorities.after
         self.unshared = priorities.unshared
+        self.least_gain = priorities.least_gain
         self.sibling_migrations = priorities.sibling_migrations
         self.open_migrations = list(priorities.sibling_migrations)
         self.idle_migrations = priorities.idle_migrations
@@ -447,7 +450,7 @@ class Playout:
         unshared = self.unshared
         if index in unshared:
             return False
-        rates, sub_stages, mine = self.setting.rates, self.sub_stage, self.sub_stage[index]
+        gains, sub_stages, mine = self.setting.gains, self.sub_stage, self.sub_stage[index]
         for device in self.devices[index]:
             holders = self.holders[device]
             if not holders:
@@ -458,7 +461,7 @@ class Playout:
                 key: tuple[str, ...] = (mine, sub_stages[holders[0]])
             else:
                 key = (mine, *sorted(sub_stages[other] for other in holders))
-            if key not in rates:
+            if gains.get(key, -1.0) < self.least_gain:
                 return False
         return True
 

@@ -25,6 +25,8 @@ class Priorities:
     """Work items that have their devices alone."""
     idle_migrations: frozenset[int] = frozenset()
     """Indices of the migrations to idle devices that are made."""
+    least_gain: float = 0.0
+    """Sub-stages that do less work together than so many do one after the other have no device in common."""
 
     def changed(
         self,
@@ -34,6 +36,7 @@ class Priorities:
         sibling_migrations: tuple[int, ...] | None = None,
         unshared: frozenset[int] | None = None,
         idle_migrations: frozenset[int] | None = None,
+        least_gain: float | None = None,
     ) -> Priorities:
         """A copy with these values in place of its own."""
         return Priorities(
@@ -42,6 +45,7 @@ class Priorities:
             self.sibling_migrations if sibling_migrations is None else sibling_migrations,
             self.unshared if unshared is None else unshared,
             self.idle_migrations if idle_migrations is None else idle_migrations,
+            self.least_gain if least_gain is None else least_gain,
         )
 
 

@@ -2,9 +2,10 @@
 
     Problem ─▶ look_ahead ─▶ priorities ⇄ playout ──▶ Schedule: its first moment is the decision
 
-The search is list scheduling by the longest remaining path, then local improvement of the list: work items that stood
-in another's way trade places, hold back for it, share or not, shards migrate or not; the least score wins. It is
-bounded by the number of starts that are played out, not by a clock, so a decision is a function of the problem.
+The search is list scheduling: along the longest remaining path, in turns as a group's cycle has them, one pipeline
+first, sharing devices only where it gains more than so much. Then local improvement of the list: shards migrate or not,
+work items that stood in another's way trade places, hold back for it, share or not; the least score wins. It is bounded
+by the number of starts that are played out, not by a clock, so a decision is a function of the problem.
 
 `playout.py` turns a list into a schedule and scores it; `greedy.py` is the rule without foresight that this is
 compared with.
@@ -39,8 +40,13 @@ def play_out(problem: Problem, priorities: Priorities) -> Schedule:
     return Playout(Setting(problem), priorities).schedule()
 
 
+_NUM_MOVED = 3
+"""Openings whose migrations are tried one by one, before any list is improved."""
+
+
 class _PlayoutSearch:
-    """Openings first, then improvement of the best of them, then of the next, while starts are left."""
+    """Openings, then migrations of the best few, then improvement of the best, then of the next, while starts are
+    left."""
 
     def __init__(self, problem: Problem, num_starts: int, openings: Sequence[Priorities]) -> None:
         self.problem = problem
@@ -58,6 +64,9 @@ class _PlayoutSearch:
             if self.num_left <= 0:
                 break
         tried.sort(key=lambda pair: pair[1].score)
+        tried[:_NUM_MOVED] = sorted(
+            (self.migrate(*pair) for pair in tried[:_NUM_MOVED]), key=lambda pair: pair[1].score
+        )
         best = tried[0][1]
         for priorities, schedule in tried:
             if self.num_left <= 0:
@@ -74,6 +83,17 @@ class _PlayoutSearch:
         self.num_left -= playout.num_started
         self.num_tried += 1
         return schedule
+
+    def migrate(self, current: Priorities, schedule: Schedule) -> tuple[Priorities, Schedule]:
+        """Each migration once: made or not, whichever is better with those before it."""
+        for number in range(len(self.problem.idle_migrations) + len(self.problem.sibling_migrations)):
+            if self.num_left <= 0:
+                break
+            candidate = _with_other_migration(self.problem, current, number)
+            found = self.try_out(candidate, schedule)
+            if found is not None:
+                current, schedule = candidate, found
+        return current, schedule
 
     def improve(self, current: Priorities, schedule: Schedule) -> Schedule:
         """The first small change that helps, again and again, until none does."""
@@ -107,19 +127,22 @@ def _openings(problem: Problem) -> Iterator[Priorities]:
     ]
     if len(subsets) > 1:
         subsets.append(compatible_migrations(problem, tuple(range(len(problem.sibling_migrations)))))
-    firsts = list(_pipelines_first(work_items, paths, by_path))
+    firsts = [*_in_turns(work_items, paths, by_path), *_pipelines_first(work_items, paths, by_path)]
+    gains = sorted(set(problem.sharing.gains.values()))[1:]
     if problem.idle_migrations:
         yield by_path.changed(idle_migrations=frozenset(range(len(problem.idle_migrations))))
     for subset in subsets:
         yield by_path.changed(sibling_migrations=subset)
     yield from firsts
     if problem.sharing.allows_any:
+        for gain in gains:
+            yield by_path.changed(least_gain=gain)
         yield by_path.changed(unshared=frozenset(range(len(work_items))))
-    yield by_path.changed(rank=rank_descending([item.seconds * len(item.devices) for item in work_items]))
-    yield by_path.changed(rank=rank_descending([-item.seconds for item in work_items]))
     for first in firsts:
-        for subset in subsets:
-            yield first.changed(sibling_migrations=subset)
+        if subsets:
+            yield first.changed(sibling_migrations=subsets[-1])
+        for gain in gains:
+            yield first.changed(least_gain=gain)
 
 
 def _pipelines_first(
@@ -135,17 +158,40 @@ def _pipelines_first(
         yield by_path.changed(rank=rank_descending(values))
 
 
+def _in_turns(work_items: Sequence[WorkItem], paths: Sequence[float], by_path: Priorities) -> Iterator[Priorities]:
+    """One candidate a pipeline: phase after phase, with the same turns in each, that pipeline first."""
+    pipelines = sorted({item.pipeline for item in work_items})
+    if len(pipelines) < 2:
+        return
+    depths: list[int] = []
+    for item in work_items:
+        depths.append(1 + max([depths[need] for need in item.needs], default=-1))
+    most_s = max(paths) + 1.0
+    for place in range(len(pipelines)):
+        turns = {pipeline: turn for turn, pipeline in enumerate(pipelines[place:] + pipelines[:place])}
+        values = [
+            path - most_s * (depth * len(pipelines) + turns[item.pipeline])
+            for item, depth, path in zip(work_items, depths, paths, strict=True)
+        ]
+        yield by_path.changed(rank=rank_descending(values))
+
+
 def _neighbours(problem: Problem, current: Priorities, schedule: Schedule) -> Iterator[Priorities]:
     """Small changes, those at the first moments first: what is decided now matters most."""
-    for number in range(len(problem.idle_migrations)):
-        yield current.changed(idle_migrations=current.idle_migrations ^ {number})
-    for number in range(len(problem.sibling_migrations)):
-        made = current.sibling_migrations
-        if number in made:
-            yield current.changed(sibling_migrations=tuple(other for other in made if other != number))
-        else:
-            yield current.changed(sibling_migrations=compatible_migrations(problem, (number, *made)))
+    for number in range(len(problem.idle_migrations) + len(problem.sibling_migrations)):
+        yield _with_other_migration(problem, current, number)
     yield from _reordered(problem, current, schedule)
+
+
+def _with_other_migration(problem: Problem, current: Priorities, number: int) -> Priorities:
+    """The migration of that number, those to idle devices before those to siblings, is made or no longer made."""
+    if number < len(problem.idle_migrations):
+        return current.changed(idle_migrations=current.idle_migrations ^ {number})
+    number -= len(problem.idle_migrations)
+    made = current.sibling_migrations
+    if number in made:
+        return current.changed(sibling_migrations=tuple(other for other in made if other != number))
+    return current.changed(sibling_migrations=compatible_migrations(problem, (number, *made)))
 
 
 def _reordered(problem: Problem, current: Priorities, schedule: Schedule) -> Iterator[Priorities]:
