@@ -75,7 +75,8 @@ class _Model:
             int(
                 (
                     total_s * slowest
-                    + sum(move.cost_s for move in (*problem.sibling_migrations, *problem.idle_migrations))
+                    + sum(move.cost_s for move in problem.sibling_migrations)
+                    + sum(move.cost_s for move in problem.idle_migrations)
                 )
                 * UNITS_PER_S
                 * 2

@@ -1,6 +1,6 @@
 """Engines: what samples and what trains. Passive; every call is bounded.
 
-Reading order: residency, device_fraction, durable_files, determinism_probe, logprob_gap, user_engine.
+Reading order: residency, device_fraction, durable_files, spare_files, determinism_probe, logprob_gap, user_engine.
 """
 
 import logging

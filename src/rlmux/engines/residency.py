@@ -16,6 +16,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -41,16 +42,19 @@ class Offloaded:
         """Whether the tensors are spilled and not in host memory."""
         return self._copies is None
 
-    def copy_to(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the first `len(tensors)` of them into contiguous tensors; spilled ones need no host memory on the way.
+    def copy_to(self, tensors: Sequence[Tensor], *, num_skipped: int = 0) -> None:
+        """Copy the first `len(tensors)` of them into contiguous tensors, but for the first `num_skipped`; spilled ones
+        need no host memory on the way.
 
         Raises OSError for a spilled file that is too short.
         """
         if self._file is not None:
-            self._file.read_into(tensors)
+            self._file.read_into(tensors[num_skipped:], sum(tensor.nbytes for tensor in tensors[:num_skipped]))
             return
-        for tensor, copy in zip(tensors, self, strict=False):
-            tensor.copy_(copy)
+        for tensor, copy in islice(zip(tensors, self, strict=False), num_skipped, None):
+            tensor.copy_(copy, non_blocking=True)
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            torch.cuda.synchronize()
 
     def leave_cache(self) -> None:
         """Drop the system's cache of the file, so that a measured load reads the disk."""
@@ -87,7 +91,7 @@ class _SpillFile:
         path.unlink()
         for tensor in tensors:
             on_host = tensor.detach().cpu().contiguous()
-            content = _bytes_of(on_host)
+            content = bytes_of(on_host)
             while len(content):
                 content = content[os.write(self._descriptor, content) :]
 
@@ -95,7 +99,7 @@ class _SpillFile:
         for tensor in tensors:
             assert tensor.is_contiguous()
             if tensor.device.type == "cpu":
-                self._fill(_bytes_of(tensor), at)
+                self._fill(bytes_of(tensor), at)
             else:
                 self._stage(tensor, at)
             at += tensor.nbytes
@@ -117,11 +121,11 @@ class _SpillFile:
         staging = torch.empty(min(_STAGING_BYTES, len(target)), dtype=torch.uint8, pin_memory=True)
         for start in range(0, len(target), _STAGING_BYTES):
             part = staging[: len(target) - start]
-            self._fill(_bytes_of(part), at + start)
+            self._fill(bytes_of(part), at + start)
             target[start : start + len(part)].copy_(part)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous host tensor that the caller keeps alive.
 
     Not through `numpy()`: a storage that was lent to numpy cannot be resized any more.
@@ -133,6 +137,11 @@ def host_copy(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned where the tensor is on a GPU, so that the way back is a direct transfer."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor itself in host memory, or its `host_copy`."""
+    return tensor if tensor.device.type == "cpu" else host_copy(tensor)
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import heapq
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables
 from rlmux.engines.model.weights import read_weights
-from rlmux.engines.residency import storage_bytes
+from rlmux.engines.residency import Offloaded, storage_bytes
 from rlmux.engines.rollout.batch_probe import BatchProbe
 from rlmux.engines.rollout.slot_engine import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
@@ -462,6 +462,26 @@ def test_new_weights_are_used_and_named_in_the_versions(
     halved.load_state_dict({k: v * 0.5 for k, v in lively_model.state_dict().items()})
     reference = full_forward_logprobs(halved, requests[0].prompt_tokens, finished[0].tokens)
     assert (reference - torch.tensor(finished[0].logprobs, dtype=torch.float64)).abs().max() < LOGPROB_ERROR[dtype]
+
+
+def test_weights_that_are_replaced_while_offloaded_are_not_copied_back(
+    tmp_path: Path, lively_model: PreTrainedModel, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    copy_to = Offloaded.copy_to
+
+    def note(offloaded: Offloaded, tensors: Sequence[torch.Tensor], *, num_skipped: int = 0) -> None:
+        copied.append(sum(tensor.nbytes for tensor in tensors[num_skipped:]))
+        copy_to(offloaded, tensors, num_skipped=num_skipped)
+
+    monkeypatch.setattr(Offloaded, "copy_to", note)
+    engine = new_engine()
+    for version in (1, None):
+        engine.offload()
+        if version is not None:
+            engine.load_weights(weight_file(lively_model, tmp_path / "w.safetensors", 0.5), version)
+        engine.load()
+    assert copied[1] - copied[0] == engine._weights.flat.nbytes
 
 
 def test_a_folder_is_read_tensor_by_tensor_to_the_bits_of_the_model_that_is_built(

@@ -9,8 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from rlmux.core.errors import PipelineError
 from rlmux.core.model import Stage
@@ -37,6 +39,36 @@ def test_env_workers_find_modules_of_one_name_each_in_its_own_pipelines_folder(t
     words = [sys.executable, "-c", code, str(tmp_path / "here")]
     ran = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert ran.stdout == "here\n", ran.stderr
+
+
+def test_newer_weights_come_before_the_state_whose_older_ones_then_stay_behind() -> None:
+    calls: list[str] = []
+    engine = Mock()
+    engine.load_weights.side_effect = lambda path, version: calls.append("load_weights")
+    engine.load.side_effect = lambda: calls.append("load")
+    RolloutWorker.over(engine, None).take_inputs(
+        RolloutChunk(
+            weights=(Path("1.safetensors"), 1), requests=(), partials=(), replies=(), released=(), max_decode_steps=1,
+            max_seconds=1.0, is_load_needed=True,
+        )
+    )  # fmt: skip
+    assert calls == ["load_weights", "load"]
+
+
+@pytest.mark.parametrize("given", [None, "max_split_size_mb:64"])
+def test_a_gpu_worker_pins_what_it_copies_and_no_more_and_fills_no_memory_first(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", Mock())
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", given or "")
+    if given is None:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert planned_workers.device_in_use() == "cuda"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == (given or "pinned_max_round_threshold_mb:64")
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.fixture

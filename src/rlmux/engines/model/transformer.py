@@ -36,7 +36,9 @@ from rlmux.engines.model.row_product import row_product
 from rlmux.engines.model.weight_layout import attention_sizes, check_sizes, views_of, weight_sizes
 
 FUSED_AT_ONCE = 2**22
-"""Numbers whose products with a norm's gain are in memory at once."""
+"""Numbers whose products with a norm's gain are in a GPU's memory at once."""
+_ROWS_ON_CORE = 16
+"""Rows of a matrix that a core transposes at once."""
 _MAX_MASK_TABLE = 1024
 """Positions up to which the masks are kept as a table of their square."""
 
@@ -91,10 +93,6 @@ class DecoderWeights:
         fewer.shape = replace(self.shape, num_layers=len(fewer.layers))
         return fewer
 
-    def over(self, flat: Tensor) -> DecoderWeights:
-        """Weights of the same shape as views of another buffer of this length."""
-        return DecoderWeights(self.shape, flat.device, flat=flat)
-
     def refresh(self, tensors: Mapping[str, Tensor]) -> None:
         """Take weights under their Hugging Face names, each rounded once; all are checked before any changes.
 
@@ -127,13 +125,20 @@ class DecoderWeights:
 
     def _refresh_attention(self, layer: LayerWeights, own: Mapping[str, Tensor]) -> None:
         shape = self.shape
-        order = rotation_pairs(shape.head_dim)
+        order = rotation_pairs(shape.head_dim).to(layer.qkv.device)
         groups, hidden = shape.num_kv_heads, shape.hidden_size
         query = own["self_attn.q_proj.weight"].view(groups, shape.group_size, shape.head_dim, hidden)
         key = own["self_attn.k_proj.weight"].view(groups, 1, shape.head_dim, hidden)
         value = own["self_attn.v_proj.weight"].view(groups, 1, shape.head_dim, hidden)
-        fused = torch.cat([query[:, :, order], key[:, :, order], value], dim=1)
-        _copy_product(layer.qkv, fused.view(shape.qkv_size, hidden), own["input_layernorm.weight"])
+        gain = own["input_layernorm.weight"]
+        heads = torch.split(layer.qkv, shape.head_dim, dim=1)
+        per_group = shape.group_size + 2
+        paired = torch.empty(shape.head_dim, hidden, dtype=query.dtype, device=query.device)
+        for group in range(groups):
+            own_heads = heads[group * per_group : (group + 1) * per_group]
+            for target, head in zip(own_heads, (*query[group], key[group, 0]), strict=False):
+                _copy_product(target, torch.index_select(head, 0, order, out=paired), gain)
+            _copy_product(own_heads[-1], value[group, 0], gain)
         layer.output.copy_(own["self_attn.o_proj.weight"].T)
         if layer.qkv_bias is not None:
             biases = [own[f"self_attn.{name}_proj.bias"].view(groups, -1, shape.head_dim) for name in "qkv"]
@@ -145,11 +150,20 @@ class DecoderWeights:
 
 
 def _copy_product(target: Tensor, matrix: Tensor, gain: Tensor) -> None:
-    """Copy `matrix` [out, in] times `gain` [in] to `target` [in, out], computed in float32, a few rows at a time."""
-    num_rows = max(1, FUSED_AT_ONCE // matrix.shape[1])
-    parts = zip(torch.split(matrix, num_rows), torch.split(target, num_rows, dim=1), strict=True)
-    for part, columns in parts:
-        columns.copy_((part.to(target.device).float() * gain.float()).T)
+    """Copy `matrix` [out, in] times `gain` [in] to `target` [in, out], each product rounded once.
+
+    A few rows at a time: on a core 16 fill a line of its cache in each row of the target, which is transposed in one
+    pass without memory of its own; on a GPU they are as many as memory for the float32 products allows.
+    """
+    is_on_core = target.device.type == "cpu"
+    num_rows = _ROWS_ON_CORE if is_on_core else max(1, FUSED_AT_ONCE // matrix.shape[1])
+    if not is_on_core:
+        gain = gain.float()
+    for part, columns in zip(torch.split(matrix, num_rows), torch.split(target, num_rows, dim=1), strict=True):
+        if is_on_core:
+            torch.mul(part.T, gain[:, None], out=columns)
+        else:
+            columns.copy_((part.to(target.device).float() * gain).T)
 
 
 class KvCache:

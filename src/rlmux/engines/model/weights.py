@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import struct
 import weakref
@@ -24,8 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
+from rlmux.engines.model.mapped_file import read_mapping, version_file
 from rlmux.engines.model.weight_checksum import CHECKSUM, Sample, weights_checksum
-from rlmux.engines.residency import host_copy
+from rlmux.engines.residency import bytes_of, host_copy
+from rlmux.engines.spare_files import opened_to_read
 from rlmux.rl.origin import Origin
 
 MODEL_FILE = "model.safetensors"
@@ -51,19 +52,12 @@ class WeightsSha256:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add the next tensor in name order."""
         self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        self._digest.update(_bytes_of(tensor))
+        host = tensor.detach().cpu().contiguous()
+        self._digest.update(bytes_of(host))
 
     def hexdigest(self) -> str:
         """The hash of the tensors so far."""
         return self._digest.hexdigest()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    # A copy: lending the storage itself to numpy would make it impossible to offload ever after.
-    host = tensor.detach()
-    copy = host.clone(memory_format=torch.contiguous_format) if host.device.type == "cpu" else host.cpu().contiguous()
-    found: memoryview = copy.flatten().view(torch.uint8).numpy().data
-    return found
 
 
 _SUMS: Mapping[str, Callable[[Mapping[str, Tensor], str], str]] = {
@@ -77,6 +71,32 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a safetensors file aside, then rename it into place. One tensor at a time is copied."""
     ordered = {name: tensors[name].detach() for name in sorted(tensors)}
     stream_tensors(path, ordered, ordered.values(), lambda: metadata)
+
+
+def publish_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """`write_tensors` into shared memory, over the file of a version that was given up.
+
+    Raises OSError where there is no room.
+    """
+    ordered = {name: tensors[name].detach() for name in sorted(tensors)}
+    publish_pieces(path, ordered, ordered.values(), lambda: metadata)
+
+
+def publish_pieces(
+    path: Path, forms: Mapping[str, Tensor], pieces: Iterable[Tensor], metadata: Callable[[], Mapping[str, str]]
+) -> None:
+    """`stream_tensors` into shared memory, over the file of a version that was given up (`mapped_file.retire`).
+
+    Raises OSError where there is no room.
+    """
+    header = _header(forms, metadata())
+    at, num_bytes = len(header), len(header) + sum(form.numel() * form.element_size() for form in forms.values())
+    with version_file(path, num_bytes) as target:
+        for piece in pieces:
+            content = piece.detach().contiguous().flatten().view(torch.uint8)
+            target[at : at + len(content)].copy_(content, non_blocking=True)
+            at += len(content)
+        target[: len(header)] = torch.frombuffer(bytearray(_header(forms, metadata())), dtype=torch.uint8)
 
 
 def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +125,8 @@ def stream_tensors(
     with aside.open("wb") as file:
         file.write(_header(forms, metadata()))
         for piece in pieces:
-            file.write(_bytes_of(piece))
+            host = piece.detach().cpu().contiguous()
+            file.write(bytes_of(host))
         file.seek(0)
         file.write(_header(forms, metadata()))
     aside.replace(path)
@@ -188,7 +209,7 @@ class WeightFile(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         """Raises SafetensorError for a file that is not whole."""
         read_metadata(path)
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = opened_to_read(path)
         weakref.finalize(self, os.close, self._descriptor)
         (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
         self._entries: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
@@ -204,9 +225,7 @@ class WeightFile(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         begin, end = (self._begin + offset for offset in entry["data_offsets"])
-        skew = begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._descriptor, skew + end - begin, access=mmap.ACCESS_COPY, offset=begin - skew)
-        return torch.frombuffer(mapped, dtype=torch.uint8)[skew:].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+        return read_mapping(self._descriptor, begin, end).view(_DTYPES[entry["dtype"]]).view(entry["shape"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

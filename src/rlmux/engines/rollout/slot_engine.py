@@ -40,11 +40,11 @@ from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import dense_threshold_of
-from rlmux.engines.adapters.adapter_weights import AdapterWeights
 from rlmux.engines.adapters.shared_base import SharedBase
 from rlmux.engines.model.decode_graphs import DecodeGraphs
 from rlmux.engines.model.decoder_shape import check_window
-from rlmux.engines.model.transformer import DecodePlan, DecoderWeights, PositionTables, score
+from rlmux.engines.model.transformer import DecodePlan, PositionTables, score
+from rlmux.engines.model.weight_layout import check_sizes
 from rlmux.engines.model.weights import read_weights
 from rlmux.engines.residency import Offloaded, release_storage, storage_bytes
 from rlmux.engines.rollout.adapter_table import AdapterTable
@@ -133,6 +133,8 @@ class SlotRolloutEngine:
         self._overdue: list[FinishedTurn] = []
         """Turns that ended without a decode step, for the next report."""
         self._offloaded: Offloaded | None = None
+        self._newer: Mapping[str, Tensor] | None = None
+        """Weights that came while offloaded, in their file."""
         """Weights and tables while offloaded; None while loaded."""
         self._spilled: list[LiveTrajectory] = []
         """Trajectories whose KV was spilled behind the weights and tables, in that order."""
@@ -448,7 +450,8 @@ class SlotRolloutEngine:
 
     @torch.inference_mode()
     def load_weights(self, path: Path, version: int, adapter: str = "") -> None:
-        """Load weights from a safetensors file, of the model or of a named adapter; also while offloaded.
+        """Load weights from a safetensors file, of the model or of a named adapter; also while offloaded: those of the
+        model then wait for `load`, which fuses them on the device and leaves older ones behind.
 
         Active trajectories keep their KV; waiting ones recompute it. Raises IllegalTransitionError for an active
         trajectory of a pipeline with staleness 0, PipelineError for weights with a wrong checksum.
@@ -465,11 +468,15 @@ class SlotRolloutEngine:
         for live in begun:
             if live.slot is not None:
                 self._slots.record(live, self._adapters.version_of(live))
-        chosen: DecoderWeights | AdapterWeights = self._adapters.weights_to_load(adapter) or self._weights
-        if self._offloaded is not None:
+        of_adapter = self._adapters.weights_to_load(adapter)
+        if self._offloaded is None:
+            (of_adapter or self._weights).refresh(tensors)
+        elif of_adapter is None:
+            check_sizes(tensors, self._weights.shape)
+            self._newer = tensors
+        else:
             self._recall()
-            chosen = chosen.over(self._offloaded.copy_of(chosen.flat, self._kept_tensors()))
-        chosen.refresh(tensors)
+            of_adapter.over(self._offloaded.copy_of(of_adapter.flat, self._kept_tensors())).refresh(tensors)
         release_storage(host)
         self._adapters.set_version(adapter, version)
         for live in theirs:
@@ -545,9 +552,13 @@ class SlotRolloutEngine:
             return
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        for tensor in self._slots.tensors():
             tensor.zero_()
         kept = self._kept_tensors()
-        self._offloaded.copy_to(kept)
+        self._offloaded.copy_to(kept, num_skipped=int(self._newer is not None))  # the weights are the first of them
+        if self._newer is not None:
+            self._weights.refresh(self._newer)
+            self._newer = None
         if self._spilled:
             for live, copy in zip(self._spilled, islice(self._offloaded, len(kept), None), strict=True):
                 live.kv = copy

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rlmux.engines.model.decoder_shape import DecoderShape
 from rlmux.engines.model.transformer import DecodePlan, KvCache
+from rlmux.engines.residency import to_host
 from rlmux.engines.rollout.live_trajectory import LiveTrajectory
 from rlmux.engines.rollout.sampling import trajectory_uniforms
 from rlmux.engines.rollout.slots import SlotBuffers, SlotRow
@@ -176,7 +177,7 @@ class SlotTable:
         self.record(live, version)
         slot, ahead = slot_of(live), live.position + 1
         live.pending = self._buffers.read(slot, ahead, ahead + live.num_forced)[0]
-        live.kv = self.cache.read(slot, live.position).cpu() if with_kv and live.tokens else None
+        live.kv = to_host(self.cache.read(slot, live.position)) if with_kv and live.tokens else None
         self.free(live)
 
     def adapter_names(self, width: int) -> list[str | None]:

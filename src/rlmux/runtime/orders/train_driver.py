@@ -16,6 +16,7 @@ from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import Phase, PipelineId, Stage
+from rlmux.engines.spare_files import retire
 from rlmux.log.notes import StepNote, WeightDelivery
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.backend import WorkerOptions
@@ -175,7 +176,7 @@ class TrainDriver:
         """End the step: note its metrics, and remove weights that staleness no longer needs."""
         self._supervisor.count_step(self._workers, version)
         oldest_needed = version - self._workers.submission.pipeline.staleness - 1
-        self._workers.published_path(oldest_needed - 1).unlink(missing_ok=True)
+        retire(self._workers.published_path(oldest_needed - 1))
         batch = self._batch_by_step.pop(version, None)
         if batch is not None:
             note = self._step_note(version, batch, loaded=self._rollout.take_loaded())

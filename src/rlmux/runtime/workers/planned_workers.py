@@ -230,10 +230,10 @@ class RolloutWorker:
         """Everything of a chunk but the decoding. Raises as `run_chunk` does."""
         start, loaded = time.perf_counter(), None
         with beating():
+            if chunk.weights is not None:  # before the state, whose older weights then stay behind
+                loaded = self._load_weights(*chunk.weights, chunk.published)
             if chunk.is_load_needed:
                 self._engine.load()
-            if chunk.weights is not None:
-                loaded = self._load_weights(*chunk.weights, chunk.published)
         load_s = time.perf_counter() - start
         start = time.perf_counter()
         handed_back = self.take_partials(copies_kv=False) if chunk.hands_back else None
@@ -455,6 +455,13 @@ def _check_samples(found: Origin | None, expected: Origin | None) -> None:
         raise PipelineError(f"pipeline {expected.pipeline}: it was handed samples {complaint}")
 
 
+_EXACT_PINNED_BLOCKS = "pinned_max_round_threshold_mb:64"
+"""Larger blocks of pinned host memory are not rounded up to powers of two: 9 GB would take 17."""
+
+_FIRST_WITH_EXACT_BLOCKS = (2, 13)
+"""Version of torch that is known to read it; an older one would refuse to start."""
+
+
 def device_in_use() -> str:
     """`cuda` for the GPU that this process was given, `cpu` for the core that it is pinned to.
 
@@ -465,7 +472,12 @@ def device_in_use() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    is_known = tuple(map(int, torch.__version__.split(".")[:2])) >= _FIRST_WITH_EXACT_BLOCKS
+    if is_known and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = _EXACT_PINNED_BLOCKS
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # Nothing here reads memory before it is written, and filling a pinned copy takes seven times as long as the copy.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return "cuda"
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rlmux.core.errors import CheckpointError, PipelineError
 from rlmux.engines.adapters.shared_base import TenantBase
 from rlmux.engines.model.weight_checksum import CHECKSUM, weights_checksum
-from rlmux.engines.model.weights import own_copies, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.model.weights import own_copies, publish_tensors, read_tensors, weights_sha256
 from rlmux.engines.train.state.flat_parameters import FlatParameters
 from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers
 from rlmux.engines.train.update.micro_batches import MicroBatch
@@ -199,7 +199,7 @@ class TrainState(TrainTensors):
             checksum = weights_checksum(working, self.sample(version, working))
         else:
             checksum = self.weights_checksum(version)
-        write_tensors(path, working, {CHECKSUM: checksum, **metadata})
+        publish_tensors(path, working, {CHECKSUM: checksum, **metadata})
 
     def weights_checksum(self, version: int) -> str:
         """Checksum of the parameters, float32, over the version's sample; computed once."""
