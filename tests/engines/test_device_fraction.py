@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlmux.engines import device_fraction as fractions
 
@@ -84,3 +86,36 @@ def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
     group.write_text("/autogroup-7 nice 0\n")
     setter.set(0.25)
     assert int(group.read_text()) == fractions.nice_of(0.25)
+
+
+def test_each_fraction_of_a_gpu_has_a_stream_of_its_own_context_and_the_whole_one_is_made_first(monkeypatch):
+    """With contexts of ours: torch's need a GPU."""
+    made = []
+
+    def whole_stream():
+        made.append("whole")
+        return "whole"
+
+    def context(num_sms):
+        def stream():
+            made.append(num_sms)
+            return num_sms
+
+        return SimpleNamespace(
+            Stream=stream, set_context=lambda: made.append("set"), pop_context=lambda: made.append("pop")
+        )
+
+    monkeypatch.setattr(fractions, "_SIDE_STREAMS", fractions._SideStreams())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", whole_stream)
+    setter = fractions.GreenContextFraction()
+    monkeypatch.setattr(setter, "_sizes", {0.4: 52, 0.6: 80})
+    monkeypatch.setattr(setter, "_context", context)
+    setter.set(0.4)
+    assert made == ["whole", "set"]
+    assert [fractions.side_stream() for _ in range(2)] == [(0.4, 52)] * 2
+    setter.set(0.6)
+    assert fractions.side_stream() == (0.6, 80)
+    setter.set(1.0)
+    assert fractions.side_stream() == (1.0, "whole")
+    assert made == ["whole", "set", 52, "pop", "set", 80, "pop"]

@@ -188,7 +188,8 @@ def _has_autogroups() -> bool:
 class GreenContextFraction:
     """A fraction of a GPU's multiprocessors by a green context, made when a fraction is first set and kept.
 
-    Entering a context lets the kernels that are queued end first, so a change belongs between two calls.
+    Entering a context lets the kernels that are queued end first, so a change belongs between two calls. A context
+    covers the default stream alone: what runs on another one asks `side_stream`.
     """
 
     def __init__(self) -> None:
@@ -208,6 +209,7 @@ class GreenContextFraction:
         if device_fraction == self._fraction or not self._sizes:
             return
         torch.cuda.synchronize()
+        _SIDE_STREAMS.now()  # torch makes its streams at once, in the context of the first: that of the whole device
         if self._current is not None:
             self._current.pop_context()
             self._current = None
@@ -216,6 +218,7 @@ class GreenContextFraction:
             self._current = self._context(self._sizes[nearest])
             self._current.set_context()
         self._fraction = device_fraction
+        _SIDE_STREAMS.enter(device_fraction, self._current)
 
     def _context(self, num_sms: int) -> Any:
         if num_sms not in self._contexts:
@@ -223,6 +226,33 @@ class GreenContextFraction:
 
             self._contexts[num_sms] = GreenContext.create(num_sms=num_sms, device_id=torch.cuda.current_device())
         return self._contexts[num_sms]
+
+
+class _SideStreams:
+    """A stream beside the default one for each fraction that was in force in this process."""
+
+    def __init__(self) -> None:
+        self._device_fraction, self._context = WHOLE, None
+        self._streams: dict[float, torch.cuda.Stream] = {}
+
+    def enter(self, device_fraction: float, context: Any) -> None:
+        """`context`: green; None for the whole device."""
+        self._device_fraction, self._context = device_fraction, context
+
+    def now(self) -> tuple[float, torch.cuda.Stream]:
+        """The fraction in force and its stream."""
+        if self._device_fraction not in self._streams:
+            made: Any = torch.cuda.Stream if self._context is None else self._context.Stream
+            self._streams[self._device_fraction] = made()
+        return self._device_fraction, self._streams[self._device_fraction]
+
+
+_SIDE_STREAMS = _SideStreams()
+
+
+def side_stream() -> tuple[float, torch.cuda.Stream]:
+    """The device fraction in force in this process, and a stream beside the default one whose kernels keep to it."""
+    return _SIDE_STREAMS.now()
 
 
 def green_unit(compute_major: int) -> tuple[int, int]:

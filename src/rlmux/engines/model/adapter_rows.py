@@ -39,10 +39,13 @@ class LowRank:
 class RowAdapters:
     """Which adapter serves which rows of a batch."""
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Mapping[str, LowRank]], Tensor | None]]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Sequence[Mapping[str, LowRank]], Tensor | None]], names: tuple[str, ...] = ()
+    ) -> None:
         """`parts`: an adapter's layers, then its output matrix, and a mask [rows, 1] of other adapters' rows; None: all
-        rows are its own."""
+        rows are its own. `names`: theirs."""
         self._parts = parts
+        self.names = names
 
     def add(self, layer: int, name: str, inputs: Tensor, outputs: Tensor) -> None:
         """Add to `outputs` [rows, out] what each row's adapter makes of `inputs` [rows, in]."""

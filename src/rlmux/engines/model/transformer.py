@@ -299,6 +299,8 @@ class DecodePlan:
         self.window = window
         self.adapters: RowAdapters | None = None
         """Who adds what to each row of the next steps; None: the base alone computes."""
+        self.masks: dict[str, Tensor] = {}
+        """Masks [width, 1] of each adapter that shared a step with another, where recorded steps read them."""
         self.graphs: DecodeGraphs | None = None
         """Recorded steps of this plan; None: each step is launched kernel by kernel."""
         self._weights = weights

@@ -92,12 +92,16 @@ class AdapterTable:
     def set_version(self, name: str, version: int) -> None:
         self._versions[name] = version
 
-    def rows(self, names: Sequence[str | None], repeats: int = 1) -> RowAdapters | None:
+    def rows(
+        self, names: Sequence[str | None], repeats: int = 1, *, masks: dict[str, Tensor] | None = None
+    ) -> RowAdapters | None:
         """The adapter of each row, by name; None for a row whose numbers are never read.
 
-        Each name stands for `repeats` rows. None where no adapter takes part.
+        Each name stands for `repeats` rows. None where no adapter takes part. `masks`: those of earlier calls by
+        adapter, for as many rows, which are written over: a recorded step reads them where they are.
         """
         parts: list[tuple[Sequence[Mapping[str, LowRank]], Tensor | None]] = []
+        taking_part: list[str] = []
         present = {name for name in names if name is not None}
         for name, weights in self._weights.items():
             if weights is None or name not in present:
@@ -106,5 +110,8 @@ class AdapterTable:
             if len(present) > 1:
                 others = torch.tensor([own != name for own in names], device=self._device)
                 is_others = others.repeat_interleave(repeats).unsqueeze(1)
+                if masks is not None:
+                    is_others = masks.setdefault(name, is_others).copy_(is_others)
             parts.append((weights.layers, is_others))
-        return RowAdapters(parts) if parts else None
+            taking_part.append(name)
+        return RowAdapters(parts, tuple(taking_part)) if parts else None

@@ -120,7 +120,7 @@ class SlotRolloutEngine:
         self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len, rollout.cached_tokens)
         self._slots = self._make_slots(rollout)
-        self._adapters = AdapterTable(self._weights, self._device, self._probe.set_adapters)
+        self._adapters = AdapterTable(self._weights, self._device, self._adapters_changed)
         self._prefill = PrefillAhead(self._weights, self._tables, self._probe, self._adapters)
         self._plans: dict[tuple[int, int], DecodePlan] = {}
         """Decode plans by (width, window), of slots of `_planned_capacity`; empty while offloaded."""
@@ -333,7 +333,7 @@ class SlotRolloutEngine:
         last_seen = max(live.position for live in active)
         num_steps = min(max_steps, plan.window - last_seen, min(live.tokens_left for live in active))
         has_forced = any(live.num_forced for live in active)
-        plan.adapters = self._adapters.rows(self._slots.adapter_names(plan.width))
+        plan.adapters = self._adapters.rows(self._slots.adapter_names(plan.width), masks=plan.masks)
         at_once = 1 if self._slots.watches_texts else self._steps_at_once
         stopped: dict[TrajectoryId, int] = {}
         steps = 0
@@ -363,7 +363,7 @@ class SlotRolloutEngine:
                 shape = compact
         if shape not in self._plans:
             self._plans[shape] = DecodePlan(self._weights, self._slots.cache, self._tables, *shape)
-            self._plans[shape].graphs = DecodeGraphs(self._device) if self._uses_graphs else None
+            self._plans[shape].graphs = DecodeGraphs() if self._uses_graphs else None
         return self._plans[shape]
 
     def _collect(self, active: list[LiveTrajectory], stopped: Container[TrajectoryId], tally: ChunkTally) -> None:
@@ -439,6 +439,10 @@ class SlotRolloutEngine:
         self._staleness[name] = staleness
         if not is_single_turn:
             self._multi_turn.add(name)
+
+    def _adapters_changed(self, configs: Sequence[AdapterConfig]) -> None:
+        self._probe.set_adapters(configs)
+        self._plans.clear()  # with the steps that were recorded with the adapters before
 
     def remove_adapter(self, name: str) -> None:
         """Stop serving a pipeline. Raises IllegalTransitionError with unfinished trajectories of it, or offloaded."""

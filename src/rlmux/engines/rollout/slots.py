@@ -148,10 +148,11 @@ class SlotBuffers:
         def advance() -> None:
             self._advance(plan, own, is_tempered=is_tempered, has_forced=has_forced, num_stops=num_stops)
 
-        if plan.graphs is None or plan.adapters is not None:
+        if plan.graphs is None:
             advance()
         else:
-            plan.graphs.run((is_tempered, has_forced, num_stops), advance)
+            names = () if plan.adapters is None else plan.adapters.names
+            plan.graphs.run((is_tempered, has_forced, num_stops, names), advance)
 
     def _advance(
         self, plan: DecodePlan, own: _StepViews, *, is_tempered: bool, has_forced: bool, num_stops: int

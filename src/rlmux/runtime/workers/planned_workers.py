@@ -185,6 +185,9 @@ class ChunkInputs:
 class RolloutWorker:
     """A rollout engine in its own process, or a tenant's in a shared one (tenant_hosts.py)."""
 
+    _num_probed = 0
+    """Trajectories that its probe samples at least. A GPU's batch is that of the run: it chooses kernels by size."""
+
     @beating()
     def __init__(self, config: TrainingConfig, origin: Origin | None = None, bases: Path | None = None) -> None:
         """`bases`: folder in shared memory for the base of adapters."""
@@ -200,6 +203,8 @@ class RolloutWorker:
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
         self._engine = make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
         self._reports_checksum = not (config.rollout.engine.is_server or config.rollout.engine.is_of_user)
+        if device == "cuda" and self._reports_checksum:
+            self._num_probed = config.rollout.num_slots
         self._origin = origin
         self._fraction = fraction_setter(device)
 
@@ -212,12 +217,12 @@ class RolloutWorker:
 
     def probe(self) -> ProbeReport | None:
         """Compare the engine's results under different schedules; None if it has work or is offloaded."""
-        from rlmux.engines.determinism_probe import probe_rollout
+        from rlmux.engines.determinism_probe import NUM_TRAJECTORIES, probe_rollout
 
         if not self._engine.is_unused:
             return None
         with beating():
-            return probe_rollout(self._engine)
+            return probe_rollout(self._engine, num_trajectories=max(NUM_TRAJECTORIES, self._num_probed))
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         """Raises PipelineError for weights or trajectories of another run or plan."""
