@@ -12,9 +12,10 @@ import pytest
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.estimation.colocation import SharedRates, SharingTriple
+from rlmux.core.model import SubStage
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling import interference_probe
-from rlmux.profiling.interference_probe import QUICK, fraction_grid_of, measure_interference
+from rlmux.profiling.interference_probe import QUICK, fraction_grid_of, measure_interference, require_held
 from rlmux.profiling.micro_benchmarks import BenchmarkProcess, BenchmarkSizes, benchmark_processes, rates
 from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import ModelConfig
@@ -183,3 +184,13 @@ def test_a_micro_benchmark_that_ends_is_named() -> None:
             process.wait_until_ready()
     finally:
         process.end()
+
+
+def test_a_gpus_curve_that_no_fraction_changes_is_refused():
+    """As an H100's was while recorded steps kept to no fraction: 1.19 to 1.20 at every level."""
+    dense = SubStage.DENSE_DECODE
+    flat = {(dense, dense, fraction): (1.195, 1.195) for fraction in (0.18, 0.36, 0.79, 1.0)}
+    with pytest.raises(PipelineError, match=r"1\.20 times at 18%.*1\.20 times at 79%.*accepted: a device"):
+        require_held(flat, (0.18, 0.36, 0.79))
+    require_held(flat | {(dense, dense, 0.18): (2.4, 1.1)}, (0.18, 0.36, 0.79))
+    require_held(flat, (0.18,))

@@ -16,7 +16,7 @@ from itertools import combinations, combinations_with_replacement
 from statistics import median
 from typing import Any
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.estimation.colocation import SharingTable, SharingTriple
 from rlmux.core.model import SubStage
 from rlmux.engines.device_fraction import DeviceFractions, probe
@@ -39,6 +39,8 @@ from rlmux.sim.models.interference import (
 
 Three = tuple[SubStage, SubStage, SubStage]
 DEVICES = ("cpu", "cuda")
+_LEAST_CHANGE = 1.03
+"""Ratio of the slowdowns at the least and the largest fraction of a GPU, below which the fraction does nothing."""
 QUICK: Mapping[str, Any] = {"window_s": 0.05, "num_rounds": 1}
 """Settings that are enough to see that a measurement works."""
 
@@ -71,6 +73,8 @@ def measure_interference(
 
     Every pair is measured at every device fraction prepared here. A triple is measured if its pairs all help, at the
     prepared fractions closest to thirds. `progress`: called with (rounds done, rounds in all) of pairs and triples.
+
+    Raises PipelineError as `require_held` does.
     """
     report = progress or (lambda done, total: None)
     fractions = probe(device)
@@ -85,12 +89,34 @@ def measure_interference(
             report(done, num_rounds * (len(pairs) + len(triples)))
             bench.add_round(pair, splits)
         measured = {(a, b, split[0]): bench.of_two((a, b), split) for a, b in pairs for split in splits}
+        if not is_core:
+            require_held(measured, fractions.prepared)
         table = InterferenceTable(device=fractions.device, grid=fraction_grid_of(fractions), measured=measured)
         chosen = _that_may_help(triples, table, fractions.prepared)
         for done, three in enumerate([*chosen] * num_rounds, num_rounds * len(pairs)):
             report(done, num_rounds * (len(pairs) + len(chosen)))
             bench.add_round(three, [chosen[three]])
     return replace(table, triples=tuple(bench.of_three(three, split) for three, split in chosen.items()))
+
+
+def require_held(
+    measured: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]], fractions: Sequence[float]
+) -> None:
+    """Raises PipelineError where dense decoding is as fast at the least of a GPU's fractions as at the largest: it does
+    not keep to its fraction, and a plan would count on what nothing holds."""
+    of_dense: dict[float, float] = {}
+    for (a, b, fraction), (slow_a, _) in measured.items():
+        if a == b == SubStage.DENSE_DECODE and fraction in fractions:
+            of_dense[fraction] = slow_a
+    if len(of_dense) < 2:
+        return
+    least, most = min(of_dense), max(of_dense)
+    if of_dense[least] < _LEAST_CHANGE * of_dense[most]:
+        raise PipelineError(
+            f"dense decoding is slowed {of_dense[least]:.2f} times at {least:.0%} of the device and "
+            f"{of_dense[most]:.2f} times at {most:.0%}: nothing holds it to a fraction here, so no profile is written; "
+            "accepted: a device and driver whose green contexts hold decoding (rlmux doctor), or a file without sharing"
+        )
 
 
 def _that_may_help(
