@@ -129,12 +129,8 @@ class ShardedState(TrainTensors):
     def begin_update(self, num_leaves: int) -> None:
         self.drop_gradients()
 
-    def add_gradient(self, loss: Tensor, place: str) -> float:
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
+    def add_gradient(self, loss: Tensor) -> None:
         self._backward(loss)
-        return value
 
     def _backward(self, loss: Tensor) -> None:
         with touching_others(), deterministic_backward():
