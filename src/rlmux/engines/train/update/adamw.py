@@ -58,7 +58,7 @@ def update_together(
     for optimizer in optimizers:
         optimizer.num_updates += 1
     parts = [
-        _Part(optimizer.moments, place, weight.view(-1)[place], gradient.view(-1)[place])
+        _PartOfBuffer(optimizer.moments, place, weight.view(-1)[place], gradient.view(-1)[place])
         for optimizer, weight, gradient in zip(optimizers, weights, gradients, strict=True)
         for place in optimizer.moments.parts()
     ]
@@ -72,7 +72,7 @@ def update_together(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PartOfBuffer:
     """Weights of one buffer that are updated at once, and their gradients."""
 
     moments: Moments
@@ -81,10 +81,10 @@ class _Part:
     gradients: Tensor
 
 
-def _groups(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+def _groups(parts: Sequence[_PartOfBuffer]) -> Iterator[list[_PartOfBuffer]]:
     """Parts that are together no larger than the largest."""
     most = max((len(part.weights) for part in parts), default=0)
-    group: list[_Part] = []
+    group: list[_PartOfBuffer] = []
     size = 0
     for part in parts:
         if group and size + len(part.weights) > most:
@@ -97,7 +97,11 @@ def _groups(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _update(
-    group: Sequence[_Part], moments: list[list[Tensor]], num_updates: int, learning_rate: float, numbers: AdamWNumbers
+    group: Sequence[_PartOfBuffer],
+    moments: list[list[Tensor]],
+    num_updates: int,
+    learning_rate: float,
+    numbers: AdamWNumbers,
 ) -> None:
     weights, gradients = [part.weights for part in group], [part.gradients for part in group]
     first_moments, second_moments = moments
