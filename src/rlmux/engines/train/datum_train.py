@@ -111,7 +111,7 @@ class DatumTrainEngine:
     ) -> Requests[ForwardBackwardDone]:
         logprobs_by_place: dict[int, Tensor] = {}
         figures, tokens = Figures(self._state.device), 0
-        batches = datum_batches(request.datums, self._config.algorithm.micro_batch_size, self._state.device)
+        batches = datum_batches(request.datums, self._config.algorithm.sequences_per_pass, self._state.device)
         self._state.begin_update(len(batches))
         for index, each in enumerate(batches):
             with_gradient = not request.is_forward_only

@@ -96,7 +96,7 @@ class RlStep:
         size = len(sequences) // algorithm.num_minibatches
         parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
         max_tokens = config.train.tokens_per_micro_batch
-        self._minibatches = [in_leaf_order(cut(part, algorithm.micro_batch_size, max_tokens)) for part in parts]
+        self._minibatches = [in_leaf_order(cut(part, algorithm.sequences_per_pass, max_tokens)) for part in parts]
         self._dealt = [state.ranks.positions(leaves, first) for first, leaves in _numbered(self._minibatches)]
         """This rank's micro-batches of each mini-batch, in order; None where only other ranks have one."""
         self._reference_logprobs: dict[int, Tensor] = {}

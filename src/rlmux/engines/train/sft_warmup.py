@@ -43,7 +43,7 @@ class SftWarmup:
         """The present stage, begun by the first call."""
         if self._work is None:
             ranks = self._state.ranks
-            num_leaves = -(-self._config.sft_warmup.batch_size // self._config.algorithm.micro_batch_size)
+            num_leaves = -(-self._config.sft_warmup.batch_size // self._config.algorithm.sequences_per_pass)
             per_update = ranks.num_positions(num_leaves)
             metrics: dict[str, float] = {}
             self._work = StageWork(
@@ -107,7 +107,7 @@ class SftWarmup:
             )
             for each in demonstrations
         ]
-        return cut(sequences, config.algorithm.micro_batch_size)
+        return cut(sequences, config.algorithm.sequences_per_pass)
 
     def _learning_rate(self) -> float:
         """Rises over the first tenth, then falls along half a cosine to a tenth: the next phase starts small."""
