@@ -260,7 +260,7 @@ def _row(config: TrainingConfig) -> _PipelineRow:
     return _PipelineRow(
         num_steps=config.num_steps,
         num_updates=config.sft_warmup.num_updates,
-        micro_batches_per_update=-(-config.sft_warmup.batch_size // config.algorithm.micro_batch_size),
+        micro_batches_per_update=-(-config.sft_warmup.batch_size // config.algorithm.sequences_per_pass),
     )
 
 

@@ -203,7 +203,7 @@ class Checks:
             raise self._error(path, f"is {count}: gradients are summed in pairs of ranks; accepted: {powers}")
         num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
         # Micro-batches by tokens are counted when there are rollouts: a rank may then be without one in some updates.
-        size = 1 if pipeline.train.tokens_per_micro_batch else algorithm.micro_batch_size
+        size = 1 if pipeline.train.tokens_per_micro_batch else algorithm.sequences_per_pass
         num_micro_batches = -(-num_sequences // size)
         if count > num_micro_batches:
             raise self._error(

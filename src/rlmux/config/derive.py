@@ -105,7 +105,7 @@ def _alike(config: TrainingConfig) -> str:
             "group_size": algorithm.group_size,
             "num_epochs": algorithm.num_epochs,
             "num_minibatches": algorithm.num_minibatches,
-            "micro_batch_size": algorithm.micro_batch_size,
+            "micro_batch_size": algorithm.sequences_per_pass,
             "has_reference": algorithm.kl_coef > 0,
         },
         "rollout": asdict(config.rollout),

@@ -13,33 +13,28 @@ from torch import Tensor
 from rlmux.core.errors import PipelineError
 from rlmux.engines.train.update.micro_batches import MicroBatch
 
+NO_GAP = -math.inf
+"""The gap of a micro-batch without a fresh token."""
 
-class LogprobGap:
-    """The largest difference over the micro-batches of one step."""
 
-    def __init__(self, accepted: float = math.inf) -> None:
-        """`accepted`: largest accepted gap in nats."""
-        self._accepted = accepted
-        self.largest = math.nan
-        """Difference in nats; NaN while no fresh token was compared."""
+def logprob_gap(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+    """Largest difference in nats between training's log-probabilities [R] of a micro-batch's tokens and the rollout's.
 
-    def compare(self, logprobs: Tensor, batch: MicroBatch, place: str) -> None:
-        """Compare training's log-probabilities [R] of a micro-batch's tokens with those of the rollout.
+    A tensor of one number, on the device: NaN where a log-probability is not a number, `NO_GAP` without a fresh token.
+    """
+    if not len(batch.targets):
+        return logprobs.new_tensor(NO_GAP)
+    return (logprobs.detach() - batch.sampled_logprobs).abs().masked_fill(batch.is_stale, NO_GAP).amax()
 
-        Raises PipelineError, beginning with `place`, for a log-probability that is not a number, and for a larger gap
-        than accepted.
-        """
-        gaps = (logprobs.detach() - batch.sampled_logprobs).abs()[~batch.is_stale]
-        if not len(gaps):
-            return
-        gap = float(gaps.max())
-        if math.isnan(gap):
-            raise PipelineError(
-                f"{place}: a log-probability of rollout or training is not a number; the weights are left as they were"
-            )
-        if gap > self._accepted:
-            raise PipelineError(
-                f"{place}: logprob_gap is {gap:.3g}, accepted: up to {self._accepted:.3g} (algorithm.max_logprob_gap): "
-                "training does not compute what rollout sampled from; the weights are left as they were"
-            )
-        self.largest = gap if math.isnan(self.largest) else max(self.largest, gap)
+
+def require_gap(gap: float, accepted: float, place: str) -> None:
+    """Raises PipelineError, beginning with `place`, for a gap that is not a number or larger than `accepted` nats."""
+    if math.isnan(gap):
+        raise PipelineError(
+            f"{place}: a log-probability of rollout or training is not a number; the weights are left as they were"
+        )
+    if gap > accepted:
+        raise PipelineError(
+            f"{place}: logprob_gap is {gap:.3g}, accepted: up to {accepted:.3g} (algorithm.max_logprob_gap): "
+            "training does not compute what rollout sampled from; the weights are left as they were"
+        )

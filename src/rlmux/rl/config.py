@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
@@ -263,8 +263,8 @@ class AlgorithmConfig(FromFile):
     """Largest gap in nats between the log-probabilities of rollout and training for a token of the present version;
     above it the pipeline fails. Default: 0.001, 0.01 or 1 for exact, replayable or statistical engines; 1 for bfloat16
     and mixtures of experts."""
-    micro_batch_size: Count = 32
-    """Sequences per forward and backward pass. Changes the last bits."""
+    micro_batch_size: Count | None = None
+    """Sequences per forward and backward pass. Default: 32; on one GPU 16,384 tokens. Changes the last bits."""
 
     def __post_init__(self) -> None:
         if self.prompts_per_step % self.num_minibatches:
@@ -273,6 +273,11 @@ class AlgorithmConfig(FromFile):
                 f"accepted: a divisor of prompts_per_step {self.prompts_per_step}",
                 ("prompts_per_step", f"accepted: a multiple of minibatches {self.num_minibatches}"),
             )
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """Sequences of a micro-batch that is not cut by tokens."""
+        return _SEQUENCES_PER_PASS if self.micro_batch_size is None else self.micro_batch_size
 
     @property
     def num_updates(self) -> int:
@@ -434,6 +439,9 @@ class RolloutConfig(FromFile):
         return all_slots if self.kv_tokens is None else min(self.kv_tokens, all_slots)
 
 
+_SEQUENCES_PER_PASS = 32
+_TOKENS_PER_PASS_OF_GPU = 16_384
+"""Tokens that keep a GPU busy: a pass over fewer costs it the launches of its kernels."""
 _MAX_TREE_PARAMETERS = 200_000_000
 """Most trained parameters for which `train.equal_across_ranks` is true where the file is silent."""
 
@@ -461,8 +469,8 @@ class TrainConfig(FromFile):
     activation_checkpointing: bool = False
     """Recompute each layer from its input for the gradient: less memory, a third more time."""
     tokens_per_micro_batch: Count | None = None
-    """Tokens per forward and backward pass; a longer sequence runs alone. Default, and in the SFT warm-up:
-    `algorithm.micro_batch_size` sequences. Changes the last bits."""
+    """Tokens per forward and backward pass of RL steps; longer sequences run alone. Default:
+    `algorithm.micro_batch_size`. Changes the last bits."""
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Weight of the load-balancing loss of a mixture of experts. Default: config.json's value if its
     `output_router_logits` is true, else 0."""
@@ -527,6 +535,16 @@ class TrainingConfig(PipelineKeys):
     """Where prompts come from and how answers are scored."""
     fills_token_limit: bool = False
     """Whether no token ends an answer before its limit, as a profile measures it. No key of the file."""
+
+    def computed_on(self, device_type: str) -> TrainingConfig:
+        """This config with the sizes that training derives for a kind of device, `cpu` or `cuda`.
+
+        Several workers keep the number of sequences: by tokens, some of them could be without a micro-batch.
+        """
+        is_given = self.algorithm.micro_batch_size is not None or self.train.tokens_per_micro_batch is not None
+        if device_type == "cpu" or is_given or self.train.num_workers > 1:
+            return self
+        return replace(self, train=replace(self.train, tokens_per_micro_batch=_TOKENS_PER_PASS_OF_GPU))
 
     @property
     def model_seed(self) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.checkpoints import CONFIG
 
+from rlmux.core.model import Phase
 from rlmux.engines.adapters.lora import trained_parameters
 from rlmux.engines.model import transformer
 from rlmux.engines.model.model_io import build_model
@@ -33,7 +34,7 @@ from rlmux.rl.config import (
 )
 from rlmux.rl.memory import memory_parts, model_shape
 from rlmux.rl.memory.adapter_base import base_bytes, bases_of
-from rlmux.rl.memory.footprint import footprint_of, host_parts
+from rlmux.rl.memory.footprint import device_parts, footprint_of, host_parts
 from rlmux.rl.memory.memory_parts import (
     CUDA_CONTEXT_BYTES,
     building_bytes,
@@ -268,3 +269,27 @@ def test_a_checkpoints_shape_is_parsed_once_for_each_state_of_its_file(tmp_path,
         shapes = [model_shape.shape_of(ModelConfig(path=str(tmp_path))) for _ in range(3)]
         assert [shape.vocab_size for shape in shapes] == [num_tokens] * 3
     assert len(parsed) == 2
+
+
+def test_one_gpu_takes_micro_batches_by_tokens_unless_the_file_has_a_size() -> None:
+    plain = config()
+    silent = replace(plain, algorithm=replace(plain.algorithm, micro_batch_size=None))
+    assert silent.algorithm.sequences_per_pass == 32
+    assert silent.computed_on("cuda").train.tokens_per_micro_batch == 16_384
+    assert silent.computed_on("cpu") is silent
+    for given in (
+        plain,
+        replace(silent, train=TrainConfig(tokens_per_micro_batch=100)),
+        replace(silent, train=TrainConfig(num_workers=2)),
+    ):
+        assert given.computed_on("cuda") is given
+
+
+def test_memory_on_a_gpu_is_counted_with_micro_batches_by_tokens() -> None:
+    plain = config()
+    silent = replace(plain, algorithm=replace(plain.algorithm, micro_batch_size=None, prompts_per_step=512))
+    by_tokens = replace(silent, train=TrainConfig(tokens_per_micro_batch=16_384))
+    parts = [device_parts(each, Phase.TRAIN, is_gpu=True) for each in (silent, by_tokens)]
+    assert parts[0] == parts[1]
+    on_core = [total(device_parts(each, Phase.TRAIN)) for each in (silent, by_tokens)]
+    assert on_core[0] < on_core[1]

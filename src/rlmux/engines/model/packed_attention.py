@@ -2,17 +2,27 @@
 
     tokens     a a a a b b b b c c c c c c       [1, T]
     runs       (2, 4)          (1, 6)            sequences of equal length that follow each other: (how many, length)
+    starts     0       4       8     14              first token of each, and the end of the last: [sequences + 1]
 
-Only attention depends on where sequences begin; the rest of a decoder works token by token. Each run is one batch of
-scaled dot products, without padding. torch chooses the kernel by device and dtype, flash attention where available.
+Only attention depends on where sequences begin; the rest of a decoder works token by token.
 
-Sliding windows, soft caps of scores and attention sinks are computed as transformers' eager attention does.
+    a call a run     any device and dtype. A run is one batch of scaled dot products, without padding; torch chooses the
+                     kernel. Sliding windows, soft caps of scores and attention sinks as transformers' eager attention.
+    one call         flash attention over all sequences: plain causal attention in half precision, on a GPU, of a model
+                     whose every parameter is trained.
+
+The gradient of flash attention adds up in a fixed order only within `deterministic_backward`, which torch's function
+for one call follows too; the training probe of each pipeline compares gradients. That order depends on the number of
+sequences in the call. Tenants of one base, who must have their own bits beside others, therefore take a call a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,17 +31,51 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 _NAME = "rlmux_packed"
+_WHOLE_NAME = "rlmux_packed_whole"
+"""Of a model whose every parameter is trained."""
+_LEAST_CAPABILITY = (8, 0)
+"""Compute capability that flash attention needs."""
+_MAX_HEAD_SIZE = 256
 
 
 def pack_attention(model: PreTrainedModel) -> None:
-    """Make a model attend within the `runs` of its forward call."""
-    AttentionInterface.register(_NAME, _attend_within_runs)
-    model.set_attn_implementation(_NAME)
+    """Make a model attend within the sequences of `packed_inputs`, a part of its forward call."""
+    name = _WHOLE_NAME if all(each.requires_grad for each in model.parameters()) else _NAME
+    AttentionInterface.register(name, _attend_within_runs)
+    model.set_attn_implementation(name)
 
 
 def is_packed(model: Any) -> bool:
     """Whether `pack_attention` was called for this model."""
-    return bool(model.config._attn_implementation == _NAME)
+    return model.config._attn_implementation in (_NAME, _WHOLE_NAME)
+
+
+def packed_inputs(model: Any, runs: Sequence[tuple[int, int]], device: torch.device) -> dict[str, Any]:
+    """What tells a packed model's forward call on `device` where sequences begin."""
+    is_whole = model.config._attn_implementation == _WHOLE_NAME
+    return {"runs": runs, "starts": _starts(runs, device) if is_whole and _has_one_call(device) else None}
+
+
+def _has_one_call(device: torch.device) -> bool:
+    """Whether torch has flash attention over sequences of unequal length for this device."""
+    if device.type != "cuda" or _one_call() is None or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+@cache
+def _one_call() -> Callable[..., Any] | None:
+    """torch's attention over sequences of unequal length; None where this torch has none with grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return None
+    return varlen_attn if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def _starts(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    starts = torch.tensor([0, *accumulate(length for count, length in runs for _ in range(count))], dtype=torch.int32)
+    return starts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +100,7 @@ def _attend_within_runs(
     attention_mask: None,
     *,
     runs: Sequence[tuple[int, int]],
+    starts: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -63,11 +108,24 @@ def _attend_within_runs(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Queries [1, heads, T, head_dim], keys and values [1, kv_heads, T, head_dim] to [1, T, heads, head_dim]."""
-    sizes = [count * length for count, length in runs]
     kind = _AttentionKind(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    longest, attend = max(length for _, length in runs), _one_call()
+    if starts is not None and attend is not None and _fits_one_call((query, key, value), longest, kind):
+        rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+        causal = {"window_size": (-1, 0), "scale": kind.scaling, "enable_gqa": True}
+        return attend(*rows, starts, starts, longest, longest, **causal)[None], None
+    sizes = [count * length for count, length in runs]
     queries, keys, values = (torch.split(each[0], sizes, dim=1) for each in (query, key, value))
     mixed = [_attend(*qkv, run=run, kind=kind) for *qkv, run in zip(queries, keys, values, runs, strict=True)]
     return torch.cat(mixed)[None], None
+
+
+def _fits_one_call(qkv: Sequence[Tensor], longest: int, kind: _AttentionKind) -> bool:
+    """Whether flash attention computes this attention of sequences of up to `longest` tokens."""
+    is_plain = kind.softcap is None and kind.sinks is None and (kind.window is None or kind.window >= longest)
+    (dtype, *others), (size, *sizes) = {each.dtype for each in qkv}, {each.shape[-1] for each in qkv}
+    is_half = dtype in (torch.float16, torch.bfloat16) and not others
+    return is_plain and is_half and not sizes and size % 8 == 0 and size <= _MAX_HEAD_SIZE and longest > 1
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, run: tuple[int, int], kind: _AttentionKind) -> Tensor:

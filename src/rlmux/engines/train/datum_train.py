@@ -25,6 +25,7 @@ from rlmux.engines.train.state.checkpoint import read_checkpoint
 from rlmux.engines.train.state.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train.state.trainer_state import TrainState
 from rlmux.engines.train.update.adamw import AdamWNumbers
+from rlmux.engines.train.update.figures import Figures, copy_to_host, require_finite
 from rlmux.engines.train.update.train_tensors import Backward, Requests, Score
 from rlmux.engines.train.update.training_forward import prepare_forward
 from rlmux.rl.client_requests import (
@@ -109,27 +110,28 @@ class DatumTrainEngine:
         self, request: ForwardBackward, loss: DatumLoss, config: dict[str, float]
     ) -> Requests[ForwardBackwardDone]:
         logprobs_by_place: dict[int, Tensor] = {}
-        total, tokens = 0.0, 0
-        batches = datum_batches(request.datums, self._config.algorithm.micro_batch_size, self._state.device)
+        figures, tokens = Figures(self._state.device), 0
+        batches = datum_batches(request.datums, self._config.algorithm.sequences_per_pass, self._state.device)
         self._state.begin_update(len(batches))
-        for each in batches:
+        for index, each in enumerate(batches):
             with_gradient = not request.is_forward_only
             scores = yield Score(batch=each.batch, temperature=1.0, with_gradient=with_gradient)
             logprobs = scores.logprobs
             with torch.set_grad_enabled(with_gradient):
                 value = _sum_of_losses(each, logprobs, loss, config)
             if with_gradient:
-                total += yield Backward(loss=value, place=f"model {self._config.name}")
-            else:
-                total += float(value)
-            for place, part in zip(each.places, torch.split(logprobs.detach().cpu(), list(each.lengths)), strict=True):
+                yield Backward(loss=value)
+            figures.add(index, [value])
+            for place, part in zip(each.places, torch.split(copy_to_host(logprobs), list(each.lengths)), strict=True):
                 logprobs_by_place[place] = part
             tokens += each.batch.num_tokens
             yield each.batch.num_tokens
+        losses = [value for _, value in figures.read()]
         if not request.is_forward_only:
+            require_finite(losses, f"model {self._config.name}")
             self._state.keep_gradients()
         ordered = [logprobs_by_place[place].numpy() for place in range(len(request.datums))]
-        return ForwardBackwardDone(logprobs=ordered, loss=total, num_tokens=tokens)
+        return ForwardBackwardDone(logprobs=ordered, loss=sum(losses), num_tokens=tokens)
 
     def optimizer_step(self, request: OptimizerStep) -> OptimizerStepDone:
         """Raises UserError if a ForwardBackward since the last step failed, or there was none."""

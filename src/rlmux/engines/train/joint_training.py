@@ -231,9 +231,9 @@ class JointTraining:
 
     # --- gradients ------------------------------------------------------------------------------------------
 
-    def _answer_backwards(self, requests: Mapping[str, Backward]) -> dict[str, float | Exception]:
+    def _answer_backwards(self, requests: Mapping[str, Backward]) -> dict[str, Exception | None]:
         """Each loss goes back to the log-probs of its tenant alone; from there, all go back together."""
-        replies: dict[str, float | Exception] = {}
+        replies: dict[str, Exception | None] = {}
         joined: dict[str, _Forward] = {}
         for name, request in requests.items():
             tenant = self._tenants[name]
@@ -241,15 +241,16 @@ class JointTraining:
                 replies[name] = self._alone(name, request)
                 continue
             try:
-                replies[name] = tenant.state.begin_gradient(request.loss, request.place)
+                replies[name] = None
+                tenant.state.begin_gradient()
                 with deterministic_backward():
                     request.loss.backward()  # type: ignore[no-untyped-call]
                 joined[name] = tenant.forward
             except Exception as error:  # whatever it is, it ends this tenant alone
                 replies[name] = error
-        return {**replies, **self._go_back(joined, requests)}
+        return {**replies, **self._go_back(joined)}
 
-    def _go_back(self, forwards: dict[str, _Forward], requests: Mapping[str, Backward]) -> dict[str, Exception]:
+    def _go_back(self, forwards: dict[str, _Forward]) -> dict[str, Exception]:
         """The joint backward; one after another where memory is too small for it. Returns the errors."""
         try:
             _backward([(each.logprobs, each.leaf) for each in forwards.values()])
@@ -263,13 +264,13 @@ class JointTraining:
         forwards.clear()  # the joint graph is freed before anything is computed again
         for name in leaves:
             self._tenants[name].forward = None
-        errors = {name: self._go_back_alone(name, *leaf, requests[name]) for name, leaf in leaves.items()}
+        errors = {name: self._go_back_alone(name, *leaf) for name, leaf in leaves.items()}
         return {name: error for name, error in errors.items() if error is not None}
 
-    def _go_back_alone(self, name: str, forward: Score, leaf: Tensor, request: Backward) -> Exception | None:
+    def _go_back_alone(self, name: str, forward: Score, leaf: Tensor) -> Exception | None:
         state = self._tenants[name].state
         try:
-            state.begin_gradient(request.loss, request.place)
+            state.begin_gradient()
             scores = state.answer(forward)
             assert isinstance(scores, TokenScores)
             _backward([(scores.logprobs, leaf)])

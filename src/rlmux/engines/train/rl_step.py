@@ -26,11 +26,12 @@ from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import Stage
-from rlmux.engines.logprob_gap import LogprobGap
+from rlmux.engines.logprob_gap import NO_GAP, logprob_gap, require_gap
 from rlmux.engines.train.sft_warmup import risen_learning_rate
 from rlmux.engines.train.stage_work import StageWork
+from rlmux.engines.train.update.figures import Figures, copy_to_host, require_finite
 from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
-from rlmux.engines.train.update.ranks import Ranks, in_leaf_order
+from rlmux.engines.train.update.ranks import in_leaf_order
 from rlmux.engines.train.update.train_tensors import Backward, Requests, Score, TrainTensors
 from rlmux.engines.train.update.training_forward import TokenScores
 from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
@@ -48,23 +49,25 @@ _FIGURES = (
     "num_dropped_tokens",
 )
 """Figures summed over a step's micro-batches, in the order of `RlStep._add_gradient`."""
+_SHARES = ("kl", "clip_fraction", "stale_token_share", "behavior_ratio")
+"""Those that are divided by the step's sampled tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Losses:
-    """Loss and figures of a micro-batch's tokens."""
+    """Loss of a micro-batch's tokens, and figures as tensors of one number."""
 
     of_tokens: Tensor
     """Loss [R], with its gradient."""
-    is_clipped: Tensor
-    """Which tokens the clip took out of the gradient, [R]."""
-    num_clamped: int
+    num_clipped: Tensor
+    """Tokens that the clip took out of the gradient."""
+    num_clamped: Tensor
     """Clamped log-ratios, to the old policy, the sampling one and the reference."""
-    kl: float = 0.0
+    kl: Tensor
     """Summed KL to the reference; 0 without one."""
-    behavior_ratio: float = 0.0
+    behavior_ratio: Tensor
     """Sum over stale tokens of their weight in the decoupled objective; 0 in the other one."""
-    num_dropped: int = 0
+    num_dropped: Tensor
     """Stale tokens above that objective's cap."""
 
 
@@ -93,14 +96,14 @@ class RlStep:
         size = len(sequences) // algorithm.num_minibatches
         parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
         max_tokens = config.train.tokens_per_micro_batch
-        self._minibatches = [in_leaf_order(cut(part, algorithm.micro_batch_size, max_tokens)) for part in parts]
+        self._minibatches = [in_leaf_order(cut(part, algorithm.sequences_per_pass, max_tokens)) for part in parts]
         self._dealt = [state.ranks.positions(leaves, first) for first, leaves in _numbered(self._minibatches)]
         """This rank's micro-batches of each mini-batch, in order; None where only other ranks have one."""
         self._reference_logprobs: dict[int, Tensor] = {}
         """Log-probs [R] under the reference, by leaf."""
         self._old_logprobs: dict[int, Tensor] = {}
         """Log-probs [R] under the weights that the step begins with, by leaf; empty where one update needs none."""
-        self._first_pass = _FirstPass(max_logprob_gap)
+        self._first_pass = _FirstPass(max_logprob_gap, state)
         self._num_updates_done = 0
         self._work_by_stage: dict[Stage, StageWork] = {}
 
@@ -149,7 +152,7 @@ class RlStep:
             else:
                 leaf, batch = dealt
                 scores = yield self._score(batch.to(self._state.device), with_gradient=False, uses_reference=True)
-                self._reference_logprobs[leaf] = scores.logprobs.cpu()
+                self._reference_logprobs[leaf] = copy_to_host(scores.logprobs)
             yield _num_tokens(dealt)
 
     def _compute_old_logprobs(self, metrics: dict[str, float]) -> Requests[None]:
@@ -163,9 +166,10 @@ class RlStep:
             else:
                 leaf, batch = dealt[0], dealt[1].to(self._state.device)
                 scores = yield self._score(batch, with_gradient=False)
-                self._first_pass.add(leaf, batch, scores, self.place(Stage.OLD_LOGPROBS))
-                self._old_logprobs[leaf] = scores.logprobs.cpu()
+                self._first_pass.add(leaf, batch, scores)
+                self._old_logprobs[leaf] = copy_to_host(scores.logprobs)
             yield _num_tokens(dealt)
+        self._first_pass.finish(self.place(Stage.OLD_LOGPROBS))
 
     def _update(self, metrics: dict[str, float]) -> Requests[None]:
         """Gradients of each mini-batch of each epoch, summed as a tree over its micro-batches, and an optimizer step.
@@ -179,47 +183,53 @@ class RlStep:
         for leaves, positions in algorithm.num_epochs * list(zip(self._minibatches, self._dealt, strict=True)):
             num_sampled = algorithm.num_updates * sum(len(each.targets) for each in leaves)
             self._state.begin_update(len(leaves))
-            found: list[tuple[float, ...]] = []
+            figures = Figures(self._state.device)
             for index, dealt in enumerate(positions):
                 if dealt is not None:
-                    found.append((yield from self._add_gradient(*dealt, num_sampled)))
+                    yield from self._add_gradient(*dealt, figures)
                 else:
                     self._state.accompany()
                 if index == len(positions) - 1:
+                    if not algorithm.needs_old_logprobs:
+                        self._first_pass.finish(place)
+                    self._add_up(figures, num_sampled, totals)
                     totals["grad_norm"] += self._state.update_weights(rate, place) / algorithm.num_updates
-                    self._add_up(found, totals)
                     self._num_updates_done += 1
                     self.is_trained = self._num_updates_done == algorithm.num_updates
                 yield _num_tokens(dealt)
         totals["loss"] /= algorithm.num_updates
         stale_token_share = totals["stale_token_share"] if algorithm.objective == "decoupled" else 0.0
         totals["behavior_ratio"] = totals["behavior_ratio"] / stale_token_share if stale_token_share else math.nan
-        metrics.update(totals, learning_rate=rate, **self._first_pass.metrics(self._state.ranks))
+        num_targets = sum(len(each.targets) for each in chain.from_iterable(self._minibatches))
+        metrics.update(totals, learning_rate=rate, **self._first_pass.metrics(num_targets))
 
-    def _add_gradient(self, leaf: int, batch: MicroBatch, num_sampled: int) -> Requests[tuple[float, ...]]:
-        """One micro-batch: its gradient goes to the tree. Returns its number and `_FIGURES`."""
+    def _add_gradient(self, leaf: int, batch: MicroBatch, figures: Figures) -> Requests[None]:
+        """One micro-batch: its gradient goes to the tree, and what `_FIGURES` are made of to `figures`."""
         on_device = batch.to(self._state.device)
         scores = yield self._score(on_device, with_gradient=True)
         found = self._losses(on_device, leaf, scores)
-        loss = yield Backward(loss=(found.of_tokens * on_device.weights).sum(), place=self.place(Stage.UPDATE))
-        num_stale, num_clipped = float(on_device.is_stale.sum()), float(found.is_clipped.sum())
-        shares = (each / num_sampled for each in (found.kl, num_clipped, num_stale))
-        return leaf, loss, *shares, found.num_clamped, found.behavior_ratio / num_sampled, found.num_dropped
+        loss = (found.of_tokens * on_device.weights).sum()
+        yield Backward(loss=loss)
+        shares = (found.kl, found.num_clipped, on_device.is_stale.sum())
+        figures.add(leaf, [loss, *shares, found.num_clamped, found.behavior_ratio, found.num_dropped])
 
-    def _add_up(self, found: Sequence[Sequence[float]], totals: dict[str, float]) -> None:
-        """Add the figures of an update's micro-batches to the step's."""
-        for _, *figures in self._state.ranks.gather(found):
-            for name, figure in zip(_FIGURES, figures, strict=True):
-                totals[name] += figure
+    def _add_up(self, figures: Figures, num_sampled: int, totals: dict[str, float]) -> None:
+        """Add the figures of an update's micro-batches to the step's. Raises PipelineError for a loss that is not
+        finite."""
+        rows = self._state.ranks.gather(figures.read())
+        require_finite((row[1] for row in rows), self.place(Stage.UPDATE))
+        for _, *row in rows:
+            for name, figure in zip(_FIGURES, row, strict=True):
+                totals[name] += figure / num_sampled if name in _SHARES else figure
 
     def _losses(self, batch: MicroBatch, leaf: int, scores: TokenScores) -> _Losses:
         algorithm = self._config.algorithm
         logprobs = scores.logprobs
         if algorithm.needs_old_logprobs:
-            begun_with = self._old_logprobs[leaf].to(self._state.device)
+            begun_with = self._old_logprobs[leaf].to(self._state.device, non_blocking=True)
         else:
             begun_with = logprobs.detach()
-            self._first_pass.add(leaf, batch, scores, self.place(Stage.UPDATE))
+            self._first_pass.add(leaf, batch, scores)
         # The policy that the step begins with sampled the fresh tokens; its log-prob comes from the same kernels as the
         # new one.
         sampled_by = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
@@ -228,20 +238,26 @@ class RlStep:
         losses, is_clipped = clipped_surrogate(
             logprobs, old_logprobs, batch.advantages, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high
         )
-        found = _Losses(of_tokens=losses, is_clipped=is_clipped, num_clamped=_num_clamped(logprobs, old_logprobs))
+        nothing = losses.new_zeros(())
+        found = _Losses(
+            of_tokens=losses,
+            num_clipped=is_clipped.sum(),
+            num_clamped=_num_clamped(logprobs, old_logprobs),
+            kl=nothing,
+            behavior_ratio=nothing,
+            num_dropped=nothing,
+        )
         if is_decoupled:
             ratio, is_dropped = behavior_ratio(begun_with, sampled_by, algorithm.max_behavior_ratio)
             found.of_tokens = losses * ratio
-            found.behavior_ratio, found.num_dropped = float((ratio * batch.is_stale).sum()), int(is_dropped.sum())
-            found.num_clamped += _num_clamped(begun_with, sampled_by)
+            found.behavior_ratio, found.num_dropped = (ratio * batch.is_stale).sum(), is_dropped.sum()
+            found.num_clamped = found.num_clamped + _num_clamped(begun_with, sampled_by)
         if self._state.has_reference:
-            reference = self._reference_logprobs[leaf].to(self._state.device)
+            reference = self._reference_logprobs[leaf].to(self._state.device, non_blocking=True)
             kl = kl_k3(logprobs, reference)
             found.of_tokens = found.of_tokens + algorithm.kl_coef * kl
-            found.kl, found.num_clamped = (
-                float(kl.detach().sum()),
-                found.num_clamped + _num_clamped(reference, logprobs),
-            )
+            found.kl = kl.detach().sum()
+            found.num_clamped = found.num_clamped + _num_clamped(reference, logprobs)
         return found
 
     def _score(self, batch: MicroBatch, *, with_gradient: bool, uses_reference: bool = False) -> Score:
@@ -259,8 +275,8 @@ class RlStep:
                 raise IllegalTransitionError(f"{self.place(Stage.UPDATE)}: {stage} is not done")
 
 
-def _num_clamped(logprobs: Tensor, others: Tensor) -> int:
-    return int(is_clamped(logprobs, others).sum())
+def _num_clamped(logprobs: Tensor, others: Tensor) -> Tensor:
+    return is_clamped(logprobs, others).sum()
 
 
 def _numbered(minibatches: Sequence[list[MicroBatch]]) -> Iterator[tuple[int, list[MicroBatch]]]:
@@ -314,22 +330,27 @@ def _check_versions(trajectory: Trajectory, newest: int, config: TrainingConfig)
 class _FirstPass:
     """Figures of a step's tokens under its initial weights, summed over the micro-batches."""
 
-    def __init__(self, max_logprob_gap: float) -> None:
-        self._gap = LogprobGap(max_logprob_gap)
-        self._rows: list[tuple[float, ...]] = []
-        """(leaf, summed entropy, sampled tokens, largest gap so far) of each micro-batch of this rank."""
+    def __init__(self, max_logprob_gap: float, state: TrainTensors) -> None:
+        self._max_logprob_gap = max_logprob_gap
+        self._ranks = state.ranks
+        self._figures = Figures(state.device)
+        self._rows: list[Sequence[float]] = []
+        """(leaf, summed entropy, gap) of each micro-batch of all ranks, once they are read."""
 
     @torch.no_grad()
-    def add(self, leaf: int, batch: MicroBatch, scores: TokenScores, place: str) -> None:
-        """Add one micro-batch and the model's scores of it.
+    def add(self, leaf: int, batch: MicroBatch, scores: TokenScores) -> None:
+        """Add one micro-batch and the model's scores of it."""
+        self._figures.add(leaf, [scores.entropies.sum(), logprob_gap(scores.logprobs, batch)])
 
-        Raises PipelineError, beginning with `place`, as `LogprobGap` does.
-        """
-        self._gap.compare(scores.logprobs, batch, place)
-        self._rows.append((leaf, float(scores.entropies.sum()), len(batch.targets), self._gap.largest))
+    def finish(self, place: str) -> None:
+        """Read what was added. Raises PipelineError, beginning with `place`, as `require_gap` does."""
+        self._rows = self._ranks.gather(self._figures.read())
+        for _, _, gap in self._rows:
+            require_gap(gap, self._max_logprob_gap, place)
 
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Mean entropy of a sampled token, and the largest gap to the log-prob that a fresh token was sampled with."""
-        _, entropy_sums, num_sampled, gaps = zip(*ranks.gather(self._rows), strict=True)
-        known = [gap for gap in gaps if not math.isnan(gap)]
-        return {"entropy": sum(entropy_sums) / sum(num_sampled), "logprob_gap": max(known, default=math.nan)}
+    def metrics(self, num_sampled: int) -> dict[str, float]:
+        """Mean entropy of the sampled tokens, and the largest gap to the log-prob that a fresh token was sampled with;
+        NaN without one."""
+        _, entropy_sums, gaps = zip(*self._rows, strict=True)
+        known = [gap for gap in gaps if gap > NO_GAP]
+        return {"entropy": sum(entropy_sums) / num_sampled, "logprob_gap": max(known, default=math.nan)}

@@ -11,6 +11,7 @@ import math
 
 from rlmux.core.model import Stage
 from rlmux.engines.train.stage_work import StageWork
+from rlmux.engines.train.update.figures import Figures, require_finite
 from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.update.ranks import in_leaf_order
 from rlmux.engines.train.update.train_tensors import Backward, Requests, Score, TrainTensors
@@ -42,7 +43,7 @@ class SftWarmup:
         """The present stage, begun by the first call."""
         if self._work is None:
             ranks = self._state.ranks
-            num_leaves = -(-self._config.sft_warmup.batch_size // self._config.algorithm.micro_batch_size)
+            num_leaves = -(-self._config.sft_warmup.batch_size // self._config.algorithm.sequences_per_pass)
             per_update = ranks.num_positions(num_leaves)
             metrics: dict[str, float] = {}
             self._work = StageWork(
@@ -69,25 +70,28 @@ class SftWarmup:
             leaves = in_leaf_order(self._micro_batches(task))
             positions = self._state.ranks.positions(leaves)
             self._state.begin_update(len(leaves))
-            losses: list[tuple[int, float]] = []
+            figures = Figures(self._state.device)
             for index, dealt in enumerate(positions):
                 if dealt is not None:
-                    losses.append((dealt[0], (yield from self._add_gradient(dealt[1], place))))
+                    yield from self._add_gradient(*dealt, figures)
                 else:
                     self._state.accompany()
                 if index == len(positions) - 1:
+                    losses = [loss for _, loss in self._state.ranks.gather(figures.read())]
+                    require_finite(losses, place)
                     metrics["grad_norm"] = self._state.update_weights(self._learning_rate(), place)
-                    metrics["loss"] = sum(loss for _, loss in self._state.ranks.gather(losses))
+                    metrics["loss"] = sum(losses)
                     self.num_updates_done += 1
                     if self.is_done:
                         self._end()
                 yield 0 if dealt is None else dealt[1].num_tokens
 
-    def _add_gradient(self, batch: MicroBatch, place: str) -> Requests[float]:
+    def _add_gradient(self, leaf: int, batch: MicroBatch, figures: Figures) -> Requests[None]:
         on_device = batch.to(self._state.device)
         scores = yield Score(batch=on_device, temperature=1.0, with_gradient=True)
-        loss: float = yield Backward(loss=-(scores.logprobs * on_device.weights).sum(), place=place)
-        return loss
+        loss = -(scores.logprobs * on_device.weights).sum()
+        yield Backward(loss=loss)
+        figures.add(leaf, [loss])
 
     def _micro_batches(self, task: Task) -> list[MicroBatch]:
         """The next update's demonstrations; every sampled token of an update weighs the same."""
@@ -103,7 +107,7 @@ class SftWarmup:
             )
             for each in demonstrations
         ]
-        return cut(sequences, config.algorithm.micro_batch_size)
+        return cut(sequences, config.algorithm.sequences_per_pass)
 
     def _learning_rate(self) -> float:
         """Rises over the first tenth, then falls along half a cosine to a tenth: the next phase starts small."""

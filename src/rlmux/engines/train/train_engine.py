@@ -90,7 +90,7 @@ class TorchTrainEngine:
         """
         if config.algorithm.name not in ALGORITHMS:
             raise UserError(f"algorithm.name: {config.algorithm.name!r}; accepted: {', '.join(ALGORITHMS)}")
-        self._config = config
+        self._config = config = config.computed_on(torch.device(device).type)
         self._origin = origin
         self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
@@ -156,7 +156,7 @@ class TorchTrainEngine:
     @property
     def micro_batch_size(self) -> int:
         """Sequences of one forward and backward pass."""
-        return self._config.algorithm.micro_batch_size
+        return self._config.algorithm.sequences_per_pass
 
     def gradient_of(self, batch: MicroBatch) -> Sequence[Tensor]:
         """This rank's part of the gradient of the weighted log-probs of one micro-batch; nothing is changed."""
@@ -241,11 +241,18 @@ class TorchTrainEngine:
             number = 0 if self._step is None else self._step.number
             raise PipelineError(
                 f"pipeline {self._config.name} step {number} stage {stage}: out of device memory with "
-                f"algorithm.micro_batch_size {self._config.algorithm.micro_batch_size}: "
+                f"{self._size_of_pass()}: "
                 f"{' '.join(str(error).split())[:160]}"
             ) from error
         if self._step is not None and self._step.is_trained:
             self._version = self._step.number
+
+    def _size_of_pass(self) -> str:
+        """The key that decides the size of a micro-batch, and its value."""
+        num_tokens = self._config.train.tokens_per_micro_batch
+        if num_tokens is not None:
+            return f"train.tokens_per_micro_batch {num_tokens}"
+        return f"algorithm.micro_batch_size {self._config.algorithm.sequences_per_pass}"
 
     def _work(self, stage: Stage) -> StageWork:
         if stage == Stage.SFT_WARMUP:

@@ -71,6 +71,7 @@ def footprint_of(
 
 def device_parts(config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, has_base: bool = True) -> Parts:
     """A worker's device bytes at its peak, part by part."""
+    config = config.computed_on("cuda" if is_gpu else "cpu")
     context: Parts = {"CUDA context": CUDA_CONTEXT_BYTES} if is_gpu else {}
     if phase is Phase.TRAIN:
         return train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base) | context

@@ -182,7 +182,7 @@ def _micro_batches_of_updates(config: TrainingConfig) -> list[tuple[int, int]]:
     num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
     batches = [(num_sequences, min(num_sequences, _sequences_of_micro_batch(config)))]
     if warmup.num_updates:
-        batches.append((warmup.batch_size, min(warmup.batch_size, algorithm.micro_batch_size)))
+        batches.append((warmup.batch_size, min(warmup.batch_size, algorithm.sequences_per_pass)))
     return batches
 
 
@@ -190,7 +190,7 @@ def _sequences_of_micro_batch(config: TrainingConfig) -> int:
     """Sequences of the largest length that go forward and backward together in a step."""
     max_tokens = config.train.tokens_per_micro_batch
     if max_tokens is None:
-        return config.algorithm.micro_batch_size
+        return config.algorithm.sequences_per_pass
     return max(1, max_tokens // (config.rollout.max_prompt_tokens + config.rollout.max_new_tokens))
 
 

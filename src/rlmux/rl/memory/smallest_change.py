@@ -83,7 +83,7 @@ def _changes(config: TrainingConfig, phase: Phase, num_devices: int) -> Iterator
         yield _Change("rollout.dtype: bfloat16", "rollout", (("dtype", "bfloat16"),))
         yield from slots[2:]
         return
-    for size in _halves(config.algorithm.micro_batch_size):
+    for size in _halves(config.algorithm.sequences_per_pass):
         yield _Change(f"algorithm.micro_batch_size: {size}", "algorithm", (("micro_batch_size", size),))
     yield _Change("train.activation_checkpointing: true", "train", (("activation_checkpointing", True),))
     yield _Change("train.equal_across_ranks: false", "train", (("equal_across_ranks", False),))

@@ -45,7 +45,7 @@ from rlmux.engines.residency import return_freed_memory
 from rlmux.engines.train.state.checkpoint import begin_checkpoint, folder_aside
 from rlmux.engines.train.state.flat_parameters import offsets_of
 from rlmux.engines.train.state.model_parts import fill_rows, own_rows, rows_of, rows_per_rank
-from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers
+from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers, update_together
 from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.update.moments import BLOCK_SIZE
 from rlmux.engines.train.update.ranks import Ranks, touching_others
@@ -129,12 +129,8 @@ class ShardedState(TrainTensors):
     def begin_update(self, num_leaves: int) -> None:
         self.drop_gradients()
 
-    def add_gradient(self, loss: Tensor, place: str) -> float:
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
+    def add_gradient(self, loss: Tensor) -> None:
         self._backward(loss)
-        return value
 
     def _backward(self, loss: Tensor) -> None:
         with touching_others(), deterministic_backward():
@@ -148,17 +144,17 @@ class ShardedState(TrainTensors):
         numbers: AdamWNumbers | None = None,
         grad_clip: float | None = None,
     ) -> float:
-        gradients = {name: self._gradient(each) for name, each in self._parameters.items()}
-        squares = math.fsum(float(torch.linalg.vector_norm(each)) ** 2 for each in gradients.values())
+        gradients = [self._gradient(each) for each in self._parameters.values()]
+        norms = torch.stack(torch._foreach_norm(gradients)).tolist()  # one read from the device
+        squares = math.fsum(norm_of_one**2 for norm_of_one in norms)
         norm = math.sqrt(math.fsum(row[1] for row in self.ranks.gather([(self.ranks.rank, squares)])))
         if not math.isfinite(norm):
             raise PipelineError(f"{place}: the gradient norm is {norm}; the weights are left as they were")
         most = self._grad_clip if grad_clip is None else grad_clip
-        for name, gradient in gradients.items():
-            if norm > most:
-                gradient.mul_(most / norm)
-            weights = rows_of(self._parameters[name])
-            self._optimizers[name].update(weights, gradient, learning_rate, numbers or self._numbers)
+        if norm > most:
+            torch._foreach_mul_(gradients, most / norm)
+        weights = [rows_of(each) for each in self._parameters.values()]
+        update_together([*self._optimizers.values()], weights, gradients, learning_rate, numbers or self._numbers)
         self.drop_gradients()
         self._checksum = None
         return norm

@@ -110,24 +110,16 @@ class TrainState(TrainTensors):
     def _new_sum(self, num_leaves: int) -> TreeSum | RunningSum:
         return TreeSum(num_leaves) if self._is_equal_across_ranks else RunningSum()
 
-    def add_gradient(self, loss: Tensor, place: str) -> float:
-        """Backward of one micro-batch; its gradient becomes the next of this rank's leaves. Returns the loss.
-
-        Raises PipelineError, beginning with `place`, for a loss that is not finite.
-        """
-        value = self.begin_gradient(loss, place)
+    def add_gradient(self, loss: Tensor) -> None:
+        """Backward of one micro-batch; its gradient becomes the next of this rank's leaves."""
+        self.begin_gradient()
         with deterministic_backward():
             loss.backward()  # type: ignore[no-untyped-call]
         self.end_gradient()
-        return value
 
-    def begin_gradient(self, loss: Tensor, place: str) -> float:
-        """First part of `add_gradient`, before the backward: checks the loss and zeroes the gradients."""
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
+    def begin_gradient(self) -> None:
+        """First part of `add_gradient`, before the backward."""
         self._flat.gradients.zero_()
-        return value
 
     def end_gradient(self) -> None:
         """Last part of `add_gradient`, after the backward."""

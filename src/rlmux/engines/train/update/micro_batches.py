@@ -12,7 +12,7 @@ A sequence's last token predicts nothing. Sequences of equal length stand side b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import chain, groupby, repeat
 from typing import Any
 
@@ -72,22 +72,17 @@ class MicroBatch:
     """Part of the tokens of all micro-batches that were cut together."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """A copy on `device`; the batch itself on a CPU."""
+        """A copy on `device`; the batch itself on a CPU.
+
+        Copies go through pinned memory: from any other, each waits for all that the device has to do.
+        """
         if device.type == "cpu":
             return self
-        return MicroBatch(
-            input_tokens=self.input_tokens.to(device),
-            positions=self.positions.to(device),
-            runs=self.runs,
-            sources=self.sources.to(device),
-            targets=self.targets.to(device),
-            weights=self.weights.to(device),
-            advantages=self.advantages.to(device),
-            sampled_logprobs=self.sampled_logprobs.to(device),
-            is_stale=self.is_stale.to(device),
-            num_tokens=self.num_tokens,
-            token_share=self.token_share,
-        )
+        tensors = {each.name: found for each in fields(self) if isinstance(found := getattr(self, each.name), Tensor)}
+        moved: dict[str, Any] = {
+            name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()
+        }
+        return replace(self, **moved)
 
 
 def cut(

@@ -55,12 +55,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """Request of a stage: the gradient of a loss of the last scores. The answer is the loss as a float."""
+    """Request of a stage: the gradient of a loss of the last scores. The answer is None."""
 
     loss: Tensor
     """Loss of one micro-batch."""
-    place: str
-    """Beginning of an error."""
 
 
 _Result = TypeVar("_Result")
@@ -142,10 +140,11 @@ class TrainTensors(ABC):
     def has_reference(self) -> bool:
         """Whether there are reference weights for the KL penalty."""
 
-    def answer(self, request: Score | Backward) -> TokenScores | float:
+    def answer(self, request: Score | Backward) -> TokenScores | None:
         """Compute one request of a stage."""
         if isinstance(request, Backward):
-            return self.add_gradient(request.loss, request.place)
+            self.add_gradient(request.loss)
+            return None
         weights = self.reference_weights() if request.uses_reference else nullcontext()
         with torch.set_grad_enabled(request.with_gradient), weights:
             return self.score(request.batch, request.temperature)
@@ -169,11 +168,9 @@ class TrainTensors(ABC):
         """Begin an update of so many micro-batches, over all ranks."""
 
     @abstractmethod
-    def add_gradient(self, loss: Tensor, place: str) -> float:
-        """Backward of one micro-batch; its gradient becomes part of the update's. Returns the loss.
-
-        Raises PipelineError, beginning with `place`, for a loss that is not finite.
-        """
+    def add_gradient(self, loss: Tensor) -> None:
+        """Backward of one micro-batch; its gradient becomes part of the update's. Does not wait for the device: the
+        stage checks its losses before the weights change (figures.py)."""
 
     @abstractmethod
     def update_weights(

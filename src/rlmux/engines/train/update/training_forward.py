@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlmux.core.errors import UserError
-from rlmux.engines.model.packed_attention import is_packed, pack_attention
+from rlmux.engines.model.packed_attention import is_packed, pack_attention, packed_inputs
 from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.update.router_loss import router_loss, router_loss_coef, with_gradient_of
 from rlmux.rl.config import TrainConfig
@@ -116,7 +116,7 @@ def _hidden(model: Any, batch: MicroBatch, options: dict[str, Any]) -> _Outputs:
         outputs = model.base_model(
             input_ids=batch.input_tokens[None],
             position_ids=batch.positions[None],
-            runs=batch.runs,
+            **packed_inputs(model, batch.runs, batch.input_tokens.device),
             use_cache=False,
             **options,
         )
