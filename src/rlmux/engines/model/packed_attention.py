@@ -68,7 +68,7 @@ def _one_call() -> Callable[..., Any] | None:
     """torch's attention over sequences of unequal length; None where this torch has none with grouped heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # before torch 2.10
+    except ImportError:  # an older torch
         return None
     return varlen_attn if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys() else None
 
