@@ -46,7 +46,14 @@ def config(adapter: AdapterConfig | None = ADAPTER, seed: int = 7, **algorithm: 
         adapter=adapter,
         sft_warmup=SftWarmupConfig(num_updates=2, batch_size=4),
         algorithm=AlgorithmConfig(
-            **{"prompts_per_step": 2, "group_size": 2, "micro_batch_size": 2, "learning_rate": 1e-2, **algorithm}
+            **{
+                "prompts_per_step": 2,
+                "group_size": 2,
+                "micro_batch_size": 2,
+                "learning_rate": 1e-2,
+                "max_mismatch_kl": 100.0,
+                **algorithm,
+            }
         ),
         rollout=RolloutConfig(max_new_tokens=16),
     )

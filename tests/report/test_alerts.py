@@ -47,6 +47,7 @@ def clean(chance: random.Random, num: int) -> dict[str, list[float]]:
         "kl": [abs(chance.gauss(0.02, 0.01)) for _ in range(num)],
         "entropy": [1.5 * math.exp(-step / 300) + chance.gauss(0.0, 0.05) for step in range(num)],
         "logprob_gap": [abs(chance.gauss(0.0, 1e-6)) for _ in range(num)],
+        "mismatch_kl": [abs(chance.gauss(0.0, 1e-3)) for _ in range(num)],
         "loss": [chance.gauss(0.0, 1.0) for _ in range(num)],
         "grad_norm": [abs(chance.gauss(1.0, 0.5)) for _ in range(num)],
     }
@@ -62,6 +63,7 @@ COLLAPSES = {
     "kl_blowup": {"kl": 2.0},
     "kl_huge": {"kl": 30.0},
     "engine_trainer_gap": {"logprob_gap": 0.3},
+    "engine_mismatch": {"mismatch_kl": 0.2},
     "entropy_collapse": {"entropy": 1e-3},
     "no_signal": {"reward_std": 0.0},
     "nonfinite": {"loss": math.nan},

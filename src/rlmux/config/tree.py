@@ -196,8 +196,8 @@ def _alert(value: Any) -> Any:
 
 
 AlertRule = Literal[
-    "nonfinite", "reward_collapse", "kl_blowup", "kl_huge", "engine_trainer_gap", "entropy_collapse", "no_signal",
-    "slo_at_risk", "slo_broken", "stands_still",
+    "nonfinite", "reward_collapse", "kl_blowup", "kl_huge", "engine_trainer_gap", "engine_mismatch",
+    "entropy_collapse", "no_signal", "slo_at_risk", "slo_broken", "stands_still",
 ]  # fmt: skip
 
 

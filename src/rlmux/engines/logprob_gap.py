@@ -1,4 +1,4 @@
-"""Compares the policies of rollout and training: the largest difference between their log-probabilities.
+"""Compares the policies of rollout and training: the largest difference of their log-probabilities, and their KL.
 
 fresh tokens: made by the version being trained      compared
 stale tokens: made by an older version               another policy, not compared
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
 from rlmux.engines.train.update.micro_batches import MicroBatch
+from rlmux.rl.algorithms import kl_k3
 
 NO_GAP = -math.inf
 """The gap of a micro-batch without a fresh token."""
@@ -25,6 +27,22 @@ def logprob_gap(logprobs: Tensor, batch: MicroBatch) -> Tensor:
     if not len(batch.targets):
         return logprobs.new_tensor(NO_GAP)
     return (logprobs.detach() - batch.sampled_logprobs).abs().masked_fill(batch.is_stale, NO_GAP).amax()
+
+
+@torch.no_grad()
+def mismatch_kl(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+    """Summed estimate (k3) over the fresh tokens of the KL in nats from the rollout's policy to training's."""
+    return kl_k3(batch.sampled_logprobs, logprobs.detach()).masked_fill(batch.is_stale, 0.0).sum()
+
+
+def require_close(kl: float, accepted: float, place: str) -> None:
+    """Raises PipelineError, beginning with `place`, for policies further apart than `accepted` nats a token."""
+    if kl > accepted:
+        raise PipelineError(
+            f"{place}: mismatch_kl is {kl:.3g} nats a token, accepted: up to {accepted:.3g} "
+            "(algorithm.max_mismatch_kl): training does not compute what rollout sampled from; the weights are left as "
+            "they were"
+        )
 
 
 def require_gap(gap: float, accepted: float, place: str) -> None:

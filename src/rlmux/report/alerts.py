@@ -156,6 +156,11 @@ def _engines_disagree(curves: Curves) -> Seen:
     return f"logprob_gap is {gap.last:.3g}, usually {usual:.3g}" if gap.last > 10.0 * usual else None
 
 
+def _policies_differ(curves: Curves) -> Seen:
+    kl = curves.get("mismatch_kl")
+    return f"mismatch_kl is {kl.last:.3g} nats a token" if kl is not None and kl.num and kl.last > 0.01 else None
+
+
 def _entropy_fell(curves: Curves) -> Seen:
     entropy = curves.get("entropy")
     if entropy is None or entropy.num < _MIN_STEPS:
@@ -207,6 +212,13 @@ RULES: Sequence[Rule] = (
         advice="Rollout and training disagree about the same tokens: compare their dtypes and weights.",
     ),
     Rule(
+        name="engine_mismatch",
+        level="warning",
+        steps=3,
+        look=_policies_differ,
+        advice="Rollout samples another policy than training computes: compare dtypes, or set algorithm.mismatch.",
+    ),
+    Rule(
         name="entropy_collapse",
         level="warning",
         steps=10,
@@ -223,7 +235,7 @@ RULES: Sequence[Rule] = (
 )
 
 
-LOOKED_AT = ("loss", "reward_mean", "reward_std", "grad_norm", "kl", "logprob_gap", "entropy")
+LOOKED_AT = ("loss", "reward_mean", "reward_std", "grad_norm", "kl", "logprob_gap", "mismatch_kl", "entropy")
 """Metrics that a rule reads."""
 
 

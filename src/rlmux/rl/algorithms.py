@@ -16,9 +16,9 @@ The losses use methods of the tensors they are given: nothing here imports torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class Algorithm:
 def group_normalized(rewards: Sequence[float]) -> list[float]:
     """GRPO: A_i = (r_i - mean r) / (std r + 1e-6), std with G - 1 in the denominator."""
     centered = group_centered(rewards)
-    std = sqrt(sum(value * value for value in centered) / (len(rewards) - 1))
+    std = math.sqrt(sum(value * value for value in centered) / (len(rewards) - 1))
     return [value / (std + _STD_EPSILON) for value in centered]
 
 
@@ -112,6 +112,21 @@ def behavior_ratio(proximal_logprobs: Tensor, sampled_logprobs: Tensor, max_rati
     ratio = clamped_log_ratio(proximal_logprobs, sampled_logprobs).exp().detach()
     is_dropped = ratio > max_ratio
     return ratio.masked_fill(is_dropped, 0.0), is_dropped
+
+
+def mismatch_weight(log_ratio: Tensor, correction: str, max_ratio: float) -> tuple[Tensor, Tensor]:
+    """Weight of tokens, or of sequences, that the sampler drew with other probabilities than the trainer computes.
+
+    `log_ratio`: trainer's log-prob less the sampler's. `tis`, truncated importance sampling: the ratio, at most
+    `max_ratio` (https://fengyao.notion.site/off-policy-rl). `mis`, masked: 0 outside 1 / max_ratio to max_ratio.
+    Second comes where the ratio is beyond that; neither has a gradient.
+    """
+    log_ratio = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    is_beyond = log_ratio > math.log(max_ratio)
+    if correction == "mis":
+        is_beyond |= log_ratio < -math.log(max_ratio)
+        return log_ratio.exp().masked_fill(is_beyond, 0.0), is_beyond
+    return log_ratio.exp().clamp(max=max_ratio), is_beyond
 
 
 def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

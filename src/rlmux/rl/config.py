@@ -261,8 +261,19 @@ class AlgorithmConfig(FromFile):
     """Weight of the KL penalty (low-variance estimator k3) to the frozen reference; 0 skips that stage."""
     max_logprob_gap: PositiveFloat | None = None
     """Largest gap in nats between the log-probabilities of rollout and training for a token of the present version;
-    above it the pipeline fails. Default: 0.001, 0.01 or 1 for exact, replayable or statistical engines; 1 for bfloat16
-    and mixtures of experts."""
+    above it the pipeline fails. Default: 0.001 or 0.01 where rlmux samples in float32, exact or replayable; none for
+    bfloat16, mixtures of experts, servers and engines of your own, where one token says nothing."""
+    max_mismatch_kl: PositiveFloat | None = None
+    """Largest KL in nats a token from the policy that rollout sampled with to the trainer's, estimated over a step's
+    tokens of the present version; above it the pipeline fails. Default: 0.1 where no gap of one token ends it."""
+    mismatch: Literal["none", "tis", "mis"] | None = None
+    """What corrects that difference: a weight for each token that is cut at max_mismatch_ratio (`tis`, truncated
+    importance sampling), or 0 beyond it (`mis`, masked). Default: none where rlmux samples and trains in float32, else
+    tis."""
+    mismatch_level: Literal["token", "sequence"] = "token"
+    """What has one weight: each token, or all tokens of an answer."""
+    max_mismatch_ratio: Annotated[float, Gt(1)] = 2.0
+    """Largest such weight; with `mis` its inverse is the least."""
     micro_batch_size: Count | None = None
     """Sequences per forward and backward pass. Default: 32; on one GPU 16,384 tokens. Changes the last bits."""
 
@@ -545,6 +556,17 @@ class TrainingConfig(PipelineKeys):
         if device_type == "cpu" or is_given or self.train.num_workers > 1:
             return self
         return replace(self, train=replace(self.train, tokens_per_micro_batch=_TOKENS_PER_PASS_OF_GPU))
+
+    @property
+    def is_sampled_by_trainer(self) -> bool:
+        """Whether rollout computes what training does, but for the rounding of float32."""
+        engine = self.rollout.engine
+        return not (engine.is_server or engine.is_of_user) and {self.train.dtype, self.rollout.dtype} == {"float32"}
+
+    @property
+    def mismatch_correction(self) -> Literal["none", "tis", "mis"]:
+        """What corrects the difference between the policies of rollout and training."""
+        return self.algorithm.mismatch or ("none" if self.is_sampled_by_trainer else "tis")
 
     @property
     def model_seed(self) -> int:

@@ -23,6 +23,7 @@ NOT_OF_THE_PLAN = {
     ("rollout", "engine", "memory_gb"),
     ("rollout", "engine", "start_limit_s"),
     ("algorithm", "max_logprob_gap"),
+    ("algorithm", "max_mismatch_kl"),
     ("task", "reward_timeout_s"),
 }
 """Fields that decide how fast a pipeline is, or when it fails, and never what its weights are."""

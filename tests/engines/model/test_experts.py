@@ -101,7 +101,6 @@ def test_engine_and_trainer_of_a_mixture_agree_and_its_gap_is_shown(tmp_path: Pa
     loop = Loop(replace(config(), model=MOE), tmp_path)
     loop.run(2)
     assert 0.0 < loop.metrics["logprob_gap"] < 1e-3
-    assert loop.trainer._least_bound == 1.0  # near ties are picked otherwise
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,6 @@ def test_engine_and_trainer_agree_within_the_rounding_of_bfloat16(
     loop = Loop(rounded, tmp_path)
     loop.run(2)
     assert 1e-6 < loop.metrics["logprob_gap"] < 0.2
-    assert loop.trainer._least_bound == 1.0
 
 
 def test_the_hubs_names_are_those_that_transformers_saves(tmp_path):

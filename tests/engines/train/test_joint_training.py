@@ -50,7 +50,7 @@ def config(name: str = "a", *, train: TrainConfig | None = None, warmup: int = 0
         model=ModelConfig(seed=3),
         adapter=ADAPTERS[name],
         sft_warmup=SftWarmupConfig(num_updates=warmup, batch_size=5),
-        algorithm=AlgorithmConfig(**{"learning_rate": 0.01 * ord(name) / 97, **fields}),
+        algorithm=AlgorithmConfig(**{"learning_rate": 0.01 * ord(name) / 97, "max_mismatch_kl": 100.0, **fields}),
         rollout=RolloutConfig(max_new_tokens=48, temperature=0.8 if name == "a" else 1.0),
         train=train or TrainConfig(),
     )

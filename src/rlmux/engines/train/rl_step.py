@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import Stage
-from rlmux.engines.logprob_gap import NO_GAP, logprob_gap, require_gap
+from rlmux.engines.logprob_gap import NO_GAP, logprob_gap, mismatch_kl, require_close, require_gap
 from rlmux.engines.train.sft_warmup import risen_learning_rate
 from rlmux.engines.train.stage_work import StageWork
 from rlmux.engines.train.update.figures import Figures, copy_to_host, require_finite
@@ -34,7 +34,14 @@ from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequenc
 from rlmux.engines.train.update.ranks import in_leaf_order
 from rlmux.engines.train.update.train_tensors import Backward, Requests, Score, TrainTensors
 from rlmux.engines.train.update.training_forward import TokenScores
-from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
+from rlmux.rl.algorithms import (
+    ALGORITHMS,
+    behavior_ratio,
+    clipped_surrogate,
+    is_clamped,
+    kl_k3,
+    mismatch_weight,
+)
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory
@@ -47,9 +54,11 @@ _FIGURES = (
     "num_clamped_ratios",
     "behavior_ratio",
     "num_dropped_tokens",
+    "mismatch_ratio",
+    "mismatch_cut_share",
 )
 """Figures summed over a step's micro-batches, in the order of `RlStep._add_gradient`."""
-_SHARES = ("kl", "clip_fraction", "stale_token_share", "behavior_ratio")
+_SHARES = ("kl", "clip_fraction", "stale_token_share", "behavior_ratio", "mismatch_ratio", "mismatch_cut_share")
 """Those that are divided by the step's sampled tokens."""
 
 
@@ -69,6 +78,10 @@ class _Losses:
     """Sum over stale tokens of their weight in the decoupled objective; 0 in the other one."""
     num_dropped: Tensor
     """Stale tokens above that objective's cap."""
+    mismatch_ratio: Tensor
+    """Sum of the weights that correct what tokens were sampled with."""
+    num_cut: Tensor
+    """Tokens whose weight is cut, or 0 for that."""
 
 
 class RlStep:
@@ -81,6 +94,7 @@ class RlStep:
         state: TrainTensors,
         *,
         max_logprob_gap: float = math.inf,
+        max_kl: float = math.inf,
     ) -> None:
         """Raises PipelineError for a token that breaks the staleness bound."""
         self.number = batch.step
@@ -103,7 +117,7 @@ class RlStep:
         """Log-probs [R] under the reference, by leaf."""
         self._old_logprobs: dict[int, Tensor] = {}
         """Log-probs [R] under the weights that the step begins with, by leaf; empty where one update needs none."""
-        self._first_pass = _FirstPass(max_logprob_gap, state)
+        self._first_pass = _FirstPass(max_logprob_gap, max_kl, state)
         self._num_updates_done = 0
         self._work_by_stage: dict[Stage, StageWork] = {}
 
@@ -200,6 +214,8 @@ class RlStep:
         totals["loss"] /= algorithm.num_updates
         stale_token_share = totals["stale_token_share"] if algorithm.objective == "decoupled" else 0.0
         totals["behavior_ratio"] = totals["behavior_ratio"] / stale_token_share if stale_token_share else math.nan
+        if self._config.mismatch_correction == "none":
+            del totals["mismatch_ratio"], totals["mismatch_cut_share"]
         num_targets = sum(len(each.targets) for each in chain.from_iterable(self._minibatches))
         metrics.update(totals, learning_rate=rate, **self._first_pass.metrics(num_targets))
 
@@ -211,7 +227,8 @@ class RlStep:
         loss = (found.of_tokens * on_device.weights).sum()
         yield Backward(loss=loss)
         shares = (found.kl, found.num_clipped, on_device.is_stale.sum())
-        figures.add(leaf, [loss, *shares, found.num_clamped, found.behavior_ratio, found.num_dropped])
+        corrected = (found.mismatch_ratio, found.num_cut)
+        figures.add(leaf, [loss, *shares, found.num_clamped, found.behavior_ratio, found.num_dropped, *corrected])
 
     def _add_up(self, figures: Figures, num_sampled: int, totals: dict[str, float]) -> None:
         """Add the figures of an update's micro-batches to the step's. Raises PipelineError for a loss that is not
@@ -246,12 +263,18 @@ class RlStep:
             kl=nothing,
             behavior_ratio=nothing,
             num_dropped=nothing,
+            mismatch_ratio=nothing,
+            num_cut=nothing,
         )
         if is_decoupled:
             ratio, is_dropped = behavior_ratio(begun_with, sampled_by, algorithm.max_behavior_ratio)
             found.of_tokens = losses * ratio
             found.behavior_ratio, found.num_dropped = (ratio * batch.is_stale).sum(), is_dropped.sum()
             found.num_clamped = found.num_clamped + _num_clamped(begun_with, sampled_by)
+        if self._config.mismatch_correction != "none":
+            weight, is_cut = self._mismatch_weight(batch, begun_with)
+            found.of_tokens = found.of_tokens * weight
+            found.mismatch_ratio, found.num_cut = weight.sum(), is_cut.sum()
         if self._state.has_reference:
             reference = self._reference_logprobs[leaf].to(self._state.device, non_blocking=True)
             kl = kl_k3(logprobs, reference)
@@ -259,6 +282,17 @@ class RlStep:
             found.kl = kl.detach().sum()
             found.num_clamped = found.num_clamped + _num_clamped(reference, logprobs)
         return found
+
+    def _mismatch_weight(self, batch: MicroBatch, begun_with: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight [R] of each token for what it was sampled with, 1 for a stale one; and which are cut."""
+        algorithm = self._config.algorithm
+        log_ratio = (begun_with - batch.sampled_logprobs).masked_fill(batch.is_stale, 0.0)
+        if algorithm.mismatch_level == "sequence":
+            sequences = batch.sequence_of
+            sums = log_ratio.new_zeros(sum(count for count, _ in batch.runs)).index_add_(0, sequences, log_ratio)
+            log_ratio = sums[sequences]
+        weight, is_cut = mismatch_weight(log_ratio, self._config.mismatch_correction, algorithm.max_mismatch_ratio)
+        return weight.masked_fill(batch.is_stale, 1.0), is_cut & ~batch.is_stale
 
     def _score(self, batch: MicroBatch, *, with_gradient: bool, uses_reference: bool = False) -> Score:
         return Score(
@@ -330,27 +364,39 @@ def _check_versions(trajectory: Trajectory, newest: int, config: TrainingConfig)
 class _FirstPass:
     """Figures of a step's tokens under its initial weights, summed over the micro-batches."""
 
-    def __init__(self, max_logprob_gap: float, state: TrainTensors) -> None:
+    def __init__(self, max_logprob_gap: float, max_kl: float, state: TrainTensors) -> None:
         self._max_logprob_gap = max_logprob_gap
+        self._max_kl = max_kl
         self._ranks = state.ranks
         self._figures = Figures(state.device)
         self._rows: list[Sequence[float]] = []
-        """(leaf, summed entropy, gap) of each micro-batch of all ranks, once they are read."""
+        """(leaf, summed entropy, gap, summed KL, fresh tokens) of each micro-batch of all ranks, once they are read."""
 
     @torch.no_grad()
     def add(self, leaf: int, batch: MicroBatch, scores: TokenScores) -> None:
         """Add one micro-batch and the model's scores of it."""
-        self._figures.add(leaf, [scores.entropies.sum(), logprob_gap(scores.logprobs, batch)])
+        gap, kl = logprob_gap(scores.logprobs, batch), mismatch_kl(scores.logprobs, batch)
+        self._figures.add(leaf, [scores.entropies.sum(), gap, kl, (~batch.is_stale).sum()])
 
     def finish(self, place: str) -> None:
-        """Read what was added. Raises PipelineError, beginning with `place`, as `require_gap` does."""
+        """Read what was added. Raises PipelineError, beginning with `place`, as `require_gap` and `require_close`."""
         self._rows = self._ranks.gather(self._figures.read())
-        for _, _, gap in self._rows:
+        for _, _, gap, _, _ in self._rows:
             require_gap(gap, self._max_logprob_gap, place)
+        require_close(self._mismatch_kl(), self._max_kl, place)
+
+    def _mismatch_kl(self) -> float:
+        """In nats a fresh token; NaN without one."""
+        num_fresh = sum(num for *_, num in self._rows)
+        return sum(kl for *_, kl, _ in self._rows) / num_fresh if num_fresh else math.nan
 
     def metrics(self, num_sampled: int) -> dict[str, float]:
-        """Mean entropy of the sampled tokens, and the largest gap to the log-prob that a fresh token was sampled with;
-        NaN without one."""
-        _, entropy_sums, gaps = zip(*self._rows, strict=True)
+        """Mean entropy of the sampled tokens; the largest gap to the log-prob that a fresh token was sampled with, and
+        their KL in nats a token, NaN without a fresh one."""
+        _, entropy_sums, gaps, _, _ = zip(*self._rows, strict=True)
         known = [gap for gap in gaps if gap > NO_GAP]
-        return {"entropy": sum(entropy_sums) / num_sampled, "logprob_gap": max(known, default=math.nan)}
+        return {
+            "entropy": sum(entropy_sums) / num_sampled,
+            "logprob_gap": max(known, default=math.nan),
+            "mismatch_kl": self._mismatch_kl(),
+        }

@@ -55,8 +55,8 @@ RL_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
 """The stages of one step, in their order. The first is empty without a KL penalty, the second where a step is one
 update."""
 
-_ROUNDED_GAP = 1.0
-"""Largest accepted gap in nats between rollout and training log-probs if either may round differently."""
+_MAX_KL = 0.1
+"""Largest KL in nats a token from the policy of rollout to that of training, where the file has none."""
 
 
 class TorchTrainEngine:
@@ -195,7 +195,7 @@ class TorchTrainEngine:
         """Take the batch of a step; a token that breaks the staleness bound is a `PipelineError`.
 
         The step fails where rollout and training disagree about a token by more than `max_logprob_gap` nats, unless
-        the config has a bound of its own.
+        the config has a bound of its own, or other programs, rounded weights or experts make one token mean nothing.
         """
         config = self._config
         if not self.is_warm or batch.step != self._version + 1:
@@ -211,16 +211,16 @@ class TorchTrainEngine:
             )
         self._prompts = None if batch.round is None else dict(batch.round.queue_after)
         self._backlog = batch.backlog
-        max_gap = config.algorithm.max_logprob_gap or max(max_logprob_gap, self._least_bound)
-        self._step = RlStep(batch, config, self._state, max_logprob_gap=max_gap)
+        is_bounded = config.is_sampled_by_trainer and not has_experts(self._model_config)
+        is_bounded = is_bounded or config.algorithm.max_logprob_gap is not None
+        self._step = RlStep(
+            batch,
+            config,
+            self._state,
+            max_logprob_gap=config.algorithm.max_logprob_gap or (max_logprob_gap if is_bounded else math.inf),
+            max_kl=config.algorithm.max_mismatch_kl or (math.inf if is_bounded else _MAX_KL),
+        )
         self._state.drop_gradients()
-
-    @property
-    def _least_bound(self) -> float:
-        """Gap in nats that no promise of the engines' bits speaks of: rounded weights, or a token's experts, which are
-        others where two are nearly as likely."""
-        is_rounded = {self._config.train.dtype, self._config.rollout.dtype} != {"float32"}
-        return _ROUNDED_GAP if is_rounded or has_experts(self._model_config) else 0.0
 
     def run_stage(self, stage: Stage, *, max_seconds: float) -> TrainReport:
         """Do micro-batches until the stage is done or `max_seconds` have passed, but at least one.

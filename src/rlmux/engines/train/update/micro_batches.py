@@ -71,6 +71,13 @@ class MicroBatch:
     token_share: float = 1.0
     """Part of the tokens of all micro-batches that were cut together."""
 
+    @property
+    def sequence_of(self) -> Tensor:
+        """Number [R] of each sampled token's sequence."""
+        lengths = [length for count, length in self.runs for _ in range(count)]
+        ends = torch.tensor(lengths).cumsum(0).to(self.sources.device, non_blocking=True)
+        return torch.searchsorted(ends, self.sources, right=True)
+
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on `device`; the batch itself on a CPU.
 
