@@ -29,6 +29,7 @@ from rlmux.engines.durable_files import sync_path
 from rlmux.engines.train.state.checkpoint import PROMPTS, STEP_NOTE, read_checkpoint, read_state
 from rlmux.log.notes import CheckpointNote, Note, StepNote, decode
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.memory.memory_parts import num_trained
 from rlmux.rl.origin import Origin
 from rlmux.rl.prompts.backlog import BACKLOG_FILE, Backlog
 from rlmux.rl.prompts.prompt_rounds import PromptQueue
@@ -38,6 +39,8 @@ _NAME = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 
 
+_LARGE = 10**9
+"""Trained parameters from which not every step has a checkpoint by default."""
 _FALLING_BACK = "falling back to the checkpoint before it"
 
 
@@ -81,6 +84,11 @@ def backlog_of(checkpoint: Path, config: TrainingConfig) -> Backlog:
     if not file.is_file():
         raise CheckpointError(f"{checkpoint} has no {BACKLOG_FILE}: it was written without rollout.interruptible")
     return Backlog.unpack(file.read_bytes(), str(file))
+
+
+def usual_interval(config: TrainingConfig) -> int:
+    """Default of `checkpoint_every`: 1, and 10 where 1B parameters or more are trained: 12 GB a checkpoint."""
+    return 1 if num_trained(config) < _LARGE else 10
 
 
 def is_due(submission: Submission, step: int, checkpoint_every: int) -> bool:
@@ -286,13 +294,13 @@ class CheckpointWriter:
         another rank ends the checkpoint. `is_well_everywhere`: told whether the previous one was written here, returns
         whether it was on all ranks that take the snapshot together. Raises the previous write's error.
         """
-        started_s = time.perf_counter()
+        started_s, is_well = time.perf_counter(), False
         try:
             self.wait()
-        except BaseException:
-            is_well_everywhere(False)
-            raise
-        if not is_well_everywhere(True):
+            is_well = True
+        finally:
+            is_well = is_well_everywhere(is_well)
+        if not is_well:
             raise StorageError(f"{folder}: another rank could not write the checkpoint before")
         write = snapshot()
         self._being_written = self._pool.submit(_write, folder, write, time.perf_counter() - started_s)

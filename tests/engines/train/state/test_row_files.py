@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlmux.engines.model.weights import SHA256, read_metadata, weights_sha256, write_tensors
-from rlmux.engines.train.state.row_files import NO_SHA256, FileForm, KeptCopies, RowFiles, Rows, begin_files
+from rlmux.engines.train.state.row_files import NO_SHA256, FileForm, KeptCopies, RankRows, RowFiles, begin_files
 
 WEIGHTS = {"bias": torch.arange(2.0), "matrix": torch.arange(12.0).view(4, 3)}
 FILE = "model.safetensors"
@@ -21,11 +21,11 @@ def form() -> FileForm:
     return FileForm(tensors=WEIGHTS, metadata={"version": "1", SHA256: NO_SHA256})
 
 
-def rows_of(rank: int) -> list[Rows]:
+def rows_of(rank: int) -> list[RankRows]:
     """A row of the bias and two of the matrix."""
     return [
-        Rows(file=FILE, tensor="bias", first=rank, content=WEIGHTS["bias"][rank : rank + 1]),
-        Rows(file=FILE, tensor="matrix", first=6 * rank, content=WEIGHTS["matrix"][2 * rank : 2 * rank + 2]),
+        RankRows(file=FILE, tensor="bias", first=rank, content=WEIGHTS["bias"][rank : rank + 1]),
+        RankRows(file=FILE, tensor="matrix", first=6 * rank, content=WEIGHTS["matrix"][2 * rank : 2 * rank + 2]),
     ]
 
 
@@ -87,7 +87,7 @@ def test_copies_are_those_of_the_moment_and_their_memory_is_kept() -> None:
     copies, rows = KeptCopies(), rows_of(0)
     first = [each.content for each in copies.of(rows)]
     assert [each.tolist() for each in first] == [each.content.tolist() for each in rows]
-    later = copies.of([Rows(file=FILE, tensor="bias", first=0, content=torch.tensor([7.0])), rows[1]])
+    later = copies.of([RankRows(file=FILE, tensor="bias", first=0, content=torch.tensor([7.0])), rows[1]])
     assert [each.content.data_ptr() for each in later] == [each.data_ptr() for each in first]
     assert later[0].content.tolist() == [7.0]
     assert later[1].content.data_ptr() != rows[1].content.data_ptr()

@@ -41,7 +41,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RankRows:
     """A rank's rows of one parameter, its moments or its reference."""
 
     file: str
@@ -70,11 +70,11 @@ class KeptCopies:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str, int], Tensor] = {}
 
-    def of(self, rows: Sequence[Rows]) -> list[Rows]:
+    def of(self, rows: Sequence[RankRows]) -> list[RankRows]:
         """The rows in host memory, until the next call."""
         return [replace(each, content=copy) for each, copy in zip(rows, self._copied(rows), strict=True)]
 
-    def _copied(self, rows: Sequence[Rows]) -> list[Tensor]:
+    def _copied(self, rows: Sequence[RankRows]) -> list[Tensor]:
         kept, self._kept = self._kept, {}
         for each in rows:
             key = each.file, each.tensor, each.first
@@ -106,7 +106,7 @@ class RowFiles:
         """Takes the rank's lock; the first has none. Raises OSError where the folder is not seen, or has no locks."""
         self._aside = aside
         self._count = count
-        self.rows: Sequence[Rows] = ()
+        self.rows: Sequence[RankRows] = ()
         """In host memory."""
         self._weights: tuple[str, FileForm] | None = None
         self._mark = None if rank == 0 else os.open(_mark_of(aside, rank), os.O_CREAT | os.O_WRONLY, 0o600)
@@ -116,7 +116,7 @@ class RowFiles:
         if self._mark is not None:
             fcntl.flock(self._mark, fcntl.LOCK_EX)
 
-    def take(self, rows: Sequence[Rows], weights_file: str, form: FileForm) -> RowFiles:
+    def take(self, rows: Sequence[RankRows], weights_file: str, form: FileForm) -> RowFiles:
         """Take rows in host memory, to be left alone until they are written; `form`: of the file with the weights."""
         self.rows, self._weights = rows, (weights_file, form)
         return self
@@ -132,7 +132,7 @@ class RowFiles:
             raise
 
     @staticmethod
-    def _write_into(path: Path, rows: Sequence[Rows]) -> None:
+    def _write_into(path: Path, rows: Sequence[RankRows]) -> None:
         begin_by_tensor = _begins_in(path)
         descriptor = os.open(path, os.O_WRONLY)
         try:

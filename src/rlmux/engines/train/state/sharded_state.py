@@ -46,7 +46,7 @@ from rlmux.engines.residency import return_freed_memory
 from rlmux.engines.train.state.checkpoint import begin_checkpoint, folder_aside
 from rlmux.engines.train.state.flat_parameters import offsets_of
 from rlmux.engines.train.state.model_parts import fill_rows, own_rows, rows_of, rows_per_rank
-from rlmux.engines.train.state.row_files import NO_SHA256, FileForm, KeptCopies, RowFiles, Rows, begin_files
+from rlmux.engines.train.state.row_files import NO_SHA256, FileForm, KeptCopies, RankRows, RowFiles, begin_files
 from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers
 from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.update.moments import BLOCK_SIZE
@@ -284,24 +284,26 @@ class ShardedState(TrainTensors):
             forms[REFERENCE_FILE] = FileForm(tensors=self._forms(), metadata=metadata)
         return forms
 
-    def _own_rows(self) -> Iterator[Rows]:
+    def _own_rows(self) -> Iterator[RankRows]:
         """This rank's rows of all that a checkpoint has, file by file."""
         offset_by_name, _ = offsets_of(self._parameters, self._dtype)
         first_by_name = {
             name: own_rows(each, self.ranks)[0] * math.prod(each.shape[1:]) for name, each in self._parameters.items()
         }
         for name, each in self._parameters.items():
-            yield Rows(file=self.weights_file, tensor=name, first=first_by_name[name], content=rows_of(each))
+            yield RankRows(file=self.weights_file, tensor=name, first=first_by_name[name], content=rows_of(each))
         if self._has_blocks:
             for name, key, each, length in self._blocks():
-                yield Rows(file=OPTIMIZER_FILE, tensor=f"{name}.{key}", first=self.ranks.rank * length, content=each)
+                yield RankRows(
+                    file=OPTIMIZER_FILE, tensor=f"{name}.{key}", first=self.ranks.rank * length, content=each
+                )
         else:
             for name in self._parameters:
                 for key, moment in self._moments(name).items():
                     first = offset_by_name[name] + first_by_name[name]
-                    yield Rows(file=OPTIMIZER_FILE, tensor=key, first=first, content=moment)
+                    yield RankRows(file=OPTIMIZER_FILE, tensor=key, first=first, content=moment)
         for name, rows in (self._reference or {}).items():
-            yield Rows(file=REFERENCE_FILE, tensor=name, first=first_by_name[name], content=rows)
+            yield RankRows(file=REFERENCE_FILE, tensor=name, first=first_by_name[name], content=rows)
 
     def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
         """Nothing: the files of tensors are written aside of `folder` at once, parameter by parameter, by the first
