@@ -254,7 +254,6 @@ class ShardedState(TrainTensors):
         """
         self.require_loaded()
         forms = self._file_forms(metadata, NO_SHA256)
-        copies = self._copies.of(list(self._own_rows()))
         aside, error = folder, None
         if self.ranks.rank == 0:
             try:
@@ -268,6 +267,7 @@ class ShardedState(TrainTensors):
         with suppress(OSError):
             files = RowFiles(Path(name), self.ranks.rank, self.ranks.count)
         if self.ranks.is_same(f"not seen by {self.ranks.rank}" if files is None else files.place):
+            copies = self._copies.of(list(self._own_rows()))
             return files and files.take(copies, self.weights_file, forms[self.weights_file])
         if files is not None:
             files.leave()
