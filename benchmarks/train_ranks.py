@@ -1,12 +1,18 @@
 """Seconds of a training step on 1 and on more ranks, each on a core of its own.
 
     python benchmarks/train_ranks.py [--ranks 1,2] [--size M|L] [--rounds N] [--quick] [--json]
+    python benchmarks/train_ranks.py --halt [--rounds N] [--quick] [--json]
 
 The gangs are the worker processes of a run, pinned to cores. They are given the same batches: rollouts of long-tailed
 lengths (lognormal, at most 128 tokens), one update, no KL. Rounds interleave the gangs, one thread a rank, medians of
 all rounds but the first. A step is everything between handing the batch over and the last rank's answer; publishing
 and checkpoints are left out. `busiest` is the processor time of the rank that used most: what is left of a step where
 nothing else runs on the machine. After the last round the weights of all gangs are compared.
+
+`--halt`: for how long a checkpoint halts two ranks that have parts of one model with 1 GB of weights and moments, when
+the checkpoint before is durable; and how long it then takes to be durable. `gathered`: ranks that are told that they
+are on two machines, so that the first of them writes what all gather. The first checkpoint, whose copies take fresh
+memory, is told by itself.
 """
 
 from __future__ import annotations
@@ -19,21 +25,26 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlmux.core.model import Stage
+from rlmux.engines.train.state import row_files
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
+from rlmux.rl.memory.memory_parts import train_state_bytes
 from rlmux.rl.memory.model_shape import shape_of
 from rlmux.rl.types import TrainingBatch, TrainReport, Trajectory, TrajectoryId
+from rlmux.runtime.weights.checkpoints import Written
 from rlmux.runtime.workers.planned_workers import TrainWorker
 from rlmux.runtime.workers.processes import WorkerProcess
 from rlmux.runtime.workers.worker_calls import HandOut, TrainCall, TrainCallResult
 
 CALL_LIMIT_S = 600.0
 MAX_NEW_TOKENS = 128
+STATE_OF_1_GB = ModelConfig(hidden_size=1024, num_layers=6, intermediate_size=3200, num_heads=8)
 SIZES = {
     "S": ModelConfig(hidden_size=64, num_layers=2, intermediate_size=128),
     "M": ModelConfig(hidden_size=128, num_layers=4, intermediate_size=256),
@@ -77,17 +88,27 @@ def batch_of(config: TrainingConfig, step: int) -> TrainingBatch:
     return TrainingBatch(step=step, trajectories=trajectories, advantages=[rng.gauss(0.0, 1.0) for _ in trajectories])
 
 
+class ApartWorker(TrainWorker):
+    """A train worker that takes every rank for one on a machine of its own."""
+
+    def __init__(self, *given: Any) -> None:
+        row_files._machine = lambda: str(os.getpid())
+        super().__init__(*given)
+
+
 class Gang:
     """The train workers of one pipeline, rank r on the r-th core."""
 
-    def __init__(self, config: TrainingConfig, count: int, folder: Path) -> None:
+    def __init__(
+        self, config: TrainingConfig, count: int, folder: Path, worker: type[TrainWorker] = TrainWorker
+    ) -> None:
         self.count = count
         self._folder = folder
         cores = sorted(os.sched_getaffinity(0))
         self._workers = [
             WorkerProcess(
                 f"ranks-{count}/train-{rank}",
-                TrainWorker,
+                worker,
                 (config, None),
                 cores=[cores[rank % len(cores)]],
                 log_path=folder / "workers.log",
@@ -118,16 +139,24 @@ class Gang:
 
     def finish(self, batch: TrainingBatch) -> str | None:
         """One more step, with which the ranks compare and hand out their weights; their hash."""
-        hand_out = HandOut(
-            weights=self._folder / f"{self.count}.safetensors",
-            checkpoint=self._folder / f"{self.count}" / f"step_{batch.step}",
-            writers=(0,),
-            num_kept=1,
-        )
-        results = self._train(pickle.dumps(batch), hand_out)
+        results = self._train(pickle.dumps(batch), self._hand_out(batch.step))
         self._ask("finish_checkpoint")
         checksum: str | None = results[0].weights_checksum
         return checksum
+
+    def _hand_out(self, step: int) -> HandOut:
+        return HandOut(
+            weights=self._folder / f"{self.count}.safetensors",
+            checkpoint=self._folder / f"{self.count}" / f"step_{step}",
+            writers=(0,),
+            num_kept=1,
+        )
+
+    def checkpoint(self, batch: TrainingBatch) -> Written:
+        """One more step, and its checkpoint, which is durable."""
+        self._train(pickle.dumps(batch), self._hand_out(batch.step))
+        written: Written = self._ask("finish_checkpoint")[0][0]
+        return written
 
     def _train(self, payload: bytes, hand_out: HandOut | None = None) -> list[TrainCallResult]:
         """All stages of a step on all ranks, of which the first call brings the batch."""
@@ -159,7 +188,8 @@ def _answers(calls: list[tuple[WorkerProcess, str, tuple[Any, ...]]]) -> list[An
         worker.call(0.0, method, args, result.append)
     for (worker, _, _), result in zip(calls, results, strict=True):
         while not result:
-            worker.receive(0.0)
+            if worker.connection.poll(1.0):  # a step without a sign of life may take longer than an answer's transfer
+                worker.receive(0.0)
     return [result[0] for result in results]
 
 
@@ -196,6 +226,29 @@ def measure(size: str, counts: list[int], rounds: int, num_trajectories: int, mi
     }
 
 
+def measure_halt(rounds: int, *, is_quick: bool) -> dict[str, Any]:
+    """Seconds by which checkpoints halt training, beside training and gathered by all ranks."""
+    from train_ranks import ApartWorker  # by a name that a worker process can import, too
+
+    tiny = config_of("S", 8, 8)
+    model = SIZES["S"] if is_quick else STATE_OF_1_GB
+    config = replace(tiny, model=model, train=replace(tiny.train, num_workers=2, sharding="shard"))
+    found: dict[str, Any] = {"state_bytes": train_state_bytes(config)}
+    for name, worker in (("beside", TrainWorker), ("gathered", ApartWorker)):
+        with tempfile.TemporaryDirectory() as folder:
+            gang = Gang(config, 2, Path(folder), worker)
+            try:
+                first, *others = [gang.checkpoint(batch_of(config, step)) for step in range(1, rounds + 2)]
+            finally:
+                gang.end()
+        found[name] = {
+            "halt_s": statistics.median(each.stall_s for each in others),
+            "first_halt_s": first.stall_s,
+            "durable_s": statistics.median(each.seconds for each in others),
+        }
+    return found
+
+
 def _ratios(seconds: dict[int, list[float]]) -> dict[int, float]:
     """How much faster than the first gang, by rounds: a machine that slows down slows all gangs of a round."""
     first = next(iter(seconds.values()))[1:]
@@ -205,6 +258,14 @@ def _ratios(seconds: dict[int, list[float]]) -> dict[int, float]:
     }
 
 
+def _told(halt: dict[str, Any]) -> str:
+    lines = [f"{halt.pop('state_bytes') / 1e6:,.0f} MB of weights and moments on two ranks"]
+    lines.append(f"{'checkpoint':>10}  {'halt s':>8}  {'first s':>8}  {'durable s':>9}")
+    for name, each in halt.items():
+        lines.append(f"{name:>10}  {each['halt_s']:>8.3f}  {each['first_halt_s']:>8.3f}  {each['durable_s']:>9.3f}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, powers of two")
@@ -212,11 +273,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trajectories", type=int, default=64, help="a multiple of 8")
     parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--halt", action="store_true", help="the halt by a checkpoint of two ranks in place of steps")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     counts = [int(word) for word in given.ranks.split(",")]
     size, rounds = ("S", 1) if given.quick else (given.size, given.rounds)
+    if given.halt:
+        halt = measure_halt(rounds, is_quick=given.quick)
+        print(json.dumps(halt) if given.json else _told(halt))
+        return
     result = measure(size, counts, rounds, given.trajectories, given.micro_batch_size)
     if given.json:
         print(json.dumps(result))

@@ -93,6 +93,16 @@ def test_a_promise_is_left_to_the_run(rlmux):
     assert (code, err) == (0, "rlmux: promises of a: not probed; `rlmux run` probes them before it starts\n")
 
 
+def test_check_says_how_often_a_large_model_has_a_checkpoint_unless_the_file_does(rlmux):
+    large = "pipelines.a.model={hidden_size: 4096, layers: 32, intermediate_size: 12288, heads: 32}"
+    given = "pipelines.a.footprint={rollout_host_gb: 1, train_host_gb: 1, rollout_device_gb: 1, train_device_gb: 1}"
+    words = ["check", "small.yaml", "--set", large, "--set", given]
+    code, _, err = rlmux(*words)
+    assert code == 0
+    assert "a: a checkpoint every 10 steps, as for any model of its size; checkpoint_every sets another interval" in err
+    assert rlmux(*words, "--set", "pipelines.a.checkpoint_every=1").err == ""
+
+
 def test_overrides_are_refused_for_files_that_take_none(rlmux):
     file = str(EXAMPLES / "serve" / "tiny.yaml")
     line = f"rlmux: --set policy=fifo: {file} has lanes; accepted: a file of `rlmux run` or `broker`\n"

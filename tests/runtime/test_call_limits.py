@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from rlmux.config.load import load_spec
 from rlmux.core.errors import SpecError
+from rlmux.core.model import Pipeline
 from rlmux.rl.config import TaskConfig, TrainingConfig
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.user_code.pipeline_env import PipelineEnv
-from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.backend import Submission, WorkerOptions
 from rlmux.runtime.launch import submissions
+from rlmux.runtime.weights.checkpoints import is_due
 from rlmux.runtime.workers.processes import WorkerProcess
 
 LIMIT_S = 2.5
@@ -140,6 +143,36 @@ def test_limits_and_checkpoints_are_keys_of_the_file(tmp_path: Path) -> None:
     a, b = (one.worker_options(base) for one in submissions(load_spec(path)))
     assert (a.call_limit_s, a.checkpoint_every, a.keep_checkpoints, a.chunk_s) == (7.0, 4, 3, 0.25)
     assert (b.call_limit_s, b.checkpoint_every, b.keep_checkpoints, b.chunk_s) == (120.0, 5, 2, 0.25)
+
+
+LARGE = "model: {hidden_size: 4096, layers: 32, intermediate_size: 12288, heads: 32}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "interval"),
+    [
+        ("", 1),
+        (LARGE, 10),
+        (f"{LARGE}, checkpoint_every: 1", 1),
+        (f"{LARGE}, checkpoint_every: 3", 3),
+        (f"{LARGE}, adapter: {{rank: 4, alpha: 8}}", 1),
+    ],
+)
+def test_what_trains_a_billion_parameters_has_fewer_checkpoints_unless_the_file_says_how_many(
+    tmp_path: Path, keys: str, interval: int
+) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(FILE.replace("defaults: {checkpoint_every: 4}", "").replace("checkpoint_every: 5", keys))
+    _, given = submissions(load_spec(path))
+    assert given.checkpoint_every == interval
+    due = [step for step in range(1, 31) if is_due(replace(given, pipeline=stale(given)), step, interval)]
+    assert all(step in due for step in range(interval, 31, interval))
+    assert all({step - 1, step} <= set(due) for step in range(interval, 31, interval) if step > 1)
+
+
+def stale(given: Submission) -> Pipeline:
+    """The pipeline with a staleness of 1, whose checkpoints come with the one before them."""
+    return replace(given.pipeline, staleness=1)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,31 @@ def test_what_writing_raises_is_raised_by_the_next_call_once(tmp_path, ask):
     assert writer.written() == []
 
 
+def test_ranks_hear_of_each_other_what_the_one_before_came_to(tmp_path):
+    """A rank that failed alone would leave the others waiting for it in the next snapshot."""
+    writer, said = CheckpointWriter(), []
+
+    def fail(folder: Path) -> str:
+        raise StorageError(f"{folder}: no space left")
+
+    def begin() -> None:
+        writer.begin(tmp_path / "step_2", lambda: fail, is_well_everywhere=said.append)
+
+    writer.begin(tmp_path / "step_1", lambda: fail)
+    with pytest.raises(StorageError, match="step_1: no space"):
+        begin()
+    with pytest.raises(StorageError, match="another rank could not write"):
+        begin()
+    assert said == [False, True]
+
+
+def test_a_rank_that_writes_its_rows_alone_reports_no_checkpoint(tmp_path):
+    writer = CheckpointWriter()
+    writer.begin(tmp_path / "step_1", lambda: lambda folder: None)
+    writer.wait()
+    assert writer.written() == []
+
+
 def test_pruning_keeps_the_newest_and_never_the_last_one(tmp_path):
     for step in (2, 9, 10, 11):
         (tmp_path / f"step_{step}").mkdir()

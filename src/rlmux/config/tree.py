@@ -235,8 +235,9 @@ class PipelineConfig(PipelineKeys):
     they keep less. Default: no minimum."""
     submit_at_s: NonNegativeFloat = 0.0
     """Seconds from the start of the run to submission."""
-    checkpoint_every: Count = 1
-    """Steps between checkpoints, each with the SHA-256 of its weights. The last step always has one."""
+    checkpoint_every: Count | None = None
+    """Steps between checkpoints, each with the SHA-256 of its weights. The last step always has one. Default: 1, and 10
+    where 1B parameters or more are trained."""
     keep_checkpoints: Count = 2
     """Checkpoints to keep in case one is damaged, beyond those that `algorithm.staleness` needs."""
     call_limit_s: PositiveFloat = 120.0

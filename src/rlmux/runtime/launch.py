@@ -37,6 +37,7 @@ from rlmux.runtime.control.run_control import ParseSubmission, submitted_to
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.records.input_files import input_files
 from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_pipelines, run_pipelines
+from rlmux.runtime.weights.checkpoints import usual_interval
 
 AddCosts = Callable[[Pipeline, TrainingConfig, Cluster], Pipeline]
 """Returns the pipeline with estimates of what its switches and migrations cost on this machine."""
@@ -160,7 +161,7 @@ def submissions(spec: Spec, add_costs: AddCosts = add_no_costs) -> list[Submissi
             code_folder=spec.code_folder,
             determinism_class=None if given.keys.promise is None else DeterminismClass(given.keys.promise),
             call_limit_s=given.keys.call_limit_s,
-            checkpoint_every=given.keys.checkpoint_every,
+            checkpoint_every=given.keys.checkpoint_every or usual_interval(given.config),
             keep_checkpoints=given.keys.keep_checkpoints,
             keeps_samples=given.keys.samples,
             alerts={rule: asdict(its) for rule, its in given.keys.alerts.items()},

@@ -218,7 +218,7 @@ def test_the_parts_of_a_model_are_counted_as_the_ranks_have_them() -> None:
         assert of_cut[part] == of_whole[part] / 4
     assert "gradient sums" not in of_cut
     assert of_cut["gathered weights"] < of_whole["weights"]
-    assert "checkpoint being written" not in host_parts(cut)
+    assert host_parts(cut)["checkpoint being written"] == host_parts(whole)["checkpoint being written"] / 4
     assert train_state_bytes(cut) == train_state_bytes(whole), "a checkpoint holds whole tensors"
 
 
@@ -228,8 +228,13 @@ def test_a_whole_model_is_in_host_memory_only_where_ranks_cannot_read_their_rows
     assert host_parts(replace(cut, model=large)) == {"whole model, before it is cut": weights_bytes(config(large))}
     build_model(large, VOCAB_SIZE, 0).save_pretrained(tmp_path)
     read = replace(cut, model=ModelConfig(path=str(tmp_path)))
-    assert set(host_parts(read)) == {"parameter being written", "versions in shared memory"}
-    assert host_parts(read)["parameter being written"] <= 2 * weights_bytes(read)
+    assert set(host_parts(read)) == {
+        "checkpoint being written",
+        "parameter being hashed",
+        "parameter being published",
+        "versions in shared memory",
+    }
+    assert host_parts(read)["parameter being published"] <= 2 * weights_bytes(read)
 
 
 def test_an_adapters_parts_are_its_own_and_its_base_is_counted_where_it_lies():

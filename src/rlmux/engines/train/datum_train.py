@@ -191,7 +191,9 @@ class DatumTrainEngine:
             tensors=self._state.copies(folder, {}),
             weights_file=self._state.weights_file,
         )
-        return snapshot.write(folder)
+        sha256 = snapshot.write(folder)
+        assert sha256 is not None, "no rank of several"
+        return sha256
 
     def restore(self, folder: Path) -> None:
         """Load a checkpoint with its moments. Raises CheckpointError for a damaged one or another model."""

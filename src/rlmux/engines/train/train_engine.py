@@ -289,10 +289,12 @@ class TorchTrainEngine:
     def snapshot(self, folder: Path | None = None) -> TrainSnapshot:
         """A checkpoint's content, in host memory of its own.
 
-        A model in parts writes its tensors at once, aside of `folder`; None: another rank writes.
+        `folder`: of the checkpoint. A model in parts needs it, and that all ranks call this together: each has its
+        rows to write. Raises OSError where it cannot be begun.
         """
         self._require_version()
         metadata = {"version": str(self._version), **self._marks}
+        rows = self._state.row_files(folder, metadata) if folder and isinstance(self._state, ShardedState) else None
         return TrainSnapshot(
             state={
                 "pipeline": self._config.name,
@@ -304,8 +306,10 @@ class TorchTrainEngine:
             },
             files={**self._small_files(), **({} if self._backlog is None else {BACKLOG_FILE: self._backlog})},
             marks=self._marks,
-            tensors=self._state.copies(folder, metadata),
+            tensors=self._state.copies(folder, metadata) if rows is None else {},
             weights_file=self._state.weights_file,
+            rows=rows,
+            is_of_first=not self.is_sharded or self._state.ranks.rank == 0,
         )
 
     def restore(self, folder: Path, *, is_verified: bool = False) -> None:

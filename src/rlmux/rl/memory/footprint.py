@@ -98,14 +98,19 @@ def host_parts(config: TrainingConfig) -> Parts:
     """Bytes that a pipeline's trainer keeps in host memory beside its state, on whatever device it trains.
 
     In shared memory lie the versions that staleness needs, the one before them until the next is published, and the
-    one being written. Of several ranks, those of the first, which has most: it writes, and builds a model in parts
-    that is not read from a checkpoint.
+    one being written. Of several ranks, those of the first, which has most: it publishes, hashes a checkpoint, and
+    builds a model in parts that is not read from one. The memory of a checkpoint's copy of a rank's own rows is kept.
     """
     weights = weights_bytes(config)
     moments = {"moments": host_moments_bytes(config)} if config.train.optimizer_state == "cpu" else {}
     versions = {"versions in shared memory": (config.algorithm.staleness + 3) * weights}
     if config.train.is_sharded:
-        written = {"parameter being written": largest_parameter_bytes(config)}
+        largest = largest_parameter_bytes(config)
+        written = {
+            "checkpoint being written": train_state_bytes(config) / config.train.num_workers,
+            "parameter being hashed": largest,
+            "parameter being published": 2 * largest,  # gathered, and as it is written
+        }
         return max(
             {"whole model, before it is cut": whole_model_bytes(config)}, moments | written | versions, key=total
         )

@@ -104,7 +104,8 @@ def _sharded_parts(config: TrainingConfig, shape: ModelShape, *, has_flash: bool
 
 
 def train_state_bytes(config: TrainingConfig) -> float:
-    """Bytes of a trainer's state between two steps: what a checkpoint copies, and an offload of a rank that has it."""
+    """Bytes of a trainer's state between two steps, of all ranks with parts together: what a checkpoint copies, and an
+    offload of a rank that has it."""
     of_reference = _master_bytes(config) if config.train.is_sharded else weights_bytes(config)
     reference = of_reference if config.algorithm.kl_coef > 0 else 0.0
     return _master_bytes(config) + reference + _moments_bytes(config)
@@ -115,15 +116,20 @@ def host_moments_bytes(config: TrainingConfig) -> float:
     return _moments_bytes(config) / config.train.num_parts if config.train.optimizer_state == "cpu" else 0.0
 
 
+def num_trained(config: TrainingConfig) -> int:
+    """Parameters that are trained: the model's, or its adapter's."""
+    shape = shape_of(config.model)
+    return shape.num_parameters if config.adapter is None else adapter_parameters(shape, config.adapter)
+
+
 def _device_moments_bytes(config: TrainingConfig) -> float:
     return 0.0 if config.train.optimizer_state == "cpu" else _moments_bytes(config) / config.train.num_parts
 
 
 def _moments_bytes(config: TrainingConfig) -> float:
     """Bytes of both moments of all that is trained: float32, or a byte each and a float32 for each block."""
-    num_trained = _master_bytes(config) / FLOAT_BYTES
     of_each = 1 + FLOAT_BYTES / BLOCK_SIZE if config.train.optimizer_state == "8bit" else FLOAT_BYTES
-    return 2 * num_trained * of_each
+    return 2 * num_trained(config) * of_each
 
 
 def whole_model_bytes(config: TrainingConfig) -> float:
@@ -137,10 +143,10 @@ def whole_model_bytes(config: TrainingConfig) -> float:
 
 
 def largest_parameter_bytes(config: TrainingConfig) -> float:
-    """Bytes of the largest trained parameter, gathered and as it is written."""
+    """Bytes of the largest trained parameter."""
     shape = shape_of(config.model)
     largest = max(shape.embedding, shape.mlp_matrices * (2 if shape.num_experts else 1) // 3)
-    return 2 * min(largest * FLOAT_BYTES, _master_bytes(config))
+    return min(largest * FLOAT_BYTES, _master_bytes(config))
 
 
 def weights_bytes(config: TrainingConfig) -> float:
@@ -150,9 +156,7 @@ def weights_bytes(config: TrainingConfig) -> float:
 
 def _master_bytes(config: TrainingConfig) -> float:
     """Bytes of what is trained in float32, which is updated."""
-    shape = shape_of(config.model)
-    num_trained = shape.num_parameters if config.adapter is None else adapter_parameters(shape, config.adapter)
-    return num_trained * FLOAT_BYTES
+    return num_trained(config) * FLOAT_BYTES
 
 
 def _compute_bytes(config: TrainingConfig) -> int:

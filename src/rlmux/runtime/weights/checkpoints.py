@@ -23,12 +23,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from rlmux.core.errors import CheckpointError
+from rlmux.core.errors import CheckpointError, StorageError
 from rlmux.core.model import PipelineId
 from rlmux.engines.durable_files import sync_path
 from rlmux.engines.train.state.checkpoint import PROMPTS, STEP_NOTE, read_checkpoint, read_state
 from rlmux.log.notes import CheckpointNote, Note, StepNote, decode
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.memory.memory_parts import num_trained
 from rlmux.rl.origin import Origin
 from rlmux.rl.prompts.backlog import BACKLOG_FILE, Backlog
 from rlmux.rl.prompts.prompt_rounds import PromptQueue
@@ -38,6 +39,8 @@ _NAME = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 
 
+_LARGE = 10**9
+"""Trained parameters from which not every step has a checkpoint by default."""
 _FALLING_BACK = "falling back to the checkpoint before it"
 
 
@@ -81,6 +84,11 @@ def backlog_of(checkpoint: Path, config: TrainingConfig) -> Backlog:
     if not file.is_file():
         raise CheckpointError(f"{checkpoint} has no {BACKLOG_FILE}: it was written without rollout.interruptible")
     return Backlog.unpack(file.read_bytes(), str(file))
+
+
+def usual_interval(config: TrainingConfig) -> int:
+    """Default of `checkpoint_every`: 1, and 10 where 1B parameters or more are trained: 12 GB a checkpoint."""
+    return 1 if num_trained(config) < _LARGE else 10
 
 
 def is_due(submission: Submission, step: int, checkpoint_every: int) -> bool:
@@ -270,17 +278,30 @@ class CheckpointWriter:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pool.submit(int).result()  # the thread is there from now on: none can be made where memory is short
-        self._being_written: Future[Written] | None = None
+        self._being_written: Future[Written | None] | None = None
         self._written: list[Written] = []
 
-    def begin(self, folder: Path, snapshot: Callable[[], Callable[[Path], str]]) -> None:
+    def begin(
+        self,
+        folder: Path,
+        snapshot: Callable[[], Callable[[Path], str | None]],
+        *,
+        is_well_everywhere: Callable[[bool], bool] = bool,
+    ) -> None:
         """Wait for the previous checkpoint, take a snapshot, and begin to write it.
 
-        `snapshot` returns a function that writes it into a folder and returns the hash of its weights. Raises the
-        previous write's error.
+        `snapshot` returns a function that writes it into a folder and returns the hash of its weights; None where
+        another rank ends the checkpoint. `is_well_everywhere`: told whether the previous one was written here, returns
+        whether it was on all ranks that take the snapshot together. Raises the previous write's error.
         """
-        started_s = time.perf_counter()
-        self.wait()
+        started_s, is_well = time.perf_counter(), False
+        try:
+            self.wait()
+            is_well = True
+        finally:
+            is_well = is_well_everywhere(is_well)
+        if not is_well:
+            raise StorageError(f"{folder}: another rank could not write the checkpoint before")
         write = snapshot()
         self._being_written = self._pool.submit(_write, folder, write, time.perf_counter() - started_s)
 
@@ -294,11 +315,14 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for the pending checkpoint. Raises the write's error."""
         being_written, self._being_written = self._being_written, None
-        if being_written is not None:
-            self._written.append(being_written.result())
+        written = None if being_written is None else being_written.result()
+        if written is not None:
+            self._written.append(written)
 
 
-def _write(folder: Path, write: Callable[[Path], str], stall_s: float) -> Written:
+def _write(folder: Path, write: Callable[[Path], str | None], stall_s: float) -> Written | None:
     started_s = time.perf_counter()
     weights_sha256 = write(folder)
+    if weights_sha256 is None:
+        return None
     return Written(folder, time.perf_counter() - started_s, stall_s, weights_sha256)

@@ -397,31 +397,35 @@ class TrainWorker:
         """Write the weights for rollout workers, and begin to write a checkpoint beside later work.
 
         The first rank writes the checkpoint, after a check that all ranks have the same weights; ranks with parts of a
-        model contribute them. `run_stage` and `finish_checkpoint` report the durable checkpoint with the weights'
-        SHA-256, computed by the writing thread. Returns (checksum of the weights, checksum in the file); None on other
-        ranks. Raises PipelineError if ranks have different weights.
+        model write their own rows, and the first ends it. `run_stage` and `finish_checkpoint` report the durable
+        checkpoint with the weights' SHA-256, computed by the writing thread. Returns (checksum of the weights, checksum
+        in the file); None on other ranks. Raises PipelineError if ranks have different weights.
         """
         from rlmux.engines.model.weight_checksum import CHECKSUM
         from rlmux.engines.model.weights import read_metadata
 
-        if hand_out.checkpoint is not None:
+        is_sharded = self._engine.is_sharded
+        if hand_out.checkpoint is not None and not is_sharded:
             self._engine.check_ranks()
         is_first, is_writer = self._ranks.rank == 0, self._ranks.rank in hand_out.writers
-        if not is_writer and not self._engine.is_sharded:
+        if not is_writer and not is_sharded:
             return None, None
         with _storing(hand_out.weights):
             self._engine.export_weights(hand_out.weights if is_writer else None)
-        if not is_first:
-            if hand_out.checkpoint is not None and self._engine.is_sharded:
-                self._engine.snapshot()
-            return None, None
-        checksum, file_checksum = self._engine.weights_checksum(), read_metadata(hand_out.weights)[CHECKSUM]
-        if hand_out.checkpoint is not None:
+        checksum = file_checksum = note = None
+        if is_first:
+            checksum, file_checksum = self._engine.weights_checksum(), read_metadata(hand_out.weights)[CHECKSUM]
             note = hand_out.whole_note(report, checksum, file_checksum)
+        if hand_out.checkpoint is not None and (is_first or is_sharded):
             self._checkpoints.begin(
-                hand_out.checkpoint, partial(self._snapshot, hand_out.checkpoint, hand_out.num_kept, note)
+                hand_out.checkpoint,
+                partial(self._snapshot, hand_out.checkpoint, hand_out.num_kept, note),
+                is_well_everywhere=self._is_well_everywhere if is_sharded else bool,
             )
         return checksum, file_checksum
+
+    def _is_well_everywhere(self, is_well: bool) -> bool:
+        return self._ranks.is_same(str(is_well)) and is_well
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the pending checkpoint. Returns durable checkpoints since the last report."""
@@ -429,17 +433,18 @@ class TrainWorker:
             self._checkpoints.wait()
         return self._checkpoints.written()
 
-    def _snapshot(self, folder: Path, keep: int, note: StepNote | None) -> Callable[[Path], str]:
+    def _snapshot(self, folder: Path, keep: int, note: StepNote | None) -> Callable[[Path], str | None]:
         with _storing(folder):
             snapshot = self._engine.snapshot(folder)
         if note is not None:
             snapshot = replace(snapshot, state={**snapshot.state, STEP_NOTE: encode(note)})
 
-        def write(folder: Path) -> str:
+        def write(folder: Path) -> str | None:
             with _storing(folder):
                 sha256 = snapshot.write(folder)
-                mark_latest(folder)
-                prune(folder.parent, keep)
+                if sha256 is not None:
+                    mark_latest(folder)
+                    prune(folder.parent, keep)
             return sha256
 
         return write

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +19,14 @@ from tests.engines.train.test_train_engine import batch, config, run_step
 
 from rlmux.core.errors import CheckpointError
 from rlmux.engines.model import model_io
-from rlmux.engines.train.state import model_parts
+from rlmux.engines.train.state import model_parts, row_files
+from rlmux.engines.train.state.checkpoint import read_checkpoint
+from rlmux.engines.train.state.snapshot import TrainSnapshot
 from rlmux.engines.train.train_engine import TorchTrainEngine
 from rlmux.engines.train.update.ranks import RankStore, join_ranks
 from rlmux.rl.config import AdapterConfig, ModelConfig, TrainConfig, TrainingConfig
 from rlmux.rl.vocabulary import CharVocabulary
+from rlmux.runtime.weights.checkpoints import CheckpointStore
 
 MODELS = {
     "new": {},
@@ -49,11 +55,21 @@ def on_ranks(given: TrainingConfig, work: Callable[[TorchTrainEngine, int, Path]
     for rank in ranks:
         rank.start()
     try:
-        return [pickle.loads(mine.recv_bytes()) if mine.poll(40) else None for mine, _ in ends]
+        for _, theirs in ends:
+            theirs.close()  # so that a rank that dies ends its pipe
+        return [_received(mine) for mine, _ in ends]
     finally:
         for rank in ranks:
             rank.kill()
             rank.join()
+
+
+def _received(end: Any) -> Any:
+    """What a rank sends; None for one that is gone, or silent for 40 s."""
+    try:
+        return pickle.loads(end.recv_bytes()) if end.poll(40) else None
+    except EOFError:
+        return None
 
 
 def _rank(given: TrainingConfig, work: Any, rank: int, store: Any, folder: Path, end: Any) -> None:
@@ -68,35 +84,71 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-def save(engine: TorchTrainEngine, rank: int, folder: Path) -> str:
+def save(engine: TorchTrainEngine, rank: int, folder: Path) -> tuple[str, str | None]:
+    """Hash of the weights, and what writing the checkpoint returns."""
     engine.export_weights(folder / "published.safetensors" if rank == 0 else None)
-    engine.snapshot(folder / "step_0").write(folder / "step_0") if rank == 0 else engine.snapshot()
-    return engine.weights_sha256()
+    return engine.weights_sha256(), engine.snapshot(folder / "step_0").write(folder / "step_0")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_files_of_a_model_in_parts_have_the_bytes_of_a_whole_one(tmp_path: Path, name: str) -> None:
     given = replace(config(), **MODELS[name])
+    require_files_of_a_whole_model(given, tmp_path)
+
+
+def require_files_of_a_whole_model(given: TrainingConfig, folder: Path) -> None:
     whole = TorchTrainEngine(given)
-    whole.export_weights(tmp_path / "published.safetensors")
-    whole.save(tmp_path / "step_0")
-    (tmp_path / "parts").mkdir()
-    found = on_ranks(given, save, tmp_path / "parts")
-    assert found == [whole.weights_sha256()] * 2
+    whole.export_weights(folder / "published.safetensors")
+    whole.save(folder / "step_0")
+    (folder / "parts").mkdir()
+    sha256 = whole.weights_sha256()
+    assert on_ranks(given, save, folder / "parts") == [(sha256, sha256), (sha256, None)]
     for place in ("", "step_0"):
-        assert files_of(tmp_path / "parts" / place) == files_of(tmp_path / place), place
+        assert files_of(folder / "parts" / place) == files_of(folder / place), place
+    for each in ("step_0", "parts/step_0"):
+        assert read_checkpoint(folder / each) == read_checkpoint(folder / "step_0"), each
+
+
+def test_ranks_of_several_machines_gather_what_the_first_of_them_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "_machine", lambda: str(os.getpid()))
+    monkeypatch.setattr(row_files.RowFiles, "write", None)
+    require_files_of_a_whole_model(config(), tmp_path)
 
 
 def trained_on(engine: TorchTrainEngine, rank: int, folder: Path) -> tuple[str, str]:
     """Hashes of the weights after two steps, and after the second step again from the first one's checkpoint."""
     run_step(engine, batch(1))
     save_to = folder / "step_1"
-    engine.snapshot(save_to).write(save_to) if rank == 0 else engine.snapshot()
-    run_step(engine, batch(2))
-    first = engine.weights_sha256()
+    snapshot = engine.snapshot(save_to)
+    run_step(engine, batch(2))  # before the first is written
+    snapshot.write(save_to)
+    first = engine.weights_sha256()  # the ranks meet: the first of them has ended the checkpoint
     engine.restore(save_to)
     run_step(engine, batch(2))
     return first, engine.weights_sha256()
+
+
+def test_a_step_beside_the_writing_changes_nothing_of_what_is_written(tmp_path: Path) -> None:
+    (first, again), other = on_ranks(config(), trained_on, tmp_path)
+    assert (first, again) == other
+    assert again == first
+
+
+def test_the_host_memory_of_copies_is_that_of_the_checkpoint_before(tmp_path: Path) -> None:
+    def addresses(engine: TorchTrainEngine, rank: int, folder: Path) -> list[list[int]]:
+        found = []
+        for step in (1, 2):
+            run_step(engine, batch(step))
+            snapshot = engine.snapshot(folder / f"step_{step}")
+            snapshot.write(folder / f"step_{step}")
+            assert snapshot.rows is not None
+            found.append([each.content.data_ptr() for each in snapshot.rows.rows])
+        return found
+
+    for first, second in on_ranks(config(), addresses, tmp_path):
+        assert first == second
 
 
 def test_moments_of_8_bits_in_parts_go_on_from_a_checkpoint_of_as_many_ranks(tmp_path: Path) -> None:
@@ -145,12 +197,69 @@ def test_the_first_rank_alone_builds_a_model_without_a_checkpoint(
     assert on_ranks(config(), lambda *_: len(built), tmp_path) == [1, 0]
 
 
-def test_a_checkpoint_that_cannot_be_written_fails_on_the_first_rank_alone(tmp_path: Path) -> None:
-    def save_nowhere(engine: TorchTrainEngine, rank: int, folder: Path) -> str:
-        try:
-            engine.snapshot(folder / "removed" / "run" / "step_0" if rank == 0 else None)
-        except OSError as error:
-            return type(error).__name__
-        return ""
+def error_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except OSError as error:
+        return str(error)
+    return ""
 
-    assert on_ranks(config(), save_nowhere, tmp_path) == ["FileNotFoundError", ""]
+
+def test_a_checkpoint_that_cannot_be_begun_fails_on_all_ranks(tmp_path: Path) -> None:
+    def save_nowhere(engine: TorchTrainEngine, rank: int, folder: Path) -> str:
+        return error_of(lambda: engine.snapshot(folder / "removed" / "run" / "step_0"))
+
+    for found in on_ranks(config(), save_nowhere, tmp_path):
+        assert "No such file or directory" in found
+
+
+def older_and_newer(engine: TorchTrainEngine, folder: Path, write: Callable[[TrainSnapshot], Any]) -> str:
+    """A whole checkpoint, then `write` of the next one's snapshot; returns the error of that."""
+    run_step(engine, batch(1))
+    engine.snapshot(folder / "step_1").write(folder / "step_1")
+    run_step(engine, batch(2))
+    snapshot = engine.snapshot(folder / "step_2")
+    return error_of(lambda: write(snapshot))
+
+
+def require_the_older_alone(folder: Path) -> None:
+    read_checkpoint(folder / "step_1")
+    newest = CheckpointStore(folder).newest(before=9)
+    assert newest is not None
+    assert newest.path == folder / "step_1"
+
+
+def test_a_rank_whose_disk_is_full_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    pwrite = os.pwrite
+
+    def save_with_a_full_disk(engine: TorchTrainEngine, rank: int, folder: Path) -> str:
+        def write(snapshot: TrainSnapshot) -> None:
+            def fails(*given: Any) -> int:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            os.pwrite = fails if rank == 1 else pwrite
+            snapshot.write(folder / "step_2")
+
+        return older_and_newer(engine, folder, write)
+
+    first, second = on_ranks(config(), save_with_a_full_disk, tmp_path)
+    assert first == "rank 1 did not write its rows: [Errno 28] No space left on device"
+    assert second == "[Errno 28] No space left on device"
+    require_the_older_alone(tmp_path)
+
+
+def test_a_rank_that_is_killed_between_its_copy_and_its_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    def save_and_die(engine: TorchTrainEngine, rank: int, folder: Path) -> str:
+        def write(snapshot: TrainSnapshot) -> None:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            snapshot.write(folder / "step_2")
+
+        return older_and_newer(engine, folder, write)
+
+    first, second = on_ranks(config(), save_and_die, tmp_path)
+    assert first == "rank 1 did not write its rows: it left no word"
+    assert second is None, "it is gone"
+    require_the_older_alone(tmp_path)
+    CheckpointStore(tmp_path).remove_leftovers()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]

@@ -11,8 +11,9 @@ together: each makes as many forward and backward passes as the one with most mi
 
 Files hold whole tensors, as those of `TrainState` do, so any number of ranks reads them, and so does an unsharded
 trainer. Moments of 8 bits are an exception: their blocks are within a rank's rows, so the same number of ranks reads
-them. Files are written one parameter at a time, while training waits: all ranks gather it, and the first writes. No
-rank ever holds the whole model (model_parts.py).
+them. Published weights are written one parameter at a time, while training waits: all ranks gather it, and the first
+writes. Of a checkpoint each rank writes its own rows, beside training (row_files.py); where the ranks are on several
+machines, it is written as published weights are. No rank ever holds the whole model (model_parts.py).
 
 Invariant: weights are a function of the config, the batches and the number of ranks. Sums over ranks have an order of
 their own for each number of ranks.
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from rlmux.engines.residency import return_freed_memory
 from rlmux.engines.train.state.checkpoint import begin_checkpoint, folder_aside
 from rlmux.engines.train.state.flat_parameters import offsets_of
 from rlmux.engines.train.state.model_parts import fill_rows, own_rows, rows_of, rows_per_rank
+from rlmux.engines.train.state.row_files import NO_SHA256, FileForm, KeptCopies, RankRows, RowFiles, begin_files
 from rlmux.engines.train.update.adamw import AdamW, AdamWNumbers, update_together
 from rlmux.engines.train.update.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.train.update.moments import BLOCK_SIZE
@@ -91,6 +93,8 @@ class ShardedState(TrainTensors):
         """This rank's rows of the weights that the KL penalty compares with; None without one."""
         self._checksum: str | None = None
         """Checksum of the present weights, computed when they are gathered."""
+        self._copies = KeptCopies()
+        """Host memory for a checkpoint's copy of this rank's rows, which its thread reads until it is written."""
         (nothing,) = cut([TrainingSequence(prompt_tokens=[0], tokens=[0], is_sampled=[True], weight=0.0)], 1)
         self._nothing = replace(nothing, token_share=0.0).to(device)
         """A micro-batch that adds nothing to a gradient."""
@@ -238,33 +242,92 @@ class ShardedState(TrainTensors):
                 digest.add(name, whole)
         return self.ranks.of_first(digest.hexdigest())
 
-    def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
-        """Nothing: the files of tensors are written, parameter by parameter."""
+    def row_files(self, folder: Path, metadata: Mapping[str, str]) -> RowFiles | None:
+        """This rank's part in a checkpoint's files of tensors, with a copy of its rows; `copies` has the metadata.
+
+        None where not all ranks see the folder through one cache: `copies` writes the files then. Raises OSError, on
+        every rank, where they cannot be begun.
+        """
         self.require_loaded()
-        checksum, digest = self.weights_checksum(int(metadata.get("version", 0))), WeightsSha256()
+        forms = self._file_forms(metadata, NO_SHA256)
+        aside, error = folder, None
+        if self.ranks.rank == 0:
+            try:
+                aside = begin_files(folder, forms)
+            except OSError as found:
+                error = found
+        name, _, why = self.ranks.of_first(f"{aside}\n{error or ''}").partition("\n")
+        if why:
+            raise error or OSError(f"rank 0: {why}")
+        files = None
+        with suppress(OSError):
+            files = RowFiles(Path(name), self.ranks.rank, self.ranks.count)
+        if self.ranks.is_same(f"not seen by {self.ranks.rank}" if files is None else files.place):
+            copies = self._copies.of(list(self._own_rows()))
+            return files and files.take(copies, self.weights_file, forms[self.weights_file])
+        if files is not None:
+            files.leave()
+        return None
+
+    def _file_forms(self, metadata: Mapping[str, str], sha256: str) -> dict[str, FileForm]:
+        """A checkpoint's files of tensors by name."""
+        sums = {CHECKSUM: self.weights_checksum(int(metadata.get("version", 0))), SHA256: sha256}
+        forms = {
+            self.weights_file: FileForm(tensors=self._forms(), metadata={**metadata, **sums}),
+            OPTIMIZER_FILE: FileForm(tensors=self._moment_forms(), metadata=metadata),
+        }
+        if self._reference is not None:
+            forms[REFERENCE_FILE] = FileForm(tensors=self._forms(), metadata=metadata)
+        return forms
+
+    def _own_rows(self) -> Iterator[RankRows]:
+        """This rank's rows of all that a checkpoint has, file by file."""
+        offset_by_name, _ = offsets_of(self._parameters, self._dtype)
+        first_by_name = {
+            name: own_rows(each, self.ranks)[0] * math.prod(each.shape[1:]) for name, each in self._parameters.items()
+        }
+        for name, each in self._parameters.items():
+            yield RankRows(file=self.weights_file, tensor=name, first=first_by_name[name], content=rows_of(each))
+        if self._has_blocks:
+            for name, key, each, length in self._blocks():
+                yield RankRows(
+                    file=OPTIMIZER_FILE, tensor=f"{name}.{key}", first=self.ranks.rank * length, content=each
+                )
+        else:
+            for name in self._parameters:
+                for key, moment in self._moments(name).items():
+                    first = offset_by_name[name] + first_by_name[name]
+                    yield RankRows(file=OPTIMIZER_FILE, tensor=key, first=first, content=moment)
+        for name, rows in (self._reference or {}).items():
+            yield RankRows(file=REFERENCE_FILE, tensor=name, first=first_by_name[name], content=rows)
+
+    def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
+        """Nothing: the files of tensors are written aside of `folder` at once, parameter by parameter, by the first
+        rank."""
+        self.require_loaded()
+        writes, digest = folder is not None and self.ranks.rank == 0, WeightsSha256()
 
         def weights() -> Iterator[Tensor]:
             for name, whole in self._whole(self._parameters.get):
-                if folder is not None:
+                if writes:
                     digest.add(name, whole)
                 yield whole
 
-        files: dict[str, tuple[Mapping[str, Tensor], Iterator[Tensor]]] = {
-            self.weights_file: (self._forms(), weights()),
-            OPTIMIZER_FILE: (self._moment_forms(), self._moment_pieces()),
-        }
+        content: dict[str, Iterator[Tensor]] = {self.weights_file: weights(), OPTIMIZER_FILE: self._moment_pieces()}
         if self._reference is not None:
-            reference = (whole for _, whole in self._whole(self._reference.__getitem__))
-            files[REFERENCE_FILE] = (self._forms(), reference)
+            content[REFERENCE_FILE] = (whole for _, whole in self._whole(self._reference.__getitem__))
         errors: list[OSError] = []
-        if folder is not None:
+        if folder is not None and writes:
             with _kept(errors):
                 begin_checkpoint(folder)
-        for name, (forms, pieces) in files.items():
-            sums = (lambda: {CHECKSUM: checksum, SHA256: digest.hexdigest()}) if name == self.weights_file else dict
-            path = None if folder is None else folder_aside(folder) / name
+        for name, pieces in content.items():
+            path = folder_aside(folder) / name if folder is not None and writes else None
+
+            def filled(name: str = name) -> Mapping[str, str]:
+                return self._file_forms(metadata, digest.hexdigest())[name].metadata
+
             with _kept(errors):
-                self._write(path, forms, pieces, lambda sums=sums: {**metadata, **sums()})  # type: ignore[misc]
+                self._write(path, self._file_forms(metadata, NO_SHA256)[name].tensors, pieces, filled)
         if errors:
             raise errors[0]
         return {}

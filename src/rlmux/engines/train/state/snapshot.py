@@ -2,7 +2,7 @@
 
     TorchTrainEngine.snapshot() ─▶ TrainSnapshot ─▶ write(folder), perhaps in another thread
 
-Invariant: no tensor here shares memory with the engine.
+Invariant: no tensor here shares memory with what the engine trains.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlmux.engines.adapters.lora import ADAPTER_CONFIG_FILE, adapter_config_file
 from rlmux.engines.model.weight_checksum import CHECKSUM
 from rlmux.engines.model.weights import SHA256, read_metadata, weights_sha256, write_copies
 from rlmux.engines.train.state.checkpoint import begin_checkpoint, end_checkpoint, folder_aside
+from rlmux.engines.train.state.row_files import RowFiles
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.vocabulary import Vocabulary
 
@@ -34,12 +35,25 @@ class TrainSnapshot:
     marks: Mapping[str, str]
     """Fields of the origin, for state.json and for the metadata of every file of tensors."""
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """Tensors by file name and tensor name, in host memory. Empty for a model in parts: the folder aside has them."""
+    """Tensors by file name and tensor name, in host memory. Empty for a model in parts."""
     weights_file: str
     """Name of the file with the weights."""
+    rows: RowFiles | None = None
+    """A rank's rows of a model in parts, in host memory; None where the folder aside has the files of tensors."""
+    is_of_first: bool = True
+    """Whether this is the rank that ends the checkpoint; others write their rows."""
 
-    def write(self, folder: Path) -> str:
-        """Write a durable checkpoint folder; returns the SHA-256 of its weights."""
+    def write(self, folder: Path) -> str | None:
+        """Write a durable checkpoint folder; returns the SHA-256 of its weights, on other ranks than the first None.
+
+        Raises OSError where it cannot be written, on the first rank for any rank.
+        """
+        if self.rows is not None:
+            self.rows.write()
+        if not self.is_of_first:
+            return None
+        if self.rows is not None:
+            self.rows.join()
         if self.tensors:
             self._write_tensors(begin_checkpoint(folder))
         aside = folder_aside(folder)

@@ -230,8 +230,8 @@ class TrainTensors(ABC):
     def copies(self, folder: Path | None, metadata: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
         """Tensors for a checkpoint, by file name and tensor name, as copies in host memory.
 
-        Empty for a model in parts, which begins the checkpoint of this folder and writes its files of tensors at once,
-        with this metadata. None: another rank writes, and this one gives its part.
+        Empty for a model in parts, whose first rank begins the checkpoint of this folder and writes its files of
+        tensors at once, with this metadata, while the others give their parts.
         """
 
     @abstractmethod
