@@ -30,13 +30,13 @@ RATCHET = {
     "lines of client": 1_000,
     "lines of config": 3_000,
     "lines of core": 12_100,
-    "lines of engines": 12_400,
+    "lines of engines": 12_500,
     "lines of log": 2_400,
     "lines of papers": 2_800,
     "lines of policies": 7_700,
     "lines of profiling": 1_700,
     "lines of report": 6_800,
-    "lines of rl": 6_000,
+    "lines of rl": 6_100,
     "lines of runtime": 14_400,
     "lines of service": 13_300,
     "lines of sim": 9_000,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 65,
     "functions over nine parameters": 15,
     "inner folders that import each other": 0,
-    "words of docs": 49_900,
+    "words of docs": 50_100,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

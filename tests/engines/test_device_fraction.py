@@ -88,7 +88,7 @@ def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
     assert int(group.read_text()) == fractions.nice_of(0.25)
 
 
-def test_each_fraction_of_a_gpu_has_a_stream_of_its_own_context_and_the_whole_one_is_made_first(monkeypatch):
+def test_each_fraction_of_a_gpu_has_a_stream_of_its_own_context_the_whole_ones_first(monkeypatch):
     """With contexts of ours: torch's need a GPU."""
     made = []
 

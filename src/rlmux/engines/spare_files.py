@@ -25,13 +25,13 @@ def retire(path: Path) -> None:
 
 
 def opened_over_spare(aside: Path) -> int:
-    """A descriptor of the folder's spare under this name, for nobody else; of a new file where there is none."""
+    """A descriptor of the folder's spare under this name, locked; of a new file where there is none."""
     with contextlib.suppress(OSError):
         aside.with_name(_SPARE).rename(aside)
         descriptor = os.open(aside, os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # somebody reads it, or the file system has no locks
+        except OSError:  # it is read, or the file system has no locks
             os.close(descriptor)
         else:
             return descriptor
@@ -40,19 +40,18 @@ def opened_over_spare(aside: Path) -> int:
 
 
 def opened_to_read(path: Path) -> int:
-    """A descriptor of a version's file, which nobody writes over before it and its mappings are closed.
+    """A descriptor of a version's file, which is not written over before it and its mappings are closed.
 
     Raises FileNotFoundError also for a file that was given up meanwhile.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as undo:
+        descriptor = os.open(path, os.O_RDONLY)
+        undo.callback(os.close, descriptor)
         with contextlib.suppress(OSError):  # a file system without locks has no spares either
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if os.stat(path).st_ino != os.fstat(descriptor).st_ino:
             raise FileNotFoundError(f"{path} was replaced while it was opened")
-    except BaseException:
-        os.close(descriptor)
-        raise
+        undo.pop_all()
     return descriptor
 
 

@@ -5,6 +5,8 @@
 A process keeps its mappings from version to version: the next version has the same memory, and page faults take longer
 than the copy. Where weights are on a GPU, the mappings are registered with it besides, so that copies run at the bus's
 rate and without the host. Registering was never run.
+
+A module of its own: it has addresses and the driver, `weights.py` the files' content.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ def version_file(path: Path, num_bytes: int) -> Iterator[Tensor]:
     Raises OSError where there is no room for them.
     """
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    descriptor = opened_over_spare(aside)
-    try:
+    with contextlib.ExitStack() as undo:
+        descriptor = opened_over_spare(aside)
+        undo.callback(aside.unlink, missing_ok=True)
+        undo.callback(os.close, descriptor)
         os.ftruncate(descriptor, num_bytes)
         os.posix_fallocate(descriptor, 0, num_bytes)  # a mapping without memory behind it would kill the process
         yield _KEPT.of(descriptor, is_written=True)
@@ -44,11 +48,6 @@ def version_file(path: Path, num_bytes: int) -> Iterator[Tensor]:
             torch.cuda.synchronize()
         unlock(descriptor)
         aside.rename(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def read_mapping(descriptor: int, begin: int, end: int) -> Tensor:
@@ -79,7 +78,7 @@ class _Kept(NamedTuple):
 
 
 class KeptMappings:
-    """Mappings of whole files, until nobody else has the file."""
+    """Mappings of whole files, until the file is removed."""
 
     def __init__(self) -> None:
         self._by_file: dict[tuple[int, int, bool], _Kept] = {}

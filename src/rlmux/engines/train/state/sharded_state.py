@@ -41,7 +41,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlmux.core.errors import CheckpointError, PipelineError
 from rlmux.engines.adapters.lora import trained_parameters
 from rlmux.engines.model.weight_checksum import CHECKSUM, WeightsChecksum
-from rlmux.engines.model.weights import SHA256, WeightsSha256, stream_tensors
+from rlmux.engines.model.weights import SHA256, WeightsSha256, publish_pieces, stream_tensors
 from rlmux.engines.residency import return_freed_memory
 from rlmux.engines.train.state.checkpoint import begin_checkpoint, folder_aside
 from rlmux.engines.train.state.flat_parameters import offsets_of
@@ -214,7 +214,13 @@ class ShardedState(TrainTensors):
                 yield computed_with
 
         try:
-            self._write(path, self._forms(self._dtype), pieces(), lambda: {CHECKSUM: rounded.hexdigest(), **metadata})
+            self._write(
+                path,
+                self._forms(self._dtype),
+                pieces(),
+                lambda: {CHECKSUM: rounded.hexdigest(), **metadata},
+                write=publish_pieces,
+            )
         finally:
             self._set_checksum(masters)
 
@@ -338,11 +344,13 @@ class ShardedState(TrainTensors):
         forms: Mapping[str, Tensor],
         pieces: Iterator[Tensor],
         metadata: Callable[[], Mapping[str, str]],
+        *,
+        write: Callable[..., None] = stream_tensors,
     ) -> None:
         """Write a file; None: another rank does. A rank that cannot write gives its part to the end all the same."""
         try:
             if path is not None:
-                stream_tensors(path, forms, pieces, metadata)
+                write(path, forms, pieces, metadata)
         finally:
             deque(pieces, maxlen=0)
 
