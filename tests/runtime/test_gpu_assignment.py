@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, Phase, Pool
 from rlmux.runtime import local
+from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.mps import MpsDaemon
 
 
 def names(assigned):
@@ -57,3 +61,42 @@ def test_only_gpus_that_may_be_used_are_seen(monkeypatch, tmp_path, variable, ve
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert local.visible_gpus() == gpus
+
+
+class _Environment:
+    """A worker that shows its variables."""
+
+    def of(self, names):
+        return [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize("shares_devices", [True, False])
+def test_workers_of_gpus_that_pipelines_share_have_the_runs_mps_daemon(
+    real, monkeypatch, tmp_path, capsys, shares_devices
+):
+    """Without CUDA: the daemon is of ours, and the GPU a name."""
+    started, ended, shown = [], [], []
+    daemon = MpsDaemon()
+    daemon.environment = {"CUDA_MPS_PIPE_DIRECTORY": "here"}
+    daemon.missing = "it is not installed here"
+    monkeypatch.setattr(daemon, "end", lambda: ended.append(1))
+    monkeypatch.setattr(MpsDaemon, "start", lambda: started.append(1) or daemon)
+    monkeypatch.setattr(local, "visible_gpus", lambda: ["0"])
+    cluster = real.cluster(rollout=1, train=1)
+    backend = local.local_backend(cluster, tmp_path, options=WorkerOptions(shares_devices=shares_devices))
+    try:
+        worker = backend.workplace.spawn(
+            "shown", _Environment, (), device=DeviceId("rollout", 0, 0), log_path=tmp_path / "log", call_limit_s=60.0
+        )
+        worker.call(0.0, "of", (["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"],), shown.append)
+        while not shown:
+            for ready in backend.workplace.wait(60.0):
+                ready.receive(0.0)
+        backend.workplace.forget(worker)
+        worker.kill()
+    finally:
+        backend.close()
+    assert shown == [["here", "0"] if shares_devices else [None, "0"]]
+    assert len(started) == len(ended) == int(shares_devices)
+    line = "rlmux: MPS: it is not installed here: pipelines take turns on a GPU that they share\n"
+    assert (line in capsys.readouterr().err) == shares_devices

@@ -40,6 +40,8 @@ class WorkerOptions:
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
     """Number of checkpoints kept to fall back from damaged ones, beyond what staleness needs."""
+    shares_devices: bool = False
+    """Whether work of several pipelines may be on one device at once."""
     max_losses: int = 3
     """Deaths of one worker that its pipeline survives without publishing a new step in between."""
 

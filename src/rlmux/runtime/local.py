@@ -17,6 +17,7 @@ import json
 import os
 import selectors
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.mps import MpsDaemon
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.processes import WorkerProcess, warm_up
 from rlmux.runtime.workers.worker_pool import Neighbour, Worker
@@ -50,7 +52,10 @@ def local_backend(
     used = {f"GPU {gpu}" for gpu in gpus.values()} | {f"core {core}" for each in cores.values() for core in each}
     neighbours = memory.neighbours_on(used)
     memory.sign(folder, used)
-    workplace = LocalProcesses(cores, memory, gpu_by_device=gpus)
+    mps = MpsDaemon.start() if gpus and (options or WorkerOptions()).shares_devices else None
+    if mps is not None and mps.missing:
+        print(f"rlmux: MPS: {mps.missing}: pipelines take turns on a GPU that they share", file=sys.stderr)
+    workplace = LocalProcesses(cores, memory, gpu_by_device=gpus, mps=mps)
     return WorkerBackend(
         cluster, folder, workplace, memory.path, options=options, start_s=start_s, neighbours=neighbours
     )
@@ -66,11 +71,14 @@ class LocalProcesses:
         *,
         gpu_by_device: dict[DeviceId, str] | None = None,
         bases: Path | None = None,
+        mps: MpsDaemon | None = None,
     ) -> None:
-        """`bases`: folder in shared memory for the frozen bases of adapters; by default one of `memory`."""
+        """`bases`: folder in shared memory for the frozen bases of adapters; by default one of `memory`. `mps`: ends
+        with the workplace."""
         self._cores_by_device = cores_by_device
         self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
+        self._mps = mps
         self._on_devices: set[Worker] = set()
         """Living workers that compute."""
         self._is_closed = False
@@ -97,6 +105,7 @@ class LocalProcesses:
             args,
             cores=self._cores_by_device.get(device, ()) if device else (),
             gpu=self._gpu_by_device.get(device, "") if device else "",
+            environment={} if self._mps is None else self._mps.environment,
             log_path=log_path,
             call_limit_s=call_limit_s,
         )
@@ -144,6 +153,8 @@ class LocalProcesses:
             if not self._is_closed:
                 os.close(self._wakes)
             self._is_closed = True
+        if self._mps is not None:
+            self._mps.end()
         if self._memory is not None:
             self._memory.close()
 

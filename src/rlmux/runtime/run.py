@@ -154,7 +154,7 @@ def run_pipelines(
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.callback(lock.release)
         log = undo.enter_context(_new_log(folder, header, lock))
-        backend = options.make_backend(cluster, folder, options=options.workers)
+        backend = options.make_backend(cluster, folder, options=_sharing(options.workers, policy))
         undo.pop_all()  # without a backend there is no run
     with log:
         marked = [with_origin(submission, header["run_id"]) for submission in submissions]
@@ -231,7 +231,8 @@ def resume_pipelines(
         log.append_note(log.last_time_s, ResumedNote(pipelines=names, retried=again))
         for listener in options.listeners:
             listener.update(log.last_time_s, (), (), notes)
-        backend = options.make_backend(cluster, folder, options=options.workers, start_s=log.last_time_s)
+        workers = _sharing(options.workers, policy)
+        backend = options.make_backend(cluster, folder, options=workers, start_s=log.last_time_s)
         shares = shares_events(state.shares or options.shares, state.usage, log.last_time_s)
         first = [*shares, *_waits_events(state), *_alike_events(state)]
         prepared = Prepared(
@@ -259,6 +260,11 @@ def _on_machine(
         for submission in submissions
     ]
     return cluster if machine is None else with_machine_memory(cluster, known, machine), known, is_gpu
+
+
+def _sharing(workers: WorkerOptions | None, policy: Policy) -> WorkerOptions:
+    """The options with whether the policy may give a device to several pipelines at once."""
+    return replace(workers or WorkerOptions(), shares_devices=policy.sharing.allows_any)
 
 
 def _probe_determinism(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:

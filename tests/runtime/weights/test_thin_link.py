@@ -116,6 +116,15 @@ def test_every_receiver_has_every_byte_and_one_copy_crosses_the_link(tmp_path, n
     assert max(crossed) - min(crossed) <= num_receivers * layout.chunk_bytes, "each sender has an equal part"
 
 
+def test_messages_are_as_large_as_a_version_allows_and_cover_each_shard_once():
+    layout = SyncLayout(num_senders=2, num_receivers=8)
+    sizes = {num_bytes: layout.chunks(num_bytes) for num_bytes in (7, 16 << 20, 1 << 30, 16_400_000_000)}
+    assert [len(chunks) for chunks in sizes.values()] == [1, 8, 64, 123]
+    for num_bytes, chunks in sizes.items():
+        assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
+        assert chunks[-1][1] == layout.shard_bytes(num_bytes)
+
+
 def test_a_copy_for_each_receiver_crosses_as_often(tmp_path):
     layout = SyncLayout(num_senders=2, num_receivers=3, chunk_bytes=4096)
     said = sync(layout, 30_000, Scheme.PER_RECEIVER, tmp_path)

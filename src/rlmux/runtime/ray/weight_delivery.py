@@ -107,7 +107,8 @@ class WeightCarrier:
         from rlmux.runtime.weights.thin_link import WeightSender, join_meeting
 
         world, _ = join_meeting(meeting, layout, rank=sender, address=self._address)
-        contents = torch.frombuffer(bytearray((self._folder.path / name).read_bytes()), dtype=torch.uint8)
+        file = self._folder.path / name
+        contents = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)  # mapped
         WeightSender(layout, sender, world, link=self._link).send(contents, version=0)
 
     def receive(self, name: str, meeting: Meeting, layout: SyncLayout, receiver: int) -> None:

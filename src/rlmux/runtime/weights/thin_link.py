@@ -34,6 +34,8 @@ _HEADER = struct.Struct("<qq16s")
 """Layout of the announcement: version, number of bytes, checksum."""
 _SUMMED_BYTES = 1 << 24
 """Pieces of a payload, of which a large one's checksum covers a sample."""
+_CHUNKS = 64
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 18, 1 << 24
 _HEADER_TAG = 0
 _MAX_ROUNDS_UNDER_WAY = 2
 _TIMEOUT = timedelta(seconds=60)
@@ -58,8 +60,9 @@ class SyncLayout:
 
     num_senders: int
     num_receivers: int
-    chunk_bytes: int = 1 << 18
-    """Bytes of one shard per message, small enough for an early first chunk."""
+    chunk_bytes: int | None = None
+    """Bytes of one shard per message; None: a 64th of the shard, which is early enough for a first chunk, but at least
+    256 kB and at most 16 MB."""
 
     def receiver_rank(self, receiver: int) -> int:
         return self.num_senders + receiver
@@ -75,7 +78,8 @@ class SyncLayout:
     def chunks(self, num_bytes: int) -> list[tuple[int, int]]:
         """(begin, end) of each chunk within its shard."""
         shard = self.shard_bytes(num_bytes)
-        return [(begin, min(begin + self.chunk_bytes, shard)) for begin in range(0, shard, self.chunk_bytes)]
+        chunk = self.chunk_bytes or min(max(shard // _CHUNKS, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
+        return [(begin, min(begin + chunk, shard)) for begin in range(0, shard, chunk)]
 
 
 class Link:
@@ -108,12 +112,13 @@ class WeightSender:
         if self._rank == 0:
             self._announce(payload, version)
         shard = layout.shard_bytes(num_bytes)
-        padded = torch.nn.functional.pad(payload, (0, shard * layout.num_receivers - num_bytes))
         under_way: list[Any] = []
         for number, (begin, end) in enumerate(layout.chunks(num_bytes)):
             for receiver in range(layout.num_receivers):
                 if layout.sender_of(receiver, number) == self._rank:
-                    chunk = padded[receiver * shard + begin : receiver * shard + end]
+                    chunk = payload[receiver * shard + begin : receiver * shard + end]
+                    if len(chunk) < end - begin:  # of the last shard
+                        chunk = torch.nn.functional.pad(chunk, (0, end - begin - len(chunk)))
                     under_way += self._send_chunk(chunk, receiver, number, scheme)
         for work in under_way:
             work.wait()

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -213,9 +213,11 @@ class WorkerProcess:
         *,
         cores: Sequence[int],
         gpu: str = "",
+        environment: Mapping[str, str] = {},
         log_path: Path,
         call_limit_s: float,
     ) -> None:
+        """`environment`: variables that it has besides those of this process."""
         self.name = name
         self.address = "127.0.0.1"
         self.pid: int | None = None
@@ -232,7 +234,8 @@ class WorkerProcess:
         self.connection, theirs = _FORKSERVER.Pipe()
         self._last_words = _LastWords()
         """The call of the user's code that is under way; empty between two."""
-        work = (theirs, self._last_words, make_worker, args, tuple(cores), gpu, str(log_path))
+        variables = {**environment, "CUDA_VISIBLE_DEVICES": gpu}  # no more GPUs are seen than were given
+        work = (theirs, self._last_words, make_worker, args, tuple(cores), variables, str(log_path))
         try:
             self.process = _started(name, work)
         except (EOFError, OSError):  # the fork server was killed: once it has ended, the next attempt finds a new one
@@ -420,7 +423,7 @@ def _serve(
     make_worker: Callable[..., Any],
     args: tuple[Any, ...],
     cores: Sequence[int],
-    gpu: str,
+    environment: Mapping[str, str],
     log_path: str,
 ) -> None:
     """The life of a worker process: build the worker, answer calls until the pipe ends."""
@@ -434,7 +437,7 @@ def _serve(
     _die_with_parent()
     write_output_to(log_path)
     faulthandler.enable()  # a crash in C leaves the Python stack in the log
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before the first call to CUDA; no more is seen than was given
+    os.environ.update(environment)  # before the first call to CUDA
     if cores:
         os.sched_setaffinity(0, cores)
     worker: Any = None
