@@ -37,7 +37,7 @@ RATCHET = {
     "lines of profiling": 1_700,
     "lines of report": 6_800,
     "lines of rl": 6_100,
-    "lines of runtime": 14_400,
+    "lines of runtime": 14_500,
     "lines of service": 13_300,
     "lines of sim": 9_000,
     "lines of top level": 1_700,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 65,
     "functions over nine parameters": 15,
     "inner folders that import each other": 0,
-    "words of docs": 50_100,
+    "words of docs": 50_200,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

@@ -132,7 +132,7 @@ FLOORS: dict[str, tuple[set[str], ...]] = {
         {"control"},
         {"controller", "worker_backend"},
         {"local"},
-        {"machine_probe", "ray"},
+        {"machine_probe", "mps", "ray"},
         {"run"},
         {"launch"},
         {"checks"},

@@ -5,6 +5,8 @@
 
 Workers have the folder in their environment. Where there can be no daemon, kernels of different processes take
 turns, and one line says why. https://docs.nvidia.com/deploy/mps/
+
+A module of its own: the daemon lives apart from any worker.
 """
 
 from __future__ import annotations

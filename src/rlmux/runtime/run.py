@@ -264,7 +264,7 @@ def _on_machine(
 
 def _sharing(workers: WorkerOptions | None, policy: Policy) -> WorkerOptions:
     """The options with whether the policy may give a device to several pipelines at once."""
-    return replace(workers or WorkerOptions(), shares_devices=policy.sharing.allows_any)
+    return replace(workers or WorkerOptions(), shares_devices=policy.sharing is not None and policy.sharing.allows_any)
 
 
 def _probe_determinism(cluster: Cluster, submissions: Sequence[Submission], options: RunOptions) -> None:
