@@ -146,6 +146,38 @@ def test_one_call_is_for_plain_causal_attention_in_half_precision(change: dict[s
     assert packed_attention._fits_one_call(qkv, longest, packed_attention._AttentionKind(**fields)) is fits
 
 
+def raises(*args: Any, **options: Any) -> Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+def sees_nothing(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return query * 0.5
+
+
+@pytest.mark.parametrize("broken", [raises, sees_nothing])
+def test_one_call_that_fails_or_gives_other_numbers_is_not_used(
+    calls: list[list[int]], monkeypatch: pytest.MonkeyPatch, broken: Any
+) -> None:
+    agrees, core = packed_attention._one_call_agrees.__wrapped__, torch.device("cpu")
+    assert agrees(core)
+    monkeypatch.setattr(packed_attention, "_one_call", lambda: broken)
+    assert not agrees(core)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_one_call_whose_gradients_are_others_again_is_not_used(
+    calls: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steady, noise = packed_attention._one_call(), torch.Generator().manual_seed(0)
+    assert steady is not None
+
+    def unsteady(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        return steady(query + 1e-3 * torch.randn(query.shape, generator=noise).to(query), *args, **options)
+
+    monkeypatch.setattr(packed_attention, "_one_call", lambda: unsteady)
+    assert not packed_attention._one_call_agrees.__wrapped__(torch.device("cpu"))
+
+
 def test_a_core_has_no_one_call() -> None:
     model = build_model(ModelConfig(), VOCAB_SIZE, 0)
     pack_attention(model)
