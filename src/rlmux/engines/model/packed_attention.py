@@ -13,7 +13,8 @@ Only attention depends on where sequences begin; the rest of a decoder works tok
 
 The gradient of flash attention adds up in a fixed order only within `deterministic_backward`, which torch's function
 for one call follows too; it is tried before it is used, and the training probe of each pipeline compares gradients.
-That order depends on the number of sequences in the call. Tenants of one base, who must have their own bits beside others, therefore take a call a run.
+That order depends on the number of sequences in the call. Tenants of one base, who must have their own bits beside
+others, therefore take a call a run.
 """
 
 from __future__ import annotations
