@@ -464,6 +464,23 @@ def test_new_weights_are_used_and_named_in_the_versions(
     assert (reference - torch.tensor(finished[0].logprobs, dtype=torch.float64)).abs().max() < LOGPROB_ERROR[dtype]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoints_weights_are_rounded_to_what_the_trainer_computes_with(
+    dtype: str, tmp_path: Path, lively_model: PreTrainedModel
+) -> None:
+    """The same fused weights as from the published version: a norm's gain is rounded before it is multiplied."""
+    masters = {name: each for name, each in lively_model.state_dict().items() if name != "lm_head.weight"}
+    save_file(masters, tmp_path / "checkpoint")
+    save_file({name: each.bfloat16() for name, each in masters.items()}, tmp_path / "published")
+    rollout = RolloutConfig(num_slots=4, max_new_tokens=8, max_prompt_tokens=8, dtype=dtype)
+    fused = []
+    for name in ("checkpoint", "published"):
+        engine = SlotRolloutEngine(ModelConfig(), rollout, vocab_size=41, seed=0, trained_dtype="bfloat16")
+        engine.load_weights(tmp_path / name, 1)
+        fused.append(engine._weights.flat.clone())
+    assert torch.equal(*fused)
+
+
 def test_weights_that_are_replaced_while_offloaded_are_not_copied_back(
     tmp_path: Path, lively_model: PreTrainedModel, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

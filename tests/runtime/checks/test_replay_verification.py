@@ -159,6 +159,19 @@ def test_a_sample_is_trained_from_the_checkpoints_before_it_with_staleness_too(k
     assert verdict.fields()["sampled_steps"] == verdict.sample.steps
 
 
+@pytest.mark.parametrize("of_rollout", ["bfloat16", "float32"])
+def test_rounded_weights_of_a_checkpoint_are_sampled_from_as_published_ones_are(tmp_path, of_rollout):
+    """A checkpoint has the float32 numbers that training goes on from, a version those that it computes with."""
+    given = f"checkpoint_every: 2, keep_checkpoints: 9, train: {{dtype: bfloat16}}, rollout: {{dtype: {of_rollout}}}"
+    spec = parse_spec(
+        small_file(f"{{name: a, seed: 12, task: reverse, {given}}}", steps=6), source="small.yaml", folder=tmp_path
+    )
+    launch.start_run(spec, tmp_path / "run", policy=make_policy("rollmux"))
+    verdicts = [sampled(tmp_path / "run", "a", seed) for seed in range(4)]
+    assert {part.start for verdict in verdicts for part in verdict.sample.parts} & {3, 5}, "right after checkpoints"
+    assert all(verdict.is_equal for verdict in verdicts), [verdict.line() for verdict in verdicts]
+
+
 def test_a_changed_checksum_is_found_by_the_sample_that_has_its_step(kept, tmp_path):
     step = sampled(kept, "a", seed=5).sample.steps[-1]
     true = logged(kept, "step", "weights_checksum", "a", step)

@@ -234,6 +234,23 @@ class WeightFile(Mapping[str, Tensor]):
         return len(self._entries)
 
 
+class Rounded(Mapping[str, Tensor]):
+    """Tensors of another dtype: each lookup rounds one."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors by name, and the file's metadata."""
     with safe_open(path, framework="pt") as file:

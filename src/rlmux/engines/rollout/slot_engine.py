@@ -45,7 +45,7 @@ from rlmux.engines.model.decode_graphs import DecodeGraphs
 from rlmux.engines.model.decoder_shape import check_window
 from rlmux.engines.model.transformer import DecodePlan, PositionTables, score
 from rlmux.engines.model.weight_layout import check_sizes
-from rlmux.engines.model.weights import read_weights
+from rlmux.engines.model.weights import Rounded, read_weights
 from rlmux.engines.residency import Offloaded, release_storage, storage_bytes
 from rlmux.engines.rollout.adapter_table import AdapterTable
 from rlmux.engines.rollout.batch_probe import BatchProbe
@@ -95,13 +95,17 @@ class SlotRolloutEngine:
         vocabulary: Vocabulary | None = None,
         steps_at_once: int | None = None,
         uses_graphs: bool = True,
+        trained_dtype: str = "float32",
     ) -> None:
         """Weights are those of `build_model` until `load_weights`. Raises UserError for sizes out of range.
 
         With an `adapter` the model is its frozen base. `bases`: folder in shared memory where that lies once, on a CPU.
         `vocabulary`: decodes responses for stop texts. `steps_at_once`: decode steps between two reads of the
         sampled tokens; None: 1 on a CPU and 8 on a GPU. `uses_graphs`: a GPU records each decode step once.
+        `trained_dtype`: what the trainer computes with, to which weights of a checkpoint are rounded as published ones
+        are.
         """
+        self._trained_dtype: torch.dtype = getattr(torch, trained_dtype)
         self._device = torch.device(device)
         self._rollout, self._vocabulary = rollout, vocabulary
         self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
@@ -468,11 +472,13 @@ class SlotRolloutEngine:
             )
         host = torch.device("cpu")
         release_storage(host)  # the file's tensors need what sampling has freed
+        of_adapter = self._adapters.weights_to_load(adapter)
         tensors = read_weights(path, version)
+        if of_adapter is None and self._trained_dtype != torch.float32:
+            tensors = Rounded(tensors, self._trained_dtype)
         for live in begun:
             if live.slot is not None:
                 self._slots.record(live, self._adapters.version_of(live))
-        of_adapter = self._adapters.weights_to_load(adapter)
         if self._offloaded is None:
             (of_adapter or self._weights).refresh(tensors)
         elif of_adapter is None:

@@ -155,6 +155,7 @@ def make_rollout_engine(
         device=device,
         adapter=config.adapter,
         bases=bases,
+        trained_dtype=config.train.dtype,
     )
 
 
