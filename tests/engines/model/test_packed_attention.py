@@ -183,5 +183,5 @@ def test_a_core_has_no_one_call() -> None:
     pack_attention(model)
     given = packed_attention.packed_inputs(model, [(2, 3), (1, 4)], torch.device("cpu"))
     assert given == {"runs": [(2, 3), (1, 4)], "starts": None}
-    assert packed_attention._starts([(2, 3), (1, 4)], torch.device("cpu")).tolist() == [0, 3, 6, 10]
+    assert packed_attention.sequence_starts([(2, 3), (1, 4)], torch.device("cpu")).tolist() == [0, 3, 6, 10]
     assert packed_attention._one_call() is not None, "this torch has it for GPUs"

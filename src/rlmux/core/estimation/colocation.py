@@ -107,7 +107,10 @@ class SharingTable:
     most_together: int = field(init=False, repr=False, compare=False)
     """Sub-stages that share a device at most; 1 where none may."""
     _rates: dict[tuple[str, ...], float] = field(init=False, repr=False, compare=False)
-    _gains: dict[tuple[str, ...], float] = field(init=False, repr=False, compare=False)
+    gains: dict[tuple[str, ...], float] = field(init=False, repr=False, compare=False)
+    """Work done together over work done one after the other, by the keys of `rates`."""
+    gain_levels: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    """The different gains, ascending."""
 
     def __post_init__(self) -> None:
         shared: dict[tuple[str, ...], SharedRates] = {}
@@ -136,7 +139,8 @@ class SharingTable:
             shared.update(_in_batches(base_batches))
         object.__setattr__(self, "_shared", shared)
         object.__setattr__(self, "_rates", {key: 1.0 / rates.slowdown for key, rates in shared.items()})
-        object.__setattr__(self, "_gains", _gains(self._rates))
+        object.__setattr__(self, "gains", _gains(self._rates))
+        object.__setattr__(self, "gain_levels", tuple(sorted(set(self.gains.values()))))
         object.__setattr__(self, "most_together", max(map(len, shared), default=1))
 
     @classmethod
@@ -147,11 +151,6 @@ class SharingTable:
     def rates(self) -> dict[tuple[str, ...], float]:
         """Solo seconds per second of the first beside the others, which are sorted, for all that helps."""
         return self._rates
-
-    @property
-    def gains(self) -> dict[tuple[str, ...], float]:
-        """Work done together over work done one after the other, by the keys of `rates`."""
-        return self._gains
 
     def up_to(self, num_together: int) -> SharingTable:
         """The same where no more than so many states fit a device together."""

@@ -1,6 +1,6 @@
 """Files of weights in shared memory, written and read through mappings.
 
-    tensors ─▶ version_file, over a spare's memory (spare_files.py) ─▶ read_mapping ─▶ fused weights
+    tensors ─▶ version_file, over a spare's memory (spare_files.py) ─▶ whole_file ─▶ fused weights
 
 A process keeps its mappings from version to version: the next version has the same memory, and page faults take longer
 than the copy. Where weights are on a GPU, the mappings are registered with it besides, so that copies run at the bus's
@@ -50,18 +50,18 @@ def version_file(path: Path, num_bytes: int) -> Iterator[Tensor]:
         aside.rename(path)
 
 
-def read_mapping(descriptor: int, begin: int, end: int) -> Tensor:
-    """Bytes of a file that `opened_to_read` opened: in shared memory for as long as the descriptor is open, elsewhere
-    for as long as the tensor lives, with memory for these alone."""
-    if _is_in_shared_memory(descriptor):
-        return _KEPT.of(descriptor)[begin:end]
+def whole_file(descriptor: int) -> Tensor | None:
+    """The bytes of a file in shared memory that `opened_to_read` opened, for as long as the descriptor is open; None
+    elsewhere. They must not be written."""
+    if _SHARED_MEMORY.exists() and os.fstat(descriptor).st_dev == _SHARED_MEMORY.stat().st_dev:
+        return _KEPT.of(descriptor)
+    return None
+
+
+def part_of_file(descriptor: int, begin: int, end: int) -> Tensor:
+    """Bytes of a file for as long as the tensor lives, with memory for these alone."""
     skew = begin % mmap.ALLOCATIONGRANULARITY
-    mapped = mmap.mmap(descriptor, skew + end - begin, access=mmap.ACCESS_READ, offset=begin - skew)
-    return _tensor_over(mapped)[skew:]
-
-
-def _is_in_shared_memory(descriptor: int) -> bool:
-    return _SHARED_MEMORY.exists() and os.fstat(descriptor).st_dev == _SHARED_MEMORY.stat().st_dev
+    return _tensor_over(mmap.mmap(descriptor, skew + end - begin, access=mmap.ACCESS_COPY, offset=begin - skew))[skew:]
 
 
 def _tensor_over(mapped: mmap.mmap) -> Tensor:

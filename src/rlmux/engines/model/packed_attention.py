@@ -54,7 +54,7 @@ def is_packed(model: Any) -> bool:
 def packed_inputs(model: Any, runs: Sequence[tuple[int, int]], device: torch.device) -> dict[str, Any]:
     """What tells a packed model's forward call on `device` where sequences begin."""
     is_whole = model.config._attn_implementation == _WHOLE_NAME
-    return {"runs": runs, "starts": _starts(runs, device) if is_whole and _has_one_call(device) else None}
+    return {"runs": runs, "starts": sequence_starts(runs, device) if is_whole and _has_one_call(device) else None}
 
 
 def _has_one_call(device: torch.device) -> bool:
@@ -81,7 +81,8 @@ def _one_call_agrees(device: torch.device) -> bool:
     mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)  # as every gradient is computed
     try:
-        by_runs, once, again = results(None), results(_starts(runs, device)), results(_starts(runs, device))
+        starts = sequence_starts(runs, device)
+        by_runs, once, again = results(None), results(starts), results(starts)
     except (RuntimeError, TypeError, ValueError):
         return False
     finally:
@@ -100,7 +101,8 @@ def _one_call() -> Callable[..., Any] | None:
     return varlen_attn if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
-def _starts(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+def sequence_starts(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """First token of each sequence and the end of the last, int32 [sequences + 1], without a wait for the device."""
     starts = torch.tensor([0, *accumulate(length for count, length in runs for _ in range(count))], dtype=torch.int32)
     return starts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else starts
 

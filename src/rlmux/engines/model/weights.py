@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
-from rlmux.engines.model.mapped_file import read_mapping, version_file
+from rlmux.engines.model.mapped_file import part_of_file, version_file, whole_file
 from rlmux.engines.model.weight_checksum import CHECKSUM, Sample, weights_checksum
 from rlmux.engines.residency import bytes_of, host_copy
 from rlmux.engines.spare_files import opened_to_read
@@ -215,6 +215,7 @@ class WeightFile(Mapping[str, Tensor]):
         self._entries: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", {})
         self._begin = 8 + length
+        self._whole = whole_file(self._descriptor)
 
     @property
     def is_float(self) -> bool:
@@ -224,8 +225,14 @@ class WeightFile(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        begin, end = (self._begin + offset for offset in entry["data_offsets"])
-        return read_mapping(self._descriptor, begin, end).view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+        begin, end = self.begin_of(name), self._begin + entry["data_offsets"][1]
+        found = part_of_file(self._descriptor, begin, end) if self._whole is None else self._whole[begin:end]
+        return found.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+
+    def begin_of(self, name: str) -> int:
+        """Bytes of the file before those of the tensor."""
+        begin: int = self._begin + self._entries[name]["data_offsets"][0]
+        return begin
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

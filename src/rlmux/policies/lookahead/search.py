@@ -128,7 +128,7 @@ def _openings(problem: Problem) -> Iterator[Priorities]:
     if len(subsets) > 1:
         subsets.append(compatible_migrations(problem, tuple(range(len(problem.sibling_migrations)))))
     firsts = [*_in_turns(work_items, paths, by_path), *_pipelines_first(work_items, paths, by_path)]
-    gains = sorted(set(problem.sharing.gains.values()))[1:]
+    gains = problem.sharing.gain_levels[1:]
     if problem.idle_migrations:
         yield by_path.changed(idle_migrations=frozenset(range(len(problem.idle_migrations))))
     for subset in subsets:

@@ -21,12 +21,10 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from json import loads
 from pathlib import Path
 
 import torch
@@ -133,11 +131,11 @@ class RowFiles:
 
     @staticmethod
     def _write_into(path: Path, rows: Sequence[RankRows]) -> None:
-        begin_by_tensor = _begins_in(path)
+        form = WeightFile(path)
         descriptor = os.open(path, os.O_WRONLY)
         try:
             for each in rows:
-                at = begin_by_tensor[each.tensor] + each.first * each.content.element_size()
+                at = form.begin_of(each.tensor) + each.first * each.content.element_size()
                 _write_at(descriptor, each.content.reshape(-1).view(torch.uint8).numpy().data, at)
             os.fsync(descriptor)
         finally:
@@ -190,15 +188,6 @@ def _mark_of(aside: Path, rank: int) -> Path:
 
 def _machine() -> str:
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-
-
-def _begins_in(path: Path) -> dict[str, int]:
-    """Where each tensor of a file begins, in bytes."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def _write_at(descriptor: int, content: memoryview, at: int) -> None:

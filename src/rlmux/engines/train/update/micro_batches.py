@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlmux.engines.model.packed_attention import sequence_starts
 from rlmux.rl.batch_metrics import count_trained
 
 
@@ -74,8 +75,7 @@ class MicroBatch:
     @property
     def sequence_of(self) -> Tensor:
         """Number [R] of each sampled token's sequence."""
-        lengths = [length for count, length in self.runs for _ in range(count)]
-        ends = torch.tensor(lengths).cumsum(0).to(self.sources.device, non_blocking=True)
+        ends = sequence_starts(self.runs, self.sources.device)[1:].long()
         return torch.searchsorted(ends, self.sources, right=True)
 
     def to(self, device: torch.device) -> MicroBatch:
