@@ -5,7 +5,7 @@
     RLMUX_JOB=b python examples/own_trl.py --out /tmp/b   in another one
 
 Without RLMUX_BROKER the same script runs alone, and ends with the same weights. Needs `pip install trl`, on a CPU too.
-Where rlmux is not installed, `share.py` and `share_adapters.py` beside this file are all it takes: then `import share`.
+Where rlmux is not installed: `share.py`, `share_adapters.py` and `share_trl.py` beside this file, and `import share`.
 """
 
 from __future__ import annotations

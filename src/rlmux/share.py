@@ -14,7 +14,8 @@ after a failure; unanswered requests are repeated. An `evict`, for an idle progr
 runs the same hook in a thread of its own, never while a phase of the program runs.
 
 Invariant: between `granted` and `after` the program holds the pools, and nothing else of it touches them.
-Python 3.9, standard library only. What names torch, TRL or an engine is in `share_adapters.py`, beside this file.
+Python 3.9, standard library only. What names torch or an engine is in `share_adapters.py` beside it; each trainer has a
+file of its own (`share_trl.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ CONNECT_LIMIT_S = 15.0
 _LEAVE_LIMIT_S = 2.0
 MAX_LINE_BYTES = 1 << 16
 _PROGRESS_EVERY_S = 0.5
-_ADAPTERS = ("torch_offload", "vllm_sleep", "http_sleep", "cuda_checkpoint", "trl", "slime", "verl_trainer")
+_ADAPTERS = {
+    **dict.fromkeys(("torch_offload", "vllm_sleep", "http_sleep", "cuda_checkpoint"), "share_adapters"),
+    "trl": "share_trl",
+    "slime": "share_slime",
+}
+"""Functions of the files beside this one, loaded on first use."""
 
 
 class ShareError(RuntimeError):
@@ -59,10 +65,9 @@ class RefusedError(ShareError):
 
 
 def __getattr__(name: str) -> Any:
-    """Load the adapters from the file beside this one on first use."""
     if name not in _ADAPTERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    beside = f"{__name__.rpartition('.')[0]}.share_adapters".lstrip(".")
+    beside = f"{__name__.rpartition('.')[0]}.{_ADAPTERS[name]}".lstrip(".")
     return getattr(importlib.import_module(beside), name)
 
 

@@ -1,13 +1,11 @@
-"""What `share.py` can do for torch, vLLM, SGLang, TRL, verl and slime. It lies beside `share.py`, free to copy with it.
+"""Hooks that free a device's memory: torch, vLLM, SGLang, any process. Lies beside `share.py`, free to copy with it.
 
     torch_offload(model, optimizer)   hooks: parameters, buffers, gradients, optimizer state to host memory and back
     vllm_sleep(llm)                   hooks: an engine in this process sleeps and wakes
     http_sleep(url, "vllm"|"sglang")  hooks: the same for an engine behind HTTP
     cuda_checkpoint(pids)             hooks: all that processes have on their GPUs, by NVIDIA's tool of that name
-    trl(trainer, job)                 a TRL trainer (GRPO, RLOO) in phases, with hooks for all that it keeps
-    slime(job)                        a callback of slime's phases (begin, end) that takes and gives back permits
-    verl_trainer(base, join)          verl's synchronous trainer with permits; `share_verl.py` registers it
 
+Trainers have a file each that puts them into phases: share_trl.py, share_verl.py, share_slime.py.
 Memory is given back by making the storage of tensors empty and filling it again: tensors, views of them and what
 the optimizer refers to stay the objects they are. Storage that another owner shares (NumPy, a safetensors file, another
 process) cannot be emptied; its tensors get other storage in its place, with one warning.
@@ -27,10 +25,6 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-TRL_KNOWN = "1.14 to 1.16"
-"""Versions of TRL whose methods the adapter is known to wrap."""
-_TRL_METHODS = ("train", "_generate", "_calculate_rewards", "training_step")
 
 
 class TorchOffload:
@@ -325,149 +319,16 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
-def trl(trainer: Any, job: Any) -> Any:
-    """Put a TRL trainer into phases of the job, which has one pool for both; returns the trainer.
-
-    It holds its pool for all of `train()`, saving, evaluation and logging included, and gives way where rewards are
-    computed and as each step begins. What it keeps there (parameters, buffers, gradients, optimizer state, a reference
-    model) leaves with it. Rewards that are models compute on the device, and do not give way.
-    Raises TypeError for a trainer without the methods that it wraps.
-    """
-    missing = [name for name in _TRL_METHODS if not callable(getattr(trainer, name, None))]
-    if missing:
-        raise TypeError(
-            f"{type(trainer).__name__} of TRL {_version('trl')} has no {', '.join(missing)}; "
-            f"accepted: trainers that generate and score (GRPO, RLOO) of TRL {TRL_KNOWN}"
-        )
-    if getattr(trainer, "use_vllm", False) and not getattr(trainer.args, "vllm_enable_sleep_mode", False):
-        raise TypeError("a trainer with vLLM in its process gives memory back only with vllm_enable_sleep_mode=True")
-
-    if job.pools.get("rollout") != job.pools.get("train"):
-        raise TypeError(f"pools {job.pools}: a TRL trainer generates with the model that it trains; accepted: one pool")
-
-    def tensors() -> Iterator[Any]:
-        models = [trainer.model, getattr(trainer, "ref_model", None), *_models_of(trainer)]
-        return tensors_of([model for model in models if model is not None], trainer.optimizer)
-
-    job.on_leave("train", TorchOffload(tensors))
-    _wrap(trainer, "train", job.phase("train"))
-    _wrap(trainer, "_generate", job.phase("rollout"))
-    if not _models_of(trainer):
-        _wrap(trainer, "_calculate_rewards", job.phase(None))
-    trainer.add_callback(_step_callback(job))
-    return trainer
+# ------------------------------------------------------------------ for the files that put trainers into phases
 
 
-def _models_of(trainer: Any) -> list[Any]:
-    """Rewards that are models."""
-    import torch
-
-    return [reward for reward in getattr(trainer, "reward_funcs", []) if isinstance(reward, torch.nn.Module)]
-
-
-def _step_callback(job: Any) -> Any:
-    from transformers import TrainerCallback
-
-    class GiveWay(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            job.safe_point()
-
-    return GiveWay()
-
-
-_SLIME_ROLES: Any = {"sampler": ("rollout", ()), "trainer": ("train", ()), "both": ("train", ("rollout",))}
-"""(role of the pool that a phase of slime needs, roles of those beside it), by slime's name of the role."""
-
-
-class SlimePhases:
-    """A callback of slime's phases (`--phase-callback-path`, which forks of slime have): a permit for each.
-
-    The sampler's phases take the pool of role "rollout", the trainer's that of "train", and "both" takes the two. What
-    lies on them leaves by slime's own offload calls in its phases, or by hooks given with `job.on_leave`.
-    """
-
-    def __init__(self, job: Any) -> None:
-        self._job = job
-        self._open: list[Any] = []
-        """(phase, role, permit's region) of the phases that have begun, outermost first."""
-
-    def on_phase_begin(self, phase: str, role: str) -> None:
-        """Returns once the role's pools are granted. Raises ValueError for a role that there is not."""
-        if role not in _SLIME_ROLES:
-            raise ValueError(f"role {role!r} of phase {phase!r}; accepted: {', '.join(_SLIME_ROLES)}")
-        name, also = _SLIME_ROLES[role]
-        region = self._job.phase(name, also=also)
-        region.__enter__()
-        self._open.append((phase, role, region))
-
-    def on_phase_end(self, phase: str, role: str) -> None:
-        """Gives the pools back. Raises ValueError for a phase that is not the one that began last."""
-        if not self._open or self._open[-1][:2] != (phase, role):
-            last = self._open[-1][:2] if self._open else None
-            raise ValueError(f"phase {(phase, role)} ends, and {last} began last; accepted: the one that began last")
-        self._open.pop()[2].__exit__(None, None, None)
-
-
-def slime(job: Any) -> SlimePhases:
-    """The callback of slime's phases for this job."""
-    return SlimePhases(job)
-
-
-def verl_trainer(base: Any, join: Callable[..., Any]) -> Any:
-    """A class over verl's `PPOTrainerSync` that has a pool for the whole run, and gives way as each step begins.
-
-    Then the rollout replicas sleep, and wake with the weights that they had. Parameters and optimizer are on the host
-    between steps by verl's own offload, which has to be on: the driver, which holds the permit, has no tensors itself.
-    `join`: share.join. Making one raises TypeError where offload is off, or the job has a pool for each phase.
-    """
-
-    class RlmuxTrainer(base):  # type: ignore[misc]
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            _check_verl_offload(config)
-            self._job = join("verl", rank=0, world=1)  # one job for the driver and all its workers
-            if self._job.pools.get("rollout") != self._job.pools.get("train"):
-                raise TypeError(f"pools {self._job.pools}: sync trainers of verl are colocated; accepted: one pool")
-            self._synced_step: Any = None
-            self._job.on_leave("train", self._sleep, self._wake)
-            self._job.phase("train").__enter__()  # workers are made on the device, and held until the process ends
-            super().__init__(config, *args, **kwargs)
-            self.trainer_mode = "sync"  # verl's name for colocated trainers
-
-        def on_init_end(self) -> None:
-            super().on_init_end()
-            self._synced_step = self.global_steps
-
-        def on_step_begin(self) -> None:
-            self._job.safe_point()
-            super().on_step_begin()
-
-        def on_step_end(self) -> None:
-            super().on_step_end()
-            self._synced_step = self.global_steps
-
-        def _sleep(self) -> None:
-            self.checkpoint_manager.sleep_replicas()
-
-        def _wake(self) -> None:
-            self.checkpoint_manager.update_weights(self._synced_step)
-
-    return RlmuxTrainer
-
-
-def _check_verl_offload(config: Any) -> None:
-    actor = config.actor_rollout_ref.actor
-    name = "megatron" if getattr(actor, "strategy", "") == "megatron" else "fsdp_config"
-    for flag in ("param_offload", "optimizer_offload"):
-        if not getattr(getattr(actor, name, None), flag, False):
-            key = f"actor_rollout_ref.actor.{name}.{flag}"
-            raise TypeError(f"{key} is not set: what lies on the device could not leave it; accepted: {key}=True")
-
-
-def _wrap(owner: Any, name: str, phase: Any) -> None:
+def wrap(owner: Any, name: str, phase: Any) -> None:
+    """Have each call of the owner's method of that name in a phase."""
     setattr(owner, name, functools.wraps(getattr(owner, name))(phase(getattr(owner, name))))
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The installed version, for messages."""
     from importlib import metadata
 
     try:
