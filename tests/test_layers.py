@@ -284,7 +284,7 @@ FREE_TO_COPY = {
     "share_adapters.py": {"torch"},
     "share_slime.py": set(),
     "share_trl.py": {"torch", "transformers"},
-    "share_verl.py": {"verl"},
+    "share_verl.py": {"ray"},
 }
 
 

@@ -187,6 +187,8 @@ class Job:
         """Pools whose offload hook ran last."""
         self._used: set[str] = set()
         """Pools that it was ever granted."""
+        self._workers: list[str] = []
+        """HOST/PID of the other processes that are on its pools."""
         self._fence: int | None = None
         """Number of the permit that it holds; None between two."""
         self._held: frozenset[str] = frozenset()
@@ -236,6 +238,14 @@ class Job:
             self._num_points += 1
             if int(self._num_points / self._weight) > int((self._num_points - 1) / self._weight):
                 self._change(self._stack[-1])
+
+    def watch(self, workers: Iterable[tuple[str, int]]) -> None:
+        """Name the other processes on its pools, as (host, process): workers of a driver, which is what joined. What
+        they hold counts until they are gone, too, and the broker knows from them which machines the program is on."""
+        with self._changed:
+            self._workers = sorted(f"{host}/{pid}" for host, pid in workers)
+            if self.is_shared:
+                self._link_now.send({"t": "workers", "workers": self._workers})
 
     def close(self) -> None:
         """Leave for good. The end of the process does so, too."""
@@ -350,7 +360,8 @@ class Job:
         """State for a restarted broker."""
         with self._changed:
             resident = sorted(self._used - self._away)
-            return {"fence": self._fence, "holds": sorted(self._held), "resident": resident, "waited_s": self.waited_s}
+            state = {"fence": self._fence, "holds": sorted(self._held), "resident": resident, "waited_s": self.waited_s}
+            return {**state, "workers": self._workers} if self._workers else state
 
     def _welcome(self, message: dict[str, Any]) -> None:
         self.pools.update({role: pool for role, pool in message["pools"].items() if role not in self.pools})

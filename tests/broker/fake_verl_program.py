@@ -1,8 +1,9 @@
 """A driver of the shape of verl's synchronous trainer: fake_verl_program.py NAME STEPS RECORD GO.
 
 The classes stand where verl has its own (`verl.trainer.ppo.v1`, release 0.9) and call the hooks in the order of its
-loop: on_init_end; for each step on_step_begin, on_sample_begin, on_sample_end, the update, on_step_end. Its replicas
-are on the device from `update_weights` to `sleep_replicas`, as verl's are. This is not verl.
+loop: on_init_end; for each step on_step_begin, on_sample_begin, on_sample_end, the update, on_step_end; each second
+time a validation. Its replicas are on the device from `update_weights` to `sleep_replicas`, as verl's are. This is not
+verl, which takes minutes: `make test-verl` has that.
 """
 
 from __future__ import annotations
@@ -36,30 +37,33 @@ class CheckpointManager:
 
 
 class PPOTrainer:
-    def __init__(self, config: SimpleNamespace) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.trainer_mode = config.trainer_mode
+        assert config.trainer.v1.trainer_mode == "sync", "verl makes the buffer of a synchronous trainer by this name"
         self.global_steps = 0
-        self.checkpoint_manager = CheckpointManager(config.name, config.record)
 
-    def fit(self) -> None:
-        assert self.trainer_mode == "sync", "verl treats a colocated trainer of another name as one that is not"
-        self.checkpoint_manager.write("begins")
+    def init(self) -> None:
+        self.checkpoint_manager = CheckpointManager(self.config.name, self.config.record)
+        self.actor_rollout_wg = SimpleNamespace(workers=[])
         self.on_init_end()
+
+    def fit(self, agent_loop_manager: object) -> None:
         while self.global_steps < self.config.steps:
             self.global_steps += 1
-            self.checkpoint_manager.write("ends")
             self.on_step_begin()
             self.checkpoint_manager.write("begins")
-            assert self.checkpoint_manager.size == SIZE, "rollouts by replicas that sleep"
+            assert self.checkpoint_manager.size == SIZE, "prompts for replicas that sleep"
             self.on_sample_begin()
             time.sleep(0.002)
+            self.checkpoint_manager.write("ends")
             self.on_sample_end()
             assert self.checkpoint_manager.size == 0
             time.sleep(0.002)
             self.on_step_end()
-        self.checkpoint_manager.sleep_replicas()
-        self.checkpoint_manager.write("ends")
+            if self.global_steps % 2 == 0:
+                self.on_validate_begin()
+                assert self.checkpoint_manager.size == SIZE
+                self.on_validate_end()
 
     def on_init_end(self) -> None: ...
 
@@ -70,6 +74,10 @@ class PPOTrainer:
     def on_sample_end(self) -> None: ...
 
     def on_step_end(self) -> None: ...
+
+    def on_validate_begin(self) -> None: ...
+
+    def on_validate_end(self) -> None: ...
 
 
 class PPOTrainerSync(PPOTrainer):
@@ -91,21 +99,28 @@ def register_trainer(name: str):
     return register
 
 
-def config_of(name: str, steps: int, record: Path, **flags: bool) -> SimpleNamespace:
+class Config(SimpleNamespace):
+    def get(self, name: str, default: object = None) -> object:
+        return getattr(self, name, default)
+
+
+def config_of(name: str, steps: int, record: Path, **flags: bool) -> Config:
     fsdp = SimpleNamespace(**{"param_offload": True, "optimizer_offload": True, **flags})
-    actor = SimpleNamespace(strategy="fsdp", fsdp_config=fsdp)
-    shape = SimpleNamespace(actor=actor)
-    return SimpleNamespace(actor_rollout_ref=shape, trainer_mode="rlmux", name=name, steps=steps, record=record)
+    actor = SimpleNamespace(strategy="fsdp2", fsdp_config=fsdp)
+    shape = SimpleNamespace(actor=actor, rollout=SimpleNamespace(free_cache_engine=True))
+    trainer = Config(v1=SimpleNamespace(trainer_mode="rlmux"), experiment_name="an experiment")
+    return Config(actor_rollout_ref=shape, trainer=trainer, name=name, steps=steps, record=record)
 
 
 def main(name: str, steps: int, record: Path, go: Path) -> None:
     for module, names in {
-        "verl": {},
+        "verl": {"__version__": "0.9.1"},
         "verl.trainer": {},
         "verl.trainer.ppo": {},
         "verl.trainer.ppo.v1": {},
         "verl.trainer.ppo.v1.trainer_base": {"register_trainer": register_trainer},
         "verl.trainer.ppo.v1.trainer_sync": {"PPOTrainerSync": PPOTrainerSync},
+        "verl.trainer.ppo.v1.trainer_separate_async": {"PPOTrainerSeparateAsync": PPOTrainer},
     }.items():
         sys.modules[module] = ModuleType(module)
         vars(sys.modules[module]).update(names)
@@ -115,9 +130,12 @@ def main(name: str, steps: int, record: Path, go: Path) -> None:
     except TypeError as error:
         print(error)
     trainer = TRAINERS["rlmux"](config_of(name, steps, record))
+    trainer.init()
     while not go.exists():
         time.sleep(0.01)
-    trainer.fit()
+    trainer.fit(None)
+    trainer.checkpoint_manager.size = 0  # its memory goes with the process, and no broker grants the pool before
+    trainer.checkpoint_manager.write("is over")
 
 
 if __name__ == "__main__":

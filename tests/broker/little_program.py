@@ -3,6 +3,7 @@
     little_program.py NAME STEPS RECORD [hook=raise|hang|free_nothing] [pools=JSON] [also] [need=BYTES] [sleep=SECONDS]
                               [start=FILE] [between=FILE] [end=FILE]   it begins, goes on, ends once FILE is there
                               [safe]                                   it holds its pool, and gives way at safe points
+                              [worker]                                 a process of its own stays on the pool after it
 
 Its weights are bytes that a step changes as a function of all of them, so that a lost or doubled step shows. Whenever
 they come to a device or leave it, and around each computation, RECORD gets (monotonic time, NAME@POOL, what, bytes).
@@ -13,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -82,6 +85,9 @@ def main(name: str, steps: int, record: Path, **options: str) -> None:
     job = share.join(name, pools, need_bytes=need)
     for pool, trainer in trainers.items():
         job.on_leave(pool, trainer)
+    if "worker" in options:
+        worker = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        job.watch([(socket.gethostname(), worker.pid)])
     wait_for(options.get("start"))
     for number in range(1, steps + 1) if "safe" not in options else ():
         with job.phase("rollout", units=8, step=number):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.broker.room import ONE_POOL, PATIENCE_S, SIZE, Room, check_never_both, result
 
+from rlmux.cli import what_if
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.control.control_requests import Cancel
 from rlmux.runtime.control.control_socket import send_request
@@ -322,3 +323,41 @@ def test_a_program_told_to_leave_while_it_was_not_connected_is_told_again(room):
     os.kill(idle.pid, signal.SIGCONT)
     assert {"a": result(idle)["sha256"], "b": result(other)["sha256"]} == expected
     check_never_both(room.recorded())
+
+
+def test_a_killed_driver_keeps_its_pool_until_its_workers_are_gone_too(room):
+    room.start_broker()
+    room.program("a", STEPS, "worker", f"between={room.folder / 'never'}")
+    [named] = room.until_noted("workers", 1)
+    room.until_recorded("a", "ends")
+    ((worker, _),) = named["processes"]
+    try:
+        room.program("b", STEPS)
+        room.programs[0].kill()
+        room.programs[0].wait()
+        room.kill_broker()
+        room.start_broker()
+        room.until_noted("joined", 2)
+        assert not room.has_recorded("b", "begins")
+        assert not room.notes("gone")
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    result(room.programs[1])
+    [gone] = [note for note in room.notes("gone") if note["pipeline"] == "a"]
+    assert not gone["said_bye"]
+
+
+def test_what_if_counts_programs_by_the_steps_that_they_name(make_room):
+    room = make_room({"r": {"phase": "rollout"}, "t": {"phase": "train"}})
+    room.start_broker("rollmux")
+    roles = 'pools={"rollout": "r", "train": "t"}'
+    for name in "ab":
+        room.program(name, STEPS, roles, "sleep=0.02", f"end={room.folder / 'end'}")
+    learned = room.until(
+        lambda: [each for each in room.status().values() if (each["estimate"] or {}).get("num_steps", 0) >= 3],
+        "learned steps",
+    )
+    assert all(each["estimate"]["rollout_s"] >= 0.02 for each in learned), "two permits a step, of 0.02 s and of none"
+    room.until(lambda: all(each["step"] == STEPS for each in room.status().values()), "all steps")
+    answer = what_if.answer(room.out, file=None, like="a", number=1, removed=[], policy=None, sets=[])
+    assert set(answer["then"]["pipelines"]) == {"a", "b", "a-2"}

@@ -37,6 +37,8 @@ def test_a_message_is_read_with_its_fields_and_without_those_that_are_unknown():
         (line(**{**ASK, "pools": [["gpu0"]]}), "wrong_value"),
         (line(**{**ASK, "pools": "gpu0"}), "wrong_value"),
         (line(**ASK, need_bytes={"gpu0": {"a": 1}}), "wrong_value"),
+        (line(t="workers", workers=["gpu-7"]), "wrong_value"),
+        (line(t="workers", workers=["gpu-7/12", 3]), "wrong_value"),
         (b'{"t":"done","fence":1,"used_s":NaN}', "wrong_value"),
         (b'{"t":"done","fence":1,"used_s":1e999}', "wrong_value"),
     ],

@@ -47,6 +47,7 @@ from rlmux.log.notes import (
     ProgramGoneNote,
     ProgramMarkedNote,
     RankJoinedNote,
+    WorkersNote,
 )
 from rlmux.runtime.orders.external_programs import Report
 
@@ -108,6 +109,9 @@ class PermitManager:
             return
         if kind == "bye":
             rank.has_signed_off = True
+            return
+        if kind == "workers":
+            self._on_workers(program, rank, message)
             return
         handlers: Mapping[str, Callable[[Program, ProgramRank, dict[str, Any]], None]] = {
             "ask": self._on_ask,
@@ -191,6 +195,8 @@ class PermitManager:
 
     def _take_over(self, program: Program, rank: ProgramRank, hello: dict[str, Any]) -> None:
         """Restore what a reconnected process holds; an earlier broker may have granted it."""
+        if "workers" in hello:
+            self._on_workers(program, rank, hello)
         fence, held = hello.get("fence"), [pool for pool in hello.get("holds", []) if pool in self._cluster.pools]
         for pool in hello.get("resident", []):
             if pool not in held:
@@ -237,7 +243,8 @@ class PermitManager:
         request.ranks.add(rank.number)
         if len(request.ranks) == program.world and not request.is_open:
             request.is_open = True
-            self.events.append(WorkArrived(pipeline=program.id, phases=request.kind, units=request.units))
+            arrived = WorkArrived(pipeline=program.id, phases=request.kind, units=request.units, step=request.step)
+            self.events.append(arrived)
 
     def _on_withdraw(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         request = program.request
@@ -262,6 +269,14 @@ class PermitManager:
         left, held_s = max(0, message["total"] - message["done"]), self._now_s() - program.granted_s
         order = program.order.order
         self.events.append(ChunkFinished(order=order, num_active=left, num_waiting=0, seconds=held_s))
+
+    def _on_workers(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
+        if rank.watch(message["workers"]):
+            self.notes.append(
+                WorkersNote(
+                    pipeline=program.id, rank=rank.number, workers=rank.workers, processes=rank.worker_processes
+                )
+            )
 
     def _on_done(self, program: Program, rank: ProgramRank, message: dict[str, Any]) -> None:
         fence = message["fence"]

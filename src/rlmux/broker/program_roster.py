@@ -9,7 +9,9 @@ lease after it. A lost connection is no end: the library reconnects with the sam
 
 from __future__ import annotations
 
+import socket
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +41,24 @@ class ProgramRank:
     lost_s: float | None = None
     """Time of the lost connection; None while connected."""
     has_signed_off: bool = False
+    workers: tuple[str, ...] = ()
+    """HOST/PID of other processes that hold memory for it."""
+    worker_processes: tuple[Process, ...] = ()
+    """Those on this machine, of a rank that is here itself."""
+
+    def watch(self, workers: Sequence[str]) -> bool:
+        """Take the processes that it names. Returns whether they are others than before."""
+        was, self.workers = self.workers, tuple(workers)
+        if self.workers != was and self.process is not None:
+            places = [worker.rpartition("/") for worker in workers]
+            found = [process_of(int(pid)) for host, _, pid in places if host == socket.gethostname()]
+            self.worker_processes = tuple(process for process in found if process is not None)
+        return self.workers != was
 
     def is_gone(self, now_s: float, lease_s: float) -> bool:
         """Whether it can hold nothing on a device any more."""
         if self.process is not None:
-            return not is_alive(self.process)
+            return not any(map(is_alive, (self.process, *self.worker_processes)))
         return self.lost_s is not None and (self.has_signed_off or now_s - self.lost_s > lease_s)
 
 
@@ -58,6 +73,8 @@ class PhaseRequest:
     kind: tuple[Phase, ...]
     """The scheduler's phases whose devices it needs."""
     units: int = 0
+    step: int | None = None
+    """Step by the program's own count."""
     need_bytes: dict[str, int] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     """Ranks that have sent the request."""
@@ -114,6 +131,11 @@ class Program:
     def connected(self) -> list[ProgramRank]:
         return [rank for rank in self.ranks.values() if rank.connection is not None]
 
+    @property
+    def hosts(self) -> list[str]:
+        """Machines of its workers, as they named them."""
+        return sorted({worker.rpartition("/")[0] for rank in self.ranks.values() for worker in rank.workers})
+
     def note(self) -> ProgramNote:
         """The log's record for a restarted broker."""
         names = ("world", "pools", "need_bytes", "host_bytes", "slo", "weight")
@@ -123,8 +145,9 @@ class Program:
         """End its processes on this machine."""
         self.end_reason = reason
         for rank in self.ranks.values():
-            if rank.process is not None:
-                end_process(rank.process)
+            for process in (rank.process, *rank.worker_processes):
+                if process is not None:
+                    end_process(process)
 
     def need(self, pool: str) -> int | None:
         """Bytes that its request needs on the pool; None: the whole pool."""

@@ -27,6 +27,7 @@ from rlmux.log.notes import (
     ProgramGoneNote,
     ProgramNote,
     RankJoinedNote,
+    WorkersNote,
 )
 from rlmux.log.run_log import LogReader
 
@@ -53,6 +54,12 @@ def restore_programs(folder: Path, manager: PermitManager, now_s: float) -> None
                 programs[name], lodged[name] = _program(note), {}
             case RankJoinedNote():
                 programs[name].ranks[note.rank] = _rank(note, now_s)
+            case WorkersNote():
+                rank = programs[name].ranks[note.rank]
+                rank.workers, rank.worker_processes = (
+                    tuple(note.workers),
+                    tuple(Process(*each) for each in note.processes),
+                )
             case PermitGrantedNote() | PermitAdoptedNote():
                 manager.ledger.next_fence = max(manager.ledger.next_fence, note.fence + 1)
                 programs[name].fence = note.fence

@@ -112,6 +112,7 @@ def parse_request(message: Mapping[str, Any], cluster: Cluster) -> PhaseRequest:
         phase=message["phase"],
         kind=kind_of(cluster, pools, message["phase"]),
         units=message.get("units", 0),
+        step=message.get("step"),
         need_bytes=need_bytes,
     )
 

@@ -7,6 +7,7 @@
     progress{fence, done, total}                            ▶
     done{fence, used_s, restore_s?, resident_bytes?}        ▶    after{fence, leave, pools}
     left{pool, freed_bytes?} | failed_to_leave{pool, error} ▶    evict{pool, for}       at any time between two permits
+    workers{workers}                                        ▶
     ping                                                    ▶    ping
     bye                                                     ▶
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +30,7 @@ WIRE_VERSION = 1
 MAX_LINE_BYTES = 1 << 16
 _MAX_TEXT = 4096
 _MAX_ITEMS = 64
+_MAX_WORKERS = 2048
 
 
 class WireError(ValueError):
@@ -54,6 +57,12 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= _MAX_ITEMS and all(_is_text(item) for item in value)
 
 
+def _is_workers(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > _MAX_WORKERS:
+        return False
+    return all(_is_text(item) and re.fullmatch(r"[^/]+/[0-9]{1,10}", item) for item in value)
+
+
 def _is_mapping_to(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
         if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
@@ -68,6 +77,7 @@ _TEXT: _Check = ("a text", _is_text)
 _COUNT: _Check = ("a whole number, 0 or more", _is_count)
 _NUMBER: _Check = ("a finite number, 0 or more", _is_number)
 _NAMES: _Check = ("a list of texts", _is_names)
+_WORKERS: _Check = (f"a list of HOST/PID, {_MAX_WORKERS} at most", _is_workers)
 _SIZES: _Check = ("a mapping from pools to bytes", _is_mapping_to(_is_count))
 _POOLS: _Check = ("a mapping from roles to pools", _is_mapping_to(_is_text))
 _COUNT_OR_NONE: _Check = ("a whole number, or null", lambda value: value is None or _is_count(value))
@@ -87,6 +97,7 @@ MESSAGES: Mapping[str, tuple[Mapping[str, _Check], Mapping[str, _Check]]] = {
             "holds": _NAMES,
             "resident": _NAMES,
             "waited_s": _NUMBER,
+            "workers": _WORKERS,
         },
     ),
     "ask": (
@@ -98,6 +109,7 @@ MESSAGES: Mapping[str, tuple[Mapping[str, _Check], Mapping[str, _Check]]] = {
     "done": ({"fence": _COUNT, "used_s": _NUMBER}, {"restore_s": _NUMBER, "resident_bytes": _SIZES}),
     "left": ({"pool": _TEXT}, {"freed_bytes": _COUNT}),
     "failed_to_leave": ({"pool": _TEXT, "error": _TEXT}, {}),
+    "workers": ({"workers": _WORKERS}, {}),
     "ping": ({}, {}),
     "bye": ({}, {}),
 }

@@ -40,11 +40,10 @@ def answer(
     if policy is not None:
         inputs.check_policy("--policy", policy)
     folders.check_run(run)
-    spec = launch.spec_of(run)
-    now = ongoing(run, spec.cluster)
+    now = ongoing(run, launch.cluster_of(run))
     added = [] if number is None or like is None else now.like(like, number)
     if file is not None:
-        added += workload_of(inputs.load(file, purpose=Purpose.PLAN, cluster_of=spec)).arrivals
+        added += workload_of(inputs.load(file, purpose=Purpose.PLAN, cluster_of=launch.spec_of(run))).arrivals
     change = WhatIfChange(
         added=added,
         removed=removed,

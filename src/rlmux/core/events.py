@@ -136,6 +136,9 @@ class WorkArrived:
     """Kind of the work, one of `ARRIVING_KINDS`: the phases of whose devices it needs all."""
     units: int = 0
     """Size of the work, in a unit of the client's own that its seconds grow with; 0 where it is unknown."""
+    step: int | None = None
+    """Step of the client's own count to which it belongs: its seconds are those of all its work. None: each of its
+    own."""
 
     def __post_init__(self) -> None:
         _check_kind(self.phases)

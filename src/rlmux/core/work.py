@@ -129,6 +129,8 @@ class RequestBatch:
     """Number of the open batch, or of the last one, from 1: the step of its orders."""
     units: int = 0
     """Size of the open batch; 0 where it is unknown."""
+    step: int | None = None
+    """Step of the client to which its last work belongs; None where the client names none."""
     solo_s: float = 0.0
     """Solo seconds of the open batch's orders so far."""
     held_s: float = 0.0

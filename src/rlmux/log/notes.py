@@ -424,6 +424,17 @@ class RankJoinedNote(PermitNote, what="joined"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersNote(PermitNote, what="workers"):
+    """A rank named the processes that hold memory for it."""
+
+    rank: int
+    workers: Sequence[str]
+    """HOST/PID of each."""
+    processes: Sequence[tuple[int, int]]
+    """(pid, clock ticks from the machine's start to the process's) of those on the broker's machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PermitAdoptedNote(PermitNote, what="adopted"):
     """A program holds a permit of an earlier broker that the log does not have."""
 

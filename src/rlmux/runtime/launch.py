@@ -195,16 +195,24 @@ def spec_of(folder: Path, overrides: Sequence[str] = ()) -> Spec:
     return replace(spec, policy=str(header["policy"]))
 
 
-def scheduler_of(folder: Path) -> Scheduler:
-    """A scheduler as the run's was before its first event.
-
-    Raises UserError for a policy that cannot be loaded, and a log that does not hold the cluster.
-    """
+def cluster_of(folder: Path) -> Cluster:
+    """The cluster of a run, or of a broker, as its log has it. Raises UserError where the log does not hold it."""
     with LogReader(folder) as log:
         header = log.header
     if not header.get("cluster"):
         raise UserError(f"{folder}: its log does not hold the cluster; accepted: a run of rlmux 0.3 or later")
     pools = value_codec.reader(tuple[Pool, ...])(header["cluster"], "cluster")
+    return Cluster(pools={pool.name: pool for pool in pools})
+
+
+def scheduler_of(folder: Path) -> Scheduler:
+    """A scheduler as the run's was before its first event.
+
+    Raises UserError for a policy that cannot be loaded, and a log that does not hold the cluster.
+    """
+    cluster = cluster_of(folder)
+    with LogReader(folder) as log:
+        header = log.header
     policy = str(header["policy"])
     if is_plugin(policy):
         plugins.look_in(spec_of(folder).code_folder, is_late=True)
@@ -212,5 +220,4 @@ def scheduler_of(folder: Path) -> Scheduler:
         value_codec.reader(tuple[SharingEntry, ...])(header["sharing"]["entries"], "sharing"),
         value_codec.reader(tuple[SharingTriple, ...])(header["sharing"]["triples"], "sharing"),
     )
-    cluster = Cluster(pools={pool.name: pool for pool in pools})
     return Scheduler(cluster, make_policy(policy, sharing=sharing), FairShares())

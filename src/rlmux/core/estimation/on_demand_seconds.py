@@ -4,8 +4,8 @@
                       └─▶ seconds of a step       ── seconds() ─▶ the load that placement plans with
 
 The client gives sizes in units of its own; a batch's seconds are taken to grow with them. Where it gives none, the
-median of the last batches stands. A step, for placement, is a batch of each kind that was seen and the thinking after
-them, which holds no device.
+median of the last batches stands. A step, for placement, is what the client's own step took of each kind, where it
+counts steps, or else a batch of each kind that was seen; and the thinking after them, which holds no device.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class _Seen:
     units: int
     solo_s: float
     held_s: float
+    step: int | None = None
+    """The client's own step; None where it names none."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class _Kind:
     """The last batches of one kind."""
 
     seen: deque[_Seen] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    steps: deque[_Seen] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    """The same, those of one step of the client as one."""
     thinking_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     """Seconds from the end of such a batch to the next arrival of work of any kind."""
 
@@ -45,9 +49,14 @@ class RequestBatchSeconds:
         self._since_s = 0.0
         """Time from which it thinks."""
 
-    def end(self, kind: tuple[Phase, ...], units: int, solo_s: float, held_s: float) -> None:
+    def end(self, kind: tuple[Phase, ...], units: int, solo_s: float, held_s: float, step: int | None = None) -> None:
         """A batch has ended after so many seconds in all."""
-        self._kinds.setdefault(kind, _Kind()).seen.append(_Seen(units, solo_s, held_s))
+        known = self._kinds.setdefault(kind, _Kind())
+        known.seen.append(_Seen(units, solo_s, held_s, step))
+        if step is not None and known.steps and known.steps[-1].step == step:
+            earlier = known.steps.pop()
+            units, solo_s, held_s = earlier.units + units, earlier.solo_s + solo_s, earlier.held_s + held_s
+        known.steps.append(_Seen(units, solo_s, held_s, step))
 
     def begin_thinking(self, kind: tuple[Phase, ...], now_s: float) -> None:
         """Nothing is there to do: the client has what a batch of this kind gave, and thinks."""
@@ -70,21 +79,21 @@ class RequestBatchSeconds:
         return quantile([batch.solo_s for batch in seen], 0.5)
 
     def seconds(self) -> MeasuredSeconds | None:
-        """Seconds of a step as a distribution; None before `MEASURED_STEPS` batches of each kind that was seen."""
-        fewest = min((len(kind.seen) for kind in self._kinds.values()), default=0)
+        """Seconds of a step as a distribution; None before `MEASURED_STEPS` of each kind that was seen."""
+        fewest = min((len(kind.steps) for kind in self._kinds.values()), default=0)
         if fewest < MEASURED_STEPS:
             return None
         thinking_s = sum(quantile(kind.thinking_s, 0.5) for kind in self._kinds.values() if kind.thinking_s)
 
         def solo(part: float) -> PhaseSeconds:
             return self._step_s(
-                [quantile([batch.solo_s for batch in kind.seen], part) for kind in self._kinds.values()]
+                [quantile([batch.solo_s for batch in kind.steps], part) for kind in self._kinds.values()]
             )
 
         def with_thinking(seconds: PhaseSeconds) -> PhaseSeconds:
             return PhaseSeconds(rollout_s=seconds.rollout_s, train_s=seconds.train_s, sync_s=thinking_s)
 
-        held = self._step_s([quantile([batch.held_s for batch in kind.seen], 0.5) for kind in self._kinds.values()])
+        held = self._step_s([quantile([batch.held_s for batch in kind.steps], 0.5) for kind in self._kinds.values()])
         low, median, high = (with_thinking(solo(part)) for part in (0.1, 0.5, 0.9))
         return MeasuredSeconds(num_steps=fewest, low=low, median=median, high=high, held=with_thinking(held))
 

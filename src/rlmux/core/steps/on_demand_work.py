@@ -54,7 +54,7 @@ class RequestBatches:
         if run.status not in _ALIVE:
             return  # it was reported before the client knew of the end
         if isinstance(event, WorkArrived):
-            self._arrive(run, event.phases, event.units)
+            self._arrive(run, event)
         else:
             self._withdraw(run, event.phases)
             self._mark_boundary(run)
@@ -70,7 +70,7 @@ class RequestBatches:
         batch = order.work
         assert isinstance(batch, RequestBatch)
         self._steps.move(batch, WorkInput.FINISHED)
-        run.estimates.batch_seconds.end(batch.kind, batch.units, batch.solo_s, batch.held_s)
+        run.estimates.batch_seconds.end(batch.kind, batch.units, batch.solo_s, batch.held_s, batch.step)
         if batch.next_units is not None:
             units, batch.next_units = batch.next_units, None
             self._open_next(run, batch, units)
@@ -107,13 +107,16 @@ class RequestBatches:
         if run.nodes.next_placement is not None:
             self._state.dirty.boundaries[run.pipeline.id] = run
 
-    def _arrive(self, run: PipelineRun, kind: tuple[Phase, ...], units: int) -> None:
+    def _arrive(self, run: PipelineRun, arrived: WorkArrived) -> None:
+        kind, units = arrived.phases, arrived.units
         run.estimates.batch_seconds.end_thinking(self._state.now_s)
         batch = run.step.batches.setdefault(kind, RequestBatch(kind))
         if batch.order is not None:
             self._steps.move(batch, WorkInput.ARRIVED)
             batch.next_units = (batch.next_units or 0) + units
-        elif batch.is_open or batch.is_due:
+            return
+        batch.step = arrived.step
+        if batch.is_open or batch.is_due:
             batch.units += units
             if batch.is_open:
                 self._steps.move(batch, WorkInput.ARRIVED)

@@ -32,6 +32,8 @@ from rlmux.sim.world import SwitchSeconds, TrueSeconds
 
 LIKE_STEPS = 8
 """Steps that those to come are taken to be like: the last ones."""
+PROGRAM_STEPS = 100
+"""Steps for which such a program goes on: how many it will do, only it knows."""
 MAX_LIKE = 10_000
 """Pipelines that one question adds at most."""
 
@@ -78,7 +80,8 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
     notes = []
     for record in sorted(timeline.pipelines.values(), key=_admission_order):
         name = record.pipeline.id
-        arrival = None if record.pipeline.work_arrives else _whole_arrival(record, orders_by_pipeline[name])
+        is_program = record.pipeline.work_arrives
+        arrival = _repeating(record) if is_program else _whole_arrival(record, orders_by_pipeline[name])
         if arrival is not None:
             whole[name] = arrival
         if record.is_over:
@@ -87,10 +90,12 @@ def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
             is_held = state.standings.get(name, {}).get("is_held", record.pipeline.is_held)
             arrival = replace(arrival, pipeline=replace(arrival.pipeline, is_held=is_held))
             left.append(_remainder(arrival, record, orders_by_pipeline[name], timeline.end_s))
+            if is_program:
+                notes.append(f"{name} goes on for {PROGRAM_STEPS} steps like its last ones")
             if is_held:
                 notes.append(f"{name} is held or parked: it does not start before it is released")
-        elif record.pipeline.work_arrives:
-            notes.append(f"{name} is left out: what its client will ask for is not known")
+        elif is_program:
+            notes.append(f"{name} is left out: not enough of its steps has ended to learn from")
         else:
             notes.append(f"{name} is left out: it has ended no step yet, and its file has no estimate")
     if not whole or (not left and notes):
@@ -144,6 +149,19 @@ def _whole_arrival(record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arr
         pipeline=pipeline,
         world=TrueSeconds.of_phases(pipeline.estimate, sync_s=pipeline.estimate.sync_s),
     )
+
+
+def _repeating(record: PipelineRecord) -> Arrival | None:
+    """A program, or a client, that goes on with steps like those that were learned of it; None before they were."""
+    measured = None if record.expected is None else record.expected.measured
+    if measured is None:
+        return None
+    estimate = measured.median
+    seconds = {Stage.GENERATE: estimate.rollout_s, Stage.UPDATE: estimate.train_s}
+    low, high = ({Stage.GENERATE: each.rollout_s, Stage.UPDATE: each.train_s} for each in (measured.low, measured.high))
+    spread = {stage: (low[stage] / usual, high[stage] / usual) for stage, usual in seconds.items() if usual > 0}
+    pipeline = replace(record.pipeline, work_arrives=False, num_steps=PROGRAM_STEPS, estimate=estimate)
+    return Arrival(submit_s=0.0, pipeline=pipeline, world=RecordedSeconds(by_stage=seconds, by_step={}, spread=spread))
 
 
 def _with_later_steps(world: RecordedSeconds, done: int) -> RecordedSeconds:
