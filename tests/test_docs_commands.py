@@ -172,6 +172,8 @@ def test_the_weekly_workflow_runs_what_no_change_is_judged_by():
         "make prove",
         "make test-tinker",
         "make test-trl",
+        "make test-areal",
+        "make test-verl",
         "make newest-clients",
     }
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

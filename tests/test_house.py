@@ -26,7 +26,7 @@ MAX_MODULES = 18
 RATCHET = {
     "lines of api": 1_000,
     "lines of broker": 2_000,
-    "lines of cli": 4_900,
+    "lines of cli": 5_000,
     "lines of client": 1_000,
     "lines of config": 3_000,
     "lines of core": 12_100,
@@ -34,19 +34,19 @@ RATCHET = {
     "lines of log": 2_400,
     "lines of papers": 2_800,
     "lines of policies": 7_700,
-    "lines of profiling": 1_700,
+    "lines of profiling": 2_200,
     "lines of report": 6_800,
     "lines of rl": 6_100,
     "lines of runtime": 14_500,
     "lines of service": 13_300,
     "lines of sim": 9_000,
-    "lines of top level": 2_000,
+    "lines of top level": 2_200,
     "class names twice": 41,
     "classes over 25 methods": 21,
     "broad excepts": 65,
     "functions over nine parameters": 15,
     "inner folders that import each other": 0,
-    "words of docs": 50_200,
+    "words of docs": 51_100,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

@@ -282,6 +282,7 @@ FREE_TO_COPY = {
     # One file would be longer than the house allows: the client is one, and what names torch or a framework the other.
     "share.py": set(),
     "share_adapters.py": {"torch"},
+    "share_areal.py": {"areal"},
     "share_slime.py": set(),
     "share_trl.py": {"torch", "transformers"},
     "share_verl.py": {"ray"},

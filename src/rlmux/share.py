@@ -52,6 +52,7 @@ _ADAPTERS = {
     **dict.fromkeys(("torch_offload", "vllm_sleep", "http_sleep", "cuda_checkpoint"), "share_adapters"),
     "trl": "share_trl",
     "slime": "share_slime",
+    "areal": "share_areal",
 }
 """Functions of the files beside this one, loaded on first use."""
 

@@ -5,7 +5,7 @@
     http_sleep(url, "vllm"|"sglang")  hooks: the same for an engine behind HTTP
     cuda_checkpoint(pids)             hooks: all that processes have on their GPUs, by NVIDIA's tool of that name
 
-Trainers have a file each that puts them into phases: share_trl.py, share_verl.py, share_slime.py.
+Trainers have a file each that puts them into phases: share_trl.py, share_verl.py, share_slime.py, share_areal.py.
 Memory is given back by making the storage of tensors empty and filling it again: tensors, views of them and what
 the optimizer refers to stay the objects they are. Storage that another owner shares (NumPy, a safetensors file, another
 process) cannot be emptied; its tensors get other storage in its place, with one warning.

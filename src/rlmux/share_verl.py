@@ -35,7 +35,7 @@ _HOOKS = ("init", "fit", "on_init_end", "on_step_begin", "on_step_end", "on_samp
 _share = importlib.import_module(f"{__name__.rpartition('.')[0]}.share".lstrip("."))
 
 
-class _Phases:
+class _PermitHolder:
     """What both trainers share: the job, and the pools that the driver holds now."""
 
     global_steps = 0
@@ -98,7 +98,7 @@ def _check_memory_is_given_back(config: Any) -> None:
 def _sync(base: Any) -> Any:
     """A class over verl's `PPOTrainerSync`."""
 
-    class RlmuxTrainer(_Phases, base):  # type: ignore[misc]
+    class RlmuxTrainer(_PermitHolder, base):  # type: ignore[misc]
         """One pool for both roles: permits of a step are rollout, train."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +165,7 @@ def _sync(base: Any) -> Any:
 def _separate(base: Any) -> Any:
     """A class over verl's `PPOTrainerSeparateAsync`."""
 
-    class RlmuxSeparateTrainer(_Phases, base):  # type: ignore[misc]
+    class RlmuxSeparateTrainer(_PermitHolder, base):  # type: ignore[misc]
         """A pool for each role: permits of a step are rollout and train for each mini-batch, then both."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

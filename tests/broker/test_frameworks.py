@@ -1,4 +1,7 @@
-"""The adapters for verl and slime, against programs of the shape of their hooks. Of the real verl: test_verl.py."""
+"""The adapters for verl and slime, against programs of the shape of their hooks, and what AReaL's refuses.
+
+Of the real ones: test_verl.py, test_areal.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from tests.broker.room import HERE, PATIENCE_S, SHARE_FOLDER, Room, check_never_both
@@ -107,3 +111,61 @@ def test_a_phase_of_slime_that_is_out_of_order_or_unknown_is_named():
     callback.on_phase_begin("generate", "sampler")
     with pytest.raises(ValueError, match="accepted: the one that began last"):
         callback.on_phase_end("train", "trainer")
+
+
+class ArealTrainer:
+    """What the adapter looks at before anything is made."""
+
+    def __init__(self, config):
+        raise AssertionError("made in spite of its settings")
+
+    def train(self): ...
+
+    def _evaluate_fn(self): ...
+
+    def _is_actor_rollout_colocated(self, config):
+        return config.is_colocated
+
+
+class SharedJob(Regions):
+    is_shared = True
+    pools = {"rollout": "h20", "train": "h800"}  # noqa: RUF012
+
+
+def areal_config(backend="vllm:d1", is_colocated=False, **flags):
+    vllm = SimpleNamespace(enable_sleep_mode=True)
+    sglang = SimpleNamespace(enable_memory_saver=False)
+    rollout = SimpleNamespace(backend=backend)
+    return SimpleNamespace(
+        **{"enable_offload": True, **flags}, rollout=rollout, vllm=vllm, sglang=sglang, is_colocated=is_colocated
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (areal_config(enable_offload=False), "enable_offload is not set: .*; accepted: enable_offload=true"),
+        (areal_config("sglang:d1"), "sglang.enable_memory_saver is not set: .*; accepted: sglang.enable_memory_saver"),
+        (areal_config(is_colocated=True), "actor and rollout are colocated; accepted: one pool for both"),
+    ],
+)
+def test_an_areal_trainer_whose_memory_could_not_leave_is_refused_without_a_permit(config, complaint):
+    job = SharedJob()
+    with pytest.raises(TypeError, match=complaint):
+        share.areal(ArealTrainer, job)(config)
+    assert job.said == []
+
+
+def test_an_areal_driver_for_each_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("AREAL_SPMD_MODE", "1")
+    with pytest.raises(TypeError, match=r"AREAL_SPMD_MODE is set: .*; accepted: the single controller"):
+        share.areal(ArealTrainer, SharedJob())(areal_config())
+
+
+def test_a_class_without_areals_methods_is_refused_with_the_versions():
+    with pytest.raises(TypeError, match=r"Regions of AReaL that is not installed has no train, .*accepted: AReaL 1\.0"):
+        share.areal(Regions, SharedJob())
+
+
+def test_an_areal_trainer_that_shares_nothing_stays_the_class_it_is():
+    assert share.areal(ArealTrainer, share.join("a")) is ArealTrainer

@@ -84,7 +84,13 @@ _COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
         runs.unpark,
         runs.notice,
     ),
-    "Predict": (prediction.simulate, prediction.plan, prediction.whatif, prediction.reproduce),
+    "Predict": (
+        prediction.simulate,
+        prediction.plan,
+        prediction.estimate,
+        prediction.whatif,
+        prediction.reproduce,
+    ),
     "Serve and share": (
         serving.serve,
         sharing.broker,

@@ -1,13 +1,15 @@
-"""Commands that train nothing: simulate, plan, whatif, reproduce."""
+"""Commands that train nothing: simulate, plan, estimate, whatif, reproduce."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rlmux.cli.commands.options import Ablate, Estimates, File, Folder, Json, Pictures, PolicyName, PolicyNames, Sets
+from rlmux.core.errors import UserError
 
 
 def simulate(
@@ -128,6 +130,44 @@ def plan(
     planned["memory"] = memory_rows.memory_of(spec)
     tables.show_plan(planned, as_json=json)
     return tables.exit_code_of_plan(planned)
+
+
+def estimate(
+    logs: Annotated[
+        list[Path], typer.Argument(metavar="LOG...", help="Logs of verl, AReaL or SkyRL, or W&B histories of them.")
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="All logs are of one pipeline of this name.")
+    ] = None,
+    rollout_s: Annotated[
+        float | None,
+        typer.Option(
+            "--rollout-s", metavar="SECONDS", help="Seconds of a rollout, where steps overlap and no log has them."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Print a file for `plan` and `simulate` with the step times in other frameworks' logs.
+
+    Reads the console output of verl, AReaL and SkyRL, verl's file logger, and W&B histories as CSV or JSON. Each log is
+    a pipeline, named after its file. The cluster is one node for each phase, which the pipelines share.
+
+    \b
+    Example: rlmux estimate a.log b.log > jobs.yaml
+             rlmux plan jobs.yaml
+    """
+    from rlmux.profiling import logged_estimates
+
+    if rollout_s is not None and not 0.0 < rollout_s < math.inf:
+        raise UserError(f"--rollout-s {rollout_s:g}: accepted: seconds, more than 0")
+    estimates = logged_estimates.read_estimates(logs, name, rollout_s)
+    text = logged_estimates.file_text(estimates)
+    if json:
+        from rlmux.cli import tables
+
+        tables.print_json({"pipelines": [each.to_json() for each in estimates]})
+        return
+    typer.echo(text, nl=False)
 
 
 def whatif(
