@@ -36,6 +36,10 @@ HOW_TOS = ("README.md", "docs/get-started.md", *sorted(page for page in PAGES if
 NOT_HERE: Mapping[str, str] = {
     "docs/how-to/kubernetes.md": "Docker and Kubernetes",
     "docs/how-to/many-machines.md": "machines of a Ray cluster; tests/runtime has several Ray nodes on one",
+    **{
+        f"docs/how-to/{name}.md": f"an environment with {name}; `make test-{name}`"
+        for name in ("verl", "areal", "skyrl", "openrlhf")
+    },
     "docs/how-to/vllm.md": "an environment with vLLM; tests/runtime/test_real_engine.py has it where there is one",
 }
 """Pages of which nothing can be typed here, and what that would take. Their files are read all the same."""
@@ -44,6 +48,8 @@ NOT_TYPED: Mapping[str, str] = {
     r".*nvidia-cuda-mps-control|rlmux (profile|run) FILE": "a GPU with MPS",
     r"make demo": "the same demo, by the checkout's own environment",
     r"(RLMUX_JOB=\w )?python examples/own_trl\.py|.*own_trl": "TRL; `make test-trl`",
+    r"rlmux (estimate a\.log|plan jobs)": "logs of another trainer; tests/cli/test_estimate.py has some",
+    r"rlmux broker pools\.yaml --listen": "an address of this machine's network",
     r"python -m tinker_cookbook|  loss_fn=": "the cookbook; `make test-tinker`",
     r"tinker checkpoint download": "weights of a client; tests/service/tinker downloads some",
     r"rlmux budget \S+ key-": "a client that has computed; tests/service/tinker sets its budget",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -330,6 +331,7 @@ def test_a_killed_driver_keeps_its_pool_until_its_workers_are_gone_too(room):
     room.program("a", STEPS, "worker", f"between={room.folder / 'never'}")
     [named] = room.until_noted("workers", 1)
     room.until_recorded("a", "ends")
+    assert room.status()["a"]["hosts"] == [socket.gethostname()]
     ((worker, _),) = named["processes"]
     try:
         room.program("b", STEPS)
@@ -360,4 +362,5 @@ def test_what_if_counts_programs_by_the_steps_that_they_name(make_room):
     assert all(each["estimate"]["rollout_s"] >= 0.02 for each in learned), "two permits a step, of 0.02 s and of none"
     room.until(lambda: all(each["step"] == STEPS for each in room.status().values()), "all steps")
     answer = what_if.answer(room.out, file=None, like="a", number=1, removed=[], policy=None, sets=[])
+    assert room.status()["a"]["step"] == STEPS
     assert set(answer["then"]["pipelines"]) == {"a", "b", "a-2"}

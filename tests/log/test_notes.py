@@ -64,8 +64,9 @@ NOTES = [
         pipeline=A, world=2, pools={"train": "gpu"}, need_bytes={"gpu": 5.0}, host_bytes=3.0, slo=None, weight=1.0
     ),
     notes.RankJoinedNote(pipeline=A, rank=1, session="s", process=(7, 1234)),
+    notes.WorkersNote(pipeline=A, rank=1, workers=["m/8"], processes=[(8, 1235)]),
     notes.PermitAdoptedNote(pipeline=A, fence=3, pools=["gpu"]),
-    notes.PermitGrantedNote(pipeline=A, fence=3, pools=["gpu"], phase="train", ask=2, waited_s=0.5),
+    notes.PermitGrantedNote(pipeline=A, fence=3, pools=["gpu"], phase="train", ask=2, waited_s=0.5, step=4),
     notes.PermitEndedNote(pipeline=A, fence=3, pools=["gpu"], used_s=1.5, restore_s=0.0),
     notes.LeaveRequestedNote(pipeline=A, pool="gpu", waiting="another"),
     notes.PoolLeftNote(pipeline=A, pool="gpu", freed_bytes=None),

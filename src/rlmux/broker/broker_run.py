@@ -115,7 +115,7 @@ def _take_up(folder: Path, address: str) -> tuple[RunLog, PermitServer]:
 def _take_no_file(text: str, source: str) -> Sequence[Submission]:
     raise UserError(
         f"{source}: a broker takes no pipelines; accepted: start the program with {'RLMUX_BROKER'} set "
-        "(docs/how-to/trl.md)"
+        "(docs/how-to/your-trainer.md)"
     )
 
 

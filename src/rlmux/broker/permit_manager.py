@@ -425,7 +425,7 @@ class PermitManager:
         waited_s = self._now_s() - program.begun_s
         self.notes.append(PermitGrantedNote(
             pipeline=program.id, fence=permit.fence, pools=list(request.pools), phase=request.phase,
-            ask=request.number, waited_s=waited_s,
+            ask=request.number, waited_s=waited_s, step=request.step,
         ))  # fmt: skip
         for rank in program.ranks.values():
             self._send_granted(program, rank)

@@ -278,6 +278,7 @@ def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
             else f"{pipeline['reward_first']:.3f} → {pipeline['reward_last']:.3f}"
         )
         is_filler = "score" in pipeline
+        nodes = pipeline.get("hosts") or [*pipeline["rollout_nodes"], *pipeline["train_nodes"]]
         if is_filler and pipeline["score"] is not None:
             reward = f"mean {pipeline['score']:.3f}"
         rows.append(
@@ -290,7 +291,7 @@ def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "accepts": "-" if pipeline["slo_slowdown"] is None else f"{pipeline['slo_slowdown']:g}",
                 "expected": "-" if pipeline["expected_slowdown"] is None else f"{pipeline['expected_slowdown']:.2f}",
                 "promise": pipeline["promise"] or "-",
-                "nodes": " ".join([*pipeline["rollout_nodes"], *pipeline["train_nodes"]]) or "-",
+                "nodes": " ".join(nodes) or "-",
                 "doing": pipeline["doing"] or pipeline["reason"] or "-",
             }
         )

@@ -82,7 +82,7 @@ class ProjectConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PermitsConfig(FromFile):
-    """Permits for training programs of your own on the lane's devices (docs/how-to/trl.md)."""
+    """Permits for training programs of your own on the lane's devices (docs/how-to/your-trainer.md)."""
 
     listen: str | None = None
     """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Default: a socket in the server's folder."""

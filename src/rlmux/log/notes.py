@@ -453,6 +453,8 @@ class PermitGrantedNote(PermitNote, what="granted"):
     ask: int
     """Number of the request."""
     waited_s: float
+    step: int | None = None
+    """Step by the program's own count; None where it named none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

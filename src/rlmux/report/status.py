@@ -2,6 +2,7 @@
 
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
                  doing   reason   submitted_s   promise   score (of a filler alone)
+                 hosts (machines of a program's workers, where it named some)
                  rounds: short  long  cut_trajectories  queued_prompts   (under tail batching alone)
                  step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  slo_probability  bound
                  estimate  slo_reason     (slos.py)
@@ -57,7 +58,9 @@ def _pipeline(
     is_stopped = not is_going_on and record.status in _UNDER_WAY
     return {
         "status": STOPPED if is_stopped else str(record.status),
-        "step": max(record.published, default=record.pipeline.first_step - 1),
+        "step": max(record.published, default=record.pipeline.first_step - 1)
+        if record.program_step is None
+        else record.program_step,
         "num_steps": record.pipeline.num_steps,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
@@ -68,6 +71,7 @@ def _pipeline(
         "reason": record.reason,
         "submitted_s": record.submitted_s,
         "promise": record.promise,
+        **({"hosts": list(record.hosts)} if record.hosts else {}),
         **({"score": record.score} if record.pipeline.is_filler else {}),
         **({"rounds": rounds} if (rounds := record.rounds) is not None else {}),
     }

@@ -12,7 +12,7 @@ from rlmux.cli.commands.options import PolicyName, Sets
 
 
 def broker(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file with cluster (docs/how-to/trl.md).")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file with cluster (docs/how-to/your-trainer.md).")],
     listen: Annotated[
         str | None,
         typer.Option("--listen", metavar="ADDRESS", help="unix:PATH or tcp://HOST:PORT; by default a socket in --out."),

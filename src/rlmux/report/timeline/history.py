@@ -53,6 +53,7 @@ from rlmux.log.notes import (
     DeterminismNote,
     EndNote,
     Note,
+    PermitGrantedNote,
     PipelineEndNote,
     PipelineNote,
     ProgramMarkedNote,
@@ -61,6 +62,7 @@ from rlmux.log.notes import (
     StandstillNote,
     StepNote,
     WorkerNote,
+    WorkersNote,
 )
 from rlmux.log.progress_rows import Progress
 from rlmux.log.run_log import Entry
@@ -513,6 +515,10 @@ class History:
                 record.weights_sha256 = note.weights_sha256
             case ProgramMarkedNote():
                 record.reason = note.reason
+            case PermitGrantedNote(step=int(step)):
+                record.program_step = step
+            case WorkersNote():
+                record.hosts = tuple(sorted({worker.rpartition("/")[0] for worker in note.workers}))
 
     def _on_resumed(self, time_s: float) -> None:
         self.ready_s.append(math.inf)

@@ -131,6 +131,10 @@ class PipelineRecord:
     """Determinism class that a probe of its engines found; None before there was one."""
     expected: ExpectSteps | None = None
     """Expected slowdown as last emitted; None if none was."""
+    program_step: int | None = None
+    """Step of a program under permits, by its own count; None of any other, and where it names none."""
+    hosts: tuple[str, ...] = ()
+    """Machines of a program's workers, as they named them."""
     moves: list[Move] = field(default_factory=list)
     """Its relocations, in order."""
     thinking: list[tuple[float, float]] = field(default_factory=list)
