@@ -35,7 +35,7 @@ RATCHET = {
     "lines of papers": 2_800,
     "lines of policies": 7_700,
     "lines of profiling": 2_200,
-    "lines of report": 6_800,
+    "lines of report": 6_900,
     "lines of rl": 6_100,
     "lines of runtime": 14_500,
     "lines of service": 13_300,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 65,
     "functions over nine parameters": 15,
     "inner folders that import each other": 0,
-    "words of docs": 52_500,
+    "words of docs": 53_000,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

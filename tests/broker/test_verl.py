@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests import waiting
 from tests.broker.room import HERE, SHARE_FOLDER, Room, check_never_both
 
 PYTHON = os.environ.get("RLMUX_VERL_PYTHON", "")
@@ -218,12 +219,12 @@ def test_two_jobs_with_pools_of_their_own_for_each_phase_sample_while_the_other_
 def test_drivers_killed_in_each_phase_and_a_killed_broker_leave_the_third_to_end_as_alone(room, models, alone):
     room.start_broker()
     c = start(room, "c", models["c"], "rlmux", hangs_in="train")
-    room.until_recorded("c", "begins")
+    until_recorded(room, "c", "begins")
     b = start(room, "b", models["b"], "rlmux", hangs_in="rollout")
     a = start(room, "a", models["a"], "rlmux")
     kill_driver(room, "c")
     assert c.wait(LIMIT_S) != 0
-    room.until_recorded("b", "hangs")
+    until_recorded(room, "b", "hangs")
     room.kill_broker()
     room.start_broker()
     kill_driver(room, "b")
@@ -233,6 +234,11 @@ def test_drivers_killed_in_each_phase_and_a_killed_broker_leave_the_third_to_end
     assert {note["pipeline"]: note["said_bye"] for note in room.notes("gone")} == {"a": True, "b": False, "c": False}
     assert weights_of(room, "a") == alone["a"]
     assert room.status()["c"]["status"] == "failed"
+
+
+def until_recorded(room: Room, name: str, what: str) -> None:
+    """As the room's, with the patience that the start of verl takes."""
+    waiting.until(lambda: room.has_recorded(name, what), f"{what!r} of {name}", limit_s=LIMIT_S, process=room.broker)
 
 
 def kill_driver(room: Room, name: str) -> None:
