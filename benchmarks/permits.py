@@ -23,10 +23,12 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlmux.log.notes import PermitEndedNote, PermitGrantedNote, PoolLeftNote
 from rlmux.log.run_log import LogReader
 
+Row = dict[str, str | float | None]
 Start = Callable[[str, str], "subprocess.Popen[Any]"]
 """Begins the job of a name under the broker of an address."""
 VERL_STEPS = (
@@ -38,55 +40,72 @@ VERL_STEPS = (
 TRAINERS = ("verl", "verl_separate", "trl", "skyrl", "openrlhf", "areal")
 
 
-def permits_of(folder: Path) -> list[dict[str, Any]]:
-    """Each permit that ended: job, phase, step, seconds waited, held, and to come back; bytes given back after it."""
-    open_by_fence: dict[int, dict[str, Any]] = {}
-    last_of: dict[tuple[str, str], dict[str, Any]] = {}
-    permits = []
+class Permit(NamedTuple):
+    """One permit that ended."""
+
+    job: str
+    pools: tuple[str, ...]
+    phase: str
+    step: int
+    """0 where the job named none."""
+    begin_s: float
+    end_s: float
+    waited_s: float
+    restore_s: float
+    left_s: float | None
+    """Seconds from its end until the job had left a pool; None where it stayed."""
+    freed_bytes: float | None
+    """Bytes given back after it; None where it stayed, or reported none."""
+
+
+def permits_of(folder: Path) -> list[Permit]:
+    """Permits of a broker's log, in the order of their ends."""
+    granted: dict[int, tuple[float, PermitGrantedNote]] = {}
+    permits: list[Permit] = []
+    last_of: dict[tuple[str, str], int] = {}
+    """Index of a job's last permit, by job and pool."""
     with LogReader(folder) as log:
-        notes = [
-            (entry.time_s, entry.value) for entry in log.entries() if entry.kind == "note" and entry.type == "permit"
-        ]
+        notes = [(entry.time_s, entry.note) for entry in log.entries() if entry.kind == "note"]
     for time_s, note in notes:
-        if note["what"] == "granted":
-            open_by_fence[note["fence"]] = note | {"begin_s": time_s}
-        elif note["what"] == "ended" and note["fence"] in open_by_fence:
-            permit = open_by_fence.pop(note["fence"])
-            permit |= {
-                "end_s": time_s,
-                "held_s": time_s - permit["begin_s"],
-                "restore_s": note["restore_s"],
-                "bytes": None,
-            }
-            permits.append(permit)
-            last_of.update({(note["pipeline"], pool): permit for pool in note["pools"]})
-        elif note["what"] == "left" and (permit := last_of.get((note["pipeline"], note["pool"]))) is not None:
-            permit["left_s"] = time_s - permit["end_s"]
-            if note["freed_bytes"] is not None:
-                permit["bytes"] = (permit["bytes"] or 0.0) + note["freed_bytes"]
+        match note:
+            case PermitGrantedNote():
+                granted[note.fence] = time_s, note
+            case PermitEndedNote() if note.fence in granted:
+                begin_s, had = granted.pop(note.fence)
+                last_of.update({(note.pipeline, pool): len(permits) for pool in had.pools})
+                permits.append(
+                    Permit(note.pipeline, tuple(sorted(had.pools)), had.phase, had.step or 0, begin_s, time_s,
+                           had.waited_s, note.restore_s, None, None)
+                )  # fmt: skip
+            case PoolLeftNote() if (note.pipeline, note.pool) in last_of:
+                index = last_of[note.pipeline, note.pool]
+                permit = permits[index]
+                freed = permit.freed_bytes if note.freed_bytes is None else (permit.freed_bytes or 0) + note.freed_bytes
+                permits[index] = permit._replace(left_s=time_s - permit.end_s, freed_bytes=freed)
     return permits
 
 
-def rows_of(permits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(permits: Sequence[Permit]) -> list[Row]:
     """One row for each job and phase."""
-    groups: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[Permit]] = defaultdict(list)
     for permit in permits:
-        if permit.get("step"):
-            groups[permit["pipeline"], "+".join(sorted(permit["pools"])) + " " + permit["phase"]].append(permit)
-    rows = []
+        if permit.step:
+            groups[permit.job, f"{'+'.join(permit.pools)}: {permit.phase}"].append(permit)
+    rows: list[Row] = []
     for (job, phase), own in groups.items():
-        freed = [permit["bytes"] for permit in own if permit["bytes"] is not None]
-        switches = [permit["left_s"] + permit["restore_s"] for permit in own if "left_s" in permit]
+        freed = [permit.freed_bytes for permit in own if permit.freed_bytes is not None]
+        switches_s = [permit.left_s + permit.restore_s for permit in own if permit.left_s is not None]
+        held_s = [permit.end_s - permit.begin_s for permit in own]
         rows.append(
             {
                 "job": job,
                 "pool and phase": phase,
-                "permits a step": len(own) / len({permit["step"] for permit in own}),
-                "held s": statistics.median(permit["held_s"] for permit in own),
-                "p99": quantile([permit["held_s"] for permit in own], 0.99),
-                "waited s": statistics.median(permit["waited_s"] for permit in own),
-                "p99 waited": quantile([permit["waited_s"] for permit in own], 0.99),
-                "given up s": statistics.median(switches) if switches else None,
+                "permits a step": len(own) / len({permit.step for permit in own}),
+                "held s": statistics.median(held_s),
+                "p99": quantile(held_s, 0.99),
+                "waited s": statistics.median(permit.waited_s for permit in own),
+                "p99 waited": quantile([permit.waited_s for permit in own], 0.99),
+                "switch s": statistics.median(switches_s) if switches_s else None,
                 "given back MB": statistics.median(freed) / 1e6 if freed else None,
             }
         )
@@ -97,15 +116,15 @@ def quantile(values: Sequence[float], part: float) -> float:
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
-def span_s(permits: Sequence[dict[str, Any]]) -> float:
+def span_s(permits: Sequence[Permit]) -> float:
     """From the permit of the first step of any job to the end of the last permit."""
-    begins_s = [permit["begin_s"] for permit in permits if permit.get("step")]
+    begins_s = [permit.begin_s for permit in permits if permit.step]
     if not begins_s:
         raise SystemExit("no permit with a step; accepted: jobs that name their steps, as job.phase(..., step=3)")
-    return max(permit["end_s"] for permit in permits) - min(begins_s)
+    return max(permit.end_s for permit in permits) - min(begins_s)
 
 
-def run(names: Sequence[str], pools: str, start: Start, policy: str, folder: Path) -> list[dict[str, Any]]:
+def run(names: Sequence[str], pools: str, start: Start, policy: str, folder: Path) -> list[Permit]:
     """These jobs under one broker, until all have ended. Returns their permits."""
     folder.mkdir()
     (folder / "pools.yaml").write_text(pools, encoding="utf-8")
@@ -132,8 +151,8 @@ def of_trainer(trainer: str, python: str, folder: Path) -> tuple[str, Start]:
     from tests.broker import room as rooms
     from tests.broker import test_areal, test_trl, test_verl, trainer_room
 
-    room = rooms.Room(folder / "room") if (folder / "room").mkdir() is None else None
-    assert room is not None
+    (folder / "room").mkdir()
+    room = rooms.Room(folder / "room")
     pools: Any = trainer_room.POOLS["one"]
     if framework == "verl":
         pools = test_verl.TWO_POOLS if "separate" in trainer else test_verl.ONE_POOL
@@ -167,7 +186,7 @@ def of_commands(given: Sequence[str], pools: Path) -> tuple[str, Start, list[str
     return pools.read_text(encoding="utf-8"), start, list(commands)
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def show(rows: Sequence[Row]) -> None:
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
         cells = ("-" if v is None else v if isinstance(v, str) else f"{v:.3g}" for v in row.values())

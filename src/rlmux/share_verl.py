@@ -266,7 +266,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (run(module), _register())  # type: ignore[method-assign]
+
+            def run_and_register(module: Any) -> None:
+                run(module)
+                _register()
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
 
 
