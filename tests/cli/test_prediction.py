@@ -100,6 +100,8 @@ def test_a_file_may_say_what_switches_and_sync_take_and_else_is_told_that_they_a
     told = json.loads(said.out)
     assert told["notes"][0].startswith("switches and weight sync are free for 1 of 2 pipelines")
     assert told["policies"]["solo"]["makespan_s"] == pytest.approx(5 * 102 + 1 + 30)
+    synced = rlmux("plan", "plan.yaml", "--set", "pipelines.a.estimate.sync_s=2")
+    assert "note: switches are free for every pipeline" in synced.out
     odd = rlmux("plan", "plan.yaml", "--set", "pipelines.a.estimate.rollout_switch_s=1")
     assert odd.code == 2
     assert "accepted: rollout_switch_s and train_switch_s together" in odd.err

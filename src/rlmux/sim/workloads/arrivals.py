@@ -184,11 +184,13 @@ def notes_of_prices(cluster: Cluster, spot_pools: Sequence[str] = ()) -> tuple[s
 
 
 def free_of_costs(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
-    """A line that names the pipelines whose switches and sync are not known, and therefore free."""
-    free = [str(arrival.pipeline.id) for arrival in arrivals if arrival.switch == NO_SWITCH]
+    """A line for the pipelines whose switches are not known, and therefore free; of these, those whose sync is, too."""
+    free = [arrival for arrival in arrivals if arrival.switch == NO_SWITCH]
     if not free:
         return ()
     which = "every pipeline" if len(free) == len(arrivals) else f"{len(free)} of {len(arrivals)} pipelines"
+    if any(arrival.pipeline.estimate is not None and arrival.pipeline.estimate.sync_s for arrival in free):
+        return (f"switches are free for {which}: their seconds are missing (rollout_switch_s, train_switch_s, ...)",)
     return (
         f"switches and weight sync are free for {which}: their seconds are missing (rollout_switch_s, sync_s, ...)",
     )
