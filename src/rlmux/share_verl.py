@@ -166,7 +166,8 @@ def _separate(base: Any) -> Any:
     """A class over verl's `PPOTrainerSeparateAsync`."""
 
     class RlmuxSeparateTrainer(_PermitHolder, base):  # type: ignore[misc]
-        """A pool for each role: permits of a step are rollout and train for each mini-batch, then both."""
+        """A pool for each role: permits of a step are rollout and train for each mini-batch, then both. Without a broker
+        servers go on while it trains, as verl's do."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             if config.actor_rollout_ref.get("hybrid_engine", True):
@@ -188,11 +189,8 @@ def _separate(base: Any) -> Any:
             self._watch(self.actor_rollout_wg, getattr(self, "critic_wg", None), *self._replicas)
             self._release()
 
-        def on_train_begin(self) -> None:
-            super().on_train_begin()  # submits prompts, which wait at the servers' gates
-
         def on_validate_begin(self) -> None:
-            self._take("rollout")
+            self._sample()
             super().on_validate_begin()
 
         def on_validate_end(self) -> None:
@@ -200,7 +198,7 @@ def _separate(base: Any) -> Any:
             self._release()
 
         def on_sample_begin(self) -> None:
-            self._take("rollout")
+            self._sample()
             super().on_sample_begin()
 
         def on_sample_end(self) -> None:
@@ -209,7 +207,7 @@ def _separate(base: Any) -> Any:
 
         def on_step_end(self) -> None:
             self._take("train", "rollout")
-            super().on_step_end()  # sends the weights
+            super().on_step_end()  # sends the weights, and lets the servers go on
             self._release()
 
         @property
@@ -217,16 +215,21 @@ def _separate(base: Any) -> Any:
             return self.standalone_server_manager.get_replicas()  # type: ignore[no-any-return]
 
         def _take(self, role: str, *also: str) -> None:
-            """Hold these pools, with servers that answer."""
+            """Hold these pools, with servers that are there."""
             self._hold(role, *also)
             if not self._is_awake:
                 self._is_awake = True
                 _call_servers(self.config, self._replicas, is_waking=True)
-            self.standalone_checkpoint_manager.resume_generation_replicas()
+
+        def _sample(self) -> None:
+            self._take("rollout")
+            if self._job.is_shared:
+                self.standalone_checkpoint_manager.resume_generation_replicas()
 
         def _release(self, role: str | None = None) -> None:
             """Hold the servers' requests with their partial answers, then give the pool back, for that of `role`."""
-            self.standalone_checkpoint_manager.abort_replicas()
+            if self._job.is_shared:
+                self.standalone_checkpoint_manager.abort_replicas()
             self._hold(role)
 
         def _sleep(self) -> None:
