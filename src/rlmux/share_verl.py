@@ -166,7 +166,7 @@ def _separate(base: Any) -> Any:
     """A class over verl's `PPOTrainerSeparateAsync`."""
 
     class RlmuxSeparateTrainer(_PermitHolder, base):  # type: ignore[misc]
-        """A pool for each role: permits of a step are rollout and train for each mini-batch, then both. Without a broker
+        """A pool for each role: permits are rollout and train for each mini-batch, then both. Without a broker
         servers go on while it trains, as verl's do."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
