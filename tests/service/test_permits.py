@@ -151,7 +151,7 @@ def test_a_server_that_does_not_start_gives_the_address_of_its_permits_back(tmp_
         (FILE.replace("train: {devices: 1}", "train: {devices: 2}") + "      permits: {}\n", "has several devices"),
         (
             SHARED.replace("permits: {}", "permits: {listen: 'tcp://127.0.0.1:0'}"),
-            "needs a token; accepted: RLMUX_TOKEN=... set",
+            "needs a token, or any program could join; accepted: RLMUX_TOKEN=... set",
         ),
         (
             SHARED.replace("permits: {}", "permits: {lease: 3}"),
