@@ -358,11 +358,12 @@ def test_a_client_that_reads_late_receives_all_in_order(serving, pair):
 
 @pytest.fixture
 def ends(pair) -> Iterator[tuple[share._EncryptedSocket, ssl.SSLSocket]]:
-    """The client's socket above descriptor 1023, and a blocking one at the other end."""
+    """The client's socket, above descriptor 1023, and a blocking one at the other end."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard == resource.RLIM_INFINITY else max(soft, hard), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     near, far = socket.socketpair()
-    high = socket.socket(fileno=fcntl.fcntl(near.detach(), fcntl.F_DUPFD, 1100))
+    high = socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD, 1100))
+    near.close()
     context = Tls(cert=pair[0], key=pair[1]).server_context()
     accepted: list[ssl.SSLSocket] = []
     thread = threading.Thread(target=lambda: accepted.append(context.wrap_socket(far, server_side=True)))
