@@ -25,7 +25,7 @@ MAX_MODULES = 18
 """Modules of one folder, at most. Fifteen read well; the dashboard's and the Tinker front's addresses are more."""
 RATCHET = {
     "lines of api": 1_000,
-    "lines of broker": 2_000,
+    "lines of broker": 2_100,
     "lines of cli": 5_000,
     "lines of client": 1_000,
     "lines of config": 3_000,
@@ -40,7 +40,7 @@ RATCHET = {
     "lines of runtime": 14_500,
     "lines of service": 13_300,
     "lines of sim": 9_000,
-    "lines of top level": 2_600,
+    "lines of top level": 2_700,
     "class names twice": 41,
     "classes over 25 methods": 21,
     "broad excepts": 65,

@@ -61,10 +61,12 @@ def test_a_weight_that_is_none_is_told_what_is_accepted(monkeypatch, weight):
         share.join("a")
 
 
-@pytest.mark.parametrize("address", ["/run/rlmux.sock", "unix:", "tcp://localhost", "tcp://:80", "http://a:80"])
+@pytest.mark.parametrize(
+    "address", ["/run/rlmux.sock", "unix:", "tcp://localhost", "tcp://:80", "tls:a:80", "http://a:80"]
+)
 def test_an_address_that_is_none_is_told_what_is_accepted(monkeypatch, address):
     monkeypatch.setenv("RLMUX_BROKER", address)
-    with pytest.raises(share.ShareError, match="accepted: unix:PATH or tcp://HOST:PORT"):
+    with pytest.raises(share.ShareError, match="accepted: unix:PATH, tcp://HOST:PORT or tls://HOST:PORT"):
         share.join("a")
 
 

@@ -9,6 +9,9 @@
             rewards()
         job.safe_point()                gives way here where another waits
 
+RLMUX_BROKER=unix:PATH is a broker of this machine; tcp://HOST:PORT needs RLMUX_TOKEN, as the broker has it, and so does
+tls://HOST:PORT, which is encrypted and verified against RLMUX_CA=FILE, or against the system's CAs.
+
 The program's thread sends requests and computes. A thread of the library reads the broker's messages and reconnects
 after a failure; unanswered requests are repeated. An `evict`, for an idle program whose state is still on the device,
 runs the same hook in a thread of its own, never while a phase of the program runs.
@@ -30,7 +33,9 @@ import itertools
 import json
 import math
 import os
+import select
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -116,9 +121,10 @@ def join(
     `weight`: safe points to a turn, 1 to 100; a region without a pool counts as one, and gives way in any case.
     `need_bytes`: bytes that it needs on each pool at most, over all ranks; a pool without one it fills.
     `host_bytes`: host memory that its hooks keep, over all ranks.
-    RLMUX_JOB, RLMUX_SLO and RLMUX_WEIGHT take the places of `name`, `slo` and `weight`; RLMUX_TOKEN is sent to a broker
-    behind TCP. With RLMUX_OFFLOAD=cuda-checkpoint a pool without hooks is left by that tool (see share_adapters.py).
-    Raises RefusedError where the broker does not take it, ShareError where none answers.
+    RLMUX_JOB, RLMUX_SLO and RLMUX_WEIGHT take the places of `name`, `slo` and `weight`; RLMUX_TOKEN is proved to a
+    broker behind TCP or TLS. RLMUX_CA=FILE has the certificate of a private CA, or the broker's own, for TLS. With
+    RLMUX_OFFLOAD=cuda-checkpoint a pool without hooks is left by that tool (see share_adapters.py).
+    Raises RefusedError where the broker does not take it, ShareError where none answers or its certificate is invalid.
     """
     environ = os.environ
     name = environ.get("RLMUX_JOB") or name or f"{os.path.basename(sys.argv[0]) or 'python'}-{os.getpid()}"
@@ -143,7 +149,7 @@ def join(
     if address and offload:
         job._default_hooks = _default_hooks(offload, job.pools)
     if address:
-        job._connect(_Link(address, hello, job, environ.get("RLMUX_TOKEN", "")))
+        job._connect(_Link(address, hello, job, environ.get("RLMUX_TOKEN", ""), environ.get("RLMUX_CA", "")))
     return job
 
 
@@ -461,11 +467,11 @@ async def _in_thread(wait: Callable[[], Any]) -> None:
 class _Link:
     """The connection to the broker: JSON, one message a line. Questions are repeated until they are answered."""
 
-    def __init__(self, address: str, hello: dict[str, Any], job: Job, token: str) -> None:
+    def __init__(self, address: str, hello: dict[str, Any], job: Job, token: str, ca: str) -> None:
         self._family, self._target = parse_address(address)
         self._address, self._hello, self._job, self._token = address, hello, job, token
-        self._changed = job._changed
-        self._socket: socket.socket | None = None
+        self._ca, self._changed = ca, job._changed
+        self._socket: socket.socket | _EncryptedSocket | None = None
         self._buffer = b""
         self._open: dict[Any, dict[str, Any]] = {}
         """Unanswered requests by key, oldest first."""
@@ -534,19 +540,23 @@ class _Link:
             self._socket = None
 
     def _try_connect(self) -> bool:
-        """Whether the broker accepted the program. Raises RefusedError for a refusal."""
-        connection = socket.socket(self._family, socket.SOCK_STREAM)
+        """Whether the broker accepted the program. Raises RefusedError for a refusal, ShareError where TLS fails."""
+        context = _tls_context(self._ca) if self._address.startswith("tls:") else None
+        connection: Any = socket.socket(self._family, socket.SOCK_STREAM)
         connection.settimeout(PING_S)
         self._buffer = b""
         try:
             connection.connect(self._target)
+            if context is not None:
+                connection = _EncryptedSocket(context.wrap_socket(connection, server_hostname=self._target[0]))
             with self._changed:
                 hello = {**self._hello, **self._job._holding()}
-                first = self._receive(connection) if self._family == socket.AF_INET else None
-                if first is not None:  # the token itself never travels
-                    hello["proof"] = prove(self._token, str(first["nonce"]))
-                connection.sendall(json.dumps(hello).encode() + b"\n")
-                answer = self._receive(connection)
+                answer = {"t": ""} if self._family == socket.AF_UNIX else self._receive(connection)
+                if answer["t"] == "challenge":  # the token itself never travels
+                    hello["proof"] = prove(self._token, str(answer["nonce"]))
+                if answer["t"] in ("", "challenge"):
+                    connection.sendall(json.dumps(hello).encode() + b"\n")
+                    answer = self._receive(connection)
                 if answer["t"] != "welcome":
                     connection.close()
                     reason = answer.get("reason", answer.get("text"))
@@ -556,12 +566,15 @@ class _Link:
                 for message in self._open.values():
                     self._send(message)
                 self._changed.notify_all()
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError) as error:
             connection.close()
+            if isinstance(error, ssl.SSLError) and error.errno == ssl.SSL_ERROR_SSL and "EOF" not in str(error):
+                mistake = _tls_mistake(error, self._address, self._ca)
+                raise ShareError(f"RLMUX_BROKER={self._address}: {mistake}") from None
             return False
         return True
 
-    def _receive(self, connection: socket.socket) -> dict[str, Any]:
+    def _receive(self, connection: socket.socket | _EncryptedSocket) -> dict[str, Any]:
         """The next message. Raises OSError where the connection ended, or nothing came for PING_S seconds."""
         while b"\n" not in self._buffer:
             data = connection.recv(1 << 16)
@@ -595,7 +608,7 @@ class _Link:
     def _reconnect(self) -> None:
         with self._changed:
             self._disconnect()
-        pause_s = 0.05
+        pause_s, seen = 0.05, ""
         while self._end is None:
             end = ShareError("this program leaves, and no broker answers") if self._is_leaving else None
             try:
@@ -603,6 +616,10 @@ class _Link:
                     return
             except RefusedError as error:
                 end = error
+            except ShareError as error:  # a broker's new certificate may be at RLMUX_CA soon
+                if str(error) != seen:
+                    print(f"rlmux: {error}", file=sys.stderr)
+                seen = str(error)
             with self._changed:
                 self._end = self._end or end
                 self._changed.notify_all()
@@ -618,6 +635,59 @@ class _Link:
             if key is not None and not is_late:
                 self._answers[key] = message
             self._changed.notify_all()
+
+
+class _EncryptedSocket:
+    """A TLS connection that one thread reads while another writes: OpenSSL takes one call at a time, and a thread that
+    waits holds no lock."""
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        connection.setblocking(False)
+        self._connection, self._one_call = connection, threading.Lock()
+        self.close = connection.close
+
+    def recv(self, num_bytes: int) -> Any:
+        return self._call(self._connection.recv, num_bytes)
+
+    def sendall(self, data: bytes) -> None:
+        while data:
+            data = data[self._call(self._connection.send, data) :]
+
+    def shutdown(self, how: int) -> None:
+        socket.socket.shutdown(self._connection, how)  # SSLSocket's own would take the state from the thread that reads
+
+    def _call(self, method: Callable[[Any], Any], given: Any) -> Any:
+        """Raises socket.timeout after PING_S seconds in which the connection was not ready."""
+        while True:
+            try:
+                with self._one_call:
+                    return method(given)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                event = select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT
+            poll = select.poll()  # select.select takes no descriptor above 1023
+            poll.register(self._connection, event)
+            if not poll.poll(1000 * PING_S):
+                raise socket.timeout("the connection is silent")
+
+
+def _tls_context(ca: str) -> ssl.SSLContext:
+    """Verifies against a file, or against the system's CAs. Raises ShareError for a file without certificates."""
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        why = "no certificate in it" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ShareError(f"RLMUX_CA={ca}: {why}; accepted: a PEM file of certificates") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def _tls_mistake(error: ssl.SSLError, address: str, ca: str) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        signer = f"RLMUX_CA={ca}" if ca else "a CA of this system or of RLMUX_CA=FILE"
+        accepted = f"one for {address[6:].rpartition(':')[0]}, signed by {signer}"
+        return f"its certificate: {error.verify_message.rstrip('.')}; accepted: {accepted}"
+    why = "it does not speak TLS" if error.reason == "WRONG_VERSION_NUMBER" else f"TLS fails: {error.reason}"
+    return f"{why}; accepted: a broker with --tls-cert, or tcp{address[3:]} for one without"
 
 
 def _key_of(message: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -636,11 +706,11 @@ def prove(token: str, nonce: str) -> str:
 
 
 def parse_address(address: str) -> tuple[Any, ...]:
-    """(family, what `connect` takes) of "unix:PATH" or "tcp://HOST:PORT". Raises ShareError for anything else."""
+    """(family, what `connect` takes) of an address. Raises ShareError for one that is not accepted."""
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest:
         return socket.AF_UNIX, rest
     host, _, port = rest[2:].rpartition(":")
-    if kind == "tcp" and rest.startswith("//") and host and port.isdigit():
+    if kind in ("tcp", "tls") and rest.startswith("//") and host and port.isdigit():
         return socket.AF_INET, (host, int(port))
-    raise ShareError(f"RLMUX_BROKER={address!r}: accepted: unix:PATH or tcp://HOST:PORT")
+    raise ShareError(f"RLMUX_BROKER={address!r}: accepted: unix:PATH, tcp://HOST:PORT or tls://HOST:PORT")

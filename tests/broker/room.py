@@ -40,11 +40,14 @@ class Room:
         self.broker: subprocess.Popen[str] | None = None
         self.programs: list[subprocess.Popen[str]] = []
 
-    def start_broker(self, policy: str = "fifo", token: str = "") -> None:
+    def start_broker(self, policy: str = "fifo", token: str = "", tls: tuple[Path, Path] | None = None) -> None:
         """As a user does; never forked from here, as a test's process may have threads that do not survive that. With
-        a token it listens at a free port of the loopback."""
-        address = "tcp://127.0.0.1:0" if token else f"unix:{self.socket}"
+        a token it listens at a free port of the loopback, `tls` (certificate, key) encrypted; again at the same one."""
+        kind = "tls" if tls else "tcp"
+        free = f"{kind}://127.0.0.1:0" if token else f"unix:{self.socket}"
+        address = self.address if self.address.startswith(f"{kind}:") else free
         options = ["--policy", policy, "--listen", address, "--out", str(self.out)]
+        options += ["--tls-cert", str(tls[0]), "--tls-key", str(tls[1])] if tls else []
         self.broker = subprocess.Popen(
             [sys.executable, "-m", "rlmux", "broker", str(self.folder / "broker.yaml"), *options],
             env={**os.environ, "RLMUX_TOKEN": token},

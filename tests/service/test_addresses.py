@@ -15,28 +15,19 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from tests.certificates import make_certificate, needs_openssl
 from tests.command_line import command
 from tests.service.pages_server import Pages
 from tests.waiting import until
 
+from rlmux.broker.certificate import Tls
 from rlmux.cli.main import run_command_line
-from rlmux.service.addresses import Listening, Proxied, Tls, listening_of
+from rlmux.service.addresses import Listening, Proxied, listening_of
 from rlmux.service.dashboard.auth.access import Limits
 
 ROOT = Path(__file__).parents[2]
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl")
 ANYWHERE = "0.0.0.0"
 FEW = Limits()
-
-
-def make_certificate(folder: Path, name: str = "here", *words: str) -> tuple[Path, Path]:
-    """(certificate, key) that sign themselves, for this machine's own names."""
-    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    made += ["-subj", "/CN=localhost", "-addext", names, "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*made, *(words or ("-nodes",))], check=True, capture_output=True)
-    return cert, key
 
 
 @contextlib.contextmanager

@@ -11,7 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.broker.room import HERE, SHARE_FOLDER
+from tests.broker.room import HERE, SHARE_FOLDER, Room, result
+from tests.certificates import make_certificate, needs_openssl
+from tests.command_line import command
 from tests.service.conftest import FILE
 from tests.service.test_lane_apis import program
 from tests.waiting import until
@@ -151,17 +153,54 @@ def test_a_server_that_does_not_start_gives_the_address_of_its_permits_back(tmp_
         (FILE.replace("train: {devices: 1}", "train: {devices: 2}") + "      permits: {}\n", "has several devices"),
         (
             SHARED.replace("permits: {}", "permits: {listen: 'tcp://127.0.0.1:0'}"),
-            "needs a token; accepted: RLMUX_TOKEN=... set",
+            "needs a token, or any program could join; accepted: RLMUX_TOKEN=... set",
+        ),
+        (
+            SHARED.replace("permits: {}", "permits: {listen: 'tls://127.0.0.1:0'}"),
+            "serve.permits.listen tls://127.0.0.1:0: needs a token, or any program could join",
         ),
         (
             SHARED.replace("permits: {}", "permits: {lease: 3}"),
             "lease is 3: unknown key; nearest: lease_s",
         ),
     ],
-    ids=["several devices", "no token", "unknown key"],
+    ids=["several devices", "no token", "no token with TLS", "unknown key"],
 )
 def test_permits_that_cannot_be_given_are_refused_before_anything_is_made(tmp_path, capsys, text, told):
     (tmp_path / "serve.yaml").write_text(text)
     assert run_command_line(["serve", str(tmp_path / "serve.yaml"), "--out", str(tmp_path / "out")]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+PERMITS_ALONE = """
+lanes:
+  a:
+    cluster: {pools: {gpu0: {phase: both, devices: 1, device_memory_gb: 0.001}}}
+    serve: {permits: {listen: 'tls://127.0.0.1:0'}}
+"""
+
+
+@needs_openssl
+def test_permits_of_a_lane_are_encrypted_with_the_certificate_of_its_server(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RLMUX_TOKEN", "s3cret")
+    file = tmp_path / "serve.yaml"
+    file.write_text(PERMITS_ALONE)
+    assert run_command_line(["serve", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "tls://127.0.0.1:0: needs a certificate; accepted: --tls-cert FILE --tls-key" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    cert, key = make_certificate(tmp_path)
+    words = ["serve", str(file), "--out", str(tmp_path / "out"), "--listen", "127.0.0.1:0"]
+    served = command(*words, "--tls-cert", str(cert), "--tls-key", str(key))
+    room = Room(tmp_path)
+    with subprocess.Popen(served, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            said, _, room.address = server.stdout.readline().strip().partition("=")
+            assert said == "export RLMUX_BROKER"
+            assert room.address.startswith("tls://127.0.0.1:")
+            program = room.program("t", 2, environ={"RLMUX_TOKEN": "s3cret", "RLMUX_CA": str(cert)})
+            assert result(program)["is_shared"]
+        finally:
+            server.terminate()
+            room.end()

@@ -11,8 +11,10 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from rlmux.broker.certificate import Tls
 from rlmux.broker.embedded import EmbeddedBroker, token_check
 from rlmux.broker.server import PermitServer
 from rlmux.config.broker_file import BrokerSpec
@@ -41,20 +43,23 @@ def run_broker(
     policy: Policy,
     address: str | None = None,
     token: str = "",
+    tls: Tls | None = None,
     listeners: Sequence[Listener] = (),
     on_listening: Callable[[str], None] = lambda address: None,
 ) -> RunResult:
     """Grant permits until the process is stopped.
 
-    `address`: "unix:PATH" or "tcp://HOST:PORT"; None for a socket in the folder.
+    `address`: "unix:PATH", "tcp://HOST:PORT" or, with `tls`, "tls://HOST:PORT"; None for a socket in the folder.
     `on_listening`: receives the address once the broker listens.
     Raises UserError, before anything is created, for an unavailable folder or address.
     """
     address = address or f"unix:{folder / SOCKET_NAME}"
-    if address.startswith("tcp:") and not token:
-        raise UserError(f"--listen {address}: needs a token, or any program could join; accepted: RLMUX_TOKEN=... set")
+    check_address("--listen", address, token=token, tls=tls)
+    if tls is not None and not address.startswith("tls:"):
+        raise UserError(f"--tls-cert {tls.cert}: {address} is not encrypted; accepted: --listen tls://HOST:PORT")
     is_there = (folder / LOG_NAME).exists()
-    log, server = _take_up(folder, address) if is_there else _begin(folder, address, spec, policy)
+    listen = partial(PermitServer, address, tls)
+    log, server = _take_up(folder, listen) if is_there else _begin(folder, listen, spec, policy)
     inbox = Inbox()
     permits = EmbeddedBroker(
         spec.cluster,
@@ -82,12 +87,22 @@ def run_broker(
         return drive(prepared, options)
 
 
-def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tuple[RunLog, PermitServer]:
+def check_address(option: str, address: str, *, token: str, tls: Tls | None) -> None:
+    """Raises UserError for an address that any program could join, and for an encrypted one without a certificate."""
+    if address.startswith(("tcp:", "tls:")) and not token:
+        raise UserError(f"{option} {address}: needs a token, or any program could join; accepted: RLMUX_TOKEN=... set")
+    if address.startswith("tls:") and tls is None:
+        raise UserError(f"{option} {address}: needs a certificate; accepted: --tls-cert FILE --tls-key FILE")
+
+
+def _begin(
+    folder: Path, listen: Callable[[], PermitServer], spec: BrokerSpec, policy: Policy
+) -> tuple[RunLog, PermitServer]:
     """Create the log and the socket; on failure a folder created for them is removed."""
     was_there = folder.exists()
     lock = prepare_folder(folder, is_overwriting=False)
     try:
-        server = PermitServer(address)
+        server = listen()
     except UserError:
         lock.release()
         if not was_there:
@@ -97,7 +112,7 @@ def _begin(folder: Path, address: str, spec: BrokerSpec, policy: Policy) -> tupl
     return RunLog.create(folder, header, lock=lock), server
 
 
-def _take_up(folder: Path, address: str) -> tuple[RunLog, PermitServer]:
+def _take_up(folder: Path, listen: Callable[[], PermitServer]) -> tuple[RunLog, PermitServer]:
     """Reopen the log and the socket of an ended broker."""
     with LogReader(folder) as log:
         backend = log.header.get("backend")
@@ -105,7 +120,7 @@ def _take_up(folder: Path, address: str) -> tuple[RunLog, PermitServer]:
         raise UserError(f"--out {folder}: it holds a run, not a broker's log; accepted: another folder")
     lock = FolderLock.take(folder)
     try:
-        server = PermitServer(address)
+        server = listen()
     except UserError:
         lock.release()
         raise

@@ -4,7 +4,8 @@
                             ▲──────── send(bytes) ──────   what does not go out at once is kept, up to a bound
 
 A unix socket is private to its owner (0600), and the system reports the process at the other end. Over TCP a program
-proves the token with a nonce; the token itself is never sent.
+proves the token with a nonce; the token itself is never sent. At tls:// a connection first completes its handshake,
+step by step as its bytes come, within a time limit.
 """
 
 from __future__ import annotations
@@ -13,16 +14,23 @@ import contextlib
 import os
 import selectors
 import socket
+import ssl
 import struct
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlmux.broker.wire import MAX_LINE_BYTES
+from rlmux.broker.certificate import Tls
+from rlmux.broker.wire import MAX_LINE_BYTES, write_message
 from rlmux.core.errors import UserError
 
 _MAX_CONNECTIONS = 256
 _MAX_UNSENT_BYTES = 1 << 20
 _MAX_PATH_BYTES = 100
+_HANDSHAKE_LIMIT_S = 5.0
+"""Seconds for a TLS handshake, below those after which a client without TLS gives the connection up (PING_S)."""
+_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""What a socket raises that has to wait."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,16 +47,21 @@ class ProgramConnection:
     received: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
     is_gone: bool = False
+    handshake_end_s: float | None = None
+    """Deadline of its TLS handshake; None once that is complete, and without TLS."""
+    is_silent: bool = True
+    """Whether nothing of the handshake has come."""
 
 
 class PermitServer:
     """Every connection of one address; see the module. Raises UserError where it cannot listen there."""
 
-    def __init__(self, address: str) -> None:
-        """`address`: "unix:PATH" or "tcp://HOST:PORT"; port 0 takes a free one."""
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
+        """`address`: "unix:PATH", "tcp://HOST:PORT" or, with `tls`, "tls://HOST:PORT"; port 0 takes a free one."""
         self._selector = selectors.DefaultSelector()
         self._connections: list[ProgramConnection] = []
         self._path: Path | None = None
+        self._context = tls.server_context() if tls is not None and address.startswith("tls:") else None
         if address.startswith("unix:"):
             self._path = Path(address.removeprefix("unix:"))
             self._socket = _listen_at_path(self._path)
@@ -56,7 +69,10 @@ class PermitServer:
             self.address = f"unix:{self._path.absolute()}"
         else:
             self._socket = _listen_at_port(address)
-            self.address = "tcp://{}:{}".format(*self._socket.getsockname()[:2])
+            host, port = self._socket.getsockname()[:2]
+            if self._context is not None:  # a certificate has names, and none is valid for 0.0.0.0
+                host = address.removeprefix("tls://").rpartition(":")[0].replace("0.0.0.0", socket.gethostname())
+            self.address = f"{address[:3]}://{host}:{port}"
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -76,10 +92,14 @@ class PermitServer:
                 self._woken.recv(1 << 10)
             elif key.data is None:
                 self._accept()
+            elif key.data.handshake_end_s is not None:
+                key.data.is_silent = key.data.is_silent and not ready & selectors.EVENT_READ
+                self._shake_hands(key.data)
             elif ready & selectors.EVENT_WRITE:
                 self._flush(key.data)
-            if key.data is not None and ready & selectors.EVENT_READ:
+            if key.data is not None and key.data.handshake_end_s is None and ready & selectors.EVENT_READ:
                 arrived += [(key.data, line) for line in _read(key.data)]
+        self._end_late_handshakes()
         for connection in [connection for connection in self._connections if connection.is_gone]:
             self._connections.remove(connection)
             self._selector.unregister(connection.socket)
@@ -118,24 +138,57 @@ class PermitServer:
                 accepted.close()
                 return
             accepted.setblocking(False)
+            if self._context is not None:
+                accepted = self._context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
             connection = ProgramConnection(accepted, None if self.is_tcp else _peer_pid(accepted))
             if self.is_tcp:
                 connection.nonce = os.urandom(16).hex()
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connections.append(connection)
             self._selector.register(accepted, selectors.EVENT_READ, connection)
-            if connection.nonce:
-                self.send(connection, f'{{"t": "challenge", "nonce": "{connection.nonce}"}}\n'.encode())
+            if self._context is not None:
+                connection.handshake_end_s = time.monotonic() + _HANDSHAKE_LIMIT_S
+            else:
+                self._challenge(connection)
+
+    def _challenge(self, connection: ProgramConnection) -> None:
+        if connection.nonce:
+            self.send(connection, write_message("challenge", nonce=connection.nonce))
+
+    def _shake_hands(self, connection: ProgramConnection) -> None:
+        """Take the next step of the TLS handshake; after the last one, send the challenge."""
+        assert isinstance(connection.socket, ssl.SSLSocket)
+        try:
+            connection.socket.do_handshake()
+        except ssl.SSLWantWriteError:
+            self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
+        except ssl.SSLWantReadError:
+            self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+        except (OSError, ValueError):  # it speaks no TLS, or does not accept the certificate
+            connection.is_gone = True
+        else:
+            connection.handshake_end_s = None
+            self._challenge(connection)
+
+    def _end_late_handshakes(self) -> None:
+        """Drop connections whose handshake takes too long. One that has sent nothing may be a program without TLS,
+        which waits for the challenge: it receives the reason."""
+        for connection in self._connections if self._context is not None else ():
+            if connection.handshake_end_s is not None and connection.handshake_end_s < time.monotonic():
+                connection.is_gone = True
+                if connection.is_silent:
+                    reason = f"this broker encrypts its connections; accepted: RLMUX_BROKER={self.address}"
+                    with contextlib.suppress(OSError):  # past TLS
+                        socket.socket.send(connection.socket, write_message("refused", reason=reason))
 
     def _flush(self, connection: ProgramConnection) -> None:
-        with contextlib.suppress(BlockingIOError):
-            try:
-                sent = connection.socket.send(connection.unsent) if connection.unsent else 0
-                del connection.unsent[:sent]
-            except BlockingIOError:
-                pass
-            except OSError:
-                connection.is_gone = True
+        try:
+            sent = connection.socket.send(connection.unsent) if connection.unsent else 0
+            del connection.unsent[:sent]
+        except _NOT_YET:
+            pass
+        except OSError:
+            connection.is_gone = True
         if connection in self._connections:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
             self._selector.modify(connection.socket, wanted, connection)
@@ -143,15 +196,22 @@ class PermitServer:
 
 def _read(connection: ProgramConnection) -> list[bytes]:
     """Whole lines that have come. A line without an end is cut where it is too long, and the rest goes with it."""
+    data = b""
     try:
-        data = connection.socket.recv(1 << 16)
-    except BlockingIOError:
-        return []
+        while more := connection.socket.recv(1 << 16):
+            data += more
+            # TLS gives one record at a time, and no event announces those that OpenSSL holds: read them all, up to a
+            # bound for what the system holds, which it announces again.
+            if not isinstance(connection.socket, ssl.SSLSocket) or (
+                len(data) > MAX_LINE_BYTES and not connection.socket.pending()
+            ):
+                break
+        else:
+            connection.is_gone = True
+    except _NOT_YET:
+        pass
     except OSError:
-        data = b""
-    if not data:
         connection.is_gone = True
-        return []
     *lines, connection.received = (connection.received + data).split(b"\n")
     if len(connection.received) > MAX_LINE_BYTES:
         lines.append(connection.received)  # refused as too long
@@ -196,9 +256,9 @@ def _check_left_over(path: Path) -> None:
 
 
 def _listen_at_port(address: str) -> socket.socket:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"--listen {address}: accepted: unix:PATH or tcp://HOST:PORT")
+    host, _, port = address[len("tcp://") :].rpartition(":")
+    if not address.startswith(("tcp://", "tls://")) or not host or not port.isdigit() or int(port) > 65535:
+        raise UserError(f"--listen {address}: accepted: unix:PATH, tcp://HOST:PORT or tls://HOST:PORT")
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -85,7 +85,8 @@ class PermitsConfig(FromFile):
     """Permits for training programs of your own on the lane's devices (docs/how-to/your-trainer.md)."""
 
     listen: str | None = None
-    """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Default: a socket in the server's folder."""
+    """`unix:PATH`; with RLMUX_TOKEN set `tcp://HOST:PORT`, or `tls://HOST:PORT` with the server's certificate.
+    Default: a socket in the server's folder."""
     leave_limit_s: PositiveFloat = 120.0
     """Seconds that a program may take to leave a pool on request before `status` marks it."""
     max_hold_s: PositiveFloat | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from rlmux.broker.certificate import Tls, tls_of
 from rlmux.core.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -28,16 +28,6 @@ MAX_USER_CHARS = 200
 PROXY_USER = "proxy_user"
 """Key in a request's state of the user that a proxy names."""
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    """A certificate, validated by reading it once."""
-
-    cert: Path
-    """PEM of the certificate chain."""
-    key: Path
-    """PEM of its key, without a password."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +68,7 @@ def listening_of(
     user_header: str | None = None,
 ) -> Listening:
     """The options of `rlmux serve`. Raises UserError for contradictory options and bad files."""
-    if (tls_cert is None) != (tls_key is None):
-        given, missing = ("--tls-cert", "--tls-key") if tls_key is None else ("--tls-key", "--tls-cert")
-        raise UserError(f"{given}: needs {missing} FILE too")
+    tls = tls_of(tls_cert, tls_key)
     if user_header is not None and not behind_proxy:
         raise UserError("--user-header: any program could send it; accepted: with --behind-proxy CIDR")
     if user_header is not None and not re.fullmatch(r"[A-Za-z0-9-]{1,64}", user_header):
@@ -88,32 +76,10 @@ def listening_of(
     return Listening(
         host=host,
         port=port,
-        tls=None if tls_cert is None or tls_key is None else _tls(tls_cert, tls_key),
+        tls=tls,
         proxies=tuple(_network(text) for text in behind_proxy),
         user_header=None if user_header is None else user_header.lower(),
     )
-
-
-def _tls(cert: Path, key: Path) -> Tls:
-    for option, path in (("--tls-cert", cert), ("--tls-key", key)):
-        try:
-            path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{option} {path}: {error.strerror}; accepted: a PEM file") from None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
-    except (ssl.SSLError, ValueError) as error:
-        why = getattr(error, "reason", None) or "it is no PEM file, or has a password"
-        raise UserError(
-            f"--tls-cert {cert}, --tls-key {key}: {str(why).lower().replace('_', ' ')}; accepted: PEM files of a "
-            "certificate and of its own key, without a password"
-        ) from None
-    return Tls(cert=cert.absolute(), key=key.absolute())
-
-
-def _no_password() -> str:
-    """Replaces a prompt on the terminal."""
-    return ""
 
 
 def _network(text: str) -> _Network:

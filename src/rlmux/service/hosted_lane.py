@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmux import plugins
-from rlmux.broker.broker_run import environment_token
+from rlmux.broker.broker_run import check_address, environment_token
+from rlmux.broker.certificate import Tls
 from rlmux.config.serve_file import ServeConfig, ServeSpec, read_written
 from rlmux.config.service_file import Lane
 from rlmux.core.actions import Action
@@ -68,11 +69,10 @@ def open_budgets(folder: Path) -> Iterator[tuple[ProjectBudgets, list[str]]]:
         ledger.close()
 
 
-def check_permits(serve: ServeConfig) -> None:
-    """Raises UserError for an address of permits that is open to any program."""
-    address = serve.permits and serve.permits.listen
-    if address and address.startswith("tcp:") and not environment_token():
-        raise UserError(f"serve.permits.listen {address}: needs a token; accepted: RLMUX_TOKEN=... set")
+def check_permits(serve: ServeConfig, tls: Tls | None) -> None:
+    """Raises UserError for an address of permits that any program could join, or that needs a certificate."""
+    if serve.permits is not None and serve.permits.listen:
+        check_address("serve.permits.listen", serve.permits.listen, token=environment_token(), tls=tls)
 
 
 class HostedLane(LaneController):
@@ -97,6 +97,7 @@ class HostedLane(LaneController):
         `open_server`: called once its APIs are mounted. `check`: called in every turn of the controller.
         Raises UserError, before anything is made, for memory that its models do not have and for a taken address.
         """
+        check_permits(self._serve, server.tls)
         self._hold_to_part()
         _look_for_policy(self.spec.policy, self.spec.source)
         policy = make_policy(self.spec.policy)

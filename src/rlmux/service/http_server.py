@@ -16,6 +16,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rlmux.broker.certificate import Tls
 from rlmux.core.errors import UserError
 from rlmux.runtime.control.supervised_thread import SupervisedThread
 from rlmux.runtime.workers.processes import raise_file_limit
@@ -65,6 +66,10 @@ class Server:
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self._listening.tls is None else 'https'}://{host}:{self.port}"
+
+    @property
+    def tls(self) -> Tls | None:
+        return self._listening.tls
 
     @property
     def port(self) -> int:

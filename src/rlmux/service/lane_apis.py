@@ -55,7 +55,7 @@ class LaneApis:
         self._events: ClientEvents | None = None
         self.inbox = self._serving.inbox
         listen = spec.serve.permits and spec.serve.permits.listen
-        self._permit_server = PermitServer(listen) if listen else None
+        self._permit_server = PermitServer(listen, server.tls) if listen else None
 
     def open(self, *, is_resuming: bool) -> None:
         """Replay the ledger and mount the APIs; they answer once the server has started."""

@@ -161,6 +161,7 @@ def _serve_own(way: _Way, allow_host: list[str], ready: Callable[[Dashboard], No
 def _serve_file(
     file: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]
 ) -> None:
+    from rlmux.broker.certificate import tls_of
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
     from rlmux.service.hosted_lane import check_permits
@@ -172,7 +173,7 @@ def _serve_file(
     check_devices({name: lane.spec for name, lane in lanes.items()})  # nothing is made yet
     for lane in lanes.values():
         if lane.serve is not None:
-            check_permits(lane.serve)
+            check_permits(lane.serve, tls_of(way.tls_cert, way.tls_key))
     root = Path(out or Path("runs") / f"service-{file.stem}").absolute()
     _serve_lanes(file, root, data_dir.open_root(root), way, allow_host, ready, submit=None)
 

@@ -15,8 +15,17 @@ def broker(
     file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file with cluster (docs/how-to/your-trainer.md).")],
     listen: Annotated[
         str | None,
-        typer.Option("--listen", metavar="ADDRESS", help="unix:PATH or tcp://HOST:PORT; by default a socket in --out."),
+        typer.Option(
+            "--listen",
+            metavar="ADDRESS",
+            help="unix:PATH, tcp://HOST:PORT or tls://HOST:PORT; by default a socket in --out.",
+        ),
     ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM) of --listen tls://HOST:PORT."),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Key of --tls-cert (PEM).")] = None,
     policy: PolicyName = None,
     out: Annotated[
         Path | None,
@@ -33,11 +42,12 @@ def broker(
     \b
     Example: rlmux broker examples/09_permits.yaml --policy fifo
     """
-    from rlmux.broker import broker_run
+    from rlmux.broker import broker_run, certificate
     from rlmux.cli import inputs
     from rlmux.policies import make_policy
 
     spec = inputs.load_for_broker(file, sets, policy)
+    tls = certificate.tls_of(tls_cert, tls_key)
     folder = out or broker_run.default_folder(file)
 
     def print_address(address: str) -> None:
@@ -53,6 +63,7 @@ def broker(
         policy=make_policy(spec.policy),
         address=listen,
         token=broker_run.environment_token(),
+        tls=tls,
         on_listening=print_address,
     )
     typer.echo(f"rlmux: ended; what happened: rlmux report {folder}", err=True)
