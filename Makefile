@@ -19,7 +19,7 @@ COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudp
 # What each trainer's environment gets to import on a machine without a GPU; ALONE goes in without its own requirements.
 TRAINERS := trl verl areal skyrl openrlhf
 trl_TORCH := $(TORCH)
-trl_NEEDS := trl==1.16.0
+trl_NEEDS := trl==1.16.0 requests
 verl_NEEDS := verl==0.9.1 uvicorn fastapi pybind11 TransferQueue cachetools
 areal_ALONE := areal==1.0.4
 areal_NEEDS := torchdata==0.11.0 transformers==5.3.0 peft==0.18.1 datasets aiohttp httpx pyzmq tabulate omegaconf==2.4.0.dev2
