@@ -61,7 +61,7 @@ prove: setup
 
 # Jobs of each trainer's real loop under the broker, on cores, in an environment of its own.
 test-trl test-verl test-areal test-skyrl test-openrlhf: test-%: setup .venv-%/.ready
-	RLMUX_$(shell echo $* | tr a-z A-Z)_PYTHON=$(CURDIR)/.venv-$*/bin/python $(BIN)/python -m pytest tests/broker/test_$*.py
+	RLMUX_$(shell echo $* | tr a-z A-Z)_PYTHON=$(CURDIR)/.venv-$*/bin/python $(BIN)/python -m pytest tests/broker/test_$*.py $(wildcard tests/broker/test_$*_*.py)
 
 # A real server engine in an environment of its own: what it can promise here, and two pipelines that share a device.
 engine-vllm engine-sglang: engine-%: setup .venv-%/.ready

@@ -40,7 +40,7 @@ RATCHET = {
     "lines of runtime": 14_500,
     "lines of service": 13_300,
     "lines of sim": 9_000,
-    "lines of top level": 2_600,
+    "lines of top level": 2_800,
     "class names twice": 41,
     "classes over 25 methods": 21,
     "broad excepts": 65,

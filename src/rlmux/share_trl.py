@@ -10,6 +10,7 @@ when this one sends weights or generates. vLLM in the process sleeps by TRL's ow
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import threading
@@ -157,7 +158,7 @@ class _Server(_NoEngine):
         self._is_awake = not _adapters.vllm_server_sleeps(url)
         self._hooks = _adapters.http_sleep(url, "vllm")
         self._one_call = threading.Lock()
-        atexit.register(self.offload)  # it outlives this process, whose pool is free then
+        atexit.register(self._sleep_at_exit)
 
     def offload(self) -> bool:
         with self._one_call:
@@ -167,6 +168,11 @@ class _Server(_NoEngine):
                 self._is_awake = False
             return was_awake
 
+    def _sleep_at_exit(self) -> None:
+        """The server outlives this process, whose pools are free then."""
+        with contextlib.suppress(OSError):  # it has ended, too
+            self.offload()
+
     def wake_before(self, *names: str) -> None:
         for name in names:
             setattr(self._generation, name, self._waking(getattr(self._generation, name)))
@@ -175,8 +181,8 @@ class _Server(_NoEngine):
         def calling(*args: Any, **kwargs: Any) -> Any:
             with self._one_call:
                 if not self._is_awake:
+                    self._is_awake = True  # also where it fails: it may have memory then
                     self._hooks.onload()
-                    self._is_awake = True
             return method(*args, **kwargs)
 
         return functools.wraps(method)(calling)

@@ -88,7 +88,7 @@ def test_a_trl_trainer_with_vllm_that_is_killed_leaves_the_other_to_finish(make_
     assert told(other) == alone
 
 
-def test_an_engine_that_a_failed_generation_left_awake_sleeps_before_another_program_has_its_pool(make_room):
+def test_an_engine_that_a_failed_generation_left_awake_sleeps_before_another_has_its_pool(make_room):
     room = make_room("colocate")
     room.start_broker()
     program = start(room, PYTHON, PROGRAM, "a", "colocate", "break generate")
