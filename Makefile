@@ -19,7 +19,7 @@ COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudp
 # What each trainer's environment gets to import on a machine without a GPU; ALONE goes in without its own requirements.
 TRAINERS := trl verl areal skyrl openrlhf
 trl_TORCH := $(TORCH)
-trl_NEEDS := trl==1.16.0
+trl_NEEDS := trl==1.16.0 requests
 verl_NEEDS := verl==0.9.1 uvicorn fastapi pybind11 TransferQueue cachetools
 areal_ALONE := areal==1.0.4
 areal_NEEDS := torchdata==0.11.0 transformers==5.3.0 peft==0.18.1 datasets aiohttp httpx pyzmq tabulate omegaconf==2.4.0.dev2
@@ -62,7 +62,7 @@ prove: setup
 
 # Jobs of each trainer's real loop under the broker, on cores, in an environment of its own.
 test-trl test-verl test-areal test-skyrl test-openrlhf: test-%: setup .venv-%/.ready
-	RLMUX_$(shell echo $* | tr a-z A-Z)_PYTHON=$(CURDIR)/.venv-$*/bin/python $(BIN)/python -m pytest tests/broker/test_$*.py
+	RLMUX_$(shell echo $* | tr a-z A-Z)_PYTHON=$(CURDIR)/.venv-$*/bin/python $(BIN)/python -m pytest tests/broker/test_$*.py $(wildcard tests/broker/test_$*_*.py)
 
 # The same with the newest releases: what a change of theirs breaks.
 newest-trl newest-verl newest-areal newest-skyrl newest-openrlhf: newest-%: setup

@@ -40,13 +40,13 @@ RATCHET = {
     "lines of runtime": 14_500,
     "lines of service": 13_300,
     "lines of sim": 9_000,
-    "lines of top level": 2_700,
+    "lines of top level": 2_900,
     "class names twice": 41,
     "classes over 25 methods": 21,
     "broad excepts": 65,
     "functions over nine parameters": 15,
     "inner folders that import each other": 0,
-    "words of docs": 53_000,
+    "words of docs": 53_300,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

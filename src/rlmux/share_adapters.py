@@ -20,6 +20,7 @@ import inspect
 import json
 import os
 import shutil
+import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -313,10 +314,27 @@ def http_sleep(url: str, engine: str, limit_s: float = 120.0) -> EngineSleep:
     return EngineSleep(lambda: post(*sleep), lambda: post(*wake))
 
 
+def vllm_server_sleeps(url: str, limit_s: float = 30.0) -> bool:
+    """Whether vLLM's server is asleep now. Raises TypeError for one that cannot sleep, with what is accepted."""
+
+    def get(path: str) -> Any:
+        with _opener(url).open(url.rstrip("/") + path, timeout=limit_s) as answer:
+            return json.loads(answer.read())
+
+    accepted = "accepted: vllm serve with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
+    try:
+        is_asleep, server = get("/is_sleeping")["is_sleeping"], get("/server_info?config_format=json")
+    except (OSError, ValueError, KeyError) as error:
+        raise TypeError(f"the server at {url} does not answer whether it sleeps ({error}); {accepted}") from None
+    if '"enable_sleep_mode": true' not in json.dumps(server):
+        raise TypeError(f"the server at {url} cannot sleep: its memory could not leave; {accepted}")
+    return bool(is_asleep)
+
+
 def _opener(url: str) -> urllib.request.OpenerDirector:
     """Use the environment's proxy, except for this machine's addresses."""
     host = urllib.parse.urlsplit(url).hostname or ""
-    is_here = host in ("localhost", "::1") or host.startswith("127.")
+    is_here = host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
@@ -348,6 +366,11 @@ class Turns:
         region = self._job.phase(role, step=step, also=also)
         region.__enter__()
         self._open, self._now = region, (role, step, roles)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a phase is open."""
+        return self._open is not None
 
     def _pools(self, roles: Iterable[str]) -> set[str]:
         return {self._job.pools.get(role, role) for role in roles}
@@ -401,6 +424,20 @@ class HooksInOrder:
     def onload(self) -> None:
         for hooks in reversed(self._hooks):
             hooks.onload()
+
+
+def watch_actors(job: Any, handles: Iterable[Any]) -> None:
+    """Name the processes of these Ray actors, which have memory on the job's pools, to the broker."""
+    handles = list(handles)
+    if job.is_shared and handles:
+        import ray
+
+        job.watch(ray.get([handle.__ray_call__.remote(_place) for handle in handles]))
+
+
+def _place(_: Any) -> tuple[str, int]:
+    """(host, process) of an actor."""
+    return socket.gethostname(), os.getpid()
 
 
 def missing_of(owner: Any, names: Iterable[str]) -> list[str]:

@@ -48,6 +48,7 @@ def _wrap(trainer: Any, job: Any, turns: Any = None) -> Any:
     _check(trainer, job)
     engines, workers = _VllmEngines(trainer), _Workers(trainer)
     job.on_leave("train", _adapters.HooksInOrder(workers, engines))
+    _adapters.watch_actors(job, [*workers.handles, *engines.handles])
     turns = turns or _adapters.Turns(job)
     done = [0]
     """Number of the last step; generating belongs to the next."""
@@ -98,7 +99,7 @@ class _VllmEngines:
     """Hooks of the vLLM engines. Between two calls of the trainer they sleep, or have their weights and no cache."""
 
     def __init__(self, trainer: Any) -> None:
-        self._engines = trainer.vllm_engines or []
+        self.handles = trainer.vllm_engines or []
         self._has_weights = self._has_slept = False
 
     def watch(self, owner: Any, name: str, has_weights: bool) -> None:
@@ -126,7 +127,7 @@ class _VllmEngines:
     def _call(self, name: str, **kwargs: Any) -> None:
         import ray
 
-        ray.get([getattr(engine, name).remote(**kwargs) for engine in self._engines])
+        ray.get([getattr(engine, name).remote(**kwargs) for engine in self.handles])
 
 
 class _Workers:
@@ -135,7 +136,7 @@ class _Workers:
     def __init__(self, trainer: Any) -> None:
         names = ("actor_model_group", "critic_model_group", "reward_model_group", "reference_model_group")
         groups = [getattr(trainer, name) for name in names]
-        self._handles = [handle for group in groups if group is not None for handle in group._actor_handlers]
+        self.handles = [handle for group in groups if group is not None for handle in group._actor_handlers]
 
     def offload(self) -> None:
         self._call(_leave)
@@ -146,7 +147,7 @@ class _Workers:
     def _call(self, function: Any) -> None:
         import ray
 
-        ray.get([handle.__ray_call__.remote(function) for handle in self._handles])
+        ray.get([handle.__ray_call__.remote(function) for handle in self.handles])
 
 
 def _leave(worker: Any) -> None:

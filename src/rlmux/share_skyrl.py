@@ -17,7 +17,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _HERE = __name__.rpartition(".")[0]
@@ -30,17 +30,21 @@ _TRAINER = (
 )
 _DISPATCH = ("save_weights_for_sampler", "_offload", "_should_manage_offload", "_gpu_state", "_actor_groups")
 _ENGINES = ("sleep", "wake_up")
+_SERVER_GROUPS = ("_server_groups", "_prefill_server_groups", "_decode_server_groups")
+"""Of an experiment; a group may be in two of them."""
 
 
-def skyrl(trainer: Any, job: Any) -> Any:
-    """Put a trainer, its models built, into phases of the job; returns it. Raises TypeError where its memory could not
-    leave, or a method that this wraps is missing. Without a broker nothing is wrapped."""
+def skyrl(trainer: Any, job: Any, servers: Iterable[Any] = ()) -> Any:
+    """Put a trainer, its models built, into phases of the job; returns it. `servers`: Ray actors of its engines, whose
+    memory counts until they are gone, as that of its models does. Raises TypeError where its memory could not leave, or
+    a method that this wraps is missing. Without a broker nothing is wrapped."""
     if not job.is_shared:
         return trainer
     _check(trainer, job)
     is_colocated = trainer.colocate_all
     engines = _Engines(trainer.inference_engine_client, not is_colocated)
     models = _Models(trainer.dispatch)
+    _adapters.watch_actors(job, [*models.handles(), *servers])
     if is_colocated:
         job.on_leave("train", _adapters.HooksInOrder(models, engines))
     else:
@@ -122,6 +126,10 @@ class _Models:
         self._dispatch = dispatch
         self._away: list[Any] = []
 
+    def handles(self) -> list[Any]:
+        """Their Ray actors."""
+        return [handle for group in self._dispatch._actor_groups.values() for handle in group._actor_handlers]
+
     def offload(self) -> None:
         for name, group in self._dispatch._actor_groups.items():
             if not self._dispatch.colocate_all:
@@ -149,7 +157,10 @@ def skyrl_experiment(base: Any, join: Any = None) -> Any:
         def _setup_trainer(self) -> Any:
             job = join("skyrl", rank=0, world=1)  # one job for the driver and all its workers
             with job.phase("train", also=("rollout",), step=0):
-                return skyrl(super()._setup_trainer(), job)
+                trainer = super()._setup_trainer()
+                groups = [group for name in _SERVER_GROUPS for group in getattr(self, name, None) or ()]
+                servers = {id(actor): actor for group in groups for actor in group.get_actors()}
+                return skyrl(trainer, job, servers.values())
 
     return RlmuxExp
 

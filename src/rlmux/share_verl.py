@@ -6,8 +6,8 @@
       a step: rollout until the batch is full ─▶ servers are held ─▶ train ─▶ both pools: new weights ─▶ given back
 
 verl loads this file by its entry point `verl.plugins`, in every process, and calls nothing of it: it registers both
-once verl's trainers are imported, which only a driver does. Without rlmux installed: `share.py` and this file on the
-path, and VERL_USE_EXTERNAL_MODULES=share_verl.
+once verl's trainers are imported, which only a driver does. Without rlmux installed: `share.py`, `share_adapters.py`
+and this file on the path, and VERL_USE_EXTERNAL_MODULES=share_verl.
 
 The driver holds the permits, for its workers and servers too. Between two calls of a worker its parameters and
 optimizer are on the host by verl's own offload, which has to be on; servers sleep by verl's own calls, and wake with
@@ -20,9 +20,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import logging
-import os
 import re
-import socket
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,7 +30,9 @@ VERL_KNOWN = "0.9"
 _TRAINERS = "verl.trainer.ppo.v1"
 _HOOKS = ("init", "fit", "on_init_end", "on_step_begin", "on_step_end", "on_sample_begin", "on_sample_end",
           "on_validate_begin", "on_validate_end")  # fmt: skip
-_share = importlib.import_module(f"{__name__.rpartition('.')[0]}.share".lstrip("."))
+_HERE = __name__.rpartition(".")[0]
+_share = importlib.import_module(f"{_HERE}.share".lstrip("."))
+_adapters = importlib.import_module(f"{_HERE}.share_adapters".lstrip("."))
 
 
 class _PermitHolder:
@@ -70,16 +70,9 @@ class _PermitHolder:
 
     def _watch(self, *groups: Any) -> None:
         """Tell the broker the processes that have memory on the devices, besides the driver."""
-        workers = [worker for group in groups for worker in getattr(group, "workers", None) or ()]
-        if self._job.is_shared and workers:
-            import ray
-
-            self._job.watch(ray.get([worker.__ray_call__.remote(_place) for worker in workers]))
-
-
-def _place(_: Any) -> tuple[str, int]:
-    """(host, process) of a worker."""
-    return socket.gethostname(), os.getpid()
+        _adapters.watch_actors(
+            self._job, [worker for group in groups for worker in getattr(group, "workers", None) or ()]
+        )
 
 
 def _check_memory_is_given_back(config: Any) -> None:

@@ -97,9 +97,9 @@ class Device:
         self.write(pool, what)
         if what == self._stall:
             time.sleep(1e6)
+        self.write(pool, "ends")
         if f"break {what}" == self._stall:
             raise KeyError("of the framework's own")
-        self.write(pool, "ends")
 
 
 def write_phases(share: ModuleType, device: Device) -> None:

@@ -227,6 +227,7 @@ def main(name: str, record: Path, is_colocated: bool, stall: str) -> None:
             engines = Engines(pool_of["rollout"], device)
             if is_colocated:
                 engines._set(False)
+            self._server_groups = [SimpleNamespace(get_actors=lambda: [Handle(engines)])]
             return engines
 
         def get_generator(self, cfg, tokenizer, inference_engine_client):

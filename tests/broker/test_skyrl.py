@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 from tests.broker.room import Room
-from tests.broker.trainer_room import LIMIT_S, POOLS, check_one_at_a_time, num_turns, permits, start, told
+from tests.broker.trainer_room import (
+    LIMIT_S,
+    POOLS,
+    check_one_at_a_time,
+    check_workers_are_named,
+    num_turns,
+    permits,
+    start,
+    told,
+)
 
 PYTHON = os.environ.get("RLMUX_SKYRL_PYTHON", "")
 PROGRAM = "skyrl_program.py"
@@ -53,6 +62,7 @@ def test_two_skyrl_loops_take_turns_and_each_ends_with_what_it_has_alone(make_ro
     room.until_noted("gone", 2)
     check_one_at_a_time(room)
     assert num_turns(room) > 2 * STEPS
+    check_workers_are_named(room, 3)  # policy, reference and a server of the engine
     for name in "ab":
         expected = ["0 train rollout", "0 train rollout"]  # making the models; connecting them, and the first weights
         for step in range(1, STEPS + 1):

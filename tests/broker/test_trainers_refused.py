@@ -1,4 +1,4 @@
-"""What the adapters for SkyRL and OpenRLHF refuse before the start, each in one line, without either framework."""
+"""What the adapters for TRL, SkyRL and OpenRLHF refuse before the start, each in one line, without the frameworks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,53 @@ from types import SimpleNamespace
 import pytest
 
 from rlmux import share
+from rlmux.share_adapters import vllm_server_sleeps
 from rlmux.share_openrlhf import _GENERATOR, _TRAINER
 from rlmux.share_skyrl import _DISPATCH, _ENGINES
 from rlmux.share_skyrl import _TRAINER as _SKYRL
+from rlmux.share_trl import _IN_PROCESS, _TRL_METHODS, _VLLM_METHODS
 
 ONE, TWO = ({"rollout": one, "train": "b"} for one in "ba")
 
 
 def job(pools):
     return SimpleNamespace(is_shared=True, pools=pools)
+
+
+def trl_trainer(mode="", **more):
+    methods = dict.fromkeys(_TRL_METHODS, print)
+    generation = SimpleNamespace(**dict.fromkeys((*_VLLM_METHODS, *_IN_PROCESS)))
+    args = SimpleNamespace(vllm_enable_sleep_mode=mode != "colocate without sleep")
+    vllm = {"use_vllm": bool(mode), "vllm_mode": mode.partition(" ")[0], "vllm_generation": generation}
+    return SimpleNamespace(**{**methods, **vllm, "args": args, **more})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "pools", "text"),
+    [
+        (trl_trainer(), TWO, 'generates on the devices that it trains on; accepted: one pool, or vllm_mode="server"'),
+        (trl_trainer("colocate"), TWO, 'accepted: one pool, or vllm_mode="server"'),
+        (trl_trainer("colocate without sleep"), ONE, "only with vllm_enable_sleep_mode=True"),
+        (trl_trainer("server", rollout_func=print), TWO, "a rollout_func may call the server .*; accepted: one pool"),
+        (
+            trl_trainer("server", vllm_generation=None),
+            ONE,
+            r"has no sync_weights, generate; accepted: .*1\.14 to 1\.16",
+        ),
+        (trl_trainer(_generate_completions=print), ONE, "of ms-swift .*; accepted: TRL's trainers"),
+    ],
+)
+def test_a_trl_trainer_whose_memory_could_not_leave_is_refused_with_what_is_accepted(trainer, pools, text):
+    with pytest.raises(TypeError, match=text):
+        share.trl(trainer, job(pools))
+
+
+@pytest.mark.parametrize(
+    ("url", "text"), [("http://127.0.0.1:9", "does not answer whether it sleeps"), ("nothing", "does not answer")]
+)
+def test_a_server_that_does_not_answer_is_refused_with_how_to_start_it(url, text):
+    with pytest.raises(TypeError, match=f"{text}.*; accepted: vllm serve with VLLM_SERVER_DEV_MODE=1"):
+        vllm_server_sleeps(url)
 
 
 def skyrl_trainer(is_colocated=True, **engine):

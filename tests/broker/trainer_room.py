@@ -76,3 +76,14 @@ def num_turns(room: Room) -> int:
     """How often the pools went from one program to another."""
     granted = [note["pipeline"] for note in room.notes("granted")]
     return sum(one != other for one, other in itertools.pairwise(granted))
+
+
+def check_workers_are_named(room: Room, count: int) -> None:
+    """The broker knows the actors of each program, which here are all in its own process."""
+    named = {note["pipeline"]: [pid for pid, _ in note["processes"]] for note in room.notes("workers")}
+    assert sorted(named) == ["a", "b"]
+    ids = {program.pid for program in room.programs}
+    for found in named.values():
+        assert len(found) == count
+        assert len(set(found)) == 1
+        assert set(found) <= ids
