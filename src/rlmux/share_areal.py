@@ -10,9 +10,12 @@ that the user set still holds, and less of it is used.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import inspect
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 AREAL_KNOWN = "1.0.4"
@@ -44,6 +47,7 @@ def areal(base: Any, job: Any) -> Any:
             with job.phase("train", also=["rollout"]):  # engines are made on the devices
                 super().__init__(config, *args, **kwargs)
                 self._phases = _Phases(self, job)
+            job.watch((socket.gethostname(), pid) for pid in _descendants())
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
             recovered = self.recover_info
@@ -60,6 +64,21 @@ def areal(base: Any, job: Any) -> Any:
 
     SharingTrainer.__name__ = SharingTrainer.__qualname__ = base.__name__
     return SharingTrainer
+
+
+def _descendants() -> Iterator[int]:
+    """Processes that this one has begun, and theirs, where there is /proc: AReaL's local workers and servers go on when
+    their driver is killed."""
+    children: dict[int, list[int]] = {}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as stat:
+            fields = stat.read().rpartition(")")[2].split()  # the name before it may hold anything
+            children.setdefault(int(fields[1]), []).append(int(path.split("/")[2]))
+    below = list(children.get(os.getpid(), ()))
+    while below:
+        pid = below.pop()
+        below += children.get(pid, ())
+        yield pid
 
 
 def _check_methods(owner: Any, name: str, methods: Iterable[str]) -> None:

@@ -70,9 +70,10 @@ class _PermitHolder:
 
     def _watch(self, *groups: Any) -> None:
         """Tell the broker the processes that have memory on the devices, besides the driver."""
-        _adapters.watch_actors(
-            self._job, [worker for group in groups for worker in getattr(group, "workers", None) or ()]
-        )
+        actors = [
+            actor for group in groups for name in ("workers", "servers") for actor in getattr(group, name, None) or ()
+        ]
+        _adapters.watch_actors(self._job, actors)
 
 
 def _check_memory_is_given_back(config: Any) -> None:
@@ -108,7 +109,9 @@ def _sync(base: Any) -> Any:
         def init(self) -> None:
             self._hold("train")  # workers and servers are made on the devices
             super().init()
-            self._watch(self.actor_rollout_wg, getattr(self, "critic_wg", None))
+            self._watch(
+                self.actor_rollout_wg, getattr(self, "critic_wg", None), *self.llm_server_manager.get_replicas()
+            )
             self._hold(None)
 
         def on_init_end(self) -> None:

@@ -45,6 +45,7 @@ class PPOTrainer:
     def init(self) -> None:
         self.checkpoint_manager = CheckpointManager(self.config.name, self.config.record)
         self.actor_rollout_wg = SimpleNamespace(workers=[])
+        self.llm_server_manager = SimpleNamespace(get_replicas=list)
         self.on_init_end()
 
     def fit(self, agent_loop_manager: object) -> None:

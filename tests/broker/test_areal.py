@@ -91,6 +91,25 @@ def test_new_weights_take_both_pools_and_evaluation_the_rollout_pool(room):
     assert pools == [("rollout", "train"), ("train",), *(2 * step), *pools[10:]]
 
 
+def test_the_local_workers_of_a_killed_job_keep_its_pools_until_they_are_gone(room):
+    room.start_broker()
+    job = start(room, "a", "workers", "hold=train")
+    [named] = room.until_noted("workers", 1)
+    workers = {int(what.split()[1]) for _, _, what, _ in room.recorded() if what.startswith("begins ")}
+    try:
+        assert {pid for pid, _ in named["processes"]} >= workers
+        assert len(workers) == 2
+        job.kill()
+        job.wait()
+        room.kill_broker()
+        room.start_broker()
+        assert not room.notes("gone")
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+    room.until_noted("gone", 1)
+
+
 @pytest.mark.parametrize("phase", ["rollout", "train", "update", "evaluation"])
 def test_a_job_that_is_killed_in_any_phase_leaves_the_other_to_finish(room, phase):
     alone = numbers(start(room, "alone", is_shared=False))
