@@ -5,9 +5,9 @@
     PYTHONPATH=. python benchmarks/permits.py --trainer verl --python .venv-verl/bin/python
 
 With `--job` or `--trainer` each job runs alone under a broker of its own, then all under one. Seconds count from the
-first permit of a step to the end of the last: a job's own start is left out, the later start of a second one is not.
-`--trainer` takes the programs of tests/broker: verl's own command on cores, the loops of the others with what stands in
-for their engines.
+first permit of a step to the end of the last: a job's own start is left out, the later start of a second one is not,
+but for the gain while all are there.
+`--trainer` takes the programs of tests/broker: verl's own command on cores; AReaL's loop, with stand-ins for engines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ VERL_STEPS = (
     "trainer.test_freq=-1",
     "trainer.save_freq=-1",
 )
-TRAINERS = ("verl", "verl_separate", "trl", "skyrl", "openrlhf", "areal")
+TRAINERS = ("verl", "verl_separate", "areal")
 
 
 class Permit(NamedTuple):
@@ -50,7 +50,6 @@ class Permit(NamedTuple):
     """0 where the job named none."""
     begin_s: float
     end_s: float
-    waited_s: float
     restore_s: float
     left_s: float | None
     """Seconds from its end until the job had left a pool; None where it stayed."""
@@ -75,7 +74,7 @@ def permits_of(folder: Path) -> list[Permit]:
                 last_of.update({(note.pipeline, pool): len(permits) for pool in had.pools})
                 permits.append(
                     Permit(note.pipeline, tuple(sorted(had.pools)), had.phase, had.step or 0, begin_s, time_s,
-                           had.waited_s, note.restore_s, None, None)
+                           note.restore_s, None, None)
                 )  # fmt: skip
             case PoolLeftNote() if (note.pipeline, note.pool) in last_of:
                 index = last_of[note.pipeline, note.pool]
@@ -103,8 +102,6 @@ def rows_of(permits: Sequence[Permit]) -> list[Row]:
                 "permits a step": len(own) / len({permit.step for permit in own}),
                 "held s": statistics.median(held_s),
                 "p99": quantile(held_s, 0.99),
-                "waited s": statistics.median(permit.waited_s for permit in own),
-                "p99 waited": quantile([permit.waited_s for permit in own], 0.99),
                 "switch s": statistics.median(switches_s) if switches_s else None,
                 "given back MB": statistics.median(freed) / 1e6 if freed else None,
             }
@@ -122,6 +119,16 @@ def span_s(permits: Sequence[Permit]) -> float:
     if not begins_s:
         raise SystemExit("no permit with a step; accepted: jobs that name their steps, as job.phase(..., step=3)")
     return max(permit.end_s for permit in permits) - min(begins_s)
+
+
+def gain_of_both(permits: Sequence[Permit], alone_s: Mapping[str, float]) -> float:
+    """Steps while all jobs are there, in their seconds alone, over the seconds that passed: no start, and no end alone.
+    `alone_s`: seconds of a step of each job alone."""
+    steps = {job: [permit for permit in permits if permit.job == job and permit.step] for job in alone_s}
+    begin_s = max(min(permit.begin_s for permit in own) for own in steps.values())
+    end_s = min(max(permit.end_s for permit in own) for own in steps.values())
+    done = {job: {p.step for p in own if begin_s < p.end_s <= end_s} for job, own in steps.items()}
+    return sum(len(done[job]) * seconds for job, seconds in alone_s.items()) / (end_s - begin_s)
 
 
 def run(names: Sequence[str], pools: str, start: Start, policy: str, folder: Path) -> list[Permit]:
@@ -149,11 +156,11 @@ def of_trainer(trainer: str, python: str, folder: Path) -> tuple[str, Start]:
     framework = trainer.partition("_")[0]
     os.environ[f"RLMUX_{framework.upper()}_PYTHON"] = str(Path(python).absolute())
     from tests.broker import room as rooms
-    from tests.broker import test_areal, test_trl, test_verl, trainer_room
+    from tests.broker import test_areal, test_verl
 
     (folder / "room").mkdir()
     room = rooms.Room(folder / "room")
-    pools: Any = trainer_room.POOLS["one"]
+    pools: Any = {phase: {"phase": phase, "device_memory_gb": test_areal.MEMORY_GB} for phase in ("rollout", "train")}
     if framework == "verl":
         pools = test_verl.TWO_POOLS if "separate" in trainer else test_verl.ONE_POOL
         for seed, name in enumerate("ab"):
@@ -165,14 +172,8 @@ def of_trainer(trainer: str, python: str, folder: Path) -> tuple[str, Start]:
         if framework == "verl":
             mode, options = ("rlmux_separate", test_verl.SEPARATE) if "separate" in trainer else ("rlmux", ())
             return test_verl.start(room, name, folder / name, mode, *options, *VERL_STEPS)
-        if framework == "trl":
-            return test_trl.start(room, name, ord(name), is_shared=True)
-        if framework == "areal":
-            return test_areal.start(room, name)
-        return trainer_room.start(room, python, f"{framework}_program.py", name, "one")
+        return test_areal.start(room, name)
 
-    if framework == "areal":
-        pools = {phase: {"phase": phase, "device_memory_gb": test_areal.MEMORY_GB} for phase in ("rollout", "train")}
     return json.dumps({"cluster": {"pools": pools}}), start
 
 
@@ -219,10 +220,12 @@ def main() -> None:
             alone = {each: run([each], pools, start, args.policy, folder / f"alone-{each}") for each in names}
             together = run(names, pools, start, args.policy, folder / "together")
         alone_s = {each: span_s(permits) for each, permits in alone.items()}
+        step_s = {each: alone_s[each] / len({p.step for p in permits if p.step}) for each, permits in alone.items()}
         result = {
             "alone_s": alone_s,
             "together_s": span_s(together),
             "gain": sum(alone_s.values()) / span_s(together),
+            "gain_while_all_are_there": gain_of_both(together, step_s),
             "permits": rows_of(together),
         }
     if args.json:

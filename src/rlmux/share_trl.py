@@ -198,7 +198,7 @@ def _engine_of(trainer: Any, job: Any, mode: str) -> Any:
     return _NoEngine()
 
 
-class _TrainerOffload(_adapters.TorchOffload):  # type: ignore[misc]
+class _TrainerOffload(_adapters.TorchOffload):  # type: ignore[misc, name-defined]
     """Hooks of a pool that has the engine, too. The bytes of an engine are unknown."""
 
     def __init__(self, tensors: Callable[[], Any], engine: Any) -> None:
