@@ -51,15 +51,13 @@ class _PermitHolder:
         config.trainer.v1.trainer_mode = mode  # its replay buffer and agent loops ask for their own modes
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", str(config.trainer.get("experiment_name", "") or "verl"))[:64]
         self._job = _share.join(name, rank=0, world=1)  # one for the driver and all its workers
-        self._region: Any = None
+        self._turns = _adapters.Turns(self._job)
 
     def _hold(self, role: str | None, *also: str) -> None:
         """Give back what is held, then take the pools of these roles. With None nothing is held afterwards."""
-        region, self._region = self._region, None
-        if region is not None:
-            region.__exit__(None, None, None)
+        self._turns.close()
         if role is not None:
-            self._region = self._job.phase(role, also=also, step=self.global_steps).__enter__()
+            self._turns.to(role, self.global_steps, also)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """verl's loop. Its failure is raised as it is; then all is given back as the processes end."""

@@ -110,9 +110,6 @@ class PermitManager:
         if kind == "bye":
             rank.has_signed_off = True
             return
-        if kind == "workers":
-            self._on_workers(program, rank, message)
-            return
         handlers: Mapping[str, Callable[[Program, ProgramRank, dict[str, Any]], None]] = {
             "ask": self._on_ask,
             "withdraw": self._on_withdraw,
@@ -120,6 +117,7 @@ class PermitManager:
             "done": self._on_done,
             "left": self._on_left,
             "failed_to_leave": self._on_failed_to_leave,
+            "workers": self._on_workers,
         }
         handlers[kind](program, rank, message)
 

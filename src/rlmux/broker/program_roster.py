@@ -131,11 +131,6 @@ class Program:
     def connected(self) -> list[ProgramRank]:
         return [rank for rank in self.ranks.values() if rank.connection is not None]
 
-    @property
-    def hosts(self) -> list[str]:
-        """Machines of its workers, as they named them."""
-        return sorted({worker.rpartition("/")[0] for rank in self.ranks.values() for worker in rank.workers})
-
     def note(self) -> ProgramNote:
         """The log's record for a restarted broker."""
         names = ("world", "pools", "need_bytes", "host_bytes", "slo", "weight")

@@ -518,7 +518,7 @@ class History:
             case PermitGrantedNote(step=int(step)):
                 record.program_step = step
             case WorkersNote():
-                record.hosts = tuple(sorted({worker.rpartition("/")[0] for worker in note.workers}))
+                record.hosts = tuple(sorted({*record.hosts, *(worker.rpartition("/")[0] for worker in note.workers)}))
 
     def _on_resumed(self, time_s: float) -> None:
         self.ready_s.append(math.inf)
