@@ -20,6 +20,9 @@ LEAST_GAIN = 0.98
 """Mean gain over the cheaper of `solo` and `rollmux`; it was 1.03."""
 
 
+BROKE_ONCE = {"a head that fits beside a pipeline only once that one begins": 600727172}
+
+
 @pytest.fixture(scope="module")
 def first() -> int:
     number = random.SystemRandom().randrange(10**9)
@@ -50,3 +53,9 @@ def test_every_pipeline_of_a_fresh_mix_ends_and_no_invariant_breaks(first, polic
     made = mix(first + NUM_MIXES + offset)
     result = simulate(made, make_policy(policy), checks=True)
     assert all(one.left_s is not None and not one.refused for one in result.pipelines), made.seed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("number", BROKE_ONCE.values(), ids=BROKE_ONCE.keys())
+def test_a_mix_that_once_broke_an_invariant_breaks_none(number, policy):
+    assert simulate(mix(number), make_policy(policy), checks=True).pipelines

@@ -62,6 +62,8 @@ def begin_admitted(parts: Parts, run: PipelineRun, kind: AdmissionKind) -> list[
     if placement is None or run.status is not PipelineStatus.RUNNING:
         return []
     begin(parts, run, run.admission.restart_step)
+    if run.pipeline.slo_probability is not None:  # its budget has moved: it no longer waits for its first slot
+        parts.state.dirty.queue |= parts.queue.does_head_fit()
     parts.state.mark_group(run)
     return [Admit(pipeline=run.pipeline.id, placement=placement, kind=kind)]
 
