@@ -6,6 +6,7 @@ words ──▶ config ──▶ profiling.engine_probe ──▶ a table, or JS
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,21 @@ def show(found: dict[str, Any], *, as_json: bool) -> None:
     capabilities = dict(found.get("capabilities", {}))
     remarks, freed = capabilities.pop("remarks", ()), capabilities.pop("freed_bytes", 0.0)
     for name, is_there in capabilities.items():
-        value = f"yes, {freed / 1e9:.3f} GB" if name == "frees_memory" and is_there else "yes" if is_there else "no"
-        print(f"  {name.ljust(22)}  {value}")
+        if isinstance(is_there, bool):
+            print(f"  {name.ljust(22)}  {_shown(name, is_there, capabilities, freed)}")
     for name, is_equal in found["checks"].items():
         print(f"  {name.ljust(22)}  {'same bits' if is_equal else 'other bits'}")
     for remark in remarks:
         print(f"  {remark}")
     print(f"promise: {found['promise']} ({found['trajectories']} trajectories, {found['seconds']:.1f} s)")
+
+
+def _shown(name: str, is_there: bool, capabilities: Mapping[str, Any], freed_bytes: float) -> str:
+    """Whether a capability is there, with what it frees and takes."""
+    if name == "reloads":
+        seconds = f"{capabilities['load_s']:.2f} s a version"
+        return f"yes, {seconds}" if is_there else f"no, it is restarted: {seconds}"
+    if name == "frees_memory" and is_there:
+        sleep_s, wake_s = capabilities["sleep_s"], capabilities["wake_s"]
+        return f"yes, {freed_bytes / 1e9:.3f} GB; asleep in {sleep_s:.2f} s, awake in {wake_s:.2f} s"
+    return "yes" if is_there else "no"

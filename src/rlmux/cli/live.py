@@ -207,7 +207,7 @@ class Live:
             case NeighbourNote():
                 self._print_line(f"rlmux: {note.reason}")
             case DeterminismNote():
-                self._print_line(f"{note.pipeline}: promise {note.promise}{_unequal(note)}")
+                self._print_line(f"{note.pipeline}: promise {note.promise}{_unequal(note)}{_measured(note)}")
             case InputsNote() if note.changed:
                 self._print_line(f"{note.pipeline}: its files are not what they were: {', '.join(note.changed)}")
             case WarningNote() | LossNote():
@@ -278,3 +278,13 @@ def _unequal(note: DeterminismNote) -> str:
     """Why a probe found less than `exact`, in brackets; empty where it found that."""
     unequal = [name for name, is_equal in note.checks.items() if not is_equal]
     return f" (other bits: {', '.join(unequal)})" if note.promise != DeterminismClass.EXACT else ""
+
+
+def _measured(note: DeterminismNote) -> str:
+    """What a version and a switch cost with a server of others; empty without one."""
+    server = note.server
+    if not server:
+        return ""
+    how = "takes" if server["reloads"] else "restarts it,"
+    asleep = f", asleep it frees {server['freed_bytes'] / 1e9:.1f} GB" if server["frees_memory"] else ""
+    return f"; {server['name']} {server['version']}: a version {how} {server['load_s']:.2f} s{asleep}"

@@ -171,8 +171,9 @@ class Checks:
     def _check_engine(self, path: KeyPath, pipeline: PipelineConfig) -> None:
         """A server holds the weights of one worker of one pipeline, whole."""
         url = pipeline.rollout.engine.url
-        if pipeline.rollout.engine.name != "rlmux" and pipeline.adapter is not None:
-            raise self._error(path[:-1], "does not go with an adapter; accepted: our own engine")
+        if pipeline.adapter is not None and (url is not None or pipeline.rollout.engine.is_of_user):
+            text = "does not go with an adapter; accepted: our own engine, or vllm or sglang with python"
+            raise self._error(path[:-1], text)
         if url is None:
             return
         if pipeline.rollout.num_workers > 1:

@@ -382,6 +382,8 @@ class DeterminismNote(PipelineNote, type="promise"):
     """A `DeterminismClass`."""
     checks: Mapping[str, bool]
     """Whether the compared bits were equal, by check."""
+    server: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Version of a server engine, and what was measured of it (engines/servers/capabilities.py); empty for others."""
 
 
 # ---------------------------------------------------------------------- permits: programs that are not ours

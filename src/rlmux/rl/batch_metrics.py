@@ -8,7 +8,7 @@ trained tokens    prompt and response, padding left out: what a training forward
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from rlmux.rl.prompts.backlog import num_trajectories_of
@@ -42,6 +42,8 @@ class BatchMetrics:
     """Weight versions that made the trajectories' tokens, in order."""
     version_metrics: Mapping[str, float]
     """Figures of interruptible rollouts, by metric; empty without them."""
+    engine_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures that rollout engines report, by metric."""
 
     @property
     def round_metrics(self) -> dict[str, int]:

@@ -319,6 +319,11 @@ class EngineConfig(FromFile):
     """A running server of the pipeline's model on this machine, used by this pipeline only. Excludes `python`."""
     args: tuple[str, ...] = ()
     """Further arguments of the server's command, with `python`, or of your own engine."""
+    without: tuple[str, ...] = ()
+    """Flags that rlmux gives the server's command and that are left out, with `python`: [--enable-sleep-mode]."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Environment variables of the server, with `python`, in place of those that rlmux sets; null unsets one:
+    {VLLM_BATCH_INVARIANT: null}."""
     memory_gb: PositiveFloat | None = None
     """Device memory of the engine, in 10^9 bytes. Default: what our engine would take, and 2 more for a server."""
     start_limit_s: PositiveFloat = 600.0
@@ -326,7 +331,7 @@ class EngineConfig(FromFile):
 
     def __post_init__(self) -> None:
         if self.name == "rlmux":
-            for key in ("python", "url", "args", "memory_gb"):
+            for key in ("python", "url", "args", "memory_gb", "without", "environment"):
                 if getattr(self, key):
                     raise MisfitError(
                         key, "does not go with our own engine; accepted with: name: vllm, or name: sglang"
@@ -336,7 +341,7 @@ class EngineConfig(FromFile):
             if not plugins.is_plugin("engine", self.name):
                 known = ", ".join((*ENGINES, *plugins.names("engine")))
                 raise MisfitError("name", f"unknown; accepted: {known}, or module:name of your own")
-            for key in ("python", "url"):
+            for key in ("python", "url", "without", "environment"):
                 if getattr(self, key):
                     raise MisfitError(key, "does not go with an engine of your own; accepted with: vllm, sglang")
             return
@@ -347,8 +352,9 @@ class EngineConfig(FromFile):
             )
         if self.url is not None and re.fullmatch(r"http://(127\.0\.0\.1|localhost)(:\d+)?/?", self.url) is None:
             raise MisfitError("url", "accepted: http://127.0.0.1:PORT, a server on this machine")
-        if self.url is not None and self.args:
-            raise MisfitError("args", "does not go with url; accepted with: python")
+        for key in ("args", "without", "environment"):
+            if self.url is not None and getattr(self, key):
+                raise MisfitError(key, "does not go with url; accepted with: python")
 
     @property
     def is_server(self) -> bool:

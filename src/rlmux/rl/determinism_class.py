@@ -11,9 +11,10 @@ docs/how-it-works/design.md). It is made of checks; those that fail decide the c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class DeterminismClass(StrEnum):
@@ -58,6 +59,8 @@ class ProbeReport:
     checks: tuple[ProbeCheck, ...]
     seconds: float
     """Wall-clock seconds that the probe took."""
+    server: Mapping[str, Any] = field(default_factory=dict)
+    """Version and measured capabilities of a server engine; empty for others."""
 
 
 def determinism_class_of(checks: Iterable[ProbeCheck]) -> DeterminismClass:

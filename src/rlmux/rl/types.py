@@ -222,6 +222,10 @@ class ChunkReport:
     """How `seconds` were spent, sorted by sub-stage and rows."""
     progress: Mapping[TrajectoryId, int] = field(default_factory=dict)
     """Response tokens of each begun, unfinished trajectory; empty if the engine does not report them."""
+    prompt_tokens: int = 0
+    """Tokens of contexts whose requests a server has ended, where it says how many of them it had cached."""
+    cached_tokens: int = 0
+    """Those of them that its prefix cache served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from tests.server_environments import make_environment, make_python
 
 from rlmux.core.errors import UserError
 from rlmux.rl.config import EngineConfig, ModelConfig
-from rlmux.rl.user_code.engine_check import check_engine, check_version
+from rlmux.rl.user_code.engine_check import check_engine, check_version, remark_on
 from rlmux.rl.user_code.reward_preflight import complaint_about
 
 QWEN3 = ModelConfig()
@@ -53,13 +53,24 @@ def test_an_engine_that_is_not_installed_is_refused_with_how_it_is(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.320.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.19.1", "0.9.2", "dev"])
 def test_a_version_whose_endpoints_are_not_known_is_refused(tmp_path: Path, version: str) -> None:
     python = make_environment(tmp_path, "vllm", version=version)
     assert refusal(EngineConfig(name="vllm", python=python)) == (
-        f"rollout.engine.python: {python} has vllm {version}, whose endpoints are not known; accepted: 0.32.x, 0.33.x"
+        f"rollout.engine.python: {python} has vllm {version}, whose endpoints are not known; accepted: 0.20 or "
+        "newer; 0.33 is the newest that was read"
     )
-    check_version("vllm", "0.33.1rc1", "it")
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.24.0+cpu", "0.33.1rc1", "1.0"])
+def test_a_known_version_and_a_newer_one_are_tried_and_the_newer_one_is_remarked_on(version):
+    check_version("vllm", version, "it")
+    remark = remark_on("vllm", version)
+    assert (remark is not None) == (version == "1.0")
+    assert remark in (
+        None,
+        "vllm 1.0 is newer than 0.33, the newest whose endpoints were read: it is tried",
+    )
 
 
 def test_a_model_that_the_engine_does_not_name_is_refused(tmp_path: Path) -> None:
@@ -101,7 +112,8 @@ def test_a_server_that_answers_as_its_kind_tells_its_version(answering: tuple[st
     assert check_engine(EngineConfig(name="sglang", url=url), QWEN3) == "0.5.23"
     answers["/version"] = '{"version": "0.9.1"}'
     assert refusal(EngineConfig(name="vllm", url=url)) == (
-        f"rollout.engine.url: {url} has vllm 0.9.1, whose endpoints are not known; accepted: 0.32.x, 0.33.x"
+        f"rollout.engine.url: {url} has vllm 0.9.1, whose endpoints are not known; accepted: 0.20 or "
+        "newer; 0.33 is the newest that was read"
     )
 
 

@@ -6,12 +6,16 @@ A dialect makes requests and reads responses. It has no state and no trajectorie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlmux.engines.servers.http_connection import ServerConnection
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
+from rlmux.engines.servers.transfer import WeightPiece
+
+Part = Literal["weights", "kv_cache"]
+"""What of a server's memory wakes."""
 
 
 class Dialect(Protocol):
@@ -23,8 +27,8 @@ class Dialect(Protocol):
     def command(self, python: str, port: int, settings: ServerSettings) -> list[str]:
         """The command line of a server on this port of 127.0.0.1."""
 
-    def environment(self, settings: ServerSettings) -> Mapping[str, str]:
-        """Environment variables in addition to the worker's."""
+    def environment(self, settings: ServerSettings) -> Mapping[str, str | None]:
+        """Environment variables in addition to the worker's, or in place of them; None: unset."""
 
     def version(self, server: ServerConnection) -> str:
         """The server's reported version. Raises UserError for a server of another kind."""
@@ -47,17 +51,27 @@ class Dialect(Protocol):
     def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
         """End requests."""
 
-    def sleep(self, server: ServerConnection) -> None:
-        """Give device memory back: weights to host memory, KV cache dropped."""
+    def sleep(self, server: ServerConnection, *, keeps_weights: bool) -> None:
+        """Give device memory back; the KV cache is dropped. `keeps_weights`: they go to host memory; else they are
+        dropped where the server can, and must be loaded after `wake`."""
 
-    def wake(self, server: ServerConnection) -> None:
-        """Take device memory again."""
+    def wake(self, server: ServerConnection, part: Part) -> None:
+        """Take device memory again, that of weights first."""
 
     def is_awake(self, server: ServerConnection) -> bool:
         """Whether the server reports itself awake."""
 
     def load_weights(self, server: ServerConnection, folder: Path, version: int) -> None:
         """Load the folder's weights, drop what was cached under the old ones, and name the version."""
+
+    def take_weights(self, server: ServerConnection, pieces: Iterable[WeightPiece], version: int) -> None:
+        """The same by handles of buffers on the server's GPUs. Raises ServerAnswerError where it takes none."""
+
+    def load_adapter(self, server: ServerConnection, name: str, folder: Path) -> None:
+        """Load an adapter that requests then name. Raises ServerAnswerError for one that the server does not take."""
+
+    def unload_adapter(self, server: ServerConnection, name: str) -> None:
+        """Forget an adapter."""
 
     def weight_version(self, server: ServerConnection) -> str:
         """The server's reported weight version."""

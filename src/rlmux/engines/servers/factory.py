@@ -1,41 +1,52 @@
 """A pipeline's server engine, from its config: the model's folder, the server, and what it can do.
 
-    ModelConfig ── build_model ──▶ folder ──▶ server ── measured, or recalled from the cache ──▶ capabilities
+    ModelConfig ── folder ──▶ server, with random weights ── measured, or recalled from the cache ──▶ capabilities
+                                                             and with the pipeline's weights
 
-What was measured is recalled by engine, version, device, arguments and the model's shape.
+What was measured is recalled by engine, version, device, arguments and the model's shape. The dialect is that of the
+server's version, which is asked before it starts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
+import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 
 import torch
 
 from rlmux.core.errors import PipelineError, RlmuxError, UserError
-from rlmux.engines.model.model_io import build_model
 from rlmux.engines.servers import measuring
+from rlmux.engines.servers.capabilities import Capabilities
 from rlmux.engines.servers.dialect import Dialect
-from rlmux.engines.servers.process import new_folder
+from rlmux.engines.servers.gpu_memory import GpuMemory
+from rlmux.engines.servers.model_folder import ModelFolder, new_folder
 from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.engines.servers.settings import ServerSettings
 from rlmux.engines.servers.sglang import Sglang
-from rlmux.engines.servers.vllm import Vllm
-from rlmux.rl.config import TrainingConfig
+from rlmux.engines.servers.transfer import Buffers, GpuBuffers
+from rlmux.engines.servers.vllm import EarlierVllm, Vllm
+from rlmux.rl.config import EngineConfig, TrainingConfig
 from rlmux.rl.memory.footprint import server_bytes
 from rlmux.rl.memory.model_shape import shape_of
-from rlmux.rl.user_code.engine_check import check_version
-
-_ONE_FILE = "1000TB"
-"""Largest file of a model: later versions replace the one file that a server reads, so it has no shards."""
+from rlmux.rl.user_code.engine_check import check_version, release_of, remark_on, version_of
 
 _MEMORY_TOLERANCE = 1.1
 """Memory of a server, as a multiple of its limit, that is still accepted."""
 
-DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
+DIALECTS: dict[str, tuple[tuple[tuple[int, int], Dialect], ...]] = {
+    "vllm": (((0, 28), Vllm()), ((0, 0), EarlierVllm())),
+    "sglang": (((0, 0), Sglang()),),
+}
+"""Dialects of each kind of server by the first version that speaks it, the newest first."""
+
+
+def dialect_of(name: str, version: str) -> Dialect:
+    """The dialect that this version speaks."""
+    return next(dialect for first, dialect in DIALECTS[name] if release_of(version) >= first)
 
 
 def make_server_engine(
@@ -46,11 +57,54 @@ def make_server_engine(
     device: str,
     on_wait: Callable[[], None] = lambda: None,
     is_remeasured: bool = False,
+    new_buffers: Callable[[int], Buffers] | None = None,
 ) -> ServerRolloutEngine:
-    """Raises UserError and ServerGoneError for a server that cannot serve this pipeline; nothing is left of it then."""
+    """`new_buffers`: see ServerRolloutEngine; by default those of the GPUs, if any.
+
+    Raises UserError and ServerGoneError for a server that cannot serve this pipeline; nothing is left of it then.
+    """
     given = config.rollout.engine
-    make_model = partial(build_model, config.model, vocab_size, config.model_seed)
-    settings = ServerSettings(
+    version = version_of(given)
+    remark = remark_on(given.name, version)
+    if remark is not None:
+        print(f"rlmux: rollout.engine: {remark}", file=sys.stderr)
+    key = _cache_key(config, version, device)
+    known = None if is_remeasured else measuring.recall(key)
+    gpus = None if device == "cpu" else GpuMemory()
+    settings = _settings(config, device, gpus, starts_empty=known is None or known.reloads)
+    try:
+        engine = ServerRolloutEngine(
+            dialect_of(given.name, version),
+            settings,
+            config.rollout,
+            given,
+            ModelFolder(
+                settings.folder, config.model, vocab_size, config.model_seed, config.rollout.dtype, config.adapter
+            ),
+            vocab_size=vocab_size,
+            staleness=config.algorithm.staleness,
+            is_single_turn=is_single_turn,
+            on_wait=on_wait,
+            gpus=gpus,
+            new_buffers=new_buffers or (None if gpus is None else GpuBuffers),
+        )
+    except BaseException:
+        shutil.rmtree(settings.folder, ignore_errors=True)
+        raise
+    try:
+        _make_ready(engine, given, key, known, remark)
+        if gpus is not None:
+            check_memory(given.name, engine.memory_bytes(), settings.memory_bytes)
+    except RlmuxError as error:
+        engine.last_words()
+        engine.close()
+        raise PipelineError(str(error)) if isinstance(error, UserError) else error from None
+    return engine
+
+
+def _settings(config: TrainingConfig, device: str, gpus: GpuMemory | None, *, starts_empty: bool) -> ServerSettings:
+    given = config.rollout.engine
+    return ServerSettings(
         folder=new_folder(),
         num_slots=config.rollout.num_slots,
         max_len=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
@@ -58,40 +112,28 @@ def make_server_engine(
         num_threads=config.train.num_threads,
         dtype=config.rollout.dtype,
         memory_bytes=server_bytes(config),
-        device_bytes=0.0 if device == "cpu" else float(torch.cuda.mem_get_info()[1]),
+        device_bytes=0.0 if gpus is None else gpus.device_bytes,
+        adapter_rank=0 if config.adapter is None else config.adapter.rank,
+        starts_empty=starts_empty and given.url is None and config.adapter is None,
+        without=given.without,
+        variables=given.environment,
         args=given.args,
     )
-    make_model().save_pretrained(settings.folder, max_shard_size=_ONE_FILE)
-    engine = ServerRolloutEngine(
-        DIALECTS[given.name],
-        settings,
-        config.rollout,
-        given,
-        vocab_size=vocab_size,
-        staleness=config.algorithm.staleness,
-        is_single_turn=is_single_turn,
-        on_wait=on_wait,
-        free_bytes=None if device == "cpu" else lambda: float(torch.cuda.mem_get_info()[0]),
-    )
-    try:
-        check_version(given.name, engine.server_version, engine.server.url)
-        key = _cache_key(config, engine.server_version, device)
-        known = None if is_remeasured else measuring.recall(key)
-        if known is None:
-            known = measuring.measure(engine, settings.folder, make_model)
-            measuring.remember(key, known)
-        elif known.reloads:
-            engine.dialect.load_weights(engine.server, settings.folder, 0)
-        elif not engine.can_restart:
-            raise UserError(f"{given.url} does not take new weights; accepted: rollout.engine.python")
-        engine.capabilities = known
-        if device == "cuda":
-            check_memory(given.name, engine.memory_bytes(), settings.memory_bytes)
-    except RlmuxError as error:
-        engine.last_words()
-        engine.close()
-        raise PipelineError(str(error)) if isinstance(error, UserError) else error from None
-    return engine
+
+
+def _make_ready(
+    engine: ServerRolloutEngine, given: EngineConfig, key: str, known: Capabilities | None, remark: str | None
+) -> None:
+    """Measure the server, or recall what it can; it has the pipeline's weights then."""
+    check_version(given.name, engine.server_version, engine.server.url)
+    if known is None:
+        known = measuring.measure(engine)
+        measuring.remember(key, known)
+    elif known.reloads and not engine.has_adapter:
+        engine.give_weights(known)
+    elif not engine.can_restart:
+        raise UserError(f"{given.url} does not take new weights; accepted: rollout.engine.python")
+    engine.capabilities = known if remark is None else replace(known, remarks=(*known.remarks, remark))
 
 
 def check_memory(name: str, taken_bytes: float, limit_bytes: float) -> None:
@@ -107,5 +149,7 @@ def _cache_key(config: TrainingConfig, version: str, device: str) -> str:
     given = config.rollout.engine
     gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     rollout = config.rollout
-    rest = repr((asdict(shape_of(config.model)), rollout.num_slots, rollout.dtype, given.args, given.url is None))
+    own = (given.args, given.without, sorted(given.environment.items()), given.url is None)
+    adapter = None if config.adapter is None else asdict(config.adapter)
+    rest = repr((asdict(shape_of(config.model)), adapter, rollout.num_slots, rollout.dtype, *own))
     return f"{given.name} {version} {gpu} {hashlib.sha256(rest.encode()).hexdigest()[:16]}"

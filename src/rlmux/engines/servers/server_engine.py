@@ -5,9 +5,11 @@
                                   └── aborted, or lost: the next request is prompt + tokens so far, KV recomputed
 
     a chunk ends      the server is held between two steps (`keeps_held`), or its requests are aborted
-    offload, load     requests aborted; sleep and wake if that frees memory; a canary prompt after every wake
-    load_weights      requests aborted; the server loads a file (`reloads`), or is restarted from it; its version,
-                      and its checksums of what it stores as the file does, are compared with the file's
+    offload, load     requests aborted; sleep and wake if that frees memory; weights that were kept are compared by a
+                      canary prompt, those that were dropped are loaded before the KV cache comes back
+    load_weights      requests aborted; the server takes buffers by their handles (`takes_tensors`), loads a file
+                      (`reloads`), or is restarted from it; its version, and its checksums of what it stores as the
+                      file does, are compared with the file's
 
 Invariant: a trajectory's requests carry a seed that is a function of (seed, step, prompt, sample) and, where the
 server's noise is not one of the position, of the position. What else of promise 1 holds is the server's: it is probed.
@@ -16,26 +18,28 @@ server's noise is not one of the position, of the position. What else of promise
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import decode_sub_stage, dense_threshold_of
-from rlmux.engines.model.weight_layout import with_hub_names
-from rlmux.engines.model.weights import MODEL_FILE, read_weights, write_copies
 from rlmux.engines.rollout.chunk_tally import ChunkTally
 from rlmux.engines.rollout.request_limits import RequestLimits
 from rlmux.engines.rollout.request_queue import WaitingQueue
 from rlmux.engines.servers.capabilities import CANNOT, Capabilities
 from rlmux.engines.servers.dialect import Dialect
 from rlmux.engines.servers.generation_requests import Ended
+from rlmux.engines.servers.gpu_memory import GpuMemory
 from rlmux.engines.servers.http_connection import BusyError, ServerGoneError
+from rlmux.engines.servers.model_folder import ModelFolder
 from rlmux.engines.servers.one_server import MAX_LOST, WAKE_LIMIT_S, OneServer
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 from rlmux.engines.servers.trajectory import ServedTrajectory
+from rlmux.engines.servers.transfer import Buffers, buffer_bytes, pieces
 from rlmux.engines.servers.weight_checks import check_checksums
 from rlmux.rl.config import EngineConfig, RolloutConfig
 from rlmux.rl.types import (
@@ -65,19 +69,24 @@ class ServerRolloutEngine(OneServer):
         settings: ServerSettings,
         rollout: RolloutConfig,
         engine: EngineConfig,
+        folder: ModelFolder,
         *,
         vocab_size: int,
         staleness: int = 0,
         is_single_turn: bool = True,
         on_wait: Callable[[], None] = _nothing,
-        free_bytes: Callable[[], float] | None = None,
+        gpus: GpuMemory | None = None,
+        new_buffers: Callable[[int], Buffers] | None = None,
     ) -> None:
         """Starts the server, or finds it at `engine.url`. It has no capabilities until `capabilities` is set.
 
-        `on_wait`: called now and then while the server is waited for. `free_bytes`: free memory of a GPU. Raises
-        ServerGoneError, and UserError for a server of another kind.
+        `on_wait`: called now and then while the server is waited for. `gpus`: its GPUs; None on cores. `new_buffers`:
+        makes buffers of so many bytes that the server can open; None where there are none. Raises ServerGoneError, and
+        UserError for a server of another kind.
         """
-        super().__init__(dialect, settings, engine, on_wait=on_wait, free_bytes=free_bytes)
+        super().__init__(dialect, settings, engine, on_wait=on_wait, gpus=gpus)
+        self.folder = folder
+        self._new_buffers = new_buffers
         self.version = 0
         self.capabilities: Capabilities = CANNOT
         """Measured capabilities of the server (measuring.py)."""
@@ -97,17 +106,22 @@ class ServerRolloutEngine(OneServer):
         """Trajectories under way, by request."""
         self._overdue: list[FinishedTurn] = []
         """Turns that ended without a request, for the next report."""
-        self._is_held = False
         self._is_offloaded = False
-        self._is_asleep = False
-        self._weights_to_load: tuple[Path, int] | None = None
-        """File and version that came while offloaded."""
-        self._canary: Piece | None = None
-        """Answer to the canary prompt under the present weights; None before the first."""
+        self._has_other_weights = False
+        """Whether the server has other weights than its folder shows: they came while it slept, or it dropped its
+        own."""
+        self._prompt_tokens = self._cached_tokens = 0
+        """Of requests that the server has ended since the last report."""
+        self._canary: tuple[int, Piece] | None = None
+        """Version of weights, and the answer to the canary prompt under it; None before the first."""
 
     @property
     def limits(self) -> RequestLimits:
         return self._limits
+
+    def described(self) -> dict[str, Any]:
+        """Name, version and measured capabilities, for a log."""
+        return {"name": self.dialect.name, "version": self.server_version, **asdict(self.capabilities)}
 
     @property
     def is_unused(self) -> bool:
@@ -212,6 +226,8 @@ class ServerRolloutEngine(OneServer):
             sub_stage = decode_sub_stage(most, self._dense_threshold)
             tally.add_iterations(sub_stage, most, iterations=steps, tokens=sampled, seconds=seconds)
         tally.finished.sort(key=lambda turn: turn.id)
+        prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
+        cached_tokens, self._cached_tokens = self._cached_tokens, 0
         return ChunkReport(
             finished=tally.finished,
             num_active=len(self._by_request),
@@ -222,6 +238,8 @@ class ServerRolloutEngine(OneServer):
             decode_steps=tally.decode_steps,
             seconds=seconds,
             iterations=tally.iterations(None),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
         )
 
     def _seat(self) -> None:
@@ -239,6 +257,7 @@ class ServerRolloutEngine(OneServer):
                     temperature=self._temperature,
                     max_tokens=live.tokens_left,
                     stop_tokens=live.request.stop_tokens,
+                    adapter=self.adapter,
                 )
             )
 
@@ -250,6 +269,9 @@ class ServerRolloutEngine(OneServer):
                 raise ServerGoneError(f"the server is gone: {self._process.last_words()}")
             return False
         request_id, found = event
+        if isinstance(found, Piece):  # what was cached comes behind a turn's end
+            self._prompt_tokens += found.prompt_tokens
+            self._cached_tokens += found.cached_tokens
         live = self._by_request.get(request_id)
         if live is None:
             return True
@@ -369,49 +391,66 @@ class ServerRolloutEngine(OneServer):
                 f"version {version} came while {begun[0].request.id} of a sync pipeline is unfinished"
             )
         self.abort_all()
-        if self._is_asleep:
-            self._weights_to_load = path, version
-        else:
-            self._load_weights(path, version)
+        self.folder.show(path, version)
         self.version = version
+        self._has_other_weights = True
+        if not self._is_asleep:
+            self._release()
+            self.give_weights(self.capabilities)
 
-    def _load_weights(self, path: Path, version: int) -> None:
-        tensors = read_weights(path, version)
-        named = with_hub_names(tensors)
-        if named.keys() == tensors.keys():
-            aside = self._settings.folder / f"{MODEL_FILE}.aside"
-            shutil.copyfile(path, aside)
-            aside.replace(self._settings.folder / MODEL_FILE)
-        else:
-            write_copies(self._settings.folder / MODEL_FILE, named, {})
-        self._release()
-        if self.capabilities.reloads:
-            self.dialect.load_weights(self.server, self._settings.folder, version)
+    def give_weights(self, capabilities: Capabilities) -> None:
+        """Have the server take the folder's weights, by the best way that it has."""
+        if self.folder.adapter_path is not None:
+            self.load_adapter()
+        elif capabilities.takes_tensors:
+            self.hand_over()
+        elif capabilities.reloads:
+            self.reload()
         else:
             self.restart()
-        if self.capabilities.names_versions:
+        if capabilities.names_versions:
             found = self.dialect.weight_version(self.server)
-            if self.capabilities.reloads and found != str(version):
-                raise PipelineError(f"{self.dialect.name} reports weights of version {found!r}; accepted: {version}")
-        if self.capabilities.has_checksums:
-            check_checksums(self.dialect.name, self.dialect.checksums(self.server), tensors, self.dtype)
-        self._canary = None
+            if found != str(self.version):
+                raise PipelineError(
+                    f"{self.dialect.name} reports weights of version {found!r}; accepted: {self.version}"
+                )
+        if capabilities.has_checksums:
+            check_checksums(self.dialect.name, self.dialect.checksums(self.server), self.folder.tensors, self.dtype)
+        self._has_other_weights = False
 
-    def restart(self) -> None:
-        """Restart the server from the folder's weights, if it cannot load new ones."""
-        if self._process is None:
-            raise PipelineError(
-                f"{self.dialect.name} at {self._engine.url} does not take new weights, as its probe found; accepted: "
-                "rollout.engine.python, so that it can be started anew for each version"
-            )
-        folder = self._settings.folder
-        kept = folder.with_name(f"{folder.name}-kept")
-        shutil.copytree(folder, kept, dirs_exist_ok=True)
-        self._process.end()
-        shutil.rmtree(folder, ignore_errors=True)
-        kept.rename(folder)
-        self._connect()
-        self._is_held = self._is_asleep = False
+    def load_adapter(self) -> None:
+        """Have the server load the folder's adapter, and forget the one before. Each version has a name of its own, so
+        no request is answered by an older one, nor from its cached prefixes. Raises ServerAnswerError where it cannot.
+        """
+        assert self.folder.adapter_path is not None
+        before, name = self.adapter, self.folder.adapter_path.name
+        self.dialect.load_adapter(self.server, name, self.folder.adapter_path)
+        self.adapter = name
+        if before and before != name:
+            self.dialect.unload_adapter(self.server, before)
+
+    def drop_adapter(self) -> None:
+        """The base alone again, as an adapter begins."""
+        self.folder.hide_adapter()
+        if self.adapter:
+            self.dialect.unload_adapter(self.server, self.adapter)
+        self.adapter = ""
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether weights may be handed over."""
+        return self._new_buffers is not None
+
+    def hand_over(self) -> None:
+        """Give the server the folder's weights through buffers. Raises ServerAnswerError where it takes none."""
+        assert self._new_buffers is not None
+        tensors = self.folder.tensors
+        buffers = self._new_buffers(buffer_bytes(tensors))
+        self.dialect.take_weights(self.server, pieces(tensors, buffers), self.version)
+
+    def reload(self) -> None:
+        """Have the server read the folder's weights. Raises ServerAnswerError where it cannot."""
+        self.dialect.load_weights(self.server, self.folder.path, self.version)
 
     # --- residency ------------------------------------------------------------------------------------------
 
@@ -425,37 +464,49 @@ class ServerRolloutEngine(OneServer):
         self.abort_all()
         self._release()  # nothing is under way; a server that is held samples no canary
         if self.capabilities.frees_memory:
-            if self._canary is None:
-                self._canary = self._sample_canary(self._limits.vocab_size)
+            keeps_weights = not self._drops_weights
+            if self._canary is None or self._canary[0] != self.version:
+                self._canary = self.version, self._sample_canary(self._limits.vocab_size)
             before = self.memory_bytes()
-            self.dialect.sleep(self.server)
+            self.dialect.sleep(self.server, keeps_weights=keeps_weights)
             self._is_asleep = True
+            self._has_other_weights |= not keeps_weights
             self._wait_for_memory(before - self.capabilities.freed_bytes / 2)
         self._is_offloaded = True
+
+    @property
+    def _drops_weights(self) -> bool:
+        """Whether it sleeps without its weights: where the next version comes before the next token, or where taking
+        them again costs no more than copying them out and in."""
+        return self.capabilities.drops_weights and (not self._live or self.capabilities.takes_tensors)
 
     def load(self) -> None:
         """Back to the device. Does nothing when already there. Raises PipelineError for weights that changed asleep."""
         if not self._is_offloaded:
             return
         if self._is_asleep:
-            self.dialect.wake(self.server)
-            until_s = time.monotonic() + WAKE_LIMIT_S
-            while not self.dialect.is_awake(self.server):
-                if time.monotonic() >= until_s:
-                    raise ServerGoneError(f"{self.dialect.name} did not wake within {WAKE_LIMIT_S:.0f} s")
-                self._on_wait()
-                time.sleep(_POLL_S)
+            self.wake(self.capabilities, has_dropped=self._has_other_weights)
             self._is_asleep = False
-            self._check_canary()
+            if self._canary is not None and self._canary[0] == self.version:
+                self._check_canary(self._canary[1])
         self._is_offloaded = False
-        if self._weights_to_load is not None:
-            (path, version), self._weights_to_load = self._weights_to_load, None
-            self._load_weights(path, version)
 
-    def _check_canary(self) -> None:
-        before, now = self._canary, self._sample_canary(self._limits.vocab_size)
-        if before is None or self._weights_to_load is not None:
-            return
+    def wake(self, capabilities: Capabilities, *, has_dropped: bool) -> None:
+        """Wake the server, give it the folder's weights if it has dropped its own, and wait until it takes requests."""
+        self.dialect.wake(self.server, "weights")
+        if has_dropped:
+            self.give_weights(capabilities)
+        self.dialect.wake(self.server, "kv_cache")
+        until_s = time.monotonic() + WAKE_LIMIT_S
+        while not self.dialect.is_awake(self.server):
+            if time.monotonic() >= until_s:
+                raise ServerGoneError(f"{self.dialect.name} did not wake within {WAKE_LIMIT_S:.0f} s")
+            self._on_wait()
+            time.sleep(_POLL_S)
+
+    def _check_canary(self, before: Piece) -> None:
+        """Raises PipelineError where the canary under the same weights has other log-probs than before."""
+        now = self._sample_canary(self._limits.vocab_size)
         gap = max((abs(a - b) for a, b in zip(before.logprobs, now.logprobs, strict=True)), default=0.0)
         if list(before.tokens[:1]) != list(now.tokens[:1]) or (gap > _CANARY_GAP and before.tokens == now.tokens):
             raise PipelineError(f"{self.dialect.name} woke with other weights: its canary is {gap:.3g} nats off")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 NOISE_BITS = 62
@@ -29,8 +29,34 @@ class ServerSettings:
     """Device memory that the server may take: weights, KV cache and its own."""
     device_bytes: float
     """Memory of its whole GPU; 0 on a CPU."""
+    tensor_parallel: int = 1
+    """GPUs that a copy of the model is split over."""
+    data_parallel: int = 1
+    """Copies of the model."""
+    adapter_rank: int = 0
+    """Rank of the adapters that it serves; 0 without adapters."""
+    starts_empty: bool = False
+    """Whether it starts with random weights, which the first ones replace: no file is read at the start."""
+    without: Sequence[str] = ()
+    """Flags of the dialect's own command that are left out."""
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    """Environment variables from the user's file, in place of the dialect's; None: unset."""
     args: Sequence[str]
     """Further arguments of the command, from the user's file: one that is given there holds."""
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """A dialect's own words without those that the user left out, then the user's."""
+        kept, is_left_out = [], False
+        for word in words:
+            if word.startswith("--"):
+                is_left_out = word in self.without
+            if not is_left_out:
+                kept.append(word)
+        return [*kept, *self.args]
+
+    def environment(self, ours: Mapping[str, str]) -> dict[str, str | None]:
+        """A dialect's variables, and those of the user in place of them."""
+        return {**ours, **self.variables}
 
     @property
     def memory_fraction(self) -> str:
@@ -51,6 +77,8 @@ class Sampling:
     temperature: float
     max_tokens: int
     stop_tokens: Sequence[int]
+    adapter: str = ""
+    """Adapter to sample with; empty: the base alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +92,7 @@ class Piece:
     """`stop`, `length`, `abort`, or None while more is to come."""
     versions: Sequence[str] = ()
     """Reported weight versions of the tokens; empty without a report."""
+    prompt_tokens: int = 0
+    """Tokens of the request's context, in the one event of an answer that counts them; 0 in others."""
+    cached_tokens: int = 0
+    """Those of them that the prefix cache served."""

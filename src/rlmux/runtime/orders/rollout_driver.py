@@ -16,6 +16,7 @@ and its input is reported as ReplyArrived. The backend soon pauses such an order
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlmux.core.actions import MigrateShard, Switch
@@ -157,7 +158,10 @@ class RolloutDriver:
             self._start(self._send_turns())
         over = () if self._legs is None else (self._legs.end_step(),)
         batch: StepBatch = yield self._calls.call(self._workers.env_worker, "finish_step", step, *over)
-        return batch
+        record = self._record_by_step.get(step)
+        if record is None or not record.engine_metrics:
+            return batch
+        return replace(batch, metrics=replace(batch.metrics, engine_metrics=record.engine_metrics))
 
     def weights_arrived(self, version: int, checksum: str | None) -> None:
         """Record that rollout workers can load this version from now on. `checksum`: in the trainer's file."""
@@ -303,7 +307,7 @@ class RolloutDriver:
 
     def _forward_turns(self, shard: LiveShard, result: RolloutChunkResult) -> None:
         record = self._record_by_step.setdefault(shard.step, RolloutRecord())
-        record.computed(result.report.iterations)
+        record.computed(result.report)
         if self._legs is not None:
             self._forward(self._legs.take(shard, result))
             return

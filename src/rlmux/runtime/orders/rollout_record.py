@@ -7,12 +7,11 @@ the step's batch ──▶ tokens of each           ┘
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlmux.core.model import PipelineId, SubStage
 from rlmux.log.notes import RolloutNote
-from rlmux.rl.types import SubStageIterations, TrajectoryId
+from rlmux.rl.types import ChunkReport, TrajectoryId
 from rlmux.runtime.workers.worker_calls import StepBatch
 
 
@@ -22,18 +21,27 @@ class RolloutRecord:
 
     _spent: dict[tuple[SubStage, int], tuple[int, int, float]] = field(default_factory=dict)
     """(iterations, tokens, ms) by sub-stage and rows computed."""
+    _prompt_tokens: int = 0
+    _cached_tokens: int = 0
     _sent_s: dict[TrajectoryId, float] = field(default_factory=dict)
     """End of the last turn, in seconds of the run, by trajectory that waits for its environment."""
     _waits_ms: dict[TrajectoryId, list[float]] = field(default_factory=dict)
 
-    def computed(self, iterations: Iterable[SubStageIterations]) -> None:
-        for each in iterations:
+    def computed(self, report: ChunkReport) -> None:
+        self._prompt_tokens += report.prompt_tokens
+        self._cached_tokens += report.cached_tokens
+        for each in report.iterations:
             num_iterations, tokens, ms = self._spent.get((each.sub_stage, each.num_rows), (0, 0, 0.0))
             self._spent[each.sub_stage, each.num_rows] = (
                 num_iterations + each.num_iterations,
                 tokens + each.tokens,
                 ms + each.ms,
             )
+
+    @property
+    def engine_metrics(self) -> dict[str, float]:
+        """Share of the contexts' tokens that prefix caches served; empty where no engine reports it."""
+        return {"prefix_cache_hits": self._cached_tokens / self._prompt_tokens} if self._prompt_tokens else {}
 
     def turn_ended(self, trajectory: TrajectoryId, now_s: float) -> None:
         self._sent_s[trajectory] = now_s

@@ -226,6 +226,7 @@ def _step_note(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dict[
             "turns_mean": batch.metrics.turns_mean,
             **batch.metrics.round_metrics,
             **batch.metrics.version_metrics,
+            **batch.metrics.engine_metrics,
             **batch.metrics.logged,
             **noted_metrics(metrics),
         },

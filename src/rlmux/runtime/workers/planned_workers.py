@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmux import plugins
 from rlmux.core.errors import PipelineError, StorageError
@@ -186,6 +186,8 @@ class ChunkInputs:
 class RolloutWorker:
     """A rollout engine in its own process, or a tenant's in a shared one (tenant_hosts.py)."""
 
+    _server: Any = None
+    """The engine, where it is a server of others."""
     _num_probed = 0
     """Trajectories that its probe samples at least. A GPU's batch is that of the run: it chooses kernels by size."""
 
@@ -203,6 +205,7 @@ class RolloutWorker:
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
         self._engine = make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
+        self._server: Any = self._engine if config.rollout.engine.is_server else None
         self._reports_checksum = not (config.rollout.engine.is_server or config.rollout.engine.is_of_user)
         if device == "cuda" and self._reports_checksum:
             self._num_probed = config.rollout.num_slots
@@ -223,7 +226,8 @@ class RolloutWorker:
         if not self._engine.is_unused:
             return None
         with beating():
-            return probe_rollout(self._engine, num_trajectories=max(NUM_TRAJECTORIES, self._num_probed))
+            report = probe_rollout(self._engine, num_trajectories=max(NUM_TRAJECTORIES, self._num_probed))
+        return report if self._server is None else replace(report, server=self._server.described())
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         """Raises PipelineError for weights or trajectories of another run or plan."""
