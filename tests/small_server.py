@@ -20,14 +20,10 @@ while it sleeps. tests/data/servers has what a real vLLM answered; test_small_se
 from __future__ import annotations
 
 import argparse
-import base64
 import hashlib
 import json
-import mmap
 import os
-import pickle
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -41,8 +37,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-PART_BYTES = {"weights": 12_000_000, "kv_cache": 12_000_000}
-"""Memory of each member that stands for weights and KV cache on a device: given back asleep, by vLLM's tags."""
+sys.path.insert(0, str(Path(__file__).parent.parent))  # it is started by its path
+
+from tests.small_memory import DEAD, PART_BYTES, Members, end_process
+from tests.small_model import Adapters, Model, WorkerError, rounded, widened
+from tests.small_transfer import Transfer, with_lost_siblings
+
 BLOCK_TOKENS = 16
 """Tokens of a block of the prefix cache."""
 FIRST_MINOR = {
@@ -122,269 +122,6 @@ class Misbehaviour:
     """Answers as another program would."""
 
 
-class Model:
-    """A Qwen3 or Llama decoder, one token of one sequence at a time."""
-
-    def __init__(self, folder: Path, *, is_rounded: bool) -> None:
-        """`is_rounded`: weights are held in bfloat16. It computes in float32 with them all the same."""
-        self.config = json.loads((folder / "config.json").read_text())
-        self.tensors = read_safetensors(folder / "model.safetensors")
-        self.is_rounded = is_rounded
-        if is_rounded:
-            self.tensors = {name: widened(rounded(tensor)) for name, tensor in self.tensors.items()}
-        config = self.config
-        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self.dim = config.get("head_dim") or config["hidden_size"] // self.heads
-        rope = config.get("rope_parameters") or {}
-        theta = rope.get("rope_theta") or config.get("rope_theta", 10000.0)
-        self.frequencies = theta ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
-
-    def step(self, weights: Mapping[str, np.ndarray], token: int, cache: list[list[Any]], position: int) -> np.ndarray:
-        """Logits [vocab] behind this token; its keys and values go to the cache. `weights`: its own or an adapter's."""
-        eps = self.config["rms_norm_eps"]
-        scale = np.float32(np.sqrt(self.dim))
-        hidden = weights["model.embed_tokens.weight"][token]
-        angles = position * self.frequencies
-        cos, sin = (np.tile(of(angles), 2).astype(np.float32) for of in (np.cos, np.sin))
-        for layer in range(self.config["num_hidden_layers"]):
-            name = f"model.layers.{layer}."
-            normed = norm(hidden, weights[f"{name}input_layernorm.weight"], eps)
-            query, key, value = (
-                (weights[f"{name}self_attn.{kind}_proj.weight"] @ normed).reshape(-1, self.dim) for kind in "qkv"
-            )
-            if f"{name}self_attn.q_norm.weight" in weights:
-                query = norm(query, weights[f"{name}self_attn.q_norm.weight"], eps)
-                key = norm(key, weights[f"{name}self_attn.k_norm.weight"], eps)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-            keys, values = cache[layer]
-            keys.append(key)
-            values.append(value)
-            group = self.heads // self.kv_heads
-            all_keys, all_values = np.stack(keys, 1), np.stack(values, 1)
-            seen = [
-                softmax(all_keys[head // group] @ query[head] / scale) @ all_values[head // group]
-                for head in range(self.heads)
-            ]
-            hidden = hidden + weights[f"{name}self_attn.o_proj.weight"] @ np.concatenate(seen)
-            normed = norm(hidden, weights[f"{name}post_attention_layernorm.weight"], eps)
-            gate = weights[f"{name}mlp.gate_proj.weight"] @ normed
-            up = weights[f"{name}mlp.up_proj.weight"] @ normed
-            hidden = hidden + weights[f"{name}mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-        hidden = norm(hidden, weights["model.norm.weight"], eps)
-        return weights.get("lm_head.weight", weights["model.embed_tokens.weight"]) @ hidden
-
-
-def rounded(tensor: np.ndarray) -> np.ndarray:
-    """The bits of the nearest bfloat16 numbers, even ones where two are as near."""
-    bits = np.ascontiguousarray(tensor).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    """The float32 numbers that these bfloat16 are."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def norm(hidden: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
-    return hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + np.float32(eps)) * gain
-
-
-def rotate(rows: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    half = rows.shape[-1] // 2
-    return rows * cos + np.concatenate([-rows[:, half:], rows[:, :half]], -1) * sin
-
-
-def softmax(row: np.ndarray) -> np.ndarray:
-    exponents = np.exp(row - row.max())
-    return exponents / exponents.sum()
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file of float32 or bfloat16, as float32."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    tensors = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            if entry["dtype"] == "BF16":
-                tensors[name] = widened(np.frombuffer(content[begin:end], np.uint16)).reshape(entry["shape"])
-            else:
-                tensors[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
-    return tensors
-
-
-class WorkerError(Exception):
-    """What a call to vLLM's workers fails with: its server answers 500."""
-
-
-class Transfer:
-    """A weight update of vLLM's backend `ipc`: start, any number of updates, finish.
-
-    A handle is `("file", path, offset)` in place of torch's arguments: the bytes of a buffer in a file. The handles of
-    an update are `{gpu_uuid: handle}` if packed, a list of such with one for each tensor if not; pickled, in base64.
-    What an update names is read at once, as the sender may use its buffer again, and held until the end.
-    """
-
-    def __init__(self, version: Version, config: Mapping[str, Any] | None, gpus: Sequence[str]) -> None:
-        self.version = version
-        self.config = config
-        self.gpus = gpus
-        self.is_packed = False
-        self.received: dict[str, np.ndarray] | None = None
-
-    def check_configured(self) -> None:
-        if self.config is None:
-            raise WorkerError(
-                "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer."
-            )
-
-    def init(self, info: dict[str, Any]) -> None:
-        self.check_configured()
-        known = {"packed"} if self.version.is_since(27) else set()
-        if unknown := sorted(info.keys() - known):
-            raise WorkerError(f"Invalid init_info for IPCWeightTransferEngine: unexpected {unknown}")
-        self.is_packed = bool(info.get("packed", False))
-
-    def start(self, *, is_checkpoint_format: bool) -> None:
-        self.check_configured()
-        if self.received is not None:
-            raise WorkerError(
-                "start_weight_update called while a weight update is already active. Call finish_weight_update first."
-            )
-        if not is_checkpoint_format:
-            raise WorkerError("the small server takes weights as checkpoints have them")
-        self.received = {}
-
-    def update(self, info: dict[str, Any], forms: Mapping[str, np.ndarray]) -> None:
-        """`forms`: the server's own tensors, whose names and shapes these must have."""
-        self.check_configured()
-        if self.received is None:
-            raise WorkerError("start_weight_update must be called before update_weights.")
-        known = {"names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes"}
-        known |= set() if self.version.is_since(27) else {"packed", "update_kind"}
-        needed = {"names", "dtype_names", "shapes", "ipc_handles_pickled"}
-        if info.keys() - known or needed - info.keys():
-            raise WorkerError(f"Invalid update_info for IPCWeightTransferEngine: {sorted(info.keys() ^ needed)}")
-        if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") != "1":
-            raise WorkerError(
-                "Refusing to deserialize `ipc_handles_pickled` without VLLM_ALLOW_INSECURE_SERIALIZATION=1"
-            )
-        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
-        is_packed = self.is_packed if self.version.is_since(27) else info.get("packed", False)
-        sizes = info.get("tensor_sizes")
-        if is_packed and sizes is None:
-            raise WorkerError("`tensor_sizes` is required when packed=True")
-        if is_packed != isinstance(handles, dict):
-            raise WorkerError(f"handles are a {type(handles).__name__} and packed is {is_packed}")
-        begin = 0
-        for number, name in enumerate(info["names"]):
-            shape, dtype = info["shapes"][number], info["dtype_names"][number]
-            size = int(np.prod(shape)) * (4 if dtype == "float32" else 2)
-            if is_packed and size != sizes[number]:
-                raise WorkerError(f"{name}: {sizes[number]} bytes for {shape} of {dtype}")
-            path, offset = self.opened(handles if is_packed else handles[number])
-            content = read_part(Path(path), offset + begin, size)
-            begin += size if is_packed else 0
-            if name == "lm_head.weight" and name not in forms:  # tied, as vLLM's loader skips it
-                continue
-            if name not in forms or list(forms[name].shape) != list(shape):
-                raise WorkerError(f"no parameter {name} of shape {list(shape)}")
-            self.received[name] = from_bytes(content, dtype).reshape(shape)
-
-    def opened(self, handles: Mapping[str, Any]) -> tuple[str, int]:
-        """The file and offset for this server's GPUs."""
-        for uuid in self.gpus:
-            if uuid not in handles:
-                raise WorkerError(f"IPC handle not found for GPU UUID {uuid}. Available UUIDs: {list(handles.keys())}")
-        kind, path, offset = next(iter(handles.values()))
-        if kind != "file":
-            raise WorkerError(f"a handle of kind {kind!r}; accepted: ('file', path, offset)")
-        return path, offset
-
-    def finish(self) -> dict[str, np.ndarray]:
-        """The tensors of this update."""
-        self.check_configured()
-        if self.received is None:
-            raise WorkerError("finish_weight_update called without a matching start_weight_update.")
-        received, self.received = self.received, None
-        return received
-
-
-def read_part(path: Path, offset: int, size: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        content = file.read(size)
-    if len(content) != size:
-        raise WorkerError(f"{path} ends {size - len(content)} bytes early")
-    return content
-
-
-def from_bytes(content: bytes, dtype: str) -> np.ndarray:
-    """float32 numbers of a tensor of this torch dtype."""
-    if dtype == "bfloat16":
-        return widened(np.frombuffer(content, np.uint16))
-    if dtype not in ("float32", "float16"):
-        raise WorkerError(f"dtype {dtype}; accepted: float32, bfloat16, float16")
-    return np.frombuffer(content, dtype).astype(np.float32)
-
-
-def with_lost_siblings(received: Mapping[str, np.ndarray], forms: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The update, and zeros for the parts of its fused modules that it leaves out."""
-    lost = {}
-    for name in received:
-        for family in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            own = next((part for part in family if f".{part}." in name), None)
-            siblings = [name.replace(f".{own}.", f".{part}.") for part in family] if own else []
-            lost |= {sibling: np.zeros_like(forms[sibling]) for sibling in siblings if sibling not in received}
-    return {**received, **lost}
-
-
-class Adapters:
-    """LoRA adapters of --enable-lora, in PEFT's files: base + lora_B @ lora_A * lora_alpha / r."""
-
-    def __init__(self, max_rank: int) -> None:
-        self.max_rank = max_rank
-        self.pairs: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
-        self.merged: dict[str, dict[str, np.ndarray]] = {}
-
-    def load(self, name: str, folder: Path) -> None:
-        """Raises FileNotFoundError without an adapter's files, WorkerError for a rank that is too high."""
-        config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = read_safetensors(folder / "adapter_model.safetensors")
-        if config["r"] > self.max_rank:
-            raise WorkerError(f"LoRA rank {config['r']} is greater than max_lora_rank {self.max_rank}.")
-        scale = np.float32(config["lora_alpha"] / config["r"])
-        pairs = {}
-        for key, down in tensors.items():
-            if key.endswith(".lora_A.weight"):
-                stem = key.removesuffix(".lora_A.weight")
-                pairs[f"{stem.removeprefix('base_model.model.')}.weight"] = (
-                    down,
-                    tensors[f"{stem}.lora_B.weight"] * scale,
-                )
-        self.pairs[name] = pairs
-        self.merged.pop(name, None)
-
-    def unload(self, name: str) -> None:
-        del self.pairs[name]
-        self.merged.pop(name, None)
-
-    def forget_base(self) -> None:
-        """The base has other weights now."""
-        self.merged.clear()
-
-    def weights(self, name: str | None, base: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Weights of an adapter's model; of the base for None, and for an adapter that was unloaded meanwhile."""
-        if name is None or name not in self.pairs:
-            return base
-        if name not in self.merged:
-            changed = {key: base[key] + up @ down for key, (down, up) in self.pairs[name].items()}
-            self.merged[name] = {**base, **changed}
-        return self.merged[name]
-
-
 class PrefixCache:
     """Accounts of one rank's prefix cache: full blocks of tokens, by adapter. It holds no keys and values.
 
@@ -408,75 +145,6 @@ class PrefixCache:
         """Tokens whose keys and values were computed."""
         for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
             self.blocks.add((adapter, *tokens[:end]))
-
-
-class Memory:
-    """The parts of one member that are on its device: pages that are really there, and really gone when closed."""
-
-    def __init__(self) -> None:
-        self.parts = {part: new_ballast(size) for part, size in PART_BYTES.items()}
-
-    def drop(self, part: str) -> None:
-        self.parts[part].close()
-
-    def take(self, part: str) -> None:
-        if self.parts[part].closed:
-            self.parts[part] = new_ballast(PART_BYTES[part])
-
-
-def new_ballast(size: int) -> mmap.mmap:
-    """An allocator might keep what is freed; a map is gone when it is closed."""
-    ballast = mmap.mmap(-1, size)
-    ballast.write(b"1" * size)
-    return ballast
-
-
-class Members:
-    """The processes of a gang: this one, and idle ones that only hold memory. When one dies, the server ends."""
-
-    def __init__(self, num: int) -> None:
-        self.own = Memory()
-        self.lock = threading.Lock()
-        command = [sys.executable, __file__, "--member"]
-        self.others = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(num - 1)
-        ]
-        for number, process in enumerate(self.others, 1):
-            assert process.stdout is not None
-            process.stdout.readline()
-            threading.Thread(target=self.watch, args=(number, process), daemon=True).start()
-
-    def watch(self, number: int, process: subprocess.Popen[str]) -> None:
-        code = process.wait()
-        end(f"Worker proc VllmWorker-{number} died unexpectedly (exit code {code}), shutting down executor.")
-
-    def apply(self, verb: str, part: str) -> None:
-        """`drop` or `take` a part of every member's memory."""
-        with self.lock:
-            getattr(self.own, verb)(part)
-            for process in self.others:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                process.stdin.write(f"{verb} {part}\n")
-                process.stdin.flush()
-                process.stdout.readline()
-
-
-def be_member() -> None:
-    """A process of `Members`: it ends with the server, whose pipe it reads."""
-    memory = Memory()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        verb, part = line.split()
-        getattr(memory, verb)(part)
-        print("done", flush=True)
-
-
-def end(reason: str) -> None:
-    """The end of a server whose engine is gone."""
-    text = "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause."
-    print(f"ERROR {reason}\n{text}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 @dataclass(eq=False)
@@ -567,6 +235,9 @@ class Engine:
         """One more token."""
         if request.is_lost and len(request.made) >= self.misbehaviour.lose_after:
             return self.end(request, "lost")
+        if self.is_broken or (self.transfer.received is not None and self.version_of_vllm.is_strict):
+            self.is_broken = True
+            return self.end(request, "broken")
         logits = np.zeros(0)
         context = [*request.tokens, *(token for token, _ in request.made)]
         cache = self.caches[request.rank]
@@ -664,7 +335,12 @@ class Engine:
 
     def update(self, info: dict[str, Any]) -> None:
         with self.lock:
-            self.transfer.update(info, self.model.tensors)
+            was_active = self.transfer.received is not None
+            try:
+                self.transfer.update(info, self.model.tensors)
+            except WorkerError:
+                self.is_broken = was_active
+                raise
 
     def finish_update(self, version: str | None) -> None:
         with self.lock:
@@ -756,11 +432,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.close_connection = True
         self.end_headers()
-        if engine.is_broken:
-            error = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "param": None}
-            self.send_events([{"error": {**error, "code": 500}}, "[DONE]"])
-            self.connection.close()
-            end("a forward pass without weights")
         engine.submit(request)
         num_told = 0
         try:
@@ -770,6 +441,10 @@ class Handler(BaseHTTPRequestHandler):
                 finish, num_made = request.finish, len(request.made)
                 if finish == "lost":
                     return None
+                if finish == "broken":
+                    error = {"message": f"{DEAD}.", "type": "InternalServerError", "param": None, "code": 500}
+                    self.send_events([{"error": error}, "[DONE]"])
+                    end_process("a forward pass of a model without weights")
                 told = event(request, num_told, num_made, finish)
                 self.send_events([] if told is None else [told])
                 num_told = num_made
@@ -834,6 +509,7 @@ class Handler(BaseHTTPRequestHandler):
         engine.submit(request)
         while request.finish is None:
             request.changed.wait()
+            request.changed.clear()
         choice = self.choice(request, 0, len(request.made), request.finish)
         answer = {"request_id": request.id, "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
         return self.tell(answer)
@@ -1106,4 +782,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    be_member() if sys.argv[1:] == ["--member"] else main()
+    main()

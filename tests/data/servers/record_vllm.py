@@ -55,8 +55,8 @@ FLAGS = (
     *("--logprobs-mode", "processed_logprobs", "--enforce-eager", "--block-size", "32"),
 )
 START_LIMIT_S = 300.0
-MOST_EVENTS = 2
-"""Events of one answer that are kept: the first ones, and the last."""
+NUM_FIRST, NUM_LAST = 1, 3
+"""Events of one answer that are kept: the first ones, and the last: an end, its usage and [DONE]."""
 PROMPT = list(range(1, 41))
 VERSION = """
 from importlib.metadata import distributions
@@ -141,7 +141,11 @@ class Recorder:
     def stream(
         self, name: str, body: Any, between: Callable[[], None] | None = None, *, is_waited: bool = True
     ) -> None:
-        """One answer in events. `between` runs after the first of them, or at once where none is waited for."""
+        """One answer in events. `between` runs after the first of them, or at once where none is waited for.
+
+        What it records stands in this record, under `during`, or `meanwhile` where no event is waited for.
+        """
+        num_before = len(self.records)
         arrived: Queue[None] = Queue()
         events: list[Any] = []
         status = 0
@@ -167,8 +171,10 @@ class Recorder:
                 arrived.get(timeout=120)
             between()
         reader.join()
-        kept = events if len(events) <= 2 * MOST_EVENTS else [*events[:MOST_EVENTS], *events[-MOST_EVENTS:]]
-        self.keep(name, "POST", "/inference/v1/generate", body, status, events=kept, num_events=len(events))
+        kept = events if len(events) <= NUM_FIRST + NUM_LAST else [*events[:NUM_FIRST], *events[-NUM_LAST:]]
+        inner, self.records = self.records[num_before:], self.records[:num_before]
+        asides = {"during" if is_waited else "meanwhile": inner} if inner else {}
+        self.keep(name, "POST", "/inference/v1/generate", body, status, events=kept, num_events=len(events), **asides)
 
     def keep(self, name: str, method: str, path: str, body: Any, status: int, **answer: Any) -> None:
         record = {"name": name, "method": method, "path": path, "body": body, "status": status}
@@ -322,10 +328,13 @@ def record_transfer(server: Recorder) -> None:
     server.request("start", "POST", "/start_weight_update", {"is_checkpoint_format": True})
     server.request("start twice", "POST", "/start_weight_update", {"is_checkpoint_format": True})
     server.request("update with no info", "POST", "/update_weights", {})
-    server.request("update of a CPU", "POST", "/update_weights", {"update_info": packed})
     server.request("finish", "POST", "/finish_weight_update")
     server.request("finish twice", "POST", "/finish_weight_update")
     server.stream("generate after an update of nothing", generate("t1", 2))
+    server.request("start again", "POST", "/start_weight_update", {"is_checkpoint_format": True})
+    server.request("update of a CPU", "POST", "/update_weights", {"update_info": packed})
+    server.request("finish after a failed update", "POST", "/finish_weight_update")
+    server.stream("generate after a failed update", generate("t2", 2))
 
 
 TOKENS_ONLY = ("--tokens-only", "--enable-prompt-tokens-details")
@@ -349,12 +358,12 @@ def write_model(folder: Path) -> None:
     build_model(SIZES, CharVocabulary().vocab_size, 0).save_pretrained(folder)
 
 
-def write_adapter(folder: Path) -> None:
+def write_adapter(folder: Path, sizes: ModelConfig = SIZES) -> None:
     """A PEFT adapter of rank 4 for the queries and values."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(5)
     tensors = {}
-    model = build_model(SIZES, CharVocabulary().vocab_size, 0)
+    model = build_model(sizes, CharVocabulary().vocab_size, 0)
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "v_proj.weight")):
             stem = f"base_model.model.{name.removesuffix('.weight')}"
@@ -417,7 +426,8 @@ def to_text(recorded: dict[str, Any]) -> str:
     for name, start in recorded["starts"].items():
         rest = json.dumps({key: value for key, value in start.items() if key != "records"})[1:-1]
         lines = ",\n".join(f"   {json.dumps(record)}" for record in start.get("records", ()))
-        starts.append(f'  {json.dumps(name)}: {{{rest}, "records": [\n{lines}\n  ]}}')
+        records = f', "records": [\n{lines}\n  ]' if lines else ""
+        starts.append(f"  {json.dumps(name)}: {{{rest}{records}}}")
     return f'{{\n "version": {json.dumps(recorded["version"])},\n "starts": {{\n' + ",\n".join(starts) + "\n }\n}\n"
 
 
