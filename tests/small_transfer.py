@@ -62,7 +62,8 @@ class Transfer:
             raise WorkerError("start_weight_update must be called before update_weights.")
         received, self.received = self.received, None  # a failure ends the update
         known = {"names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes"}
-        known |= set() if self.version.is_since(27) else {"packed", "update_kind"}
+        says_packed = not (self.version.is_strict and self.version.is_since(27))
+        known |= {"packed", "update_kind"} if says_packed else set()
         needed = {"names", "dtype_names", "shapes", "ipc_handles_pickled"}
         if info.keys() - known or needed - info.keys():
             raise WorkerError(f"Invalid update_info for IPCWeightTransferEngine: {sorted(info.keys() ^ needed)}")
@@ -71,7 +72,7 @@ class Transfer:
                 "Refusing to deserialize `ipc_handles_pickled` without VLLM_ALLOW_INSECURE_SERIALIZATION=1"
             )
         handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
-        is_packed = self.is_packed if self.version.is_since(27) else info.get("packed", False)
+        is_packed = info.get("packed", self.is_packed)  # before 0.27 here, from then on at the handshake
         sizes = info.get("tensor_sizes")
         if is_packed and sizes is None:
             raise WorkerError("`tensor_sizes` is required when packed=True")
