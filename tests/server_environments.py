@@ -14,7 +14,10 @@ VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
 
 
 def make_environment(folder: Path, name: str, *, version: str | None = None, serves: str = "Qwen3ForCausalLM") -> str:
-    """The path of an environment's python, in which `name` starts the small server."""
+    """The path of an environment's python, in which `name` starts the small server.
+
+    `version`: the small server answers as this version of vLLM, strictly; without it as the newest that it is like.
+    """
     site = folder / "site"
     start = f"import runpy; runpy.run_path({str(SMALL_SERVER)!r}, run_name='__main__')\n"
     for path, text in ((MODULES[name], start), (MODELS[name], f"SERVED = {serves!r}\n")):
@@ -25,7 +28,8 @@ def make_environment(folder: Path, name: str, *, version: str | None = None, ser
     (information / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version or VERSIONS[name]}\n"
     )
-    return make_python(folder, f"export PYTHONPATH={site}")
+    versioned = f"\nexport SMALL_SERVER_VERSION={version}" if version and name == "vllm" else ""
+    return make_python(folder, f"export PYTHONPATH={site}{versioned}")
 
 
 def make_python(folder: Path, preparation: str = "") -> str:
