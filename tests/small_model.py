@@ -31,6 +31,12 @@ class Model:
         theta = rope.get("rope_theta") or config.get("rope_theta", 10000.0)
         self.frequencies = theta ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
 
+    def draw_weights(self) -> None:
+        """Random weights in place of those that were read."""
+        generator = np.random.Generator(np.random.Philox(0))
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = generator.uniform(-1e-3, 1e-3, tensor.shape).astype(np.float32)
+
     def step(self, weights: Mapping[str, np.ndarray], token: int, cache: list[list[Any]], position: int) -> np.ndarray:
         """Logits [vocab] behind this token; its keys and values go to the cache. `weights`: its own or an adapter's."""
         eps = self.config["rms_norm_eps"]

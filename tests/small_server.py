@@ -181,6 +181,9 @@ class Engine:
         self.world_size: int = given.tensor_parallel_size * given.data_parallel_size
         self.members = Members(self.world_size)
         self.model = Model(self.folder, is_rounded=given.dtype == "bfloat16")
+        self.load_format = given.load_format
+        if self.load_format == "dummy":
+            self.model.draw_weights()
         self.transfer = Transfer(version, given.weight_transfer_config, gpus_of(os.environ))
         self.adapters = Adapters(given.max_lora_rank) if given.enable_lora else None
         self.caches = [PrefixCache() for _ in range(given.data_parallel_size)]
@@ -616,10 +619,15 @@ class Handler(BaseHTTPRequestHandler):
         self.tell({"is_sleeping": not self.engine.is_awake or self.engine.is_held})
 
     def on_collective_rpc(self, body: Any, query: Any) -> None:
+        if body["method"] == "update_config":
+            self.engine.load_format = body["kwargs"]["overrides"]["load_config"]["load_format"]
+            return self.tell({"results": [None] * self.engine.world_size})
         if body["method"] != "reload_weights":
             raise WorkerError(f"'CPUWorker' object has no attribute '{body['method']}'")
+        if self.engine.load_format == "dummy":
+            raise WorkerError("Model reloading with `dummy` format")
         self.engine.load(Path(body["kwargs"]["weights_path"]))
-        self.tell({"results": [None] * self.engine.world_size})
+        return self.tell({"results": [None] * self.engine.world_size})
 
     def on_reset_prefix_cache(self, body: Any, query: Any) -> None:
         with self.engine.lock:
@@ -766,6 +774,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--tensor-parallel-size", "-tp", "--tp-size", type=int, default=1)
     parser.add_argument("--data-parallel-size", "-dp", "--dp-size", type=int, default=1)
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
     parser.add_argument("--tokens-only", action="store_true")
     parser.add_argument("--enable-scale-out", action="store_true")
     parser.add_argument("--enable-prompt-tokens-details", action="store_true")
