@@ -115,7 +115,15 @@ def test_json_has_what_was_found_or_every_mistake(rlmux):
         "ok": True,
         "kind": "pipelines",
         "names": ["a", "b"],
-        "clusters": [{"lane": None, "policy": "rollmux", "devices": {"rollout": 1, "train": 1}, "models": []}],
+        "clusters": [
+            {
+                "lane": None,
+                "policy": "rollmux",
+                "devices": {"rollout": 1, "train": 1},
+                "models": [],
+                "gpus_per_device": {},
+            }
+        ],
         "mistakes": [],
     }
     code, out, err = rlmux(
