@@ -51,11 +51,11 @@ def server_bytes(config: TrainingConfig, num_gpus: int = 1) -> float:
     if rollout.engine.memory_gb is not None:
         return rollout.engine.memory_gb * 1e9
     num_gpus = max(num_gpus, rollout.tensor_parallel)
-    parts, num_copies = rollout_parts(config), num_gpus // rollout.tensor_parallel
+    parts, num_copies = rollout_parts(config, is_gpu=True), num_gpus // rollout.tensor_parallel
     more_weights = (num_copies - 1) * (parts["weights"] + parts.get("base", 0.0))
     num_repeats = -(-rollout.tensor_parallel // shape_of(config.model).num_kv_heads)  # each GPU has a key head at least
-    more_keys = (num_repeats - 1) * parts.get("KV cache", 0.0)
-    return total(parts) + more_weights + more_keys + _SERVER_BYTES * num_gpus
+    more_keys = (num_repeats - 1) * parts["KV cache"]
+    return max(total(parts) + more_weights + more_keys, total(rollout_parts(config))) + _SERVER_BYTES * num_gpus
 
 
 def rollout_contexts_bytes(config: TrainingConfig, num_gpus: int) -> float:
