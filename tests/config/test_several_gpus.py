@@ -31,7 +31,9 @@ def test_a_device_of_several_gpus_is_one_place_that_is_billed_for_all(load):
 
 
 def test_nodes_of_several_gpus_are_such_devices_for_rollouts_alone(load):
-    pools = load(FILE.replace(*NODES).replace("train: {devices: 2}", "train: {nodes: 1, gpus_per_node: 8}")).cluster.pools
+    pools = load(
+        FILE.replace(*NODES).replace("train: {devices: 2}", "train: {nodes: 1, gpus_per_node: 8}")
+    ).cluster.pools
     assert (pools["rollout"].gpus_per_device, pools["train"].gpus_per_device) == (4, 1)
     assert (pools["train"].num_gpus, pools["train"].gpus_per_node, pools["train"].phase) == (1, 8, Phase.TRAIN)
 
@@ -59,7 +61,9 @@ def test_a_server_splits_a_model_over_a_part_of_its_devices_gpus(load, count):
 
 def test_a_server_of_the_users_own_is_split_as_it_is(load):
     file = FILE.replace("python: python", "url: 'http://127.0.0.1:8000'").replace(", workers: 2", "")
-    assert load(file.replace("tensor_parallel: 2", "tensor_parallel: 3")).pipelines[0].config.rollout.tensor_parallel == 3
+    assert (
+        load(file.replace("tensor_parallel: 2", "tensor_parallel: 3")).pipelines[0].config.rollout.tensor_parallel == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,8 +97,8 @@ def test_a_server_of_the_users_own_is_split_as_it_is(load):
         ),
         "our own engine split": (
             [(ENGINE, OWN)],
-            "two.yaml:9: pipelines.a.rollout.tensor_parallel is 2: the engine rlmux samples with whole copies of a model; "
-            "accepted: 1, or rollout.engine: {name: vllm, python: PATH}",
+            "two.yaml:9: pipelines.a.rollout.tensor_parallel is 2: the engine rlmux samples with whole copies of a "
+            "model; accepted: 1, or rollout.engine: {name: vllm, python: PATH}",
         ),
         "no divisor of the device": (
             [("tensor_parallel: 2", "tensor_parallel: 3")],
@@ -118,15 +122,20 @@ def test_a_server_of_the_users_own_is_split_as_it_is(load):
             ],
             "two.yaml:8: pipelines.a.rollout.tensor_parallel is 2: a device of pool 'all' has 1 GPU; accepted: 1",
         ),
+        "rollouts on training devices, by the policy": (
+            [("pipelines:\n", "policy: colocated\npipelines:\n")],
+            "two.yaml:10: pipelines.a.rollout.tensor_parallel is 2, which does not go with policy colocated: a "
+            "training device is one GPU; accepted: 1, or no rollouts on training devices",
+        ),
         "no divisor of the heads": (
             [("heads: 4, kv_heads: 2", "heads: 2, kv_heads: 1"), ("tensor_parallel: 2", "tensor_parallel: 4")],
-            "two.yaml:9: pipelines.a.rollout.tensor_parallel is 4, over which 2 heads, 1 key/value heads and a width of "
-            "128 do not divide; accepted: 1, 2",
+            "two.yaml:9: pipelines.a.rollout.tensor_parallel is 4, over which 2 heads, 1 key/value heads and a width "
+            "of 128 do not divide; accepted: 1, 2",
         ),
         "no divisor of the width": (
             [("kv_heads: 2", "kv_heads: 2, intermediate_size: 130"), ("tensor_parallel: 2", "tensor_parallel: 4")],
-            "two.yaml:9: pipelines.a.rollout.tensor_parallel is 4, over which 4 heads, 2 key/value heads and a width of "
-            "130 do not divide; accepted: 1, 2",
+            "two.yaml:9: pipelines.a.rollout.tensor_parallel is 4, over which 4 heads, 2 key/value heads and a width "
+            "of 130 do not divide; accepted: 1, 2",
         ),
     }.values(),
 )
@@ -134,12 +143,18 @@ def test_a_server_of_the_users_own_is_split_as_it_is(load):
 def test_what_does_not_fit_is_one_line(complaint, replace, told, purpose):
     if purpose is Purpose.PLAN:
         replace = [*replace, ("    task: sort\n", "    task: sort\n    estimate: {rollout_s: 1, train_s: 1}\n")]
-        told = told.replace("yaml:9", "yaml:10").replace("yaml:8: p", "yaml:9: p")
+        told = told.replace("yaml:10", "yaml:11").replace("yaml:9", "yaml:10").replace("yaml:8: p", "yaml:9: p")
     assert complaint(FILE, replace=replace, purpose=purpose).startswith(told)
+
+
+def test_an_estimate_of_rollouts_on_training_devices_is_one_line(complaint):
+    estimate = "estimate: {rollout_s: 1, train_s: 1, colocated_rollout_s: 1, colocated_train_s: 1}"
+    told = complaint(FILE, replace=[("    task: sort\n", f"    task: sort\n    {estimate}\n")])
+    assert "tensor_parallel is 2, which does not go with estimate.colocated_rollout_s: a training device is" in told
 
 
 def test_python_is_told_the_same():
     for engine in (EngineConfig(), EngineConfig(name="my_engine:Engine")):
-        with pytest.raises(MisfitError, match="accepted: 1, or rollout.engine"):
+        with pytest.raises(MisfitError, match=r"accepted: 1, or rollout\.engine"):
             RolloutConfig(engine=engine, tensor_parallel=2)
     assert RolloutConfig(engine=EngineConfig(name="sglang", python="python"), tensor_parallel=2).tensor_parallel == 2

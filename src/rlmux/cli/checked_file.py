@@ -107,17 +107,15 @@ def _check_lanes(file: str, _: Sequence[str]) -> CheckedFile:
 def _check_permits(file: str, sets: Sequence[str]) -> CheckedFile:
     spec = inputs.load_for_broker(file, sets, None)
     devices: dict[str, int | None] = {name: pool.gpus_per_node for name, pool in spec.cluster.pools.items()}
-    return CheckedFile(
-        kind=FileKind.PERMITS, names=[], clusters=[CheckedCluster(policy=spec.policy, devices=devices)]
-    )
+    return CheckedFile(kind=FileKind.PERMITS, names=[], clusters=[CheckedCluster(policy=spec.policy, devices=devices)])
 
 
 def _cluster(policy: str, cluster: Cluster) -> CheckedCluster:
     devices = {
-        name: None if pool.num_nodes is None else pool.num_nodes * pool.gpus_per_node // pool.gpus_per_device
+        name: None if pool.num_nodes is None else pool.num_nodes * pool.devices_per_node
         for name, pool in cluster.pools.items()
     }
-    gpus = {name: pool.gpus_per_device for name, pool in cluster.pools.items() if pool.gpus_per_device > 1}
+    gpus = {name: pool.gpus_per_node for name, pool in cluster.pools.items() if pool.gpus_per_node > 1}
     return CheckedCluster(policy=policy, devices=devices, gpus_per_device=gpus)
 
 

@@ -201,6 +201,10 @@ class Checks:
         if count == 1 or rollout.engine.url is not None:
             return
         path = (*path, "tensor_parallel")
+        if self.config.policy == "colocated" or (pipeline.estimate and pipeline.estimate.colocated_rollout_s):
+            colocated = "policy colocated" if self.config.policy == "colocated" else "estimate.colocated_rollout_s"
+            text = f"is {count}, which does not go with {colocated}: a training device is one GPU"
+            raise self._error(path, f"{text}; accepted: 1, or no rollouts on training devices")
         if num_gpus % count:
             accepted = ", ".join(str(number) for number in range(1, num_gpus + 1) if num_gpus % number == 0)
             key = "gpus_per_node" if pool.devices is None else "gpus_per_device"

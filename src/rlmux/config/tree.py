@@ -60,8 +60,8 @@ class PoolConfig(FromFile):
     host_memory_gb: PositiveFloat | None = None
     """Host memory of a node (with `devices`: of a device), in 10^9 bytes. Default: no limit."""
     device_memory_gb: PositiveFloat | None = None
-    """Memory of a device, of all its GPUs, in 10^9 bytes. `run` uses at most the memory that the driver reports free, or a core's part
-    of host memory. Default: not limited in `plan` and `simulate`."""
+    """Memory of a device, of all its GPUs, in 10^9 bytes. `run` uses at most the memory that the driver reports free,
+    or a core's part of host memory. Default: not limited in `plan` and `simulate`."""
     spills_to_disk: bool = False
     """Spill states to disk when host memory is full: more pipelines fit, switches take longer."""
 

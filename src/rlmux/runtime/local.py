@@ -51,7 +51,9 @@ def local_backend(
     memory = SharedMemoryFolder(folder)
     gpus = assign_gpus(cluster, visible_gpus())
     cores = {} if gpus else assign_cores(cluster)
-    used = {f"GPU {gpu}" for names in gpus.values() for gpu in names.split(",")} | {f"core {core}" for each in cores.values() for core in each}
+    used = {f"GPU {gpu}" for names in gpus.values() for gpu in names.split(",")} | {
+        f"core {core}" for each in cores.values() for core in each
+    }
     neighbours = memory.neighbours_on(used)
     memory.sign(folder, used)
     mps = MpsDaemon.start() if gpus and (options or WorkerOptions()).shares_devices else None
@@ -229,10 +231,11 @@ def notes_of_devices(cluster: Cluster) -> list[str]:
     num_here, what = (len(gpus), "GPU") if gpus else (len(os.sched_getaffinity(0)), "core")
     if num_wanted <= num_here:
         return []
-    size = f" of {num_wanted} GPUs" if num_wanted > num_devices else ""
+    size = f" of {num_wanted} {what}s" if num_wanted > num_devices else ""
+    here = f"{num_here} {what}{'s' if num_here > 1 else ''}"
     return [
-        f"cluster.pools: {num_devices} devices{size} share {num_here} {what}{'s' if num_here > 1 else ''} of this machine: "
-        "they wait for each other, so times say little; results are the same"
+        f"cluster.pools: {num_devices} devices{size} share {here} of this machine: they wait for each "
+        "other, so times say little; results are the same"
     ]
 
 

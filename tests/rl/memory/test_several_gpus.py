@@ -36,7 +36,9 @@ def config(tmp_path) -> Config:
             name="wide",
             model=ModelConfig(path=str(tmp_path)),
             algorithm=AlgorithmConfig(name="grpo", prompts_per_step=8, group_size=8),
-            rollout=RolloutConfig(**{"num_slots": 8, "max_prompt_tokens": 1024, "max_new_tokens": 4096, "engine": engine} | rollout),
+            rollout=RolloutConfig(
+                **{"num_slots": 8, "max_prompt_tokens": 1024, "max_new_tokens": 4096, "engine": engine} | rollout
+            ),
         )
 
     return make
@@ -91,16 +93,23 @@ def test_our_own_engine_has_one_context_whatever_its_device_is(config):
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "width", "accepted"),
-    [(64, 8, 25600, [1, 2, 4, 8, 16, 32, 64]), (16, 2, 1024, [1, 2, 4, 8, 16]), (14, 2, 4864, [1, 2]), (6, 6, 9, [1, 3])],
+    [
+        (64, 8, 25600, [1, 2, 4, 8, 16, 32, 64]),
+        (16, 2, 1024, [1, 2, 4, 8, 16]),
+        (14, 2, 4864, [1, 2]),
+        (6, 6, 9, [1, 3]),
+    ],
 )
-def test_a_model_splits_over_divisors_of_heads_and_width_with_key_heads_repeated(config, 
-    num_heads, num_kv_heads, width, accepted
+def test_a_model_splits_over_divisors_of_heads_and_width_with_key_heads_repeated(
+    config, num_heads, num_kv_heads, width, accepted
 ):
     shape = replace(shape_of(config().model), num_heads=num_heads, num_kv_heads=num_kv_heads, intermediate_size=width)
     assert [number for number in range(1, 65) if shape.splits_over(number)] == accepted
 
 
-def remedy(given: TrainingConfig, capacity: float, num_devices: int | None = 8, num_gpus: int = 1, **counted: bool) -> str:
+def remedy(
+    given: TrainingConfig, capacity: float, num_devices: int | None = 8, num_gpus: int = 1, **counted: bool
+) -> str:
     return smallest_change(
         given, Phase.ROLLOUT, capacity, num_devices, pool="fast", num_gpus=num_gpus, is_gpu=True, **counted
     )
@@ -151,6 +160,4 @@ def test_where_our_own_engine_has_no_room_for_many_sequences_a_server_is_named(c
 def test_a_split_comes_with_other_changes_where_it_is_not_enough(config):
     capacity = total(parts_of(config(tensor_parallel=4, dtype="bfloat16"), 4)) / 4
     said = remedy(config(), capacity, 4)
-    assert said == (
-        "rollout.tensor_parallel: 4 with cluster.pools.fast.gpus_per_device: 4 and rollout.dtype: bfloat16"
-    )
+    assert said == ("rollout.tensor_parallel: 4 with cluster.pools.fast.gpus_per_device: 4 and rollout.dtype: bfloat16")

@@ -1,6 +1,6 @@
 """The smallest change of a pipeline's file with which a worker fits its device.
 
-    rollout   half the slots, a bounded KV cache, a quarter of the slots, bfloat16, a server on several GPUs, fewer slots
+    rollout   half the slots, a bounded KV cache, a quarter of the slots, bfloat16, a server on several GPUs, few slots
     server    more GPUs for each copy of the model, half the slots, bfloat16, fewer slots
     train     smaller micro-batches, activation checkpointing, one gradient sum, 8-bit moments, bfloat16, shards, LoRA
 

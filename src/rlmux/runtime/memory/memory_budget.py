@@ -87,7 +87,9 @@ def with_machine_memory(
         pools={
             name: replace(
                 pool,
-                device_memory_bytes=min(pool.device_memory_bytes, gpu_bytes.get(name, host_bytes * pool.gpus_per_device)),
+                device_memory_bytes=min(
+                    pool.device_memory_bytes, gpu_bytes.get(name, host_bytes * pool.gpus_per_device)
+                ),
                 host_memory_bytes=min(
                     pool.host_memory_bytes, host_bytes * pool.gpus_per_device * pool.devices_per_node
                 ),

@@ -42,11 +42,12 @@ def check_gpus(cluster: Cluster, nodes: Mapping[NodeId, RayNode]) -> None:
         wanted[node.ray_id] += pool.devices_per_node * pool.gpus_per_device
     for node in nodes.values():
         if 0 < node.num_gpus < wanted[node.ray_id]:
-            size = f" of {wanted[node.ray_id]} GPUs" if wanted != num_devices else ""
+            offered, gpus = num_devices[node.ray_id], wanted[node.ray_id]
+            size = f" of {gpus} GPUs" if gpus > offered else ""
             raise UserError(
-                f"Ray node {node.address} offers {num_devices[node.ray_id]} devices{size} and has {node.num_gpus} GPUs; "
-                "accepted: all GPUs of each device on one node; or none (ray start --num-gpus=0, or CUDA_VISIBLE_DEVICES= for a cluster that "
-                "rlmux starts itself), and devices are cores"
+                f"Ray node {node.address} offers {offered} devices{size} and has {node.num_gpus} GPUs; accepted: all "
+                "GPUs of each device on one node; or none (ray start --num-gpus=0, or CUDA_VISIBLE_DEVICES= for a "
+                "cluster that rlmux starts itself), and devices are cores"
             )
 
 

@@ -289,7 +289,8 @@ class RayActors:
             self._deliveries.withdraw(worker)
 
     def _assign_cores(self, cores_by_ray_id: Mapping[str, Sequence[int]]) -> dict[DeviceId, tuple[int, ...]]:
-        """One core for each GPU that a device would be, counted by machine; a node that replaces a lost one takes its numbers."""
+        """One core for each GPU that a device would be, counted by machine; a node that replaces a lost one takes
+        its numbers."""
         given: dict[str, int] = {}
         assigned = {}
         for node_id, node in self.nodes.items():
