@@ -52,13 +52,14 @@ def smallest_change(
     capacity_bytes: float,
     num_devices: int | None,
     *,
-    pool: str = "rollout",
+    pool: str | None = None,
     num_gpus: int = 1,
     **counted: bool,
 ) -> str:
     """Keys and values, such as `rollout.slots: 16 and rollout.dtype: bfloat16`; empty if no change is enough.
 
-    `num_devices`: devices of the pool, None for any number. `pool`: its name, and `num_gpus` the GPUs of its device.
+    `num_devices`: devices of the pool, None for any number. `pool`: its name, if its devices may be several GPUs, and
+    `num_gpus` the GPUs of one.
     `counted`: `is_gpu` and `has_base` of `device_parts`.
     """
 
@@ -72,8 +73,8 @@ def smallest_change(
         return need * num_gpus <= capacity_bytes * gpus
 
     if phase is Phase.ROLLOUT:
-        splits = _splits(config, pool, num_gpus, num_devices or _MAX_RANKS)
-        ways = _ways_of_rollout(config, list(splits))
+        splits = [] if pool is None else list(_splits(config, pool, num_gpus, num_devices or _MAX_RANKS))
+        ways = _ways_of_rollout(config, splits)
     else:
         ways = [list(_train_changes(config, num_devices or _MAX_RANKS))]
     alone = next((change for way in ways for change in way if fits([change])), None)

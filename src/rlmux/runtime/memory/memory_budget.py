@@ -276,7 +276,7 @@ def _remedy(submission: Submission, phase: Phase, pool: Pool, counted: Mapping[s
     num_devices = None if pool.num_nodes is None else pool.num_nodes * pool.devices_per_node
     change = smallest_change(
         submission.config, phase, pool.device_memory_bytes, num_devices,
-        pool=pool.name, num_gpus=pool.gpus_per_device, **counted,
+        pool=pool.name if pool.phase is Phase.ROLLOUT else None, num_gpus=pool.gpus_per_device, **counted,
     )  # fmt: skip
     return f"it fits with {change}" if change else "no other dtype, slots, micro-batch, shards or adapter make it fit"
 
