@@ -77,6 +77,10 @@ def test_devices_of_a_pool_are_one_and_their_memory_adds_up(tmp_path):
         ("cluster: {pools: {gpu0: {phase: both}}}\nleave_limit_s: 0", "leave_limit_s"),
         ("cluster: {pools: {gpu0: {phase: both}}}\nmax_hold_s: -1", "max_hold_s"),
         ("cluster: {pools: {gpu0: {phase: both, devices: 1, nodes: 2}}}", "accepted: one of them"),
+        (
+            "cluster: {pools: {a: {phase: rollout, devices: 1, gpus_per_device: 2}, train: {}}}",
+            "a permit is for a whole",
+        ),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(tmp_path, text, told):

@@ -103,6 +103,14 @@ def test_check_says_how_often_a_large_model_has_a_checkpoint_unless_the_file_doe
     assert rlmux(*words, "--set", "pipelines.a.checkpoint_every=1").err == ""
 
 
+def test_a_device_of_several_gpus_is_shown_with_their_number(rlmux, folder):
+    pools = "cluster: {pools: {rollout: {nodes: 2, gpus_per_node: 4}, train: {devices: 1}}}"
+    (folder / "wide.yaml").write_text(f"{pools}\npipelines: [{{name: a, task: sort}}]")
+    assert "devices rollout 2 of 4 GPUs, train 1\n" in rlmux("check", "wide.yaml").out
+    (cluster,) = json.loads(rlmux("check", "wide.yaml", "--json").out)["clusters"]
+    assert (cluster["devices"], cluster["gpus_per_device"]) == ({"rollout": 2, "train": 1}, {"rollout": 4})
+
+
 def test_overrides_are_refused_for_files_that_take_none(rlmux):
     file = str(EXAMPLES / "serve" / "tiny.yaml")
     line = f"rlmux: --set policy=fifo: {file} has lanes; accepted: a file of `rlmux run` or `broker`\n"
@@ -115,7 +123,15 @@ def test_json_has_what_was_found_or_every_mistake(rlmux):
         "ok": True,
         "kind": "pipelines",
         "names": ["a", "b"],
-        "clusters": [{"lane": None, "policy": "rollmux", "devices": {"rollout": 1, "train": 1}, "models": []}],
+        "clusters": [
+            {
+                "lane": None,
+                "policy": "rollmux",
+                "devices": {"rollout": 1, "train": 1},
+                "models": [],
+                "gpus_per_device": {},
+            }
+        ],
         "mistakes": [],
     }
     code, out, err = rlmux(

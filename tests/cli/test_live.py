@@ -86,3 +86,16 @@ def test_a_decision_of_the_policy_that_failed_is_a_line(live, capsys):
     live.update(1.0, [], [ReportPolicyFault(policy="own:Policy", method="place", error="KeyError: 1")], [])
     line = "rlmux: policy own:Policy failed in place, and the plain order of work stands in: KeyError: 1"
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_a_device_of_several_gpus_says_so(folder):
+    (folder / "wide.yaml").write_text(
+        "cluster: {pools: {rollout: {devices: 1, gpus_per_device: 4}, train: {devices: 1}}}\n"
+        "pipelines: [{name: a, task: sort, rollout: {engine: {name: vllm, python: python}}}]"
+    )
+    live = Live(load_spec("wide.yaml"), is_quiet=False)
+    live.update(1.0, [], [generate(1)], [])
+    rows = {line.split()[0]: line for line in drawn(live).splitlines() if line.startswith(("rollout-", "train-"))}
+    assert rows["rollout-0.0"].split("  ")[0] == "rollout-0.0 (4 GPUs)"
+    assert "a: generate 1" in rows["rollout-0.0"]
+    assert "GPUs" not in rows["train-0.0"]

@@ -70,3 +70,60 @@ def test_plan_reads_a_checkpoint_once_and_no_packages_plug_ins(rlmux, folder, mo
     monkeypatch.setattr(plugins, "entry_points", entry_points)
     assert "countdown" in rlmux("plan", "14_eight_gpus.yaml").out
     assert read == [folder / "qwen3-8b" / "config.json"]
+
+
+LARGE = """
+cluster:
+  pools:
+    rollout: {phase: rollout, devices: 1, gpus_per_device: 4, device_memory_gb: 320, host_memory_gb: 800}
+    train: {phase: train, devices: 8, device_memory_gb: 80, host_memory_gb: 300}
+policy: rlmux
+pipelines:
+  - name: countdown
+    task: {name: "reasoning-gym:countdown"}
+    model: {path: qwen3-32b}
+    estimate: {rollout_s: 300, train_s: 300}
+    algorithm: {name: grpo, prompts_per_step: 32, group_size: 8, learning_rate: 1e-6, micro_batch_size: 1}
+    rollout:
+      engine: {name: vllm, python: python}
+      tensor_parallel: 4
+      slots: 64
+      max_prompt_tokens: 1024
+      max_new_tokens: 7168
+      dtype: bfloat16
+    train: {workers: 8, sharding: shard, dtype: bfloat16, optimizer_state: 8bit, activation_checkpointing: true}
+"""
+QWEN3_32B = {
+    "model_type": "qwen3", "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def large(folder):
+    config = json.loads((EXAMPLES / "qwen3-8b" / "config.json").read_text())
+    (folder / "qwen3-32b").mkdir()
+    (folder / "qwen3-32b" / "config.json").write_text(json.dumps(config | QWEN3_32B))
+    (folder / "large.yaml").write_text(LARGE)
+    return "large.yaml"
+
+
+def test_a_model_larger_than_a_gpu_is_planned_over_several(rlmux, large):
+    code, out, err = rlmux("plan", large)
+    assert (code, err) == (0, "")
+    assert "GPUs: 4 in rollout, 8 in train" in out
+    assert "vllm server on 4 GPUs" in out
+
+
+def test_a_plan_names_the_split_that_fits_where_one_gpu_is_too_small(rlmux, large, folder):
+    several = "devices: 1, gpus_per_device: 4, device_memory_gb: 320, host_memory_gb: 800"
+    single = LARGE.replace(several, "devices: 4, device_memory_gb: 80").replace("      tensor_parallel: 4\n", "")
+    (folder / large).write_text(single)
+    said = rlmux("plan", large)
+    assert said.code == 2
+    assert "there are 80.000 GB; it fits with rollout.tensor_parallel: 4 with cluster.pools.rollout." in said.err
+    pools = single[: single.index("policy:")]
+    both = "\ncluster: {pools: {all: {phase: both, devices: 8, device_memory_gb: 80}}}\n"
+    (folder / large).write_text(single.replace(pools, both))
+    assert "tensor_parallel" not in rlmux("plan", large).err, "a device for training, too, is one GPU"

@@ -151,3 +151,51 @@ def test_a_driver_that_fails_or_knows_other_gpus_is_told_in_one_line(real):
 def test_gpus_that_torch_cannot_use_are_told_with_what_to_do(real):
     with pytest.raises(UserError, match="this machine has GPUs that torch cannot use"):
         describe_machine(real.cluster(), gpus=["0"])
+
+
+def gang(size=2, *, rollout=1, train=1):
+    return Cluster(
+        pools={
+            "rollout": Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=rollout, gpus_per_node=size),
+            "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=train),
+        }
+    )
+
+
+def test_a_device_of_several_gpus_has_the_memory_of_all_and_the_fullest_decides():
+    two = gang()
+    assert device_gb(with_machine_memory(two, [], machine(two, 100, 100, 100))) == {"rollout": 190.0, "train": 95.0}
+    assert device_gb(with_machine_memory(two, [], machine(two, 100, 60, 100))) == {"rollout": 114.0, "train": 95.0}
+
+
+def test_on_a_shared_gpu_a_state_takes_its_part_of_each(real):
+    """Training shares the first of the two GPUs."""
+    two = gang()
+    submissions = [needing(real, rollout_gb=100, train_gb=40)]
+    shared = with_machine_memory(two, submissions, machine(two, 100, 100))
+    assert device_gb(shared) == {"rollout": pytest.approx(100 + 2 * 2.5), "train": pytest.approx(40 + 2.5)}
+    check_each_fits(shared, submissions)
+    with pytest.raises(RefusedError, match=r"GPU 0 has 95.000 GB for 2 devices, .*: 60.000 GB for rollout-0.0 \+ 40"):
+        with_machine_memory(two, [needing(real, rollout_gb=120, train_gb=40)], machine(two, 100, 100))
+
+
+def test_cores_and_host_memory_are_counted_as_the_gpus_would_be():
+    two = gang(3)
+    memory = with_machine_memory(two, [], MachineMemory(host_bytes=40 * GB, num_cores=5))
+    assert device_gb(memory) == {"rollout": 27.0, "train": 9.0}
+    assert [pool.host_memory_bytes / GB for pool in memory.pools.values()] == [pytest.approx(27.0), pytest.approx(9.0)]
+    assert not memory.pools["rollout"].shares_hardware
+    fewer = with_machine_memory(two, [], MachineMemory(host_bytes=40 * GB, num_cores=4))
+    assert fewer.pools["rollout"].shares_hardware
+
+
+@pytest.mark.parametrize(("num_gpus", "is_shared"), [(3, False), (2, True)])
+def test_hardware_is_shared_where_devices_have_gpus_in_common(num_gpus, is_shared):
+    two = gang()
+    shared = with_machine_memory(two, [], machine(two, *[100] * num_gpus))
+    assert {pool.shares_hardware for pool in shared.pools.values()} == {is_shared}
+
+
+def test_a_device_of_more_gpus_than_there_are_is_refused_before_anything_starts():
+    with pytest.raises(UserError, match="a device has 4 GPUs, and this machine has 2"):
+        describe_machine(gang(4), gpus=["0", "1"], make_driver=KnownDriver)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rlmux.cli import inputs
@@ -30,6 +30,8 @@ class CheckedCluster:
     """Name of the policy."""
     devices: Mapping[str, int | None]
     """Number of devices by pool; None: not limited."""
+    gpus_per_device: Mapping[str, int] = field(default_factory=dict)
+    """GPUs of a device by pool, where it has several."""
     models: Sequence[str] = ()
     """Names of the models that the lane serves."""
 
@@ -104,15 +106,17 @@ def _check_lanes(file: str, _: Sequence[str]) -> CheckedFile:
 
 def _check_permits(file: str, sets: Sequence[str]) -> CheckedFile:
     spec = inputs.load_for_broker(file, sets, None)
-    return CheckedFile(kind=FileKind.PERMITS, names=[], clusters=[_cluster(spec.policy, spec.cluster)])
+    devices: dict[str, int | None] = {name: pool.gpus_per_node for name, pool in spec.cluster.pools.items()}
+    return CheckedFile(kind=FileKind.PERMITS, names=[], clusters=[CheckedCluster(policy=spec.policy, devices=devices)])
 
 
 def _cluster(policy: str, cluster: Cluster) -> CheckedCluster:
     devices = {
-        name: None if pool.num_nodes is None else pool.num_nodes * pool.gpus_per_node
+        name: None if pool.num_nodes is None else pool.num_nodes * pool.devices_per_node
         for name, pool in cluster.pools.items()
     }
-    return CheckedCluster(policy=policy, devices=devices)
+    gpus = {name: pool.gpus_per_node for name, pool in cluster.pools.items() if pool.gpus_per_node > 1}
+    return CheckedCluster(policy=policy, devices=devices, gpus_per_device=gpus)
 
 
 def show(file: str, checked: CheckedFile, *, as_json: bool) -> None:
@@ -137,7 +141,10 @@ def show_mistakes(file: str, error: UserError, *, as_json: bool) -> None:
 
 
 def _shown(cluster: CheckedCluster) -> str:
-    devices = ", ".join(f"{name} {'any' if number is None else number}" for name, number in cluster.devices.items())
+    size = {name: f" of {number} GPUs" for name, number in cluster.gpus_per_device.items()}
+    devices = ", ".join(
+        f"{name} {'any' if number is None else number}{size.get(name, '')}" for name, number in cluster.devices.items()
+    )
     lane = "" if cluster.lane is None else f"{cluster.lane}: "
     models = f", models {', '.join(cluster.models)}" if cluster.models else ""
     return f"{lane}policy {cluster.policy}, devices {devices}{models}"

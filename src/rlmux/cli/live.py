@@ -77,6 +77,11 @@ class Live:
             for node in range(pool.num_nodes or 0)
             for device in range(pool.devices_per_node)
         }
+        self._size = {
+            pool.name: f" ({pool.gpus_per_device} GPUs)"
+            for pool in spec.cluster.pools.values()
+            if pool.gpus_per_device > 1
+        }
         self._orders: dict[OrderId, RunStage] = {}
         self._policy = spec.policy
         self._now_s = 0.0
@@ -247,7 +252,7 @@ class Live:
             pipelines.add_row(name, step, reward, f"{row.tokens_per_s:,.0f}", row.doing)
         devices = Table("device", "held by", box=None, pad_edge=False)
         for device, holder in self._holder_by_device.items():
-            devices.add_row(device, holder)
+            devices.add_row(device + self._size.get(device.rpartition("-")[0], ""), holder)
         both = Table.grid(padding=(1, 0))
         now_s = self._now_s + time.monotonic() - self._reported_s
         both.add_row(f"policy {self._policy}, {now_s:.0f} s")

@@ -27,13 +27,15 @@ def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
     from rlmux.runtime.memory.memory_budget import has_gpu_sized_devices
 
     found, is_gpu = {}, has_gpu_sized_devices(spec.cluster)
+    pool = spec.cluster.pool_serving(Phase.ROLLOUT)
+    num_gpus = 1 if pool is None else pool.gpus_per_device
     for pipeline in spec.pipelines:
         if pipeline.training is not None:
             shape = shape_of(pipeline.training.model)
             found[pipeline.name] = {
                 "parameters": shape.num_parameters,
                 "active_parameters": shape.num_active_parameters,
-                "rollout": _present(device_parts(pipeline.training, Phase.ROLLOUT, is_gpu=is_gpu)),
+                "rollout": _present(device_parts(pipeline.training, Phase.ROLLOUT, is_gpu=is_gpu, num_gpus=num_gpus)),
                 "train": _present(device_parts(pipeline.training, Phase.TRAIN, is_gpu=is_gpu)),
                 "train_host": _present(host_parts(pipeline.training)),
             }

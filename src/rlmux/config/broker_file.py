@@ -75,6 +75,11 @@ def load_broker_spec(path: str | Path, *, overrides: Sequence[str] = (), policie
     for name, pool in config.cluster.pools.items():
         if pool.devices is not None and pool.nodes is not None:
             raise spec_error(root, ["cluster", "pools", name], "has devices and nodes; accepted: one of them")
+        if pool.gpus_per_device > 1:
+            text = (
+                f"is {pool.gpus_per_device}: a permit is for a whole pool; accepted: 1, and 'devices' as many as GPUs"
+            )
+            raise spec_error(root, ["cluster", "pools", name, "gpus_per_device"], text)
     return BrokerSpec(
         source=source,
         cluster=_as_wholes(make_cluster(config.cluster)),

@@ -18,7 +18,7 @@ from rlmux.config import import_checks
 from rlmux.config.checkpoint_folder import CheckpointFolder, check_checkpoint
 from rlmux.config.error_messages import nearest_hint, shown_value, spec_error
 from rlmux.config.source_map import Node, PathPart
-from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, phase_of_pool
+from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, gpus_of_device, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
 from rlmux.rl.config import (
@@ -29,6 +29,7 @@ from rlmux.rl.config import (
     TaskConfig,
     TrainingConfig,
 )
+from rlmux.rl.memory.model_shape import shape_of
 
 CheckTraining = Callable[[Sequence[TrainingConfig], Path], Sequence[str | None]]
 """The complaint about each pipeline's prompts and reward, beginning with the key ("task.digits: ..."), or None.
@@ -130,6 +131,12 @@ class Checks:
         if pool.devices is not None:
             not_both = "does not go with 'devices'; accepted: devices or nodes, not both"
             self._refuse_keys(path, ("nodes", "gpus_per_node"), not_both)
+        else:
+            self._refuse_keys(path, ("gpus_per_device",), "goes with 'devices'; accepted with 'nodes': gpus_per_node")
+        count = pool.gpus_per_device
+        if count > 1 and phase_of_pool(str(path[-1]), pool) != Phase.ROLLOUT:
+            text = f"is {count}: a training worker computes on one GPU; accepted: 1, and train.workers: {count} with"
+            raise self._error((*path, "gpus_per_device"), f"{text} train.sharding: shard for a model over {count} GPUs")
         if self.purpose is Purpose.RUN and pool.devices is None and pool.nodes is None:
             raise self._error((*path, "devices"), "is missing; accepted: a whole number, 1 or more")
 
@@ -152,6 +159,7 @@ class Checks:
             self._check_adapter((*path, "adapter"), pipeline.adapter, architecture)
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         self._check_engine((*path, "rollout", "engine", "url"), pipeline)
+        self._check_gpus((*path, "rollout"), pipeline)
         if pipeline.task is not None:
             self._check_task((*path, "task"), pipeline.task)
         elif self.purpose is Purpose.RUN:
@@ -184,9 +192,38 @@ class Checks:
         if others[0] != pipeline.name:
             raise self._error(path, f"is {url!r}, which {others[0]} has too; accepted: a server for each pipeline")
 
-    def _check_fits(self, path: KeyPath, phase: Phase, num_workers: int) -> None:
+    def _check_gpus(self, path: KeyPath, pipeline: PipelineConfig) -> None:
+        """Copies of the model fill a rollout device's GPUs, and each is split evenly over its own."""
+        rollout, (name, pool) = pipeline.rollout, self._pool_serving(Phase.ROLLOUT)
+        count, num_gpus = rollout.tensor_parallel, 1 if phase_of_pool(name, pool) == BOTH else gpus_of_device(pool)
+        if pool.gpus_per_device > 1 and rollout.engine.name == "rlmux":
+            text = f"is our own, which computes on one GPU, and a device of pool {name!r} has {num_gpus}"
+            raise self._error((*path, "engine"), f"{text}; accepted: vllm, sglang, or gpus_per_device: 1")
+        if count == 1 or rollout.engine.url is not None:
+            return
+        path = (*path, "tensor_parallel")
+        if self.config.policy == "colocated" or (pipeline.estimate and pipeline.estimate.colocated_rollout_s):
+            colocated = "policy colocated" if self.config.policy == "colocated" else "estimate.colocated_rollout_s"
+            text = f"is {count}, which does not go with {colocated}: a training device is one GPU"
+            raise self._error(path, f"{text}; accepted: 1, or no rollouts on training devices")
+        if num_gpus % count:
+            accepted = ", ".join(str(number) for number in range(1, num_gpus + 1) if num_gpus % number == 0)
+            key = "gpus_per_node" if pool.devices is None else "gpus_per_device"
+            larger = f", or cluster.pools.{name}.{key}: {count}" if phase_of_pool(name, pool) != BOTH else ""
+            text = f"is {count}: a device of pool {name!r} has {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+            raise self._error(path, f"{text}; accepted: {accepted}{larger}")
+        shape = shape_of(pipeline.model)
+        if not shape.splits_over(count):
+            accepted = ", ".join(str(number) for number in range(1, shape.num_heads + 1) if shape.splits_over(number))
+            text = f"is {count}, over which {shape.num_heads} heads, {shape.num_kv_heads} key/value heads and a width"
+            raise self._error(path, f"{text} of {shape.intermediate_size} do not divide; accepted: {accepted}")
+
+    def _pool_serving(self, phase: Phase) -> tuple[str, PoolConfig]:
         pools = self.config.cluster.pools.items()
-        name, pool = next((name, pool) for name, pool in pools if phase_of_pool(name, pool) in (phase, BOTH))
+        return next((name, pool) for name, pool in pools if phase_of_pool(name, pool) in (phase, BOTH))
+
+    def _check_fits(self, path: KeyPath, phase: Phase, num_workers: int) -> None:
+        name, pool = self._pool_serving(phase)
         size = pool.nodes if pool.devices is None else pool.devices
         if size is not None and num_workers > size:
             raise self._error(

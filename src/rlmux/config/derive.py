@@ -14,6 +14,7 @@ from rlmux.config.tree import (
     FootprintConfig,
     PipelineConfig,
     PoolConfig,
+    gpus_of_device,
     phase_of_pool,
 )
 from rlmux.core.model import (
@@ -51,7 +52,7 @@ def _pool(name: str, config: PoolConfig) -> Pool:
         phase=Phase.TRAIN if phase == BOTH else Phase(phase),
         serves_both_phases=phase == BOTH,
         num_nodes=config.nodes if config.devices is None else config.devices,
-        gpus_per_node=config.gpus_per_node,
+        gpus_per_node=gpus_of_device(config),
         usd_per_gpu_hour=config.usd_per_gpu_hour,
         host_memory_bytes=_bytes(config.host_memory_gb) or math.inf,
         device_memory_bytes=_bytes(config.device_memory_gb) or math.inf,

@@ -48,17 +48,20 @@ class PoolConfig(FromFile):
     both phases, and the file has no other pool."""
     devices: Count | None = None
     """Devices of this machine: GPUs, else CPU cores. Each is placed separately."""
+    gpus_per_device: Count = 1
+    """GPUs of one device, with `devices`: a rollout worker's server computes on all of them. Above 1 in a pool for
+    rollouts only."""
     nodes: Count | None = None
     """Whole nodes, one worker each. With neither key: unlimited, to plan."""
     gpus_per_node: Count = 1
-    """GPUs of one node, for counting and billing."""
+    """GPUs of one node, for counting and billing, and for a rollout worker's server."""
     usd_per_gpu_hour: NonNegativeFloat = 0.0
     """Price of one GPU for one hour."""
     host_memory_gb: PositiveFloat | None = None
     """Host memory of a node (with `devices`: of a device), in 10^9 bytes. Default: no limit."""
     device_memory_gb: PositiveFloat | None = None
-    """Memory of a device, in 10^9 bytes. `run` uses at most the memory that the driver reports free, or a core's part
-    of host memory. Default: not limited in `plan` and `simulate`."""
+    """Memory of a device, of all its GPUs, in 10^9 bytes. `run` uses at most the memory that the driver reports free,
+    or a core's part of host memory. Default: not limited in `plan` and `simulate`."""
     spills_to_disk: bool = False
     """Spill states to disk when host memory is full: more pipelines fit, switches take longer."""
 
@@ -101,6 +104,11 @@ class ClusterConfig(FromFile):
 
 BOTH = "both"
 """What a pool states whose devices serve both phases."""
+
+
+def gpus_of_device(pool: PoolConfig) -> int:
+    """GPUs of a device, or of a node."""
+    return pool.gpus_per_node if pool.devices is None else pool.gpus_per_device
 
 
 def phase_of_pool(name: str, pool: PoolConfig) -> str | None:
@@ -359,6 +367,5 @@ def plain_tree(config: RunConfig) -> dict[str, Any]:
             if task["name"] != "file":
                 del task["prompt_key"], task["answer_key"]
     for pool in plain["cluster"]["pools"].values():
-        if "devices" in pool:
-            del pool["gpus_per_node"]
+        del pool["gpus_per_node" if "devices" in pool else "gpus_per_device"]
     return plain

@@ -165,7 +165,7 @@ class Pool:
     host_memory_bytes: float = math.inf
     """Host memory of one node, in bytes: what all pipelines pinned to it may keep resident together."""
     device_memory_bytes: float = math.inf
-    """Memory of one device, in bytes."""
+    """Memory of one device, of all its GPUs, in bytes."""
     spills_to_disk: bool = False
     """Whether states that are off their device go to disk where host memory is full: only processes must fit in it."""
     shares_hardware: bool = False
@@ -174,6 +174,16 @@ class Pool:
     @property
     def usd_per_node_hour(self) -> float:
         return self.usd_per_gpu_hour * self.gpus_per_node
+
+    @property
+    def gpus_per_device(self) -> int:
+        """GPUs that a worker on one device may compute on; a training worker computes on one."""
+        return max(1, self.gpus_per_node // self.devices_per_node) if self.phase is Phase.ROLLOUT else 1
+
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs of all devices, as workers compute on them; None without a number of nodes."""
+        return None if self.num_nodes is None else self.num_nodes * self.devices_per_node * self.gpus_per_device
 
     def devices(self, node: NodeId) -> tuple[DeviceId, ...]:
         return tuple(DeviceId(node.pool, node.index, index) for index in range(self.devices_per_node))

@@ -97,6 +97,7 @@ def run_header(
             pool.name: {
                 "phase": "both" if pool.serves_both_phases else pool.phase,
                 "usd_per_node_hour": pool.usd_per_node_hour,
+                **({"gpus_per_device": pool.gpus_per_device} if pool.gpus_per_device > 1 else {}),
                 "devices": [
                     [pool.name, *at] for at in product(range(pool.num_nodes or 0), range(pool.devices_per_node))
                 ],

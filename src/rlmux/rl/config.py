@@ -325,7 +325,8 @@ class EngineConfig(FromFile):
     """Environment variables of the server, with `python`, in place of those that rlmux sets; null unsets one:
     {VLLM_BATCH_INVARIANT: null}."""
     memory_gb: PositiveFloat | None = None
-    """Device memory of the engine, in 10^9 bytes. Default: what our engine would take, and 2 more for a server."""
+    """Device memory of the engine, on all GPUs of its device, in 10^9 bytes. Default: what our engine would take, and
+    for a server 2 more on each GPU."""
     start_limit_s: PositiveFloat = 600.0
     """Time limit for the start of a server, in seconds."""
 
@@ -422,6 +423,9 @@ class RolloutConfig(FromFile):
     Can change the last bits."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
+    tensor_parallel: Count = 1
+    """GPUs over which a server splits each copy of the model. A device of more GPUs (`gpus_per_device`) has several
+    copies behind one server. Can change the last bits."""
     tail_batching: TailBatchingConfig | None = None
     """Sample more than a step needs, so that few steps wait for the longest answers. Default: off."""
     interruptible: InterruptibleConfig | None = None
@@ -433,6 +437,10 @@ class RolloutConfig(FromFile):
             raise MisfitError(modes[0], "does not go with an engine of others; accepted: our own engine")
         if len(modes) > 1:
             raise MisfitError("interruptible", "does not go with tail_batching; accepted: one of them")
+        if self.tensor_parallel > 1 and not self.engine.is_server:
+            text = f"the engine {self.engine.name} samples with whole copies of a model"
+            accepted = "accepted: 1, or rollout.engine: {name: vllm, python: PATH}"
+            raise MisfitError("tensor_parallel", f"{text}; {accepted}")
         if self.kv_tokens is not None and self.engine.name != "rlmux":
             raise MisfitError("kv_tokens", "does not go with an engine of others; accepted: our own engine")
         if self.kv_tokens is not None and self.kv_tokens < self.slot_tokens:

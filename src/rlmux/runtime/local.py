@@ -3,7 +3,8 @@
     WorkerBackend ── spawn ──▶ LocalProcesses ──▶ WorkerProcess (one per worker; its pipe is watched by `wait`)
 
 device    one GPU, if this machine has any that may be used (CUDA_VISIBLE_DEVICES; empty: none); else one CPU core,
-          to which its workers are pinned; a worker computes with one thread there
+          to which its workers are pinned; a worker computes with one thread there; with `gpus_per_device` several of
+          either: a server on them holds one model, or copies of it
 weights   files in shared memory, in a folder that only the user can read
 """
 
@@ -21,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,9 @@ def local_backend(
     memory = SharedMemoryFolder(folder)
     gpus = assign_gpus(cluster, visible_gpus())
     cores = {} if gpus else assign_cores(cluster)
-    used = {f"GPU {gpu}" for gpu in gpus.values()} | {f"core {core}" for each in cores.values() for core in each}
+    used = {f"GPU {gpu}" for names in gpus.values() for gpu in names.split(",")} | {
+        f"core {core}" for each in cores.values() for core in each
+    }
     neighbours = memory.neighbours_on(used)
     memory.sign(folder, used)
     mps = MpsDaemon.start() if gpus and (options or WorkerOptions()).shares_devices else None
@@ -160,18 +164,19 @@ class LocalProcesses:
 
 
 def assign_cores(cluster: Cluster) -> dict[DeviceId, tuple[int, ...]]:
-    """One core for each device, in the order of the file; cores are shared when there are more devices.
+    """One core for each GPU that a device would be, in the order of the file; shared when there are more than cores.
 
     Raises UserError for a pool without a fixed number of devices: this machine cannot grow.
     """
     cores = sorted(os.sched_getaffinity(0))
     assigned: dict[DeviceId, tuple[int, ...]] = {}
+    turns = cycle(cores)
     for pool in cluster.pools.values():
         if pool.num_nodes is None:
             raise UserError(f"cluster.pools.{pool.name}: give a number of devices; this machine has {len(cores)} cores")
         for index in range(pool.num_nodes):
             for device in pool.devices(NodeId(pool.name, index)):
-                assigned[device] = (cores[len(assigned) % len(cores)],)
+                assigned[device] = tuple(dict.fromkeys(islice(turns, pool.gpus_per_device)))
     return assigned
 
 
@@ -190,32 +195,47 @@ def visible_gpus() -> list[str]:
 
 
 def assign_gpus(cluster: Cluster, gpus: Sequence[str]) -> dict[DeviceId, str]:
-    """One GPU for each device, in the order of the file; GPUs are shared when there are more devices.
+    """The GPUs of each device, with commas between, as CUDA_VISIBLE_DEVICES has them; shared when there are too few.
 
-    Empty without GPUs. Raises UserError for a pool without a fixed number of devices.
+    Devices of several GPUs come first and begin at multiples of their number, so that two of them have all in common or
+    none; else in the order of the file. Empty without GPUs. Raises UserError for a pool without a fixed number of
+    devices, and for a device of more GPUs than this machine has.
     """
     if not gpus:
         return {}
     assigned: dict[DeviceId, str] = {}
-    for pool in cluster.pools.values():
+    num_given = 0
+    for pool in sorted(cluster.pools.values(), key=lambda pool: -pool.gpus_per_device):
+        size = pool.gpus_per_device
         if pool.num_nodes is None:
             raise UserError(f"cluster.pools.{pool.name}: give a number of devices; this machine has {len(gpus)} GPUs")
+        if size > len(gpus):
+            raise UserError(
+                f"cluster.pools.{pool.name}: a device has {size} GPUs, and this machine has {len(gpus)}; accepted: "
+                f"gpus_per_device up to {len(gpus)}"
+            )
         for index in range(pool.num_nodes):
             for device in pool.devices(NodeId(pool.name, index)):
-                assigned[device] = gpus[len(assigned) % len(gpus)]
+                first = num_given % (len(gpus) // size * size)
+                assigned[device] = ",".join(gpus[first : first + size])
+                num_given += size
     return assigned
 
 
 def notes_of_devices(cluster: Cluster) -> list[str]:
     """A line where the cluster has more devices than this machine has GPUs, or cores."""
-    counts = [pool.num_nodes * pool.gpus_per_node for pool in cluster.pools.values() if pool.num_nodes is not None]
+    pools = cluster.pools.values()
+    num_devices = sum((pool.num_nodes or 0) * pool.devices_per_node for pool in pools)
+    num_wanted = sum(pool.num_gpus or 0 for pool in pools)
     gpus = visible_gpus()
     num_here, what = (len(gpus), "GPU") if gpus else (len(os.sched_getaffinity(0)), "core")
-    if sum(counts) <= num_here:
+    if num_wanted <= num_here:
         return []
+    size = f" of {num_wanted} {what}s" if num_wanted > num_devices else ""
+    here = f"{num_here} {what}{'s' if num_here > 1 else ''}"
     return [
-        f"cluster.pools: {sum(counts)} devices share {num_here} {what}{'s' if num_here > 1 else ''} of this machine: "
-        "they wait for each other, so times say little; results are the same"
+        f"cluster.pools: {num_devices} devices{size} share {here} of this machine: they wait for each "
+        "other, so times say little; results are the same"
     ]
 
 

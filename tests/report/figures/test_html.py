@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -132,3 +133,12 @@ def test_many_devices_are_summed_by_pool(script: Any, make_order: Callable[..., 
     script.event(StageFinished(time_s=2.0, order=99, seconds=0.0), Release(pipeline="a"))
     text = Reader(page(script.timeline())).text
     assert "40 devices" in text
+
+
+def test_a_device_of_several_gpus_says_so(alternating_run: Callable[..., Any]) -> None:
+    timeline = alternating_run().timeline()
+    pools = timeline.header["pools"]
+    wide = {**timeline.header, "pools": {**pools, "rollout": {**pools["rollout"], "gpus_per_device": 4}}}
+    text = page(dataclasses.replace(timeline, header=wide))
+    assert len(re.findall(r"% busy · 4 GPUs<", text)) == 1
+    assert "GPUs<" not in page(timeline)

@@ -343,6 +343,33 @@ def test_more_devices_than_gpus_on_a_node_are_one_line(nodes, gpu_nodes, tmp_pat
 
 
 @pytest.mark.slow
+def test_workers_of_a_device_of_several_gpus_see_all_of_them(nodes, tmp_path):
+    """Two devices of two GPUs on one node of four, and a pool of as large devices on a node that has too few."""
+    added = [nodes.add(wide=2, num_gpus=4), nodes.add(narrow=1, num_gpus=1)]
+    wide, narrow = (
+        Cluster(pools={name: Pool(name=name, phase=Phase.ROLLOUT, num_nodes=num, gpus_per_node=2)})
+        for name, num in (("wide", 2), ("narrow", 1))
+    )
+    backend = nodes.make_backend()(wide, _folder(tmp_path))
+    try:
+        asked = Asked(backend, tmp_path)
+        for index in range(2):
+            asked.add(f"a/{index}", DeviceId("wide", index, 0))
+            asked.add(f"b/{index}", DeviceId("wide", index, 0))
+        said = asked.answers()
+        raylet = added[0].all_processes["raylet"][0].process.pid
+    finally:
+        backend.close()
+    assert {each for _, each in said.values()} == {raylet}
+    seen = [{said[f"{name}/{index}"][0] for name in "ab"} for index in range(2)]
+    assert [len(each) for each in seen] == [1, 1], "workers of one device see different GPUs"
+    assert sorted(gpu for names in seen for name in names for gpu in name.split(",")) == ["0", "1", "2", "3"]
+    refusal = r"^Ray node \S+ offers 1 devices of 2 GPUs and has 1 GPUs; accepted: all GPUs of each device on one node"
+    with pytest.raises(UserError, match=refusal):
+        nodes.make_backend()(narrow, tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_gpus_that_others_hold_are_one_line(nodes, gpu_nodes, tmp_path, monkeypatch):
     import ray
 

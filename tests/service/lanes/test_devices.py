@@ -14,7 +14,14 @@ from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderLock
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.devices import NOT_HELD, LaneDevices, check_devices, neighbours_of, parts_of
+from rlmux.service.lanes.devices import (
+    NOT_HELD,
+    LaneDevices,
+    check_devices,
+    neighbours_of,
+    num_devices,
+    parts_of,
+)
 
 GPUS = [f"GPU {index}" for index in range(4)]
 CORES = [f"core {index}" for index in range(4)]
@@ -100,3 +107,14 @@ def test_lanes_of_another_service_on_the_same_devices_are_named_and_their_own_ar
     finally:
         signed.close()
     assert neighbours_of(tmp_path / "two", ["cpu"]) == []
+
+
+def test_a_lane_has_all_gpus_of_its_devices(tmp_path):
+    text = "cluster: {pools: {rollout: {devices: 1, gpus_per_device: 2}, train: {devices: 1}}}"
+    wide = parse_spec(text, source="service.yaml", folder=tmp_path, may_be_empty=True)
+    both = {"wide": wide, **lanes(tmp_path, b=1)}
+    other = tmp_path / "other"
+    other.mkdir()
+    assert num_devices(wide) == 3
+    assert parts_of(tmp_path, both, GPUS)["wide"] == LaneDevices(gpus=("0", "1", "2"))
+    assert parts_of(other, both, CORES)["wide"] == LaneDevices(cores=(0, 1, 2))

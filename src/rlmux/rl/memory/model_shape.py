@@ -66,6 +66,11 @@ class ModelShape:
         """Values of a token's key, or of its value, in one layer."""
         return self.num_kv_heads * self.head_dim
 
+    def splits_over(self, num_gpus: int) -> bool:
+        """Whether a server can split the model over so many GPUs. Key heads are repeated where there are too few."""
+        of_keys = max(self.num_kv_heads, num_gpus) % min(self.num_kv_heads, num_gpus)
+        return not (self.num_heads % num_gpus or of_keys or self.intermediate_size % num_gpus)
+
     @property
     def layer_matrices(self) -> int:
         """Parameters of one layer's matrices."""

@@ -31,7 +31,7 @@ from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool
 from rlmux.policies.search.shared_placement import MAX_MEMBERS
 from rlmux.rl.memory.adapter_base import bases_of
-from rlmux.rl.memory.footprint import BOTH_PHASES, device_parts, footprint_of
+from rlmux.rl.memory.footprint import BOTH_PHASES, device_parts, footprint_of, rollout_contexts_bytes
 from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES, Parts, total
 from rlmux.rl.memory.smallest_change import smallest_change
 from rlmux.runtime.backend import Submission
@@ -51,16 +51,16 @@ class MachineMemory:
     host_bytes: float = field(default_factory=lambda: float(psutil.virtual_memory().total))
     """Host memory of the machine."""
     gpu_by_device: Mapping[DeviceId, str] = field(default_factory=dict)
-    """The GPU that each device of the file stands for; empty where devices are cores."""
+    """The GPUs that each device of the file stands for, with commas between; empty where devices are cores."""
     free_bytes_by_gpu: Mapping[str, float] = field(default_factory=dict)
     """Free bytes of each GPU, as reported by its driver."""
     num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """Cores that this process may use."""
 
-    def is_shared(self, num_devices: int) -> bool:
-        """Whether so many devices are more than there is hardware for; controller and environments need a core, too."""
-        num_gpus = len({*self.gpu_by_device.values()})
-        return num_devices > num_gpus if num_gpus else num_devices >= self.num_cores
+    def is_shared(self, num_wanted: int) -> bool:
+        """Whether so many GPUs (or cores) are more than there are; controller and environments need a core, too."""
+        num_gpus = len({gpu for names in self.gpu_by_device.values() for gpu in names.split(",")})
+        return num_wanted > num_gpus if num_gpus else num_wanted >= self.num_cores
 
 
 def with_machine_memory(
@@ -71,14 +71,14 @@ def with_machine_memory(
     Submissions come with footprints. Raises RefusedError for a GPU whose devices need more than it has, together.
     """
     machine = machine or MachineMemory()
-    num_devices = sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values())
+    num_wanted = sum(pool.num_gpus or 0 for pool in cluster.pools.values())
     shared = 0.0 if machine.gpu_by_device else _shared_bytes(submissions)
     if shared >= machine.host_bytes * _USABLE:
         raise RefusedError(
             f"cluster: the bases of adapters need {_gigabytes(shared)} of host memory, and there are "
             f"{_gigabytes(machine.host_bytes * _USABLE)}; give fewer or smaller models"
         )
-    host_bytes = (machine.host_bytes * _USABLE - shared) / max(1, num_devices)
+    host_bytes = (machine.host_bytes * _USABLE - shared) / max(1, num_wanted)
     gpu_bytes = {
         name: num_bytes - _shared_base_bytes(cluster.pools[name], submissions)
         for name, num_bytes in _assign_gpu_memory(cluster, submissions, machine).items()
@@ -87,9 +87,13 @@ def with_machine_memory(
         pools={
             name: replace(
                 pool,
-                device_memory_bytes=min(pool.device_memory_bytes, gpu_bytes.get(name, host_bytes)),
-                host_memory_bytes=min(pool.host_memory_bytes, host_bytes * pool.devices_per_node),
-                shares_hardware=machine.is_shared(num_devices),
+                device_memory_bytes=min(
+                    pool.device_memory_bytes, gpu_bytes.get(name, host_bytes * pool.gpus_per_device)
+                ),
+                host_memory_bytes=min(
+                    pool.host_memory_bytes, host_bytes * pool.gpus_per_device * pool.devices_per_node
+                ),
+                shares_hardware=machine.is_shared(num_wanted),
             )
             for name, pool in cluster.pools.items()
         }
@@ -102,15 +106,22 @@ def _shared_bytes(submissions: Sequence[Submission]) -> float:
 
 
 def _assign_gpu_memory(cluster: Cluster, submissions: Sequence[Submission], machine: MachineMemory) -> dict[str, float]:
-    """Bytes for each device of a pool on GPUs, by pool: the minimum over its devices, as nodes are alike."""
+    """Bytes for each device of a pool on GPUs, by pool: the minimum over its devices, as nodes are alike.
+
+    A state lies in equal parts on all GPUs of its device, and the fullest of them decides for all.
+    """
     devices_by_gpu: dict[str, list[DeviceId]] = {}
-    for device, gpu in machine.gpu_by_device.items():
-        devices_by_gpu.setdefault(gpu, []).append(device)
+    for device, names in machine.gpu_by_device.items():
+        for gpu in names.split(","):
+            devices_by_gpu.setdefault(gpu, []).append(device)
     bytes_by_pool: dict[str, float] = {}
     for gpu, devices in devices_by_gpu.items():
         pools = [cluster.pools[device.pool] for device in devices]
         there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU - _waiting_context_bytes(pools, len(submissions))
-        needs = [_largest_state(pool, submissions) + _shared_base_bytes(pool, submissions) for pool in pools]
+        needs = [
+            (_largest_state(pool, submissions) + _shared_base_bytes(pool, submissions)) / pool.gpus_per_device
+            for pool in pools
+        ]
         if len(devices) > 1 and sum(needs) > there_is:
             parts = " + ".join(f"{_gigabytes(need)} for {device}" for device, need in zip(devices, needs, strict=True))
             raise RefusedError(
@@ -120,7 +131,8 @@ def _assign_gpu_memory(cluster: Cluster, submissions: Sequence[Submission], mach
             )
         spare = (there_is - sum(needs)) / len(devices)
         for device, need in zip(devices, needs, strict=True):
-            bytes_by_pool[device.pool] = min(bytes_by_pool.get(device.pool, math.inf), need + spare)
+            of_device = (need + spare) * cluster.pools[device.pool].gpus_per_device
+            bytes_by_pool[device.pool] = min(bytes_by_pool.get(device.pool, math.inf), of_device)
     return bytes_by_pool
 
 
@@ -181,11 +193,13 @@ def with_footprint(
     In a pool that spills, a node's host memory must hold its process; its state has the disk. `own_bases`: as in
     `footprint_of`; `with_machine_memory` counts the other bases.
     """
-    footprint = _estimated_footprint(submission, is_gpu=is_gpu, own_bases=own_bases)
-    context = CUDA_CONTEXT_BYTES if is_gpu else 0.0  # never in host memory
     rollout, train = cluster.pool_serving(Phase.ROLLOUT), cluster.pool_serving(Phase.TRAIN)
+    num_gpus = 1 if rollout is None else rollout.gpus_per_device
+    footprint = _estimated_footprint(submission, is_gpu=is_gpu, own_bases=own_bases, num_gpus=num_gpus)
+    context = CUDA_CONTEXT_BYTES if is_gpu else 0.0  # never in host memory
     if rollout is not None and rollout.spills_to_disk:
-        process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0) + context
+        contexts = rollout_contexts_bytes(submission.config, num_gpus) if is_gpu else 0.0
+        process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0) + contexts
         footprint = replace(footprint, rollout_host_bytes=max(0.0, process_bytes))
     if train is not None and train.spills_to_disk:
         process_bytes = footprint.train_host_bytes - (footprint.train_device_bytes or 0.0) + context
@@ -193,13 +207,15 @@ def with_footprint(
     return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
 
 
-def _estimated_footprint(submission: Submission, *, is_gpu: bool, own_bases: Collection[Phase]) -> Footprint:
+def _estimated_footprint(
+    submission: Submission, *, is_gpu: bool, own_bases: Collection[Phase], num_gpus: int
+) -> Footprint:
     given, is_filler = submission.pipeline.footprint, submission.pipeline.is_filler
     if is_filler:  # it has no trainer
         given = replace(given, train_host_bytes=0.0, train_device_bytes=0.0)
     if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
         return given
-    estimated = footprint_of(submission.config, is_gpu=is_gpu, own_bases=own_bases)
+    estimated = footprint_of(submission.config, is_gpu=is_gpu, own_bases=own_bases, num_gpus=num_gpus)
     return replace(
         given,
         rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),
@@ -236,7 +252,7 @@ def check_each_fits(
             counted = {"is_gpu": is_gpu, "has_base": has_base}
             need = device_bytes or 0.0
             if _is_over(need, pool.device_memory_bytes):
-                parts = device_parts(submission.config, phase, **counted)
+                parts = device_parts(submission.config, phase, num_gpus=pool.gpus_per_device, **counted)
                 known = parts if total(parts) == need else {}  # the file may give another figure
                 remedy = _remedy(submission, phase, pool, counted) if known else _SMALLER
                 raise _refusal(name, worker, "device memory", need, pool.device_memory_bytes, remedy, known)
@@ -258,7 +274,10 @@ def _is_over(need: float, capacity: float) -> bool:
 def _remedy(submission: Submission, phase: Phase, pool: Pool, counted: Mapping[str, bool]) -> str:
     """The smallest change of the file with which a worker fits, by the estimate of its parts."""
     num_devices = None if pool.num_nodes is None else pool.num_nodes * pool.devices_per_node
-    change = smallest_change(submission.config, phase, pool.device_memory_bytes, num_devices, **counted)
+    change = smallest_change(
+        submission.config, phase, pool.device_memory_bytes, num_devices,
+        pool=pool.name if pool.phase is Phase.ROLLOUT else None, num_gpus=pool.gpus_per_device, **counted,
+    )  # fmt: skip
     return f"it fits with {change}" if change else "no other dtype, slots, micro-batch, shards or adapter make it fit"
 
 

@@ -58,7 +58,7 @@ class RayWorkerSetup:
     """(worker factory, its arguments), pickled, since they may name modules on the search path."""
     cores: tuple[int, ...]
     has_gpu: bool
-    """Whether Ray has named a GPU in CUDA_VISIBLE_DEVICES."""
+    """Whether its device is of GPUs."""
     log_path: Path
     search_path: tuple[str, ...]
     """Folders in which the controller finds modules; reward functions lie there."""
@@ -111,9 +111,10 @@ class CallReply:
 class RayWorkerActor:
     """A worker process and its calls, one at a time; probes and the end run on other threads."""
 
-    def __init__(self, setup: RayWorkerSetup, fork_server: str) -> None:
-        """`fork_server`: address of the machine's fork server."""
+    def __init__(self, setup: RayWorkerSetup, fork_server: str, gpus: str | None = None) -> None:
+        """`fork_server`: address of the machine's fork server. `gpus`: of a device that has several; else Ray's."""
         self._setup = setup
+        self._gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus is None else gpus
         self._process: WorkerProcess | None = None
         self._calling = threading.Lock()
         sys.path += [folder for folder in setup.search_path if folder not in sys.path]
@@ -134,7 +135,7 @@ class RayWorkerActor:
                 *pickle.loads(setup.work),
                 cores=setup.cores,
                 # No device, or one that is a core: no GPU is seen, whatever the machine has.
-                gpu=os.environ.get("CUDA_VISIBLE_DEVICES", "") if setup.has_gpu else "",
+                gpu=self._gpus if setup.has_gpu else "",
                 log_path=setup.log_path,
                 call_limit_s=float("inf"),  # the controller keeps the limit
             )

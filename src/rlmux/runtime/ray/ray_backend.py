@@ -2,7 +2,7 @@
 
     pool rollout, node 1  ◀──▶  a Ray node that offers the resource rlmux_rollout      (ray start --resources=...)
     worker                      an actor there, one call at a time, on its device
-    device                      a GPU where the Ray node has any (`gpus.py`), else a core
+    device                      its GPUs where the Ray node has any (`gpus.py`), else as many cores
     weights                     one machine: files in shared memory, as under `local`
                                 several: delivered from node to node before a rollout needs them (`weight_delivery.py`)
     batches                     objects, from the env worker's node to the trainer's, never through the controller
@@ -161,7 +161,7 @@ class RayActors:
         self._gpus = gpus
         self.fork_servers = fork_servers
         self.nodes = dict(nodes)
-        self._core_by_device = self._assign_cores(cores_by_ray_id)
+        self._cores_by_device = self._assign_cores(cores_by_ray_id)
         self._memory = memory
         self.bases: Path | None = None
         self._deliveries = deliveries
@@ -188,7 +188,7 @@ class RayActors:
         setup = RayWorkerSetup(
             name=name,
             work=pickle.dumps((make_worker, args)),
-            cores=(self._core_by_device[device],) if device and not has_gpu else (),
+            cores=self._cores_by_device[device] if device and not has_gpu else (),
             has_gpu=has_gpu,
             log_path=log_path.absolute(),
             search_path=tuple(sys.path),
@@ -198,7 +198,9 @@ class RayActors:
         ray_id = node.ray_id if node else self._driver_id
         where = self._gpus.actor_options(device, ray_id)
         options = {"num_cpus": 0, "max_concurrency": _NUM_THREADS, "max_restarts": 0, "max_task_retries": 0}
-        actor = make_actor.options(**where, **options).remote(setup, self.fork_servers.address_on(ray_id))
+        actor = make_actor.options(**where, **options).remote(
+            setup, self.fork_servers.address_on(ray_id), self._gpus.names_of(device)
+        )
         worker = RayWorker(name, actor, node, call_limit_s, is_node_lost=self._is_node_lost, on_end=self._on_end)
         self._workers[id(worker)] = worker
         return worker
@@ -286,16 +288,19 @@ class RayActors:
         if self._deliveries is not None and worker.is_trainer:
             self._deliveries.withdraw(worker)
 
-    def _assign_cores(self, cores_by_ray_id: Mapping[str, Sequence[int]]) -> dict[DeviceId, int]:
-        """One core for each device, counted by machine; a node that replaces a lost one takes its numbers."""
+    def _assign_cores(self, cores_by_ray_id: Mapping[str, Sequence[int]]) -> dict[DeviceId, tuple[int, ...]]:
+        """One core for each GPU that a device would be, counted by machine; a node that replaces a lost one takes
+        its numbers."""
         given: dict[str, int] = {}
         assigned = {}
         for node_id, node in self.nodes.items():
             cores = cores_by_ray_id[node.ray_id]
-            for device in self._cluster.pools[node_id.pool].devices(node_id):
+            pool = self._cluster.pools[node_id.pool]
+            for device in pool.devices(node_id):
                 number = given.get(node.address, 0)
-                given[node.address] = number + 1
-                assigned[device] = cores[number % len(cores)]
+                given[node.address] = number + pool.gpus_per_device
+                numbers = range(number, number + pool.gpus_per_device)
+                assigned[device] = tuple(dict.fromkeys(cores[each % len(cores)] for each in numbers))
         return assigned
 
     def _poll_nodes(self, *, is_due: bool = False) -> None:

@@ -73,8 +73,9 @@ def neighbours_of(root: Path, names: Collection[str]) -> list[Neighbour]:
 
 
 def num_devices(spec: Spec) -> int:
-    """Number of devices in a lane's file; a pool without a number of nodes counts none (`rlmux run` refuses it)."""
-    return sum((pool.num_nodes or 0) * pool.devices_per_node for pool in spec.cluster.pools.values())
+    """GPUs (or cores) of all devices in a lane's file; a pool without a number of nodes counts none (`rlmux run`
+    refuses it)."""
+    return sum(pool.num_gpus or 0 for pool in spec.cluster.pools.values())
 
 
 def _check(num_by_lane: Mapping[str, int], source: str, devices: Sequence[str] | None = None) -> None:
