@@ -225,7 +225,6 @@ def test_what_a_good_server_can_is_found_and_recalled(
             "frees_memory: asleep, it holds as much memory as awake",
             marks=pytest.mark.slow,
         ),
-        ({"wakes_otherwise": True}, "frees_memory: awake again, it samples other tokens"),
     ],
 )
 def test_what_a_server_only_says_that_it_can_is_found_out(
@@ -317,8 +316,19 @@ def test_weights_of_another_version_than_was_sent_fail_the_pipeline(new_engine: 
         engine.load_weights(tmp_path / "1.safetensors", 1)
 
 
+def test_a_server_that_sleeps_without_its_weights_gets_them_when_it_wakes(new_engine: NewEngine) -> None:
+    engine = new_engine("vllm", misbehaves={"wakes_otherwise": True})
+    assert engine.capabilities.drops_weights
+    requests = requests_of(3)
+    before = drain_of(engine, requests)
+    engine.offload()
+    engine.load()
+    assert drain_of(engine, requests) == before
+
+
 def test_a_server_that_wakes_with_other_weights_is_found_by_its_canary(new_engine: NewEngine) -> None:
     engine = new_engine("vllm")
+    engine.capabilities = replace(engine.capabilities, drops_weights=False)
     engine.offload()
     engine.server.request("POST", "/misbehave", {"wakes_otherwise": True})
     with pytest.raises(PipelineError, match="woke with other weights"):

@@ -11,9 +11,9 @@ from rlmux.core.errors import UserError
 from rlmux.engines.servers.factory import check_memory, dialect_of
 from rlmux.engines.servers.settings import ServerSettings
 from rlmux.engines.servers.sglang import Sglang
-from rlmux.engines.servers.vllm import EarlierVllm, Vllm
+from rlmux.engines.servers.vllm import Vllm
 
-SERVERS = {"vllm": Vllm(), "sglang": Sglang()}
+SERVERS = {"vllm": Vllm((0, 32)), "sglang": Sglang()}
 
 
 def settings(device: str, args: tuple[str, ...] = (), **more: Any) -> ServerSettings:
@@ -57,6 +57,7 @@ def test_a_server_that_took_more_memory_than_its_limit_is_refused_with_the_key()
 def test_what_rlmux_gives_a_server_can_be_left_out_and_its_variables_be_set_and_unset():
     given = settings(
         "cuda",
+        takes_tensors=True,
         without=("--weight-transfer-config", "--enable-sleep-mode"),
         variables={"VLLM_BATCH_INVARIANT": None, "VLLM_USE_V2_MODEL_RUNNER": "0", "NCCL_DEBUG": "INFO"},
     )
@@ -77,7 +78,23 @@ def test_a_copy_of_the_model_is_split_over_gpus_and_there_may_be_several(name):
     assert [several[several.index(word) + 1] for word in words] == ["2", "4"]
 
 
-def test_a_version_has_the_dialect_of_the_newest_that_is_not_newer():
-    assert isinstance(dialect_of("vllm", "0.24.0"), EarlierVllm)
-    assert type(dialect_of("vllm", "0.32.0")) is type(dialect_of("vllm", "1.4.0")) is Vllm
-    assert isinstance(dialect_of("sglang", "0.5.23"), Sglang)
+@pytest.mark.parametrize(
+    ("version", "flag"),
+    [
+        ("0.24.0", "--tokens-only"),
+        ("0.29.1", "--tokens-only"),
+        ("0.30.0", "--enable-scale-out"),
+        ("1.4", "--enable-scale-out"),
+    ],
+)
+def test_a_version_gets_the_flag_that_it_knows_for_tokens(version, flag):
+    flags = {"--tokens-only", "--enable-scale-out"} & set(
+        dialect_of("vllm", version).command("python", 1, settings("cpu"))
+    )
+    assert flags == {flag}
+
+
+def test_buffers_of_weights_are_asked_for_where_the_server_can_take_them():
+    command = SERVERS["vllm"].command("python", 1, settings("cuda", takes_tensors=True))
+    assert command[command.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
+    assert "--weight-transfer-config" not in SERVERS["vllm"].command("python", 1, settings("cuda"))

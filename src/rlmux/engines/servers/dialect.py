@@ -74,7 +74,7 @@ class Dialect(Protocol):
         """Forget an adapter."""
 
     def weight_version(self, server: ServerConnection) -> str:
-        """The server's reported weight version."""
+        """The server's reported weight version; empty if it reports none."""
 
     def checksums(self, server: ServerConnection) -> Mapping[str, str]:
         """sha256 of parameters' bytes, by name; empty if the server reports none."""

@@ -28,25 +28,19 @@ from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.engines.servers.settings import ServerSettings
 from rlmux.engines.servers.sglang import Sglang
 from rlmux.engines.servers.transfer import Buffers, GpuBuffers
-from rlmux.engines.servers.vllm import EarlierVllm, Vllm
+from rlmux.engines.servers.vllm import Vllm
 from rlmux.rl.config import EngineConfig, TrainingConfig
 from rlmux.rl.memory.footprint import server_bytes
 from rlmux.rl.memory.model_shape import shape_of
-from rlmux.rl.user_code.engine_check import check_version, release_of, remark_on, version_of
+from rlmux.rl.user_code.engine_check import check_version, program_of, release_of, remark_on
 
 _MEMORY_TOLERANCE = 1.1
 """Memory of a server, as a multiple of its limit, that is still accepted."""
 
-DIALECTS: dict[str, tuple[tuple[tuple[int, int], Dialect], ...]] = {
-    "vllm": (((0, 28), Vllm()), ((0, 0), EarlierVllm())),
-    "sglang": (((0, 0), Sglang()),),
-}
-"""Dialects of each kind of server by the first version that speaks it, the newest first."""
-
 
 def dialect_of(name: str, version: str) -> Dialect:
-    """The dialect that this version speaks."""
-    return next(dialect for first, dialect in DIALECTS[name] if release_of(version) >= first)
+    """What this version of a server is asked."""
+    return Vllm(release_of(version)) if name == "vllm" else Sglang()
 
 
 def make_server_engine(
@@ -64,14 +58,20 @@ def make_server_engine(
     Raises UserError and ServerGoneError for a server that cannot serve this pipeline; nothing is left of it then.
     """
     given = config.rollout.engine
-    version = version_of(given)
-    remark = remark_on(given.name, version)
+    program = program_of(given)
+    version, remark = program.version, remark_on(given.name, program.version)
     if remark is not None:
         print(f"rlmux: rollout.engine: {remark}", file=sys.stderr)
-    key = _cache_key(config, version, device)
-    known = None if is_remeasured else measuring.recall(key)
     gpus = None if device == "cpu" else GpuMemory()
-    settings = _settings(config, device, gpus, starts_empty=known is None or known.reloads)
+    key = _cache_key(config, version, device, 0 if gpus is None else gpus.count)
+    known = None if is_remeasured else measuring.recall(key)
+    if new_buffers is None and gpus is not None and program.may_take_tensors(given.name):
+        new_buffers = GpuBuffers
+    settings = replace(
+        _settings(config, device, gpus),
+        takes_tensors=new_buffers is not None,
+        starts_empty=given.url is None and config.adapter is None and (known is None or known.reloads),
+    )
     try:
         engine = ServerRolloutEngine(
             dialect_of(given.name, version),
@@ -86,7 +86,7 @@ def make_server_engine(
             is_single_turn=is_single_turn,
             on_wait=on_wait,
             gpus=gpus,
-            new_buffers=new_buffers or (None if gpus is None else GpuBuffers),
+            new_buffers=new_buffers,
         )
     except BaseException:
         shutil.rmtree(settings.folder, ignore_errors=True)
@@ -102,8 +102,9 @@ def make_server_engine(
     return engine
 
 
-def _settings(config: TrainingConfig, device: str, gpus: GpuMemory | None, *, starts_empty: bool) -> ServerSettings:
-    given = config.rollout.engine
+def _settings(config: TrainingConfig, device: str, gpus: GpuMemory | None) -> ServerSettings:
+    given, num_split = config.rollout.engine, config.rollout.tensor_parallel
+    num_gpus = num_split if gpus is None else gpus.count  # on cores a copy is all that there is room for
     return ServerSettings(
         folder=new_folder(),
         num_slots=config.rollout.num_slots,
@@ -111,10 +112,11 @@ def _settings(config: TrainingConfig, device: str, gpus: GpuMemory | None, *, st
         device=device,
         num_threads=config.train.num_threads,
         dtype=config.rollout.dtype,
-        memory_bytes=server_bytes(config),
+        memory_bytes=server_bytes(config, num_gpus),
         device_bytes=0.0 if gpus is None else gpus.device_bytes,
         adapter_rank=0 if config.adapter is None else config.adapter.rank,
-        starts_empty=starts_empty and given.url is None and config.adapter is None,
+        tensor_parallel=num_split,
+        data_parallel=max(1, num_gpus // num_split),
         without=given.without,
         variables=given.environment,
         args=given.args,
@@ -145,11 +147,18 @@ def check_memory(name: str, taken_bytes: float, limit_bytes: float) -> None:
         )
 
 
-def _cache_key(config: TrainingConfig, version: str, device: str) -> str:
+def _cache_key(config: TrainingConfig, version: str, device: str, num_gpus: int) -> str:
     given = config.rollout.engine
     gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     rollout = config.rollout
-    own = (given.args, given.without, sorted(given.environment.items()), given.url is None)
+    own = (
+        num_gpus,
+        rollout.tensor_parallel,
+        given.args,
+        given.without,
+        sorted(given.environment.items()),
+        given.url is None,
+    )
     adapter = None if config.adapter is None else asdict(config.adapter)
     rest = repr((asdict(shape_of(config.model)), adapter, rollout.num_slots, rollout.dtype, *own))
     return f"{given.name} {version} {gpu} {hashlib.sha256(rest.encode()).hexdigest()[:16]}"

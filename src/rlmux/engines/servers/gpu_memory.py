@@ -18,17 +18,17 @@ class GpuMemory:
     """The GPUs that this process sees."""
 
     def __init__(self) -> None:
-        self._count = torch.cuda.device_count()
+        self.count = torch.cuda.device_count()
         self._free_before = self.free_bytes()
 
     @property
     def device_bytes(self) -> float:
         """Memory of all of them."""
-        return float(sum(torch.cuda.mem_get_info(index)[1] for index in range(self._count)))
+        return float(sum(torch.cuda.mem_get_info(index)[1] for index in range(self.count)))
 
     def free_bytes(self) -> float:
         """Free memory of all of them."""
-        return float(sum(torch.cuda.mem_get_info(index)[0] for index in range(self._count)))
+        return float(sum(torch.cuda.mem_get_info(index)[0] for index in range(self.count)))
 
     def used_by(self, pids: Collection[int]) -> float:
         """Bytes that these processes hold; what is gone since this object was made where the driver knows none."""
@@ -42,7 +42,7 @@ class GpuMemory:
 
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlInit()
-                for index in range(self._count):
+                for index in range(self.count):
                     uuid = torch.cuda.get_device_properties(index).uuid
                     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
                     for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):

@@ -97,6 +97,8 @@ def _with_weights(engine: ServerRolloutEngine, trials: _Trials) -> Capabilities:
         return True
 
     takes_tensors = engine.has_buffers and trials.holds("takes_tensors", lambda: takes(engine.hand_over), "")
+    if engine.has_buffers and not takes_tensors and engine.can_restart:
+        engine.restart(starts_empty=engine.starts_empty)  # one that has refused a piece ends with the next request
     reloads = takes_tensors or trials.holds("reloads", lambda: takes(engine.reload), "")
     if not reloads and engine.can_restart:
         began = time.perf_counter()

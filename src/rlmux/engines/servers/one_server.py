@@ -52,6 +52,8 @@ class OneServer:
         self._prefix = uuid4().hex[:8]
         self._is_held = self._is_asleep = False
         self._num_requests = 0
+        self.weights = "0"
+        """Name of the weights that it samples with, another one after each change."""
         self.adapter = ""
         """The adapter that requests name; empty: the base alone."""
         self._process: ServerProcess | None = None
@@ -150,6 +152,7 @@ class OneServer:
             temperature=1.0,
             max_tokens=max_tokens,
             stop_tokens=(),
+            weights=self.weights,
             adapter=self.adapter,
         )
         stream = self.server.stream(

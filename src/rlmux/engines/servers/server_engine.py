@@ -107,6 +107,7 @@ class ServerRolloutEngine(OneServer):
         self._overdue: list[FinishedTurn] = []
         """Turns that ended without a request, for the next report."""
         self._is_offloaded = False
+        self._num_loads = 0
         self._has_other_weights = False
         """Whether the server has other weights than its folder shows: they came while it slept, or it dropped its
         own."""
@@ -257,6 +258,7 @@ class ServerRolloutEngine(OneServer):
                     temperature=self._temperature,
                     max_tokens=live.tokens_left,
                     stop_tokens=live.request.stop_tokens,
+                    weights=self.weights,
                     adapter=self.adapter,
                 )
             )
@@ -446,11 +448,17 @@ class ServerRolloutEngine(OneServer):
         assert self._new_buffers is not None
         tensors = self.folder.tensors
         buffers = self._new_buffers(buffer_bytes(tensors))
+        self._name_weights()
         self.dialect.take_weights(self.server, pieces(tensors, buffers), self.version)
 
     def reload(self) -> None:
         """Have the server read the folder's weights. Raises ServerAnswerError where it cannot."""
+        self._name_weights()
         self.dialect.load_weights(self.server, self.folder.path, self.version)
+
+    def _name_weights(self) -> None:
+        self._num_loads += 1
+        self.weights = str(self._num_loads)
 
     # --- residency ------------------------------------------------------------------------------------------
 

