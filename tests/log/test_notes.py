@@ -60,6 +60,9 @@ NOTES = [
     notes.SpillNote(pipeline=A, worker="a/train"),
     notes.AdapterRoomNote(pipeline=A, device="train-0.0", phase=Phase.TRAIN, state_bytes=10, free_bytes=100),
     notes.DeterminismNote(pipeline=A, promise="exact", checks={"recomputation": True}),
+    notes.DeterminismNote(
+        pipeline=A, promise="replayable", checks={"batches": False}, server={"name": "vllm", "remarks": ["one", "two"]}
+    ),
     notes.ProgramNote(
         pipeline=A, world=2, pools={"train": "gpu"}, need_bytes={"gpu": 5.0}, host_bytes=3.0, slo=None, weight=1.0
     ),

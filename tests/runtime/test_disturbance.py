@@ -61,8 +61,7 @@ def story(policy: str, seed: int) -> list[Any]:
     """Pipelines of all sorts come, go and are cancelled on nodes that cost something, so that groups are worth it."""
     given = random.Random(seed)
     pools = {
-        phase.value: Pool(name=phase.value, phase=phase, usd_per_gpu_hour=2.0)
-        for phase in (Phase.ROLLOUT, Phase.TRAIN)
+        phase.value: Pool(name=phase.value, phase=phase, usd_per_gpu_hour=2.0) for phase in (Phase.ROLLOUT, Phase.TRAIN)
     }
     submissions, cancels = [], []
     seconds: dict[tuple[PipelineId, Phase], float] = {}

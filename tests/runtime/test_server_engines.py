@@ -53,6 +53,16 @@ def together(real: Any, pair: list[Any], tmp_path_factory: pytest.TempPathFactor
     return real.run(tmp_path_factory.mktemp("together"), pair)
 
 
+def test_a_run_records_what_was_measured_of_a_server_and_what_it_had_cached(together: Any) -> None:
+    for note in (notes := [note for note in together.recorder.notes if note.type == "promise"]):
+        assert (note.server["name"], note.server["version"], note.server["reloads"]) == ("vllm", "0.32.0", True)
+        assert note.server["load_s"] > 0
+    assert len(notes) == 2
+    hits = [note.metrics["prefix_cache_hits"] for note in together.recorder.notes if note.type == "step"]
+    assert len(hits) == 2 * STEPS
+    assert all(0.0 <= share < 1.0 for share in hits)
+
+
 @pytest.mark.slow
 def test_two_pipelines_with_servers_share_a_device_and_train_as_alone(
     real: Any, pair: list[Any], together: Any, tmp_path: Path

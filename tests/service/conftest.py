@@ -31,6 +31,7 @@ LANE = "models"
 def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Start a server in a new folder, or on one that another left behind, at the address it had."""
     running: list[Served] = []
+
     def start(resume: Served | None = None, *, text: str = FILE, has_own_fork_server: bool = False) -> Served:
         root = tmp_path / f"root{len(running)}" if resume is None else resume.folder.parent
         file = root.with_suffix(".yaml")

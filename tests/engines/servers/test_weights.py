@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,10 @@ def new_engine(pythons: dict[str, str], tmp_path: Path) -> Iterator[NewEngine]:
         has_buffers: bool = False,
         tensor_parallel: int = 1,
         room: int | None = None,
+        args: tuple[str, ...] = (),
     ) -> ServerRolloutEngine:
-        given = EngineConfig(name="vllm", python=pythons[version], args=misbehaving(**(misbehaves or {})))
+        words = (*misbehaving(**(misbehaves or {})), *args)
+        given = EngineConfig(name="vllm", python=pythons[version], args=words)
         rollout = RolloutConfig(
             num_slots=4,
             max_new_tokens=12,
@@ -279,27 +282,48 @@ def test_each_version_of_an_adapter_has_a_name_and_the_one_before_is_forgotten(
         engine.dialect.unload_adapter(engine.server, "version-1")
 
 
+def served(engine: ServerRolloutEngine, requests: list[TrajectoryRequest], *, step: int) -> tuple[int, int]:
+    """(tokens of prompts, those that were cached) of these requests, counted by the server behind each turn."""
+    engine.submit(requests)
+    wanted = sum(len(request.prompt_tokens) for request in requests)
+    counted = cached = 0
+    for later in range(step, step + 20):
+        report = engine.run_chunk(max_decode_steps=1_000_000, max_seconds=60.0)
+        counted, cached = counted + report.prompt_tokens, cached + report.cached_tokens
+        if counted >= wanted:
+            break
+        engine.submit(requests_of(1, step=later))
+    return counted, cached
+
+
+def samples_of(prompt: int, num: int, *, step: int) -> list[TrajectoryRequest]:
+    """Samples of one prompt of 33 tokens: two blocks of the cache, and one more."""
+    tokens = tuple(range(prompt, prompt + 33))
+    [request] = requests_of(1, step=step, prompt=tokens)
+    return [replace(request, id=TrajectoryId(step, prompt, sample)) for sample in range(num)]
+
+
+def test_samples_of_a_prompt_go_to_the_copy_of_the_model_that_has_it_cached(new_engine: NewEngine) -> None:
+    engine = new_engine(args=("--data-parallel-size", "2"))
+    engine._num_copies = 2
+    counted, cached = served(engine, [*samples_of(1, 3, step=1), *samples_of(2, 3, step=1)], step=2)
+    assert counted >= 6 * 33
+    assert cached >= 4 * 32
+
+
 def test_what_the_prefix_cache_served_is_reported_and_is_nothing_of_other_weights(
     new_engine: NewEngine, tmp_path: Path
 ) -> None:
     engine = new_engine()
-    prompt = tuple(range(1, 34))
-    engine.submit(requests_of(3, prompt=prompt))
-    counted = cached = 0
-    for step in range(2, 6):
-        report = engine.run_chunk(max_decode_steps=1_000_000, max_seconds=60.0)
-        counted, cached = counted + report.prompt_tokens, cached + report.cached_tokens
-        if counted >= 3 * len(prompt):
-            break
-        engine.submit(requests_of(1, step=step))  # what a server counts comes behind the end of a turn
-    assert counted >= 3 * len(prompt)
+    counted, cached = served(engine, samples_of(1, 3, step=1), step=2)
+    assert counted >= 3 * 33
     assert cached >= 2 * 32
     model = trained(1)
     write_tensors(tmp_path / "1.safetensors", dict(model.named_parameters()), {"version": "1"})
     engine.load_weights(tmp_path / "1.safetensors", 1)
-    sample(engine, requests_of(1, step=6, prompt=prompt))
-    sample(engine, requests_of(1, step=7))
-    assert_is_of(model, engine, step=8)
+    _, cached = served(engine, samples_of(1, 1, step=30), step=31)
+    assert cached == 0
+    assert_is_of(model, engine, step=60)
 
 
 # --- servers of several GPUs ------------------------------------------------------------------------------------
@@ -322,7 +346,8 @@ def test_a_server_of_several_gpus_is_one_worker_whose_trajectories_outlive_it(
     engine.offload()
     engine.load()
     other.continue_from(partials)
-    found = {turn.id: turn for turn in first.finished} | sample(other, [])
+    last = drain(engine)  # what ended while the others were taken
+    found = {turn.id: turn for turn in first.finished} | last | drain(other)
     assert {key: turn.tokens for key, turn in found.items()} == {key: turn.tokens for key, turn in whole.items()}
 
     engine.submit(requests)

@@ -61,6 +61,7 @@ def store(tmp_path: Path) -> Bundles:
 
 def upload(store: Bundles, data: bytes) -> tuple[int, str]:
     """(status, hash)."""
+
     async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(data), 1000):
             yield data[start : start + 1000]

@@ -98,9 +98,13 @@ def test_a_controller_that_ends_again_and_again_is_started_a_bounded_number_of_t
     assert starts == MAX_DEATHS
     controller.poll()
     assert controller._process is None
-    assert controller.trouble() == controller.down() == (
-        "the controller of cpu has ended 5 times within an hour, and is started no more; the one before ended with "
-        "code 1: it printed nothing; to try again, start the service again"
+    assert (
+        controller.trouble()
+        == controller.down()
+        == (
+            "the controller of cpu has ended 5 times within an hour, and is started no more; the one before ended with "
+            "code 1: it printed nothing; to try again, start the service again"
+        )
     )
     (tmp_path / "cpu").mkdir()
     with FolderLock.take(tmp_path / "cpu") as lock:  # a person resumes the run

@@ -39,6 +39,9 @@ class Dialect(Protocol):
     def generate_body(self, sampling: Sampling) -> Any:
         """JSON of a request that streams tokens."""
 
+    def generate_headers(self, sampling: Sampling) -> Mapping[str, str]:
+        """Headers of the same request."""
+
     def read_events(self, events: Iterator[Any]) -> Iterator[Piece]:
         """The pieces of an answer."""
 

@@ -9,6 +9,7 @@ server's version, which is asked before it starts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import shutil
@@ -72,25 +73,23 @@ def make_server_engine(
         takes_tensors=new_buffers is not None,
         starts_empty=given.url is None and config.adapter is None and (known is None or known.reloads),
     )
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, settings.folder, ignore_errors=True)
+        folder = ModelFolder(
+            settings.folder, config.model, vocab_size, config.model_seed, config.rollout.dtype, config.adapter
+        )
         engine = ServerRolloutEngine(
             dialect_of(given.name, version),
             settings,
-            config.rollout,
-            given,
-            ModelFolder(
-                settings.folder, config.model, vocab_size, config.model_seed, config.rollout.dtype, config.adapter
-            ),
+            folder,
+            config,
             vocab_size=vocab_size,
-            staleness=config.algorithm.staleness,
             is_single_turn=is_single_turn,
             on_wait=on_wait,
             gpus=gpus,
             new_buffers=new_buffers,
         )
-    except BaseException:
-        shutil.rmtree(settings.folder, ignore_errors=True)
-        raise
+        undo.pop_all()
     try:
         _make_ready(engine, given, key, known, remark)
         if gpus is not None:

@@ -40,7 +40,10 @@ class Requests:
 
     def begin(self, sampling: Sampling) -> None:
         stream = self._server.stream(
-            self._dialect.generate_path(), self._dialect.generate_body(sampling), limit_s=self._limit_s
+            self._dialect.generate_path(),
+            self._dialect.generate_body(sampling),
+            limit_s=self._limit_s,
+            headers=self._dialect.generate_headers(sampling),
         )
         self._streams[sampling.request_id] = stream
         reader = threading.Thread(target=self._read, args=(sampling.request_id, stream), daemon=True)

@@ -14,6 +14,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -81,9 +82,9 @@ class ServerConnection:
         except ServerGoneError:
             return False
 
-    def stream(self, path: str, body: Any, *, limit_s: float) -> EventStream:
+    def stream(self, path: str, body: Any, *, limit_s: float, headers: Mapping[str, str] | None = None) -> EventStream:
         """A new answer that comes in events (text/event-stream); `limit_s`: longest wait for the next one."""
-        return EventStream(self._open(limit_s), f"{self.url}{path}", path, body)
+        return EventStream(self._open(limit_s), f"{self.url}{path}", path, body, headers or {})
 
     def _open(self, limit_s: float) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self._host, self._port, timeout=limit_s)
@@ -103,11 +104,14 @@ class ServerConnection:
 class EventStream:
     """One answer under way."""
 
-    def __init__(self, connection: http.client.HTTPConnection, url: str, path: str, body: Any) -> None:
+    def __init__(
+        self, connection: http.client.HTTPConnection, url: str, path: str, body: Any, headers: Mapping[str, str]
+    ) -> None:
         self._connection = connection
         self._url = url
         self._path = path
         self._body = body
+        self._headers = headers
         self._socket: socket.socket | None = None
         self.is_closed = False
 
@@ -124,7 +128,7 @@ class EventStream:
         Raises ServerGoneError without an answer, BusyError for a 503, ServerAnswerError for another refusal.
         """
         try:
-            _send(self._connection, "POST", self._path, self._body)
+            _send(self._connection, "POST", self._path, self._body, self._headers)
             self._socket = self._connection.sock
             answer = self._connection.getresponse()
             if answer.status == 503:
@@ -150,9 +154,16 @@ class BusyError(ServerGoneError):
     """The server takes no requests at the moment (503)."""
 
 
-def _send(connection: http.client.HTTPConnection, method: str, target: str, body: Any) -> None:
+def _send(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    body: Any,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     content = None if body is None else json.dumps(body)
-    connection.request(method, target, content, {"Content-Type": "application/json"} if content else {})
+    of_body = {"Content-Type": "application/json"} if content else {}
+    connection.request(method, target, content, {**of_body, **headers})
 
 
 def _shown(content: bytes) -> str:

@@ -104,11 +104,13 @@ def _with_weights(engine: ServerRolloutEngine, trials: _Trials) -> Capabilities:
         began = time.perf_counter()
         engine.restart()
         load_s = time.perf_counter() - began
-    told = engine.dialect.weight_version
+    reported = engine.dialect.weight_version
     names_versions = reloads and trials.holds(
-        "names_versions", lambda: told(engine.server) == str(engine.version), "it tells none"
+        "names_versions", lambda: reported(engine.server) == str(engine.version), "it reports none"
     )
-    has_checksums = trials.holds("has_checksums", lambda: _has_checksums(engine), "it tells none that can be compared")
+    has_checksums = trials.holds(
+        "has_checksums", lambda: _has_checksums(engine), "it reports none that can be compared"
+    )
     return replace(
         CANNOT,
         reloads=reloads,

@@ -3,6 +3,8 @@
     ServerProcess(...) ── reaper.py ──▶ server, in a session of its own; it ends with the worker, killed or not
 
 The folder holds the model that the server is started with, and its output. The reaper removes it.
+
+A module of its own: it has processes and what they write, and nothing of requests.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 from rlmux.engines.servers.trajectory import ServedTrajectory
 from rlmux.engines.servers.transfer import Buffers, buffer_bytes, pieces
 from rlmux.engines.servers.weight_checks import check_checksums
-from rlmux.rl.config import EngineConfig, RolloutConfig
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import (
     ChunkReport,
     FinishedTurn,
@@ -67,12 +67,10 @@ class ServerRolloutEngine(OneServer):
         self,
         dialect: Dialect,
         settings: ServerSettings,
-        rollout: RolloutConfig,
-        engine: EngineConfig,
         folder: ModelFolder,
+        config: TrainingConfig,
         *,
         vocab_size: int,
-        staleness: int = 0,
         is_single_turn: bool = True,
         on_wait: Callable[[], None] = _nothing,
         gpus: GpuMemory | None = None,
@@ -84,7 +82,8 @@ class ServerRolloutEngine(OneServer):
         makes buffers of so many bytes that the server can open; None where there are none. Raises ServerGoneError, and
         UserError for a server of another kind.
         """
-        super().__init__(dialect, settings, engine, on_wait=on_wait, gpus=gpus)
+        rollout = config.rollout
+        super().__init__(dialect, settings, rollout.engine, on_wait=on_wait, gpus=gpus)
         self.folder = folder
         self._new_buffers = new_buffers
         self.version = 0
@@ -92,7 +91,7 @@ class ServerRolloutEngine(OneServer):
         """Measured capabilities of the server (measuring.py)."""
         self._temperature = rollout.temperature
         self._dense_threshold = dense_threshold_of(rollout.num_slots)
-        self._staleness = staleness
+        self._staleness = config.algorithm.staleness
         self._is_single_turn = is_single_turn
         self._limits = RequestLimits(
             vocab_size=vocab_size,
@@ -107,6 +106,8 @@ class ServerRolloutEngine(OneServer):
         self._overdue: list[FinishedTurn] = []
         """Turns that ended without a request, for the next report."""
         self._is_offloaded = False
+        self._num_copies = settings.data_parallel
+        """Copies of the model behind the server. A prompt's samples and turns go to one, which has it cached."""
         self._num_loads = 0
         self._has_other_weights = False
         """Whether the server has other weights than its folder shows: they came while it slept, or it dropped its
@@ -260,6 +261,7 @@ class ServerRolloutEngine(OneServer):
                     stop_tokens=live.request.stop_tokens,
                     weights=self.weights,
                     adapter=self.adapter,
+                    rank=live.request.id.prompt % self._num_copies if self._num_copies > 1 else None,
                 )
             )
 

@@ -83,6 +83,8 @@ class Sampling:
     """Name of the weights: what the server has cached under others does not count."""
     adapter: str = ""
     """Adapter to sample with; empty: the base alone."""
+    rank: int | None = None
+    """Copy of the model that is to sample it; None: the server chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

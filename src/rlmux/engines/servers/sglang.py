@@ -73,6 +73,7 @@ class Sglang:
 
     def generate_body(self, sampling: Sampling) -> Any:
         return {
+            **({"routed_dp_rank": sampling.rank} if sampling.rank is not None else {}),
             **({"lora_path": sampling.adapter} if sampling.adapter else {}),
             "rid": sampling.request_id,
             "input_ids": list(sampling.tokens),
@@ -86,6 +87,9 @@ class Sglang:
                 "ignore_eos": True,
             },
         }
+
+    def generate_headers(self, sampling: Sampling) -> Mapping[str, str]:
+        return {}
 
     def read_events(self, events: Iterator[Any]) -> Iterator[Piece]:
         """Each event has the whole answer so far: what is new is behind what was seen."""

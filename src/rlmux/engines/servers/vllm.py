@@ -123,6 +123,9 @@ class Vllm:
             },
         }
 
+    def generate_headers(self, sampling: Sampling) -> Mapping[str, str]:
+        return {} if sampling.rank is None else {"X-data-parallel-rank": str(sampling.rank)}
+
     def read_events(self, events: Iterator[Any]) -> Iterator[Piece]:
         for event in events:
             if isinstance(event, dict) and "error" in event:  # the engine behind the server is gone
