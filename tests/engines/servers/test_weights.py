@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,14 @@ import psutil
 import pytest
 import torch
 from tests.server_environments import make_environment, misbehaving
+from tests.waiting import until
 
-from rlmux.core.errors import RlmuxError
+from rlmux.core.errors import PipelineError, RlmuxError
 from rlmux.engines.adapters.lora import inject_adapter, trained_parameters
 from rlmux.engines.model.model_io import build_model
 from rlmux.engines.model.weights import MODEL_FILE, publish_tensors, write_tensors
 from rlmux.engines.servers.factory import make_server_engine
-from rlmux.engines.servers.http_connection import ServerGoneError
+from rlmux.engines.servers.http_connection import ServerConnection, ServerGoneError
 from rlmux.engines.servers.model_folder import ModelFolder, new_folder
 from rlmux.engines.servers.server_engine import ServerRolloutEngine
 from rlmux.engines.servers.transfer import buffer_bytes, pieces
@@ -253,6 +256,62 @@ def test_a_server_that_ignores_buffers_reads_files_instead(new_engine: NewEngine
     write_tensors(tmp_path / "1.safetensors", dict(model.named_parameters()), {"version": "1"})
     engine.load_weights(tmp_path / "1.safetensors", 1)
     assert_is_of(model, engine)
+
+
+# --- a server that runs already ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(pythons: dict[str, str], folder: ModelFolder) -> Iterator[Callable[..., TrainingConfig]]:
+    """Starts a server of the model, or of another one, and gives the pipeline that samples with it."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str, has_others: bool = False) -> TrainingConfig:
+        if has_others:
+            folder.show_others()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [
+            pythons["0.32.0"],
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--port",
+            str(port),
+            "--enable-scale-out",
+            *words,
+        ]
+        begun.append(subprocess.Popen([*command, "--model", str(folder.path), "--dtype", "bfloat16"]))
+        engine = EngineConfig(name="vllm", url=f"http://127.0.0.1:{port}")
+        connection = ServerConnection(str(engine.url))
+        until(lambda: connection.is_there("/health"), "the server answers", process=begun[-1])
+        rollout = RolloutConfig(num_slots=4, max_new_tokens=12, max_prompt_tokens=12, dtype="bfloat16", engine=engine)
+        return TrainingConfig(name="a", model=MODEL, rollout=rollout)
+
+    yield start
+    for server in begun:
+        server.kill()
+        server.wait()
+
+
+def test_a_server_that_runs_already_shows_that_it_takes_other_weights_and_gets_its_own_back(running) -> None:
+    engine = make_server_engine(running(), vocab_size=VOCAB_SIZE, is_single_turn=True, device="cpu")
+    assert engine.capabilities.reloads
+    assert len(sample(engine, requests_of(2))) == 2
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("has_others", "complaint"),
+    [
+        (False, r"does not take new weights; accepted: rollout\.engine\.python"),
+        (True, "nats off a forward pass of the pipeline's model; accepted: a server of this model"),
+    ],
+)
+def test_a_server_that_runs_and_keeps_its_weights_or_other_ones_is_refused(running, has_others, complaint) -> None:
+    config = running(*misbehaving(ignores_weights=True), has_others=has_others)
+    with pytest.raises(PipelineError, match=complaint):
+        make_server_engine(config, vocab_size=VOCAB_SIZE, is_single_turn=True, device="cpu")
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------
