@@ -127,3 +127,25 @@ def test_a_plan_names_the_split_that_fits_where_one_gpu_is_too_small(rlmux, larg
     both = "\ncluster: {pools: {all: {phase: both, devices: 8, device_memory_gb: 80}}}\n"
     (folder / large).write_text(single.replace(pools, both))
     assert "tensor_parallel" not in rlmux("plan", large).err, "a device for training, too, is one GPU"
+
+
+def test_a_large_models_adapter_is_planned_with_a_server_over_several_gpus(rlmux, large, folder):
+    eight = LARGE.replace("devices: 8, ", "devices: 4, ").replace("workers: 8", "workers: 4")
+    (folder / large).write_text(eight.replace("    estimate:", "    adapter: {rank: 32, alpha: 64}\n    estimate:"))
+    code, out, err = rlmux("plan", large)
+    assert (code, err) == (0, "")
+    assert "GPUs: 4 in rollout, 4 in train" in out
+    assert "of host memory, once for" not in out, "the server and the ranks have bases of their own"
+    memory = json.loads(rlmux("plan", large, "--json").out)["memory"]["countdown"]
+    base_bytes = 32.8e9
+    assert memory["train"]["base"] == pytest.approx(4 * base_bytes / 4, rel=0.01)  # float32, a part of each rank
+    assert 2 * base_bytes < memory["rollout"]["vllm server on 4 GPUs"] < 320e9
+
+
+def test_a_plan_names_the_split_for_an_adapters_server(rlmux, large, folder):
+    several = "devices: 1, gpus_per_device: 4, device_memory_gb: 320, host_memory_gb: 800"
+    single = LARGE.replace(several, "devices: 4, device_memory_gb: 80").replace("      tensor_parallel: 4\n", "")
+    (folder / large).write_text(single.replace("    estimate:", "    adapter: {rank: 32, alpha: 64}\n    estimate:"))
+    said = rlmux("plan", large)
+    assert said.code == 2
+    assert "it fits with rollout.tensor_parallel: 4 with cluster.pools.rollout.gpus_per_device: 4" in said.err

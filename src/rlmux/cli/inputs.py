@@ -172,8 +172,12 @@ def measured(run: Path) -> dict[str, object]:
 
 
 def bases_in(spec: Spec) -> list[dict[str, object]]:
-    """The frozen bases that the file's adapters stand on, each once, with its bytes in shared memory."""
+    """The frozen bases of the file's adapters in shared memory, each once, with its bytes; none where devices are GPUs,
+    which have them."""
     from rlmux.rl.memory.adapter_base import bases_of
+    from rlmux.runtime.memory.memory_budget import has_gpu_sized_devices
 
+    if has_gpu_sized_devices(spec.cluster):
+        return []
     found = bases_of(pipeline.training for pipeline in spec.pipelines if pipeline.training is not None)
     return [{"base": name, "gb": num_bytes / 1e9, "pipelines": names} for name, (num_bytes, names) in found.items()]

@@ -26,6 +26,7 @@ from rlmux.engines.train.update.tree_sum import TreeSum
 from rlmux.rl.config import (
     AdapterConfig,
     AlgorithmConfig,
+    EngineConfig,
     ModelConfig,
     RolloutConfig,
     SftWarmupConfig,
@@ -263,6 +264,22 @@ def test_pipelines_of_one_base_have_it_once():
     rounded = replace(tenants[1], rollout=RolloutConfig(dtype="bfloat16"))
     ((both, _),) = bases_of([tenants[0], rounded]).values()
     assert both == base_bytes(whole.model, ("float32", "bfloat16")) < 1.5 * base_bytes(whole.model)
+
+
+def test_a_base_is_in_shared_memory_only_as_something_reads_it_there():
+    own = TrainingConfig(name="own", model=ModelConfig(seed=1), adapter=AdapterConfig(rank=4, alpha=8.0))
+    server = RolloutConfig(dtype="bfloat16", engine=EngineConfig(name="vllm", python="python"))
+    served = replace(own, name="served", rollout=server)
+
+    def bytes_for(*configs: TrainingConfig) -> float:
+        return sum(num_bytes for num_bytes, _ in bases_of(configs).values())
+
+    trained = bytes_for(served)
+    assert trained == base_bytes(own.model, ())
+    assert bytes_for(own, served) == bytes_for(own), "a server has its base in its own memory"
+    rounded = [replace(each, train=TrainConfig(dtype="bfloat16")) for each in (own, served)]
+    assert bytes_for(*rounded) == bytes_for(own) - trained
+    assert bases_of([rounded[1], replace(served, train=TrainConfig(num_workers=2, sharding="shard"))]) == {}
 
 
 def test_a_checkpoints_shape_is_parsed_once_for_each_state_of_its_file(tmp_path, monkeypatch):

@@ -141,11 +141,38 @@ def test_no_split_is_named_that_would_be_refused(config, engine, changes, num_de
     assert "tensor_parallel: 4" not in remedy(config(engine, **changes), capacity, num_devices)
 
 
-def test_no_server_is_named_for_an_adapter(config):
-    """A server samples whole models."""
-    given = replace(config(OWN, dtype="bfloat16"), adapter=AdapterConfig(rank=4, alpha=8.0))
-    assert "vllm" not in remedy(given, 60e9)
-    assert "vllm" in remedy(replace(given, adapter=None), 60e9)
+def test_a_split_is_named_for_an_adapter_too(config):
+    """Each copy of the model that a server has is a base of its own."""
+    given = replace(config(dtype="bfloat16"), adapter=AdapterConfig(rank=4, alpha=8.0))
+    split = "rollout.tensor_parallel: 2 with cluster.pools.fast.gpus_per_device: 2"
+    assert remedy(given, 60e9) == remedy(given, 60e9, has_base=False) == split
+    own = replace(given, rollout=replace(given.rollout, engine=OWN))
+    assert remedy(own, 60e9).startswith("rollout.engine: vllm with rollout.tensor_parallel: ")
+
+
+def test_a_server_has_the_base_of_its_adapter_for_itself_in_each_copy_and_two_versions(config):
+    given = replace(config(tensor_parallel=2), adapter=AdapterConfig(rank=32, alpha=8.0))
+    own = rollout_parts(given, is_gpu=True)
+    assert own["base"] == pytest.approx(rollout_parts(config(), is_gpu=True)["weights"])
+    assert own["weights"] < own["base"] / 100
+    expected = total(own) + own["base"] + 3 * own["weights"] + 4 * OWN_OF_SERVER
+    assert server_bytes(given, 4) == pytest.approx(expected)
+    shared = footprint_of(given, is_gpu=True, num_gpus=4, own_bases=())
+    alone = footprint_of(given, is_gpu=True, num_gpus=4)
+    assert shared.rollout_device_bytes == alone.rollout_device_bytes
+    assert shared.rollout_host_bytes == alone.rollout_host_bytes
+
+
+def test_a_new_models_base_lies_in_its_servers_folder_and_a_checkpoints_is_linked(config):
+    served = replace(config(), adapter=AdapterConfig(rank=4, alpha=8.0), model=ModelConfig(hidden_size=256))
+    process_bytes = 150e6
+    for given, written in (
+        (served, 4 * shape_of(served.model).num_parameters),
+        (replace(served, adapter=None), 0),
+        (replace(config(), adapter=served.adapter), 0),
+    ):
+        counted = footprint_of(given)
+        assert counted.rollout_host_bytes == pytest.approx(process_bytes + counted.rollout_device_bytes + written)
 
 
 def test_where_our_own_engine_has_no_room_for_many_sequences_a_server_is_named(config):

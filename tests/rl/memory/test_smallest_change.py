@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.model import Phase
-from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig, TrainingConfig
+from rlmux.rl.config import (
+    AdapterConfig,
+    AlgorithmConfig,
+    EngineConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from rlmux.rl.memory.footprint import device_parts
 from rlmux.rl.memory.memory_parts import total
 from rlmux.rl.memory.smallest_change import smallest_change
@@ -54,3 +62,22 @@ def test_what_fits_nowhere_has_no_change():
 def test_shards_are_as_many_as_the_pool_has_devices():
     least = needs(Phase.TRAIN) * 0.16
     assert "workers: 16" not in smallest_change(BIG, Phase.TRAIN, least, 8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "takes_adapters"),
+    [
+        (EngineConfig(name="vllm", python="python"), True),
+        (EngineConfig(name="vllm", url="http://127.0.0.1:1"), False),
+        (EngineConfig(name="my_engine:Engine"), False),
+    ],
+    ids=["a server of its own", "a running server", "an engine of the user"],
+)
+def test_no_adapter_is_named_beside_an_engine_that_takes_none(engine, takes_adapters):
+    least = TrainConfig(dtype="bfloat16", activation_checkpointing=True, optimizer_state="8bit")
+    least = replace(least, equal_across_ranks=False)
+    few = replace(BIG.algorithm, micro_batch_size=1)
+    given = replace(BIG, rollout=replace(BIG.rollout, engine=engine), train=least, algorithm=few)
+    capacity = needs(Phase.TRAIN, replace(given, adapter=AdapterConfig(rank=16, alpha=32.0)))
+    named = smallest_change(given, Phase.TRAIN, capacity, 1)
+    assert named == ("adapter: {rank: 16, alpha: 32}" if takes_adapters else "")

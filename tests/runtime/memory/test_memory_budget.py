@@ -9,7 +9,7 @@ import pytest
 
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool
-from rlmux.rl.config import AdapterConfig
+from rlmux.rl.config import AdapterConfig, EngineConfig
 from rlmux.rl.memory.adapter_base import rollout_base, train_base
 from rlmux.rl.memory.footprint import device_parts
 from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES
@@ -148,6 +148,20 @@ def test_on_a_gpu_the_base_of_several_pipelines_is_counted_once(real):
             for phases in ((Phase.ROLLOUT, Phase.TRAIN), ())
         )
         assert whole - part == pytest.approx(base)
+
+
+def test_a_server_has_its_base_for_itself_on_cores_too(real):
+    own = tenant(real, "own", 8)
+    server = replace(own.config.rollout, engine=EngineConfig(name="vllm", python="python"))
+    served = replace(own, config=replace(own.config, name="served", rollout=server))
+    assert own_bases(own, [own, served], is_gpu=False) == ()
+    assert own_bases(served, [own, served], is_gpu=False) == (Phase.ROLLOUT,)
+    given = [with_footprint(each, cluster(host_bytes=1e12), own_bases=()) for each in (own, served)]
+    one, both = (
+        with_machine_memory(cluster(host_bytes=1e12), some, MachineMemory(host_bytes=64e9)).pools["rollout"]
+        for some in (given[:1], given)
+    )
+    assert one.device_memory_bytes == both.device_memory_bytes, "only our engine reads a base in shared memory"
 
 
 def tenant(real, name: str, slots: int):

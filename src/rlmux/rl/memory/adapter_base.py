@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,20 +48,40 @@ def _key(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def base_bytes(model: ModelConfig, rollout_dtypes: Iterable[str] = ("float32",)) -> float:
-    """Bytes of a base in shared memory: once as training reads it, once in each dtype as rollouts read it."""
+def base_bytes(model: ModelConfig, rollout_dtypes: Collection[str] = ("float32",), *, is_trained: bool = True) -> float:
+    """Bytes of a base in shared memory: once as training reads it, once in each dtype as our rollouts read it."""
     shape = shape_of(model)
     fused = shape.num_layers * shape.layer_matrices + 2 * shape.embedding
-    return float(shape.num_parameters * BYTES["float32"] + fused * sum(BYTES[dtype] for dtype in rollout_dtypes))
+    trained = shape.num_parameters * BYTES["float32"] if is_trained else 0
+    return float(trained + fused * sum(BYTES[dtype] for dtype in rollout_dtypes))
 
 
 def bases_of(configs: Iterable[TrainingConfig]) -> dict[str, tuple[float, list[str]]]:
-    """(bytes, names of its pipelines) of each base that adapters stand on, by its name; each is counted once."""
+    """(bytes, names of its pipelines) of each base in shared memory, by its name; each is counted once.
+
+    Training reads it there in float32 and whole; trainers in bfloat16, and each of several with a part, have their own.
+    Our engine samples from it; a server has its own.
+    """
     tenants: dict[str, list[TrainingConfig]] = {}
     for config in configs:
-        if config.adapter is not None:
+        if config.adapter is not None and (_trains_from_memory(config) or _samples_from_memory(config)):
             tenants.setdefault(base_name(config.model, config.model_seed), []).append(config)
     return {
-        name: (base_bytes(own[0].model, {config.rollout.dtype for config in own}), [config.name for config in own])
+        name: (
+            base_bytes(
+                own[0].model,
+                {config.rollout.dtype for config in own if _samples_from_memory(config)},
+                is_trained=any(map(_trains_from_memory, own)),
+            ),
+            [config.name for config in own],
+        )
         for name, own in tenants.items()
     }
+
+
+def _trains_from_memory(config: TrainingConfig) -> bool:
+    return config.train.dtype == "float32" and not config.train.is_sharded
+
+
+def _samples_from_memory(config: TrainingConfig) -> bool:
+    return config.rollout.engine.name == "rlmux"

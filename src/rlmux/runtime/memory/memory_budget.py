@@ -5,7 +5,7 @@
 
 The frozen bases of adapters lie in shared memory, each once for all its pipelines. Their bytes are taken from host
 memory before it is divided. On a GPU pipelines of one base share a process for each phase, and so one base on each
-device: its bytes are taken from the device's. Any other worker has a base of its own.
+device: its bytes are taken from the device's. Any other worker has a base of its own, and so has each server.
 
 Several devices of the file on one GPU divide its memory: each gets its pipelines' largest state and an equal part of
 the rest. A pool's figure in the file can lower this, never raise it.
@@ -148,10 +148,10 @@ def _waiting_context_bytes(pools: Sequence[Pool], num_pipelines: int) -> float:
 def own_bases(submission: Submission, submissions: Sequence[Submission], *, is_gpu: bool) -> tuple[Phase, ...]:
     """Phases in which the worker of a pipeline has its adapter's base for itself on this machine.
 
-    On cores all adapters share theirs. On GPUs those do that compute in one process.
+    On cores all adapters share theirs, but for servers. On GPUs those do that compute in one process.
     """
     if not is_gpu:
-        return ()
+        return (Phase.ROLLOUT,) if submission.config.rollout.engine.is_server else ()
     shared = {phase: _shared_bases(phase, submissions) for phase in BOTH_PHASES}
     return tuple(phase for phase in BOTH_PHASES if submission.pipeline.base_of(phase) not in shared[phase])
 
