@@ -1,6 +1,8 @@
 """The files that `rlmux init` writes: templates of a starting point, filled in for this machine.
 
 START ── templates/START.yaml, companions ──▶ names checked ──▶ files written ──▶ commands to type next
+           ▲
+rollout engine: the one of --engine; on GPUs vLLM, of this environment or one on PATH; else rlmux's own
 """
 
 from __future__ import annotations
@@ -8,15 +10,19 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from textwrap import indent
 
 from rlmux.cli import inputs
 from rlmux.core.errors import UserError
+from rlmux.rl.config import ENGINES, EngineConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,21 @@ _POOLS = {
     2: "    rollout: {devices: 1}     # samples answers\n    train: {devices: 1}       # updates weights\n",
 }
 """The pools of a file, by the number of their devices."""
+_WITH_ENGINE = ("tasks", "rows", "checkpoint")
+"""Starting points whose file has a rollout engine."""
+_NO_VLLM = (
+    "# engine: {name: vllm, python: PATH}   # vLLM, by the python of an environment that has it: docs/how-to/vllm.md",
+    "# vLLM: throughput, other architectures. rlmux's own engine: exact weights, adapters that share a base.",
+)
+_TINY_MODELS = {
+    "tasks": "{architecture: qwen3, hidden_size: 64, layers: 2, heads: 4, kv_heads: 2, intermediate_size: 128}",
+    "rows": "",
+}
+_TINY_MODELS_OF_SERVERS = {
+    "tasks": "{architecture: qwen3, hidden_size: 128, layers: 2, heads: 4, kv_heads: 2, intermediate_size: 256}",
+    "rows": "{hidden_size: 128, intermediate_size: 256}",
+}
+"""New models by starting point; servers take heads of 32 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +92,22 @@ class Written:
     """Shell commands to type next."""
 
 
-def write(start: str, out: Path, model: Path | None = None) -> Written:
+def write(
+    start: str, out: Path, model: Path | None = None, *, engine: str | None = None, python: str | None = None
+) -> Written:
     """Write the files of a starting point: `out`, and its companions beside it.
 
-    `model`: checkpoint folder. Raises UserError, before anything is written, for an unknown starting point, a folder
-    that is no checkpoint, and a file that exists.
+    `model`: checkpoint folder. `engine`: name of the rollout engine, of the environment of `python`; by default vLLM
+    where it is found on a machine with GPUs, or else our own. Raises UserError, before anything is written, for an
+    unknown starting point, a folder that is no checkpoint, an engine that is not there, and a file that exists.
     """
     inputs.check_choice("START", start, list(STARTING_POINTS))
-    chosen = STARTING_POINTS[start]
-    values = {"file": shlex.quote(str(out)), **_machine(), "model": _model(start, out, model)}
+    chosen, machine = STARTING_POINTS[start], _machine()
+    folder = _model(start, out, model)
+    sampling = _sampling(start, ModelConfig(path=None if model is None else str(model)), engine, python)
+    if model is not None and not sampling.is_server:
+        _check_checkpoint(model, is_served=False)
+    values = {"file": shlex.quote(str(out)), **machine, "model": folder, **sampling.values(start)}
     texts = {out: Template(_template(f"{start}.yaml")).substitute(values)}
     texts |= {out.parent / name: _template(template) for name, template in chosen.companions.items()}
     there = [path for path in texts if os.path.lexists(path)]
@@ -132,13 +160,94 @@ def _model(start: str, out: Path, model: Path | None) -> str:
         return ""
     if model is None:
         raise UserError("--model is missing; accepted: rlmux init checkpoint --model DIR, a Hugging Face checkpoint")
+    _check_checkpoint(model, is_served=True)
+    return json.dumps(str(model) if model.is_absolute() else os.path.relpath(model, out.parent))
+
+
+def _check_checkpoint(model: Path, *, is_served: bool) -> None:
     from rlmux.config.checkpoint_folder import check_checkpoint
 
     try:
-        check_checkpoint(model)
+        check_checkpoint(model, is_served=is_served)
     except UserError as error:
         raise UserError(f"--model {model}: {error}") from None
-    return json.dumps(str(model) if model.is_absolute() else os.path.relpath(model, out.parent))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampling:
+    """What samples the answers."""
+
+    lines: Sequence[str] = ()
+    """Lines of `rollout` about the engine: its key, and comments."""
+    is_server: bool = False
+
+    def values(self, start: str) -> dict[str, str]:
+        """Values of a template's placeholders."""
+        model = (_TINY_MODELS_OF_SERVERS if self.is_server else _TINY_MODELS).get(start, "")
+        return {
+            "engine": "".join(f"\n    {line}" for line in self.lines),
+            "tiny_model": model,
+            "model_line": f"\n  model: {model}" if model else "",
+            "model_remark": "A new tiny model" if model else "No model is named: a new tiny one",
+            "seed_decides": "decides the weights that it starts with, and what is sampled"
+            if self.is_server
+            else "decides the weights: equal seeds train equal weights, alone or together",
+        }
+
+
+def _sampling(start: str, model: ModelConfig, name: str | None, python: str | None) -> _Sampling:
+    """Raises UserError for an engine that was asked for and is not there, or does not serve the model."""
+    from rlmux.runtime.local import visible_gpus
+
+    if python is not None and name is None:
+        raise UserError(f"--python {python}: goes with --engine; accepted: --engine vllm or sglang")
+    if name is not None:
+        if start not in _WITH_ENGINE:
+            raise UserError(f"--engine {name}: does not go with {start}; accepted with {', '.join(_WITH_ENGINE)}")
+        return _sampling_by(name, python, model)
+    if start not in _WITH_ENGINE or not visible_gpus():
+        return _Sampling()
+    reasons = []
+    for found in _pythons_with("vllm"):
+        try:
+            return _served(EngineConfig(name="vllm", python=found), model)
+        except UserError as error:
+            reasons.append(str(error).partition(": ")[2].partition("; accepted:")[0])
+    return _Sampling(lines=[f"# rlmux's own engine samples: {reasons[0]}"] if reasons else _NO_VLLM)
+
+
+def _sampling_by(name: str, python: str | None, model: ModelConfig) -> _Sampling:
+    inputs.check_choice("--engine", name, ENGINES)
+    if name == "rlmux":
+        if python is not None:
+            raise UserError(f"--python {python}: does not go with our own engine; accepted: --engine vllm or sglang")
+        return _Sampling()
+    path = next(_pythons_with(name), None) if python is None else str(Path(python).absolute())
+    if path is None:
+        raise UserError(f"--engine {name}: neither this environment nor one on PATH has it; accepted: --python PATH")
+    return _served(EngineConfig(name=name, python=path), model)
+
+
+def _served(engine: EngineConfig, model: ModelConfig) -> _Sampling:
+    """Raises UserError for an engine that is not in its environment, or does not serve the model."""
+    from rlmux.rl.user_code.engine_check import check_engine
+
+    version = check_engine(engine, model)
+    back = "# rlmux's own engine instead: remove the next line (docs/how-to/vllm.md)"
+    key = f"engine: {{name: {engine.name}, python: {json.dumps(engine.python)}}}   # {engine.name} {version}"
+    return _Sampling(lines=[back, key], is_server=True)
+
+
+def _pythons_with(name: str) -> Iterator[str]:
+    """Pythons of environments that have a package: ours, then those on PATH. It is neither imported nor started."""
+    if find_spec(name) is not None:
+        yield sys.executable
+    paths = [Path(path) for path in map(shutil.which, ("python3", "python")) if path is not None]
+    others = {path.parent: path for path in reversed(paths) if path.parent != Path(sys.executable).parent}
+    for folder, path in reversed(others.items()):
+        libraries = ("lib/python3*/*-packages", "local/lib/python3*/*-packages")
+        if any(any(folder.parent.glob(f"{library}/{name}")) for library in libraries):
+            yield str(path.absolute())
 
 
 def _listed(paths: Mapping[Path, str]) -> str:

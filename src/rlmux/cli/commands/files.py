@@ -21,20 +21,29 @@ def init(
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="Checkpoint folder, for START checkpoint.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", metavar="NAME", help="Rollout engine: rlmux, vllm or sglang; on GPUs a vLLM found."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="PATH", help="Python of the environment that has the engine.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a commented file for this machine, and print the commands to type next.
 
     tasks: two tasks that ship. rows: your own rows and reward. checkpoint: your own checkpoint. trl: TRL scripts that
-    share a device. tinker: a training loop over the Tinker API. No file is overwritten.
+    share a device. tinker: a training loop over the Tinker API. No file is overwritten. On a machine with GPUs vLLM
+    samples the answers, where this environment or one on PATH has it.
 
     \b
     Example: rlmux init rows
              rlmux init checkpoint --model models/Qwen3-0.6B
+             rlmux init rows --engine vllm --python /opt/vllm/bin/python
     """
     from rlmux.cli import starting_points
 
-    written = starting_points.write(start, out, model)
+    written = starting_points.write(start, out, model, engine=engine, python=python)
     starting_points.show(written, as_json=json)
 
 
