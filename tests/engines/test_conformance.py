@@ -247,6 +247,21 @@ def test_a_server_that_cannot_reload_is_started_anew_for_each_version(new_engine
     assert turn.logprobs == pytest.approx(expected_logprobs(trained, request, turn.tokens), abs=1e-4)
 
 
+def test_a_version_that_comes_while_such_a_server_sleeps_starts_it_anew_and_awake(
+    new_engine: NewEngine, tmp_path: Path
+) -> None:
+    engine = new_engine("vllm", misbehaves={"ignores_weights": True})
+    assert (engine.capabilities.frees_memory, engine.capabilities.reloads) == (True, False)
+    trained = other_weights(tmp_path / "1.safetensors")
+    engine.offload()
+    engine.load_weights(tmp_path / "1.safetensors", 1)
+    engine.dialect.wake = None  # type: ignore[method-assign]  # the one that slept is not woken to be ended
+    engine.load()
+    request = requests_of(1)[0]
+    turn = drain_of(engine, [request])[request.id]
+    assert turn.logprobs == pytest.approx(expected_logprobs(trained, request, turn.tokens), abs=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_weights_of_a_bfloat16_trainer_are_taken_and_compared_in_what_the_server_samples_in(
     new_engine: NewEngine, tmp_path: Path, dtype: str

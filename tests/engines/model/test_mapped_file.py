@@ -25,7 +25,7 @@ TENSORS = {
 @pytest.fixture
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that counts as shared memory."""
-    monkeypatch.setattr(mapped_file, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(mapped_file, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(mapped_file, "_KEPT", KeptMappings())
     return tmp_path
 

@@ -52,6 +52,9 @@ class FileBuffers:
         self._path.write_bytes(self.tensors[0].numpy().tobytes())
         return {"GPU-a": ("file", str(self._path), 0)}
 
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+
 
 @pytest.fixture(scope="module")
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -246,6 +249,7 @@ def test_a_server_takes_every_version_through_buffers_and_reads_no_file(
         assert engine.server.url == url, "it was not started again"
         assert_is_of(model, engine, step=number)
     assert FileBuffers.num_handed_out > 4
+    assert not (tmp_path / "buffer").exists(), "a buffer is given back"
 
 
 def test_a_server_that_ignores_buffers_reads_files_instead(new_engine: NewEngine, tmp_path: Path) -> None:

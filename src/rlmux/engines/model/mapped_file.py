@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rlmux.engines.spare_files import opened_over_spare, unlock
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _READ_ONLY = 8
 """cudaHostRegisterReadOnly."""
 
@@ -53,7 +53,7 @@ def version_file(path: Path, num_bytes: int) -> Iterator[Tensor]:
 def whole_file(descriptor: int) -> Tensor | None:
     """The bytes of a file in shared memory that `opened_to_read` opened, for as long as the descriptor is open; None
     elsewhere. They must not be written."""
-    if _SHARED_MEMORY.exists() and os.fstat(descriptor).st_dev == _SHARED_MEMORY.stat().st_dev:
+    if SHARED_MEMORY.exists() and os.fstat(descriptor).st_dev == SHARED_MEMORY.stat().st_dev:
         return _KEPT.of(descriptor)
     return None
 

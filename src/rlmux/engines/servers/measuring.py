@@ -56,7 +56,6 @@ def measure(engine: ServerRolloutEngine) -> Capabilities:
     _check_samples(engine)
     trials = _Trials()
     known = _with_adapter(engine) if engine.has_adapter else _with_weights(engine, trials)
-    _check_weights(engine, is_taken=known.reloads)
     known = _with_sleep(engine, known, trials)
     return replace(
         known,
@@ -104,6 +103,10 @@ def _with_weights(engine: ServerRolloutEngine, trials: _Trials) -> Capabilities:
         began = time.perf_counter()
         engine.restart()
         load_s = time.perf_counter() - began
+    if not reloads:
+        _check_weights(engine)
+        if not engine.can_restart:
+            raise UserError(f"{engine.server.url} does not take new weights; accepted: rollout.engine.python")
     reported = engine.dialect.weight_version
     names_versions = reloads and trials.holds(
         "names_versions", lambda: reported(engine.server) == str(engine.version), "it reports none"
@@ -132,6 +135,7 @@ def _with_adapter(engine: ServerRolloutEngine) -> Capabilities:
     except ServerAnswerError as error:
         raise UserError(f"{engine.dialect.name} does not sample with the pipeline's adapter: {error}") from error
     engine.drop_adapter()
+    _check_weights(engine)
     return replace(CANNOT, reloads=True, load_s=load_s)
 
 
@@ -246,15 +250,13 @@ def _check_gap(engine: ServerRolloutEngine) -> None:
         raise ServerAnswerError(f"it answers that it took other weights, and is {gap:.2g} nats off them")
 
 
-def _check_weights(engine: ServerRolloutEngine, *, is_taken: bool) -> None:
-    """Raises UserError for a server that has other weights than its folder's, or will have."""
+def _check_weights(engine: ServerRolloutEngine) -> None:
+    """Raises UserError for a server that has other weights than its folder's."""
     if (gap := _gap(engine)) > _RELOAD_GAP[engine.dtype]:
         raise UserError(
             f"{engine.server.url}: its log-probs are {gap:.2g} nats off a forward pass of the pipeline's model; "
             "accepted: a server of this model, which takes new weights, or rollout.engine.python"
         )
-    if not is_taken and not engine.can_restart:
-        raise UserError(f"{engine.server.url} does not take new weights; accepted: rollout.engine.python")
 
 
 def _gap(engine: ServerRolloutEngine) -> float:

@@ -29,6 +29,7 @@ from rlmux.engines.adapters.lora import (
     inject_adapter,
     trained_parameters,
 )
+from rlmux.engines.model.mapped_file import SHARED_MEMORY
 from rlmux.engines.model.model_io import build_model, build_skeleton, folder_config, weight_paths
 from rlmux.engines.model.weight_layout import with_hub_names
 from rlmux.engines.model.weights import MODEL_FILE, Rounded, WeightFile, read_weights, write_tensors
@@ -37,13 +38,12 @@ from rlmux.rl.config import AdapterConfig, ModelConfig
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 """Endings of a checkpoint's files of weights. A server gets these and config.json: no tokenizer, and no
 generation_config.json, whose top-p and penalties would be applied to what is sampled."""
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def new_folder() -> Path:
     """A folder for one server, in shared memory where there is one, readable by its owner alone."""
-    is_shared = os.access(_SHARED_MEMORY, os.W_OK)
-    return Path(tempfile.mkdtemp(prefix="rlmux-server-", dir=_SHARED_MEMORY if is_shared else None))
+    is_shared = os.access(SHARED_MEMORY, os.W_OK)
+    return Path(tempfile.mkdtemp(prefix="rlmux-server-", dir=SHARED_MEMORY if is_shared else None))
 
 
 class ModelFolder:

@@ -451,7 +451,10 @@ class ServerRolloutEngine(OneServer):
         tensors = self.folder.tensors
         buffers = self._new_buffers(buffer_bytes(tensors))
         self._name_weights()
-        self.dialect.take_weights(self.server, pieces(tensors, buffers), self.version)
+        try:
+            self.dialect.take_weights(self.server, pieces(tensors, buffers), self.version)
+        finally:
+            buffers.release()
 
     def reload(self) -> None:
         """Have the server read the folder's weights. Raises ServerAnswerError where it cannot."""
@@ -503,6 +506,9 @@ class ServerRolloutEngine(OneServer):
 
     def wake(self, capabilities: Capabilities, *, has_dropped: bool) -> None:
         """Wake the server, give it the folder's weights if it has dropped its own, and wait until it takes requests."""
+        if has_dropped and not capabilities.reloads:
+            self.give_weights(capabilities)  # started anew, it is awake
+            return
         self.dialect.wake(self.server, "weights")
         if has_dropped:
             self.give_weights(capabilities)

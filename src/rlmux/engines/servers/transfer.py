@@ -18,8 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rlmux.engines.residency import release_storage
+
 _PIECE_BYTES = 1 << 29
-"""Bytes of a buffer, unless a tensor is larger. What is lent for it is there: KV comes back after the weights."""
+"""Bytes of a buffer, unless a tensor is larger. After a sleep they are free: the KV cache comes back later."""
 
 
 class Buffers(Protocol):
@@ -31,6 +33,9 @@ class Buffers(Protocol):
 
     def handles(self) -> dict[str, Any]:
         """What opens the buffers in another process, by the GPU's UUID: new ones at each call, opened once."""
+
+    def release(self) -> None:
+        """Give their memory back to the devices, for good."""
 
 
 class GpuBuffers:
@@ -49,6 +54,11 @@ class GpuBuffers:
             str(torch.cuda.get_device_properties(tensor.device).uuid): reduce_tensor(tensor)[1]  # type: ignore[no-untyped-call]
             for tensor in self.tensors
         }
+
+    def release(self) -> None:
+        self.tensors.clear()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # those that the server has opened
+        release_storage(torch.device("cuda"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
