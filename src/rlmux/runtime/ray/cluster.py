@@ -165,15 +165,13 @@ def nodes_by_pool(cluster: Cluster) -> dict[NodeId, RayNode]:
 
 
 def machines_of(nodes: Mapping[NodeId, RayNode], machine_by_ray_id: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """`Pool.machines` by pool: the address of the first Ray node of each node's machine, of which it may have several.
+    """`Pool.machines` by pool; a machine may have several Ray nodes.
 
     They hold for the run: a node that replaces a lost one counts as on the lost one's machine.
     """
-    addresses: dict[str, str] = {}
     machines: dict[str, tuple[str, ...]] = {}
     for node_id, node in sorted(nodes.items()):
-        address = addresses.setdefault(machine_by_ray_id[node.ray_id], node.address)
-        machines[node_id.pool] = (*machines.get(node_id.pool, ()), address)
+        machines[node_id.pool] = (*machines.get(node_id.pool, ()), machine_by_ray_id[node.ray_id])
     return machines
 
 
