@@ -18,9 +18,7 @@ SHARE_ALL_NODES = ("fifo", "gap-ratio")
 
 def two_machines(machines: str = "aaaabbbb", *, is_one_pool: bool = False) -> Cluster:
     """A training pool of two machines with four nodes each, with rollout nodes beside it or as its own."""
-    train = Pool(
-        name="train", phase=Phase.TRAIN, num_nodes=8, serves_both_phases=is_one_pool, machines=tuple(machines)
-    )  # fmt: skip
+    train = Pool(name="train", phase=Phase.TRAIN, num_nodes=8, serves_both_phases=is_one_pool, machines=tuple(machines))
     rollout = Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=8)
     return Cluster(pools={"train": train} if is_one_pool else {"rollout": rollout, "train": train})
 

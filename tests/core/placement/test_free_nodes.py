@@ -15,9 +15,7 @@ class Nodes:
     """Nodes of one training pool by their numbers; each letter names the machine of a node."""
 
     def __init__(self, machines: str, num_nodes: int | None = None) -> None:
-        pool = Pool(
-            name="t", phase=Phase.TRAIN, num_nodes=num_nodes or len(machines), machines=tuple(machines)
-        )  # fmt: skip
+        pool = Pool(name="t", phase=Phase.TRAIN, num_nodes=num_nodes or len(machines), machines=tuple(machines))
         self.undo = Undo()
         self.all = ClusterNodes(Cluster(pools={"t": pool}), self.undo)
         self.uses: dict[NodeId, int] = {}

@@ -3,9 +3,11 @@
 FreeNumbers        no machines known: the lowest number first; an unbounded pool counts on as needed
 FreeByMachine      machines known: a gang within one machine wherever one has room for it
 
-    machines a a a a b b b b, gang of 4    b free, one of a in use       ─▶ b
+    machines a a a a b b b b, gang of 4    3 free on a, 4 free on b      ─▶ b
     gang of 2                              3 free on a, 4 free on b      ─▶ a: the best fit keeps b whole
     gang of 6                              3 free on a, 4 free on b      ─▶ all of b, 2 of a
+
+A module of its own: the choice is compared with a model of it, apart from uses and losses.
 """
 
 from __future__ import annotations
