@@ -29,7 +29,7 @@ RATCHET = {
     "lines of cli": 5_100,
     "lines of client": 1_000,
     "lines of config": 3_100,
-    "lines of core": 12_100,
+    "lines of core": 12_200,
     "lines of engines": 13_400,
     "lines of log": 2_400,
     "lines of papers": 2_800,

@@ -20,10 +20,12 @@ from rlmux.core.placement.view import PlacementView
 from rlmux.policies import make_policy
 
 
-def cluster() -> Cluster:
+def cluster(*, has_machines: bool = False) -> Cluster:
+    """`has_machines`: whether the nodes are those of two machines."""
+    rollout, train = ("aabbab", "abab") if has_machines else ("", "")
     pools = (
-        Pool(name="r", phase=Phase.ROLLOUT, num_nodes=6, usd_per_gpu_hour=1.0),
-        Pool(name="t", phase=Phase.TRAIN, num_nodes=4, usd_per_gpu_hour=3.0),
+        Pool(name="r", phase=Phase.ROLLOUT, num_nodes=6, usd_per_gpu_hour=1.0, machines=tuple(rollout)),
+        Pool(name="t", phase=Phase.TRAIN, num_nodes=4, usd_per_gpu_hour=3.0, machines=tuple(train)),
     )
     return Cluster(pools={pool.name: pool for pool in pools})
 
@@ -103,9 +105,10 @@ def contents(ledger: PlacementLedger) -> object:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), before=st.integers(0, 12), counts=st.lists(st.integers(0, 6), max_size=4))
-def test_a_trial_answers_like_a_copy_and_leaves_nothing_behind(seed, before, counts):
+@pytest.mark.parametrize("has_machines", [False, True])
+def test_a_trial_answers_like_a_copy_and_leaves_nothing_behind(seed, before, counts, has_machines):
     """Trials in trials: each is compared with a copy inside, and with what was there before it once it is over."""
-    ledger, changes = PlacementLedger(cluster()), Changes(seed)
+    ledger, changes = PlacementLedger(cluster(has_machines=has_machines)), Changes(seed)
     changes.make(before, ledger)
     start = contents(ledger)
     twin = deepcopy(ledger)

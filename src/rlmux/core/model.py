@@ -21,8 +21,8 @@ The version is fixed by the step, not by what happens to be newest: so the resul
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
@@ -170,6 +170,12 @@ class Pool:
     """Whether states that are off their device go to disk where host memory is full: only processes must fit in it."""
     shares_hardware: bool = False
     """Whether the cluster has more devices than there are GPUs, or cores to spare: each takes time from others."""
+    machines: tuple[str, ...] = ()
+    """Name of each node's machine, by the node's number; empty: all nodes are on one machine, or it is unknown."""
+
+    def __post_init__(self) -> None:
+        if self.machines and len(self.machines) != self.num_nodes:
+            raise ValueError(f"pool {self.name}: machines names {len(self.machines)} of {self.num_nodes} nodes")
 
     @property
     def usd_per_node_hour(self) -> float:
@@ -207,6 +213,24 @@ class Cluster:
         """Whether there is such a node; an uncounted pool has every number."""
         pool = self.pools.get(node.pool)
         return pool is not None and 0 <= node.index < (math.inf if pool.num_nodes is None else pool.num_nodes)
+
+    @property
+    def machines(self) -> Mapping[str, Sequence[str]]:
+        """`Pool.machines` by pool, where they are known."""
+        return {name: pool.machines for name, pool in self.pools.items() if pool.machines}
+
+    def with_machines(self, machines: Mapping[str, Sequence[str]]) -> Cluster:
+        """The cluster with these machines by pool, unknown for other pools and those without a number of nodes."""
+        pools = {
+            name: replace(pool, machines=() if pool.num_nodes is None else tuple(machines.get(name, ())))
+            for name, pool in self.pools.items()
+        }
+        return Cluster(pools=pools)
+
+    def machine_of(self, node: NodeId) -> str | None:
+        """Name of the node's machine; None where it is not known."""
+        machines = self.pools[node.pool].machines
+        return machines[node.index] if machines else None
 
     def node_names(self) -> str:
         """The names of all nodes, in words: `rollout-0 to rollout-3, train-0`."""

@@ -78,6 +78,8 @@ class ResumedNote(Note, type="resumed"):
     """Unfinished pipelines."""
     retried: Sequence[PipelineId]
     """Failed pipelines that are unfinished again."""
+    machines: Mapping[str, Sequence[str]] | None = None
+    """`Pool.machines` by pool from now on; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

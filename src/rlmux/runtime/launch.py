@@ -64,9 +64,9 @@ def start_run(
 
     Raises UserError, before anything is made, where the backend or the folder cannot be had.
     """
-    options = _for_file(spec, options, add_costs, address)
+    options, cluster = _for_file(spec, options, add_costs, address)
     given = submissions(spec, add_costs)
-    return run_pipelines(spec.cluster, given, policy, folder, options, spec=header(spec), is_overwriting=is_overwriting)
+    return run_pipelines(cluster, given, policy, folder, options, spec=header(spec), is_overwriting=is_overwriting)
 
 
 def resume_run(
@@ -88,7 +88,7 @@ def resume_run(
     """
     with LogReader(folder) as log:
         backend = str(log.header.get("backend", LOCAL))
-    options = _for_file(spec, replace(options, backend=backend), add_costs, address)
+    options, cluster = _for_file(spec, replace(options, backend=backend), add_costs, address)
     given = submissions(spec, add_costs)
     for submitted in submitted_to(folder):
         late = parser(spec, add_costs)(submitted.resolved, submitted.source)
@@ -96,14 +96,14 @@ def resume_run(
     if retry and check_training is not None:
         configs = [submission.config for submission in given if submission.pipeline.id in retry]
         _check_training(configs, check_training, spec.code_folder)
-    return resume_pipelines(spec.cluster, given, policy, folder, options, retry=retry)
+    return resume_pipelines(cluster, given, policy, folder, options, retry=retry)
 
 
-def _for_file(spec: Spec, options: RunOptions, add_costs: AddCosts, address: str | None) -> RunOptions:
-    """The options with what the file decides; its code can be imported from then on."""
-    make_backend = backend_maker(options.backend, address, spec.cluster)
+def _for_file(spec: Spec, options: RunOptions, add_costs: AddCosts, address: str | None) -> tuple[RunOptions, Cluster]:
+    """The options with what the file decides, and its cluster; its code can be imported from then on."""
+    make_backend, cluster = backend_maker(options.backend, address, spec.cluster)
     plugins.look_in(spec.code_folder)
-    return replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares)
+    return replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares), cluster
 
 
 def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, code_folder: Path) -> None:
@@ -112,8 +112,8 @@ def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, cod
             raise UserError(f"pipeline {config.name}: {complaint}")
 
 
-def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBackend:
-    """The factory of the run's backend.
+def backend_maker(backend: str, address: str | None, cluster: Cluster) -> tuple[MakeBackend, Cluster]:
+    """(Factory of the run's backend, cluster with the machine of each node where Ray runs it).
 
     Raises UserError, before anything is made, where the backend cannot be had: its package is not installed, it takes
     no address, no cluster answers there, or the cluster has less than the file needs.
@@ -121,15 +121,17 @@ def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBa
     if backend == LOCAL:
         if address is not None:
             raise UserError(f"--address {address}: only --backend ray takes one")
-        return local_backend
+        return local_backend, cluster
     try:
+        from rlmux.runtime.ray.cluster import machines_of
         from rlmux.runtime.ray.ray_backend import join_cluster, ray_backend
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise UserError("--backend ray: ray is not installed; install it with: pip install 'rlmux[ray]'") from None
-    join_cluster(cluster, address)
-    return partial(ray_backend, address=address)
+    nodes, probes = join_cluster(cluster, address)
+    machines = machines_of(nodes, {ray_id: probe.machine for ray_id, probe in probes.items()})
+    return partial(ray_backend, address=address), cluster.with_machines(machines)
 
 
 def check_installed() -> None:
@@ -205,12 +207,15 @@ def cluster_of(folder: Path) -> Cluster:
     return Cluster(pools={pool.name: pool for pool in pools})
 
 
-def scheduler_of(folder: Path) -> Scheduler:
-    """A scheduler as the run's was before its first event.
+def scheduler_of(folder: Path, resumed: Mapping[str, Any] | None = None) -> Scheduler:
+    """A scheduler as the run's was before its first event, or before the first after it was resumed.
 
+    `resumed`: fields of the note about that (`ResumedNote`): a resumed run may have other machines.
     Raises UserError for a policy that cannot be loaded, and a log that does not hold the cluster.
     """
     cluster = cluster_of(folder)
+    if resumed is not None:
+        cluster = cluster.with_machines(resumed.get("machines") or {})
     with LogReader(folder) as log:
         header = log.header
     policy = str(header["policy"])

@@ -228,7 +228,7 @@ def resume_pipelines(
         log.commit()
         _fill_metrics(folder)
         names = [submission.pipeline.id for submission in unfinished]
-        log.append_note(log.last_time_s, ResumedNote(pipelines=names, retried=again))
+        log.append_note(log.last_time_s, ResumedNote(pipelines=names, retried=again, machines=cluster.machines or None))
         for listener in options.listeners:
             listener.update(log.last_time_s, (), (), notes)
         workers = _sharing(options.workers, policy)

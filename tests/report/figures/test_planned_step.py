@@ -87,14 +87,21 @@ def test_a_resumed_run_is_decided_again_from_its_resumption(run):
     folder, plans = run
     rows = rows_of(folder)
     end_s = rows[-1].time_s
-    note = rows[-1]._replace(kind="note", type="resumed", value={})
+    note = rows[-1]._replace(kind="note", type="resumed", value={"machines": {"train": ["a"]}})
+    notes: list[object] = []
+
+    def new_scheduler(*resumed: object) -> Scheduler:
+        notes.extend(resumed)
+        return scheduler_of(folder)
+
     later = [
         row._replace(time_s=row.time_s + end_s, value=replace(row.value, time_s=row.time_s + end_s))
         if row.kind == "event" else row._replace(time_s=row.time_s + end_s)
         for row in rows
     ]  # fmt: skip
     at_s, _ = plans[SECOND, 2]
-    again = planned_step([*rows, note, *later], partial(scheduler_of, folder), SECOND, 2, end_s + at_s)
+    again = planned_step([*rows, note, *later], new_scheduler, SECOND, 2, end_s + at_s)
+    assert notes == [note.value], "the second scheduler has the machines of the second part"
     assert again.at_s == end_s + at_s
     first = planned_step(rows, partial(scheduler_of, folder), SECOND, 2, at_s)
     assert [node.seconds for node in again.graph.nodes] == pytest.approx([node.seconds for node in first.graph.nodes])

@@ -1,40 +1,40 @@
 """The nodes of every pool: which are in use, free or lost, and how many use each.
 
 ClusterNodes   uses of each node: by a group, and by each pipeline that vacates it; the last one gives it back
-PoolNodes      one pool's: the lowest free number is taken first
+PoolNodes      one pool's; `FreeNodes` chooses among the free ones
 
 A module of its own: nodes of one pool have invariants of their own.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import Cluster, NodeId, Phase, Pool
+from rlmux.core.placement.free_nodes import free_nodes
 from rlmux.core.placement.rollback import Undo
 
 
 class PoolNodes:
-    """A pool's nodes: the lowest free number is taken first; an unbounded pool counts on as needed."""
+    """A pool's nodes: free, in use or lost."""
 
     def __init__(self, pool: Pool, undo: Undo) -> None:
         self.pool = pool
         self._undo = undo
         self.in_use: dict[int, None] = {}
-        self._returned: list[int] = []
-        self._next = 0
         self._lost: dict[int, None] = {}
+        self._free = free_nodes(pool, self._lost, undo)
 
-    def free_list(self) -> tuple[int, list[int]]:
+    def free_list(self) -> Any:
         """State that `take_back` restores in addition to the trial's changes."""
-        return self._next, list(self._returned)
+        return self._free.mark()
 
-    def take_back(self, free_list: tuple[int, list[int]]) -> None:
+    def take_back(self, free_list: Any) -> None:
         """Roll back to the node sets taken by `free_list`."""
-        self._next, self._returned = free_list
+        self._free.take_back(free_list)
 
     @property
     def num_present(self) -> float:
@@ -47,21 +47,17 @@ class PoolNodes:
         num_lost_unused = sum(index not in self.in_use for index in self._lost)
         return self.pool.num_nodes - len(self.in_use) - num_lost_unused
 
-    def take(self) -> NodeId:
-        while True:
-            index = heapq.heappop(self._returned) if self._returned else self._count_on()
-            if index not in self._lost:
-                self._undo.put(self.in_use, index, None)
-                return NodeId(self.pool.name, index)
-
-    def _count_on(self) -> int:
-        self._next += 1
-        return self._next - 1
+    def take(self, count: int) -> tuple[NodeId, ...]:
+        """So many free nodes, which there are: within one machine wherever one has room (`FreeByMachine.take`)."""
+        indices = self._free.take(count)
+        for index in indices:
+            self._undo.put(self.in_use, index, None)
+        return tuple(NodeId(self.pool.name, index) for index in indices)
 
     def give_back(self, node: NodeId) -> None:
         self._undo.remove(self.in_use, node.index)
         if node.index not in self._lost:
-            heapq.heappush(self._returned, node.index)
+            self._free.add(node.index)
 
     def is_lost(self, node: NodeId) -> bool:
         return node.index in self._lost
@@ -70,25 +66,25 @@ class PoolNodes:
         if node.index in self._lost:
             raise IllegalTransitionError(f"node {node} was lost before and has not joined again")
         self._lost[node.index] = None
-        self._returned = [index for index in self._returned if index != node.index]
-        heapq.heapify(self._returned)
+        self._free.remove(node.index)
 
     def regain(self, node: NodeId) -> None:
         if node.index not in self._lost:
             raise IllegalTransitionError(f"node {node} joins but was never lost")
         del self._lost[node.index]
-        if node.index < self._next and node.index not in self.in_use:
-            heapq.heappush(self._returned, node.index)
+        if node.index not in self.in_use:
+            self._free.add(node.index)
 
     def check(self) -> None:
-        free = set(self._returned)
-        require(len(free) == len(self._returned), f"pool {self.pool.name}: a free node is listed twice")
+        numbers, bound = self._free.numbers()
+        free = set(numbers)
+        require(len(free) == len(numbers), f"pool {self.pool.name}: a free node is listed twice")
         require(not free & set(self.in_use), f"pool {self.pool.name}: a node is free and in use")
         require(not free & set(self._lost), f"pool {self.pool.name}: a lost node is free")
-        known = free | set(self.in_use) | {index for index in self._lost if index < self._next}
-        require(known == set(range(self._next)), f"pool {self.pool.name}: a node is nowhere")
+        known = free | set(self.in_use) | {index for index in self._lost if index < bound}
+        require(known == set(range(bound)), f"pool {self.pool.name}: a node is nowhere")
         require(
-            self.pool.num_nodes is None or self._next <= self.pool.num_nodes,
+            self.pool.num_nodes is None or bound <= self.pool.num_nodes,
             f"pool {self.pool.name}: more nodes handed out than there are",
         )
 
@@ -106,11 +102,11 @@ class ClusterNodes:
         self.peak_by_pool = dict.fromkeys(cluster.pools, 0)
         """Most nodes that were ever in use at once, by pool."""
 
-    def free_lists(self) -> list[tuple[int, list[int]]]:
+    def free_lists(self) -> list[Any]:
         """State that `take_back` restores, by pool, in addition to the trial's changes."""
         return [nodes.free_list() for nodes in self._by_pool.values()]
 
-    def take_back(self, free_lists: list[tuple[int, list[int]]]) -> None:
+    def take_back(self, free_lists: list[Any]) -> None:
         """Roll back to the node sets taken by `free_lists`."""
         for nodes, free_list in zip(self._by_pool.values(), free_lists, strict=True):
             nodes.take_back(free_list)
@@ -127,12 +123,12 @@ class ClusterNodes:
         return len(self._by_pool[pool].in_use)
 
     def take(self, phase: Phase, count: int) -> tuple[NodeId, ...]:
-        """So many free nodes of the phase's pool, each used once."""
+        """So many free nodes of the phase's pool, each used once; a gang lies within one machine if it can."""
         pool = self._cluster.pool_for(phase)
         if pool is None or count == 0:
             return ()
         nodes = self._by_pool[pool.name]
-        taken = tuple(nodes.take() for _ in range(count))
+        taken = nodes.take(count)
         for node in taken:
             self._undo.put(self._num_uses, node, 1)
         if len(nodes.in_use) > self.peak_by_pool[pool.name]:

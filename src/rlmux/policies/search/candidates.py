@@ -12,11 +12,11 @@ no candidate: its model would not fit there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, Pool
+from rlmux.core.model import AdmissionKind, Cluster, NodeId, Phase, Pipeline, Pool
 from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.group_load import GroupLoad, budget_of, cold_start_s, solo_s
 from rlmux.core.placement.view import PlacementView
@@ -107,6 +107,18 @@ def any_room(group: GroupLoad, pipeline: Pipeline) -> Iterator[PlacementChoice]:
     for nodes in combinations(group.rollout_nodes, pipeline.num_rollout_nodes):
         if group.has_memory_for(pipeline, nodes):
             yield joining(group, nodes, 0)
+
+
+def least_loaded(ranked: Sequence[tuple[float, NodeId]], count: int, cluster: Cluster) -> tuple[NodeId, ...]:
+    """The first `count` of (load in seconds, node), least loaded first; on one machine where one has as little load."""
+    if count == 1:
+        return (ranked[0][1],)
+    loads_s = [load_s for load_s, _ in ranked[:count]]
+    by_machine: dict[str | None, list[tuple[float, NodeId]]] = {}
+    for load_s, node in ranked:
+        by_machine.setdefault(cluster.machine_of(node), []).append((load_s, node))
+    alike = (part for part in by_machine.values() if [load_s for load_s, _ in part[:count]] == loads_s)
+    return tuple(node for _, node in next(alike, ranked)[:count])
 
 
 def sharing_everything(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:

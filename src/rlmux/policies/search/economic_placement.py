@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
+from rlmux.core.model import AdmissionKind, Cluster, NodeId, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice
 from rlmux.core.placement.group_load import GroupLoad, colocated_step_s, phases_of, solo_s
 from rlmux.core.placement.view import PlacementView
-from rlmux.policies.search.candidates import founding, joining
+from rlmux.policies.search.candidates import founding, joining, least_loaded
 from rlmux.policies.search.economic_regrouping import MOST_PLAYED_OUT, usd_to_the_end
 from rlmux.policies.search.economy import Economy
 
@@ -45,7 +45,7 @@ def _places(pipeline: Pipeline, view: PlacementView, economy: Economy) -> Iterat
         budget_s = min(economy.budget_of_group(group), own_budget_s)
         if not _has_room(group, pipeline, budget_s):
             continue
-        train_nodes = _train_nodes(group, pipeline)
+        train_nodes = _train_nodes(group, pipeline, view.cluster)
         for nodes, num_new in _nodes(group, pipeline):
             period_s = group.period_with(pipeline, nodes, num_new, train_nodes)
             if period_s <= budget_s and group.has_memory_for(pipeline, nodes):
@@ -70,7 +70,7 @@ def _cheapest_per_hour(pipeline: Pipeline, view: PlacementView, economy: Economy
             continue
         budget_s = min(economy.budget_of_group(group), own_budget_s)
         before_usd = economy.cost_usd(group)
-        train_nodes = _train_nodes(group, pipeline)
+        train_nodes = _train_nodes(group, pipeline, view.cluster)
         for nodes, num_new in _nodes(group, pipeline):
             new_usd = num_new * economy.rollout_usd
             if new_usd >= best_usd or not group.has_memory_for(pipeline, nodes):
@@ -94,10 +94,10 @@ def _has_room(group: GroupLoad, pipeline: Pipeline, budget_s: float) -> bool:
     return least_busy_s + phases_of(pipeline)[1] <= budget_s
 
 
-def _train_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[NodeId, ...]:
+def _train_nodes(group: GroupLoad, pipeline: Pipeline, cluster: Cluster) -> tuple[NodeId, ...]:
     """The least busy training nodes of the group, as many as the pipeline requests, in the group's order."""
     by_load = sorted(zip(group.train_loads_s, group.train_nodes, strict=True))
-    taken = {node for _, node in by_load[: pipeline.num_train_nodes]}
+    taken = set(least_loaded(by_load, pipeline.num_train_nodes, cluster))
     return tuple(node for node in group.train_nodes if node in taken)
 
 

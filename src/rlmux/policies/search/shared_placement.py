@@ -6,11 +6,13 @@ look-ahead then puts the deadlines that follow from SLOs before everything else.
 
 from __future__ import annotations
 
-from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
+from operator import itemgetter
+
+from rlmux.core.model import AdmissionKind, Cluster, NodeId, Phase, Pipeline
 from rlmux.core.placement.choice import PlacementChoice, Refusal
 from rlmux.core.placement.group_load import GroupLoad
 from rlmux.core.placement.view import PlacementView
-from rlmux.policies.search.candidates import impossible, newcomer, queue
+from rlmux.policies.search.candidates import impossible, least_loaded, newcomer, queue
 
 MAX_MEMBERS = 8
 """Members of a group on shared nodes, unless a policy is made with another number."""
@@ -42,7 +44,7 @@ def place_on_shared_nodes(
                 kind=AdmissionKind.DIRECT,
                 group=group.id,
                 rollout_nodes=group.rollout_nodes,
-                train_nodes=_least_loaded(group, pipeline.num_train_nodes),
+                train_nodes=_least_trained(group, pipeline.num_train_nodes, view.cluster),
                 is_colocated=True,
                 is_shared=True,
             )
@@ -72,10 +74,11 @@ def _has_memory(group: GroupLoad, pipeline: Pipeline) -> bool:
     return group.has_memory_for(pipeline, group.rollout_nodes) and need <= min(group.free_rollout_bytes)
 
 
-def _least_loaded(group: GroupLoad, count: int) -> tuple[NodeId, ...]:
+def _least_trained(group: GroupLoad, count: int, cluster: Cluster) -> tuple[NodeId, ...]:
     """The nodes with the least training on them, in the group's order among equals."""
     load_s = dict.fromkeys(group.rollout_nodes, 0.0)
     for member in group.members:
         for node in member.placement.train_nodes:
             load_s[node] += member.phase_load.train_s or 1e-9
-    return tuple(sorted(group.rollout_nodes, key=lambda node: load_s[node])[:count])
+    ranked = sorted(((load_s[node], node) for node in group.rollout_nodes), key=itemgetter(0))
+    return least_loaded(ranked, count, cluster)

@@ -74,7 +74,7 @@ def step_graph(history: History, pipeline: PipelineId, step: int) -> SubStageGra
     return graph_of_step(pipeline, step, list(shards.values()), list(stages.values()), threshold)
 
 
-def write_graph(folder: str | Path, wanted: str, new_scheduler: Callable[[], Scheduler]) -> Path:
+def write_graph(folder: str | Path, wanted: str, new_scheduler: Callable[..., Scheduler]) -> Path:
     """Draw the step `NAME:STEP` of a run into its folder, as it was planned and as it went; returns the file.
 
     `new_scheduler`: as for `planned_step`. A plan that the log does not give is replaced by a line that says why.

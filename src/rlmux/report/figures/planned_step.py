@@ -34,12 +34,12 @@ class PlannedStep:
 
 
 def planned_step(
-    rows: Iterable[Entry], new_scheduler: Callable[[], Scheduler], pipeline: PipelineId, step: int, begin_s: float
+    rows: Iterable[Entry], new_scheduler: Callable[..., Scheduler], pipeline: PipelineId, step: int, begin_s: float
 ) -> PlannedStep:
     """The plan of the step whose first order began at `begin_s`.
 
-    `rows`: of the run's log, from the first on. `new_scheduler`: makes one as it was before the first event; one
-    decides for each process that the run had.
+    `rows`: of the run's log, from the first on. `new_scheduler`: makes one as it was before the first event, given
+    the fields of the note that the run was resumed, where it was; one decides for each process that the run had.
     Raises UserError where the scheduler opens no rollout for the step or gives other orders than the logged ones,
     IllegalTransitionError for an event that does not fit, and what `new_scheduler` raises.
     """
@@ -48,7 +48,7 @@ def planned_step(
         if row.time_s > begin_s:
             break
         if row.kind == "note":
-            scheduler, was_open = new_scheduler(), False
+            scheduler, was_open = new_scheduler(row.value), False
             continue
         if [action for action in scheduler.handle(cast("Event", row.value)) if isinstance(action, RunStage)] != logged:
             raise UserError(f"at {seconds_text(row.time_s)} the scheduler decides otherwise than the log")

@@ -36,6 +36,7 @@ class NodeProbe:
     """A Ray node's description of itself."""
 
     machine: str
+    """Name of its machine, or of its container where that has a shared memory of its own."""
     version: str
     cores: tuple[int, ...]
 

@@ -164,6 +164,17 @@ def nodes_by_pool(cluster: Cluster) -> dict[NodeId, RayNode]:
     return found
 
 
+def machines_of(nodes: Mapping[NodeId, RayNode], machine_by_ray_id: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """`Pool.machines` by pool; a machine may have several Ray nodes.
+
+    They hold for the run: a node that replaces a lost one counts as on the lost one's machine.
+    """
+    machines: dict[str, tuple[str, ...]] = {}
+    for node_id, node in sorted(nodes.items()):
+        machines[node_id.pool] = (*machines.get(node_id.pool, ()), machine_by_ray_id[node.ray_id])
+    return machines
+
+
 def alive_nodes() -> list[dict[str, Any]]:
     """Every Ray node that Ray has not declared dead."""
     list_nodes: Any = ray.nodes
