@@ -131,7 +131,7 @@ FLOORS: dict[str, tuple[set[str], ...]] = {
         {"workers"},
         {"orders"},
         {"control"},
-        {"controller", "mps", "worker_backend"},
+        {"controller", "gpus_here", "mps", "worker_backend"},
         {"local"},
         {"machine_probe", "ray"},
         {"run"},

@@ -52,9 +52,10 @@ from rlmux.cli.commands import app, example_of
         (["simulate", "weave", "--seeds", "24-20"], "--seeds '24-20': accepted: "),
         (["simulate", "weave", "--set", "a=1"], "--set a=1: only a YAML file takes overrides, and 'weave' is none"),
         (
-            ["plan", "small.yaml", "--set", "pipelines.a.estimate=null"],
+            ["plan", "small.yaml", "--set", "pipelines.a.task=null", "--set", "pipelines.a.estimate=null"],
             "--set pipelines.a.estimate=null: pipelines.a.estimate is missing",
         ),
+        (["plan", "small.yaml", "--gpu", "v100"], "GPU 'v100' has no row in the table of GPUs; known: A100-80GB-SXM, "),
         (["report", "nowhere"], "nowhere: no such folder; accepted: the folder of a run"),
         (["resume", "."], ".: holds no run (no run.db); accepted: the folder of a run"),
         (["reproduce", "rolmux"], "PAPER 'rolmux': nearest: rollmux; accepted: rollmux, jigsawrl, rivals"),

@@ -15,7 +15,7 @@ from tests.server_environments import make_environment, make_python
 from rlmux.cli.starting_points import STARTING_POINTS
 from rlmux.config import Purpose, load_spec
 from rlmux.rl.config import EngineConfig
-from rlmux.runtime import local
+from rlmux.runtime import gpus_here
 
 WITHOUT_MODEL = [start for start in STARTING_POINTS if start != "checkpoint"]
 
@@ -47,7 +47,7 @@ def test_the_pools_are_devices_of_this_machine_two_at_most(
     rlmux, folder, monkeypatch, start, gpus, cores, devices, line
 ):
     with monkeypatch.context() as machine:
-        machine.setattr(local, "visible_gpus", lambda: gpus)
+        machine.setattr(gpus_here, "visible_gpus", lambda: gpus)
         machine.setattr(os, "sched_getaffinity", lambda _: cores)
         assert rlmux("init", start).code == 0
     assert line in (folder / "rlmux.yaml").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def set_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], N
     (folder / "qwen3" / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Qwen3ForCausalLM"]}))
 
     def set_gpus(number: int) -> None:
-        monkeypatch.setattr(local, "visible_gpus", lambda: [str(index) for index in range(number)])
+        monkeypatch.setattr(gpus_here, "visible_gpus", lambda: [str(index) for index in range(number)])
 
     return set_gpus
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, Phase, Pool
-from rlmux.runtime import local
+from rlmux.runtime import gpus_here, local
 from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.mps import MpsDaemon
 
@@ -54,13 +54,13 @@ def test_only_gpus_that_may_be_used_are_seen(monkeypatch, tmp_path, variable, ve
         driver.touch()
         for name in ("0000:01:00.0", "0000:02:00.0"):
             (listed / name).mkdir(parents=True)
-    monkeypatch.setattr(local, "_DRIVER", driver)
-    monkeypatch.setattr(local, "_GPUS", listed)
-    monkeypatch.setattr(local.importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(gpus_here, "_DRIVER", driver)
+    monkeypatch.setattr(gpus_here, "_GPUS", listed)
+    monkeypatch.setattr(gpus_here.importlib.metadata, "version", lambda _: version)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert local.visible_gpus() == gpus
+    assert gpus_here.visible_gpus() == gpus
 
 
 class _Environment:

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 from rlmux import plugins
 from rlmux.config import Purpose, Spec, load_spec
 from rlmux.config.checks import CheckTraining
+from rlmux.config.figures import Estimated, FigureOrigin, figures_of
 from rlmux.config.load import parse_spec
-from rlmux.config.tree import EstimateConfig, PipelineConfig
+from rlmux.config.tree import ClusterConfig, PipelineConfig
 from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import SpecError, UserError
 from rlmux.policies import POLICIES, check_policy, is_plugin, make_policy
 
 if TYPE_CHECKING:
+    from rlmux.config.load import EstimateOf
     from rlmux.profiling.step_estimates import StepEstimates
     from rlmux.runtime.launch import AddCosts
     from rlmux.sim.api import WorkloadMaker
@@ -50,6 +52,7 @@ def load_file(
     cluster_of: Spec | None = None,
     may_be_empty: bool = False,
     profile: str | Path | None = None,
+    gpu: str | None = None,
     on_warning: OnWarning = warn,
 ) -> Spec:
     """The file, with all checked that the purpose needs. Raises SpecError, UserError for an unknown policy, and to plan
@@ -58,8 +61,9 @@ def load_file(
     Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
     file's. `may_be_empty`: it may be without pipelines. `profile`: gives pipelines without an estimate the measured
     one. To plan, its device may be any, and UserError is raised for a pipeline that it has no estimate for; to run, it
-    is raised for another device. `on_warning`: receives each pool of a run without a price beside one
-    with a price, and the estimates that were taken.
+    is raised for another device. `gpu`: to plan, the GPU of pools that name none, by default this machine's; what
+    neither file nor profile gives is estimated for it. `on_warning`: receives each pool of a run without a price beside
+    one with a price, and the estimates that were taken.
     """
     if policy is not None:
         check_policy(policy)
@@ -73,7 +77,7 @@ def load_file(
         policies=list(POLICIES),
         cluster_of=cluster_of,
         may_be_empty=may_be_empty,
-        estimate_of=None if measured is None else partial(_take_estimate, measured, purpose, on_warning, taken),
+        estimate_of=_estimate_of(purpose, measured, gpu, on_warning, taken),
     )
     if purpose is Purpose.RUN and cluster_of is None:
         from rlmux.sim.workloads.arrivals import notes_of_prices
@@ -112,11 +116,37 @@ def _read_estimates(path: Path, purpose: Purpose) -> StepEstimates:
     return measured
 
 
-def _take_estimate(
-    measured: StepEstimates, purpose: Purpose, on_warning: OnWarning, taken: list[str], pipeline: PipelineConfig
-) -> EstimateConfig | None:
-    """The pipeline's estimate, its name added to `taken`. A run goes on without one, since it measures by itself."""
-    if pipeline.is_filler or (purpose is Purpose.RUN and not measured.by_pipeline):
+def _estimate_of(
+    purpose: Purpose, measured: StepEstimates | None, gpu: str | None, on_warning: OnWarning, taken: list[str]
+) -> EstimateOf | None:
+    """What is known of a pipeline: its own keys, or else the profile's; to plan, the rest by a roofline.
+
+    Names of pipelines that the profile is used for are added to `taken`.
+    """
+    if purpose is Purpose.RUN:
+        return None if measured is None else partial(_profiled, measured, purpose, on_warning, taken)
+    from rlmux.profiling.roofline_estimates import RooflineEstimates
+    from rlmux.runtime.gpus_here import name_of_gpu
+
+    rooflines = RooflineEstimates(gpu=gpu or name_of_gpu())
+
+    def to_plan(pipeline: PipelineConfig, cluster: ClusterConfig) -> Estimated | None:
+        found = None if measured is None else _profiled(measured, purpose, on_warning, taken, pipeline, cluster)
+        return rooflines.of(pipeline, cluster, found)
+
+    return to_plan
+
+
+def _profiled(
+    measured: StepEstimates,
+    purpose: Purpose,
+    on_warning: OnWarning,
+    taken: list[str],
+    pipeline: PipelineConfig,
+    _: ClusterConfig,
+) -> Estimated | None:
+    """The measured estimate of a pipeline whose file has none. A run goes on without, since it measures by itself."""
+    if pipeline.estimate is not None or pipeline.is_filler or (purpose is Purpose.RUN and not measured.by_pipeline):
         return None
     try:
         estimate = measured.of(pipeline)
@@ -126,7 +156,7 @@ def _take_estimate(
         on_warning(f"{error}; the run measures it")
         return None
     taken.append(pipeline.name)
-    return estimate
+    return Estimated(estimate=estimate, figures=figures_of(estimate, FigureOrigin.PROFILED, str(measured.path)))
 
 
 def load_workload(

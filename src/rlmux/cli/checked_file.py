@@ -71,14 +71,14 @@ def check_file(file: str, sets: Sequence[str]) -> CheckedFile:
 
 def _check_pipelines(file: str, sets: Sequence[str]) -> CheckedFile:
     from rlmux.api import commands
-    from rlmux.runtime.weights.checkpoints import usual_interval
+    from rlmux.rl.memory.memory_parts import usual_checkpoint_interval
 
     spec = commands.check(file, overrides=sets, on_warning=inputs.print_notice)
     unprobed = [pipeline.name for pipeline in spec.pipelines if pipeline.keys.promise is not None]
     if unprobed:
         inputs.print_notice(f"promises of {', '.join(unprobed)}: not probed; `rlmux run` probes them before it starts")
     for pipeline in spec.pipelines:
-        interval = 1 if pipeline.training is None else usual_interval(pipeline.training)
+        interval = 1 if pipeline.training is None else usual_checkpoint_interval(pipeline.training)
         if interval > 1 and pipeline.keys.checkpoint_every is None:
             text = f"{pipeline.name}: a checkpoint every {interval} steps, as for any model of its size"
             inputs.print_notice(f"{text}; checkpoint_every sets another interval")

@@ -34,13 +34,14 @@ def load(
     purpose: Purpose = Purpose.RUN,
     cluster_of: Spec | None = None,
     profile: Path | None = None,
+    gpu: str | None = None,
 ) -> Spec:
     """The file, checked for what is to be done with it, by default to train. `cluster_of`: the run it is meant for.
-    `profile`: has the estimates of pipelines without one."""
+    `profile`: has the estimates of pipelines without one. `gpu`: to plan, that of pools that name none."""
     if policy is not None:
         check_policy("--policy", policy)
     return load_file(
-        file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, profile=profile,
+        file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, profile=profile, gpu=gpu,
         on_warning=print_notice,
     )  # fmt: skip
 

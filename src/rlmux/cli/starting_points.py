@@ -140,7 +140,7 @@ def _template(name: str) -> str:
 
 def _machine() -> dict[str, str]:
     """A line about this machine, and pools of its devices, two at most, also for a lane."""
-    from rlmux.runtime.local import visible_gpus
+    from rlmux.runtime.gpus_here import visible_gpus
 
     num_gpus, num_cores = len(visible_gpus()), len(os.sched_getaffinity(0))
     cores = f"{num_cores} CPU core{'s' if num_cores > 1 else ''}"
@@ -197,7 +197,7 @@ class _Sampling:
 
 def _sampling(start: str, model: ModelConfig, name: str | None, python: str | None) -> _Sampling:
     """Raises UserError for an engine that was asked for and is not there, or does not serve the model."""
-    from rlmux.runtime.local import visible_gpus
+    from rlmux.runtime.gpus_here import visible_gpus
 
     if python is not None and name is None:
         raise UserError(f"--python {python}: goes with --engine; accepted: --engine vllm or sglang")

@@ -331,12 +331,34 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         print(f"base {base['base']}: {base['gb']:.3f} GB of host memory, once for {', '.join(base['pipelines'])}")
     if "splits" in plan:
         _show_splits(plan["splits"])
+    _show_figures(plan["figures"])
     if plan["memory"]:
         print("\nmemory of one worker at its fullest moment, estimated:")
         print_rows(memory_rows.rows_of(plan["memory"]))
     _show_notes(plan)
     for picture in plan.get("pictures", ()):
         print(picture)
+
+
+def _show_figures(figures: Mapping[str, Sequence[Row]]) -> None:
+    """Seconds of a step's parts with their ranges and origins; pipelines with the same ones have them once."""
+    named: dict[str, list[str]] = {}
+    for name, own in figures.items():
+        named.setdefault(json.dumps(own), []).append(name)
+    rows = []
+    for text, names in named.items():
+        for index, figure in enumerate(json.loads(text)):
+            is_exact = figure["low"] == figure["high"]
+            between = "" if is_exact else f"{figure['low']:.3g} to {figure['high']:.3g}"
+            first = {"pipeline": ", ".join(names) if not index else "", "figure": figure["name"]}
+            rows.append({**first, "seconds": figure["seconds"], "range": between, **_origin(figure)})
+    if rows:
+        print("\nseconds of a step alone, and of what comes beside it:")
+        print_rows(rows)
+
+
+def _origin(figure: Row) -> Row:
+    return {"from": figure["origin"], "": figure["basis"]}
 
 
 def _show_paid_for(plan: Row) -> None:

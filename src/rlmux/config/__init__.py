@@ -1,6 +1,6 @@
 """The user's YAML file as one typed tree: the same file for `run`, `compare`, `simulate`, `plan` and `submit`.
 
-Reading order: tree, load, source_map, error_messages, file_kind, merge, derive, checks, import_checks,
+Reading order: tree, figures, load, source_map, error_messages, file_kind, merge, derive, checks, import_checks,
 shares, checkpoint_folder, serve_file, service_file, broker_file, schema_docs, json_schema.
 """
 

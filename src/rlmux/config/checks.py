@@ -145,7 +145,8 @@ class Checks:
             raise self._error(
                 (*path, "estimate"),
                 "is missing; accepted: {rollout_s: seconds, train_s: seconds} of one step alone, "
-                "which planning and simulating start from, or --profile with what `rlmux profile` measured",
+                "which planning and simulating start from, or --profile with what `rlmux profile` measured; "
+                "or a task here, and in each pool its GPU, such as gpu: H100, for an estimate by sizes",
             )
         if not pipeline.is_filler and pipeline.estimate is not None and pipeline.estimate.train_s is None:
             raise self._error((*path, "estimate", "train_s"), "is missing; accepted: a number, more than 0")

@@ -23,11 +23,12 @@ from pydantic import ValidationError
 from rlmux.config.checks import Checks, CheckTraining, Purpose
 from rlmux.config.derive import make_cluster, make_pipeline
 from rlmux.config.error_messages import explain
+from rlmux.config.figures import Estimated, StepFigure
 from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.merge import merge
 from rlmux.config.shares import check_prices, make_shares
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import EstimateConfig, PipelineConfig, RunConfig, plain_tree, read_tree
+from rlmux.config.tree import ClusterConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline
 from rlmux.core.queue_order import ShareSettings
@@ -44,6 +45,8 @@ class PipelineSpec:
     """What env workers and engines read; None where the file names no task, which is enough to plan."""
     keys: PipelineConfig
     """Its keys in the file, defaults included."""
+    figures: tuple[StepFigure, ...] = ()
+    """The figures of its estimate with their origins and ranges; none where the reader asked for none."""
 
     @property
     def name(self) -> str:
@@ -77,8 +80,8 @@ class Spec:
     """YAML with defaults, overrides and absolute paths worked in: it loads to the same pipelines anywhere."""
 
 
-EstimateOf = Callable[[PipelineConfig], EstimateConfig | None]
-"""The estimate of a pipeline whose file gives none; None: nothing is known of it."""
+EstimateOf = Callable[[PipelineConfig, ClusterConfig], Estimated | None]
+"""The estimate of a pipeline, with what its file gives; None: nothing is known of it."""
 
 
 class Reading(TypedDict, total=False):
@@ -95,7 +98,7 @@ class Reading(TypedDict, total=False):
     may_be_empty: bool
     """Whether the file may be without pipelines, since they are submitted later; without: it may not."""
     estimate_of: EstimateOf | None
-    """Called for each pipeline without an estimate; None, or without: these have none."""
+    """Called for each pipeline; None, or without: they have what the file gives."""
 
 
 def load_spec(path: str | Path, *, cluster_of: Spec | None = None, **reading: Unpack[Reading]) -> Spec:
@@ -129,8 +132,11 @@ def spec_of_tree(tree: Node, *, source: str, folder: Path, **reading: Unpack[Rea
         raise explain(error, root, RunConfig) from None
     config = _with_absolute_paths(config, folder)
     estimate_of = reading.get("estimate_of")
+    estimated: dict[str, Estimated] = {}
     if estimate_of is not None:
-        config = _with_estimates(config, estimate_of)
+        found = {each.name: estimate_of(each, config.cluster) for each in config.pipelines}
+        estimated = {name: each for name, each in found.items() if each is not None}
+        config = _with_estimates(config, estimated)
     Checks(
         root=root,
         config=config,
@@ -138,7 +144,7 @@ def spec_of_tree(tree: Node, *, source: str, folder: Path, **reading: Unpack[Rea
         check_training=reading.get("check_training"),
         policies=reading.get("policies"),
     ).run()
-    return _spec(config, source)
+    return _spec(config, source, estimated)
 
 
 def read_text(path: Path) -> str:
@@ -182,17 +188,15 @@ def _with_absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
     )
 
 
-def _with_estimates(config: RunConfig, estimate_of: EstimateOf) -> RunConfig:
-    return replace(
-        config,
-        pipelines=tuple(
-            pipeline if pipeline.estimate is not None else replace(pipeline, estimate=estimate_of(pipeline))
-            for pipeline in config.pipelines
-        ),
-    )
+def _with_estimates(config: RunConfig, estimated: Mapping[str, Estimated]) -> RunConfig:
+    def of_pipeline(pipeline: PipelineConfig) -> PipelineConfig:
+        found = estimated.get(pipeline.name)
+        return pipeline if found is None else replace(pipeline, estimate=found.estimate)
+
+    return replace(config, pipelines=tuple(map(of_pipeline, config.pipelines)))
 
 
-def _spec(config: RunConfig, source: str) -> Spec:
+def _spec(config: RunConfig, source: str, estimated: Mapping[str, Estimated]) -> Spec:
     assert config.code_folder is not None, "paths are absolute already"
     cluster, shares = make_cluster(config.cluster), make_shares(config.shares)
     check_prices(shares, cluster, source)
@@ -202,7 +206,13 @@ def _spec(config: RunConfig, source: str) -> Spec:
         cluster=cluster,
         policy=config.policy,
         pipelines=tuple(
-            PipelineSpec(pipeline=make_pipeline(keys), training=keys.training, keys=keys) for keys in config.pipelines
+            PipelineSpec(
+                pipeline=make_pipeline(keys),
+                training=keys.training,
+                keys=keys,
+                figures=estimated[keys.name].figures if keys.name in estimated else (),
+            )
+            for keys in config.pipelines
         ),
         shares=shares,
         resolved=yaml.safe_dump(plain_tree(config), sort_keys=False, allow_unicode=True),

@@ -51,6 +51,9 @@ class PoolConfig(FromFile):
     gpus_per_device: Count = 1
     """GPUs of one device, with `devices`: a rollout worker's server computes on all of them. Above 1 in a pool for
     rollouts only."""
+    gpu: str | None = None
+    """Model of the GPUs, such as H100, for `plan` and `simulate`: steps without an estimate take what its peak figures
+    allow. Default: what this machine has."""
     nodes: Count | None = None
     """Whole nodes, one worker each. With neither key: unlimited, to plan."""
     gpus_per_node: Count = 1

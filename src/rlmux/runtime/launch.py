@@ -32,12 +32,12 @@ from rlmux.policies import is_plugin, make_policy
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import DeterminismClass
+from rlmux.rl.memory.memory_parts import usual_checkpoint_interval
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.run_control import ParseSubmission, submitted_to
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.records.input_files import input_files
 from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_pipelines, run_pipelines
-from rlmux.runtime.weights.checkpoints import usual_interval
 
 AddCosts = Callable[[Pipeline, TrainingConfig, Cluster], Pipeline]
 """Returns the pipeline with estimates of what its switches and migrations cost on this machine."""
@@ -163,7 +163,7 @@ def submissions(spec: Spec, add_costs: AddCosts = add_no_costs) -> list[Submissi
             code_folder=spec.code_folder,
             determinism_class=None if given.keys.promise is None else DeterminismClass(given.keys.promise),
             call_limit_s=given.keys.call_limit_s,
-            checkpoint_every=given.keys.checkpoint_every or usual_interval(given.config),
+            checkpoint_every=given.keys.checkpoint_every or usual_checkpoint_interval(given.config),
             keep_checkpoints=given.keys.keep_checkpoints,
             keeps_samples=given.keys.samples,
             alerts={rule: asdict(its) for rule, its in given.keys.alerts.items()},

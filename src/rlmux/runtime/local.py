@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 import selectors
@@ -29,13 +28,12 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.gpus_here import visible_gpus
 from rlmux.runtime.mps import MpsDaemon
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.processes import WorkerProcess, warm_up
 from rlmux.runtime.workers.worker_pool import Neighbour, Worker
 
-_DRIVER = Path("/dev/nvidiactl")
-_GPUS = Path("/proc/driver/nvidia/gpus")
 _PREFIX = "rlmux-"
 _SIGNATURE = "run.json"
 _COMPUTING = ".computing"
@@ -178,20 +176,6 @@ def assign_cores(cluster: Cluster) -> dict[DeviceId, tuple[int, ...]]:
             for device in pool.devices(NodeId(pool.name, index)):
                 assigned[device] = tuple(dict.fromkeys(islice(turns, pool.gpus_per_device)))
     return assigned
-
-
-def visible_gpus() -> list[str]:
-    """Every GPU that may be used, as CUDA_VISIBLE_DEVICES names it. Found without torch, which is slow to load."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        is_cpu_build = "+cpu" in importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    if is_cpu_build or not _DRIVER.exists():
-        return []
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
-    return [str(index) for index in range(len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 1)]
 
 
 def assign_gpus(cluster: Cluster, gpus: Sequence[str]) -> dict[DeviceId, str]:

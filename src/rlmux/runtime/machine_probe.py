@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import Cluster
-from rlmux.runtime.local import assign_gpus, visible_gpus
+from rlmux.runtime.gpus_here import visible_gpus
+from rlmux.runtime.local import assign_gpus
 from rlmux.runtime.memory.memory_budget import MachineMemory
 from rlmux.runtime.workers.processes import WorkerProcess, warm_up
 

@@ -27,7 +27,7 @@ from rlmux.rl.memory.footprint import BOTH_PHASES
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.inbox import Inbox
-from rlmux.runtime.local import visible_gpus
+from rlmux.runtime.gpus_here import visible_gpus
 from rlmux.runtime.memory.memory_budget import with_footprint, with_machine_memory
 from rlmux.runtime.orders.request_batches import Client
 from rlmux.runtime.workers.request_workers import RequestResult

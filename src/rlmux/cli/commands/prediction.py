@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -100,21 +101,29 @@ def plan(
         Path | None, typer.Option("--out", metavar="DIR", help="Write a picture of the costs there (SVG, PNG).")
     ] = None,
     profile: Estimates = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", metavar="NAME", help="GPU of pools that name none, such as H100; by default this machine's."
+        ),
+    ] = None,
     sets: Sets = None,
     json: Json = False,
 ) -> int:
-    """Show placements, predicted slowdowns, cost per hour with its parts, and worker memory.
+    """Show placements, predicted slowdowns, cost per hour with its parts, seconds of each step, and worker memory.
 
-    Starts nothing. Exit code 1 if a pipeline is refused because it can never run there. A worker that needs more memory
-    than its device has is an error, as in `run`.
+    Starts nothing. Seconds that neither the file nor --profile has are computed from the sizes of models and GPUs, each
+    with its range and basis. Exit code 1 if a pipeline is refused because it can never run there. A worker that needs
+    more memory than its device has is an error, as in `run`.
 
     \b
     Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
+             rlmux plan examples/14_eight_gpus.yaml --gpu h100
     """
     from rlmux.cli import inputs, memory_rows, tables
     from rlmux.config import Purpose
 
-    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN, profile=profile)
+    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN, profile=profile, gpu=gpu)
     recorded = inputs.recorded_for_split(from_run, split)
 
     from rlmux.sim import api
@@ -127,6 +136,7 @@ def plan(
 
         planned["splits"] = splits(made, split, recorded)
     planned["bases"] = inputs.bases_in(spec)
+    planned["figures"] = {each.name: [asdict(figure) for figure in each.figures] for each in spec.pipelines}
     planned["memory"] = memory_rows.memory_of(spec)
     tables.show_plan(planned, as_json=json)
     return tables.exit_code_of_plan(planned)

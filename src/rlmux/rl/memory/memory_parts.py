@@ -38,6 +38,9 @@ CUDA_CONTEXT_BYTES = 0.9e9
 """Bytes that a process takes on a GPU besides its own tensors: CUDA's context with the kernels of torch and cuBLAS, 0.7
 GB, and cuBLAS's workspaces, 0.1 to 0.2 GB with CUDA graphs. Measured on one H200 (`benchmarks/memory.py`)."""
 
+_LARGE = 10**9
+"""Trained parameters from which not every step has a checkpoint by default."""
+
 _HEAP_SLACK = 0.25
 """Part of the activations by which the allocator's heap is larger: blocks of many sizes come and go there. Measured on
 CPU by `benchmarks/memory.py`: 0.2 to 0.35."""
@@ -120,6 +123,11 @@ def num_trained(config: TrainingConfig) -> int:
     """Parameters that are trained: the model's, or its adapter's."""
     shape = shape_of(config.model)
     return shape.num_parameters if config.adapter is None else adapter_parameters(shape, config.adapter)
+
+
+def usual_checkpoint_interval(config: TrainingConfig) -> int:
+    """Default of `checkpoint_every`, in steps: 1, and 10 from 1B trained parameters on, of which one has 12 GB."""
+    return 1 if num_trained(config) < _LARGE else 10
 
 
 def _device_moments_bytes(config: TrainingConfig) -> float:

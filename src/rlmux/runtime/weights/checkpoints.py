@@ -29,7 +29,6 @@ from rlmux.engines.durable_files import sync_path
 from rlmux.engines.train.state.checkpoint import PROMPTS, STEP_NOTE, read_checkpoint, read_state
 from rlmux.log.notes import CheckpointNote, Note, StepNote, decode
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.memory.memory_parts import num_trained
 from rlmux.rl.origin import Origin
 from rlmux.rl.prompts.backlog import BACKLOG_FILE, Backlog
 from rlmux.rl.prompts.prompt_rounds import PromptQueue
@@ -39,8 +38,6 @@ _NAME = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 
 
-_LARGE = 10**9
-"""Trained parameters from which not every step has a checkpoint by default."""
 _FALLING_BACK = "falling back to the checkpoint before it"
 
 
@@ -84,11 +81,6 @@ def backlog_of(checkpoint: Path, config: TrainingConfig) -> Backlog:
     if not file.is_file():
         raise CheckpointError(f"{checkpoint} has no {BACKLOG_FILE}: it was written without rollout.interruptible")
     return Backlog.unpack(file.read_bytes(), str(file))
-
-
-def usual_interval(config: TrainingConfig) -> int:
-    """Default of `checkpoint_every`: 1, and 10 where 1B parameters or more are trained: 12 GB a checkpoint."""
-    return 1 if num_trained(config) < _LARGE else 10
 
 
 def is_due(submission: Submission, step: int, checkpoint_every: int) -> bool:

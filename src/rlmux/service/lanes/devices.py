@@ -17,7 +17,8 @@ from pathlib import Path
 from rlmux.config.load import Spec
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import living_owner
-from rlmux.runtime.local import SharedMemoryFolder, neighbours_on, visible_gpus
+from rlmux.runtime.gpus_here import visible_gpus
+from rlmux.runtime.local import SharedMemoryFolder, neighbours_on
 from rlmux.runtime.workers.worker_pool import Neighbour
 
 _KEPT = "devices.json"

@@ -1,5 +1,5 @@
 """What the simulated world does and what it takes: hardware, costs, decoding, interference.
 
-Reading order: costs, rates, lengths, decoder, roofline, hardware, curves, substages, interference,
+Reading order: costs, rates, lengths, decoder, roofline, step_costs, hardware, curves, substages, interference,
 neighbour_slowdown, multi_turn, work.
 """

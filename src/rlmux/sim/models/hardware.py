@@ -99,6 +99,8 @@ class GpuSpec:
     nvlink_gbps: float
     """GB/s of NVLink, both directions added; of PCIe where there is no NVLink."""
     num_sms: int
+    pcie_gbps: float
+    """GB/s between the GPU and host memory, one direction."""
 
 
 def model_shape(name: str) -> ModelSize:
@@ -132,11 +134,11 @@ def model_shapes() -> dict[str, ModelSize]:
 
 
 def gpu_spec(name: str) -> GpuSpec:
-    """A known GPU, by its full name or the part before the first dash (`H100`)."""
+    """A known GPU, by its full name, a part of it (`H100`, `A100-40GB`), or its driver's (`NVIDIA A100-SXM4-40GB`)."""
     specs = gpu_specs()
-    wanted = name.upper().replace("_SXM", "").replace("NVIDIA ", "")
-    for key, spec in specs.items():
-        if wanted in (key.upper(), key.split("-")[0].upper()):
+    wanted = [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word not in _OF_DRIVERS]
+    for spec in specs.values():
+        if wanted and set(wanted) <= set(spec.name.upper().split("-")):
             return spec
     raise UserError(f"GPU {name!r} has no row in the table of GPUs; known: {', '.join(specs)}")
 
@@ -152,6 +154,7 @@ def gpu_specs() -> dict[str, GpuSpec]:
             hbm_tbps=float(row["hbm_tbps"]),
             nvlink_gbps=float(row["nvlink_gbps"]),
             num_sms=int(row["num_sms"]),
+            pcie_gbps=float(row["pcie_gbps"]),
         )
         for row in data_tables.rows("gpus")
     }
@@ -163,6 +166,8 @@ def _plain_model_name(name: str) -> str:
     return _MODEL_ALIASES.get(key, key)
 
 
+_OF_DRIVERS = ("", "NVIDIA", "SXM", "SXM2", "SXM4", "SXM5", "HBM2E", "HBM3", "HBM3E", "PCIE")
+"""Words of a driver's name of a GPU that do not tell it from others."""
 _MODEL_ALIASES = {
     "llama-3-1-8b": "llama-3.1-8b",
     "llama3-1-8b": "llama-3.1-8b",
