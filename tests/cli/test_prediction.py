@@ -286,10 +286,26 @@ def test_a_plan_splits_nodes_between_the_phases(rlmux, files):
     assert first["step_s"] <= first["asked"]["step_s"]
 
 
-def test_a_split_of_one_node_and_a_run_without_a_split_are_refused(rlmux, files):
+def test_a_split_of_one_node_and_a_run_that_is_not_there_are_refused(rlmux, files):
     assert rlmux("plan", "plan.yaml", "--split", "1").code == 2
     alone = rlmux("plan", "plan.yaml", "--from-run", "runs/demo")
-    assert (alone.code, alone.err.strip()) == (2, "rlmux: --from-run runs/demo: goes with --split only")
+    assert alone.code == 2
+    assert alone.err.startswith("rlmux: --from-run runs/demo: no summary.json of a run")
+
+
+def test_a_plan_names_origin_range_and_basis_of_each_second(rlmux, folder):
+    words = ("plan", "small.yaml", "--set", "pipelines.b.estimate=null", "--gpu", "h100")
+    figures = json.loads(rlmux(*words, "--json").out)["figures"]
+    assert [each["origin"] for each in figures["a"][:3]] == ["typed", "typed", "roofline"]
+    computed = {each["name"]: each for each in figures["b"]}
+    assert computed["rollout_s"]["low"] < computed["rollout_s"]["seconds"] < computed["rollout_s"]["high"]
+    shown = rlmux(*words).out
+    assert re.search(r"\nb +rollout_s .* to .* roofline +8 answers of . tokens, our engine on 1 H100-80GB-SXM\n", shown)
+
+
+def test_pipelines_with_equal_seconds_share_their_rows(rlmux, folder):
+    words = ("plan", "small.yaml", "--set", "pipelines.*.estimate=null", "--set", "pipelines.b.task=sort")
+    assert rlmux(*words).out.count("limit_train_s") == 1
 
 
 @pytest.mark.slow

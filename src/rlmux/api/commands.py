@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlmux.api.files import File, OnWarning, load_file, load_workload, look_for_plugin, policy_and_costs, warn
+from rlmux.api.files import File, OnWarning, PlanBy, load_file, load_workload, look_for_plugin, policy_and_costs, warn
 from rlmux.api.run_handle import Display, Run, followed
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
@@ -47,17 +47,31 @@ def load(
 
 
 def plan(
-    file: File, *, policy: str | None = None, overrides: Sequence[str] = (), profile: str | Path | None = None
+    file: File,
+    *,
+    policy: str | None = None,
+    overrides: Sequence[str] = (),
+    profile: str | Path | None = None,
+    run: str | Path | None = None,
+    gpu: str | None = None,
 ) -> dict[str, Any]:
     """Where every pipeline would go, its step slowdown and dollars for an hour; starts nothing.
 
-    `profile`: file of `rlmux profile` with the estimates of pipelines that have none.
+    `profile`: file of `rlmux profile` with the estimates of pipelines that have none. `run`: folder of a run that
+    measured them. `gpu`: that of pools that name none, by default this machine's.
     The keys are as in `rlmux plan --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
     from rlmux.sim.workloads.spec_file import workload_of
 
-    spec = load_file(file, purpose=Purpose.PLAN, overrides=overrides, policy=policy, profile=profile)
+    spec = load_file(
+        file,
+        purpose=Purpose.PLAN,
+        overrides=overrides,
+        policy=policy,
+        profile=profile,
+        plan_by=PlanBy(run=run, gpu=gpu),
+    )
     return api.plan(workload_of(spec), policy=spec.policy)
 
 

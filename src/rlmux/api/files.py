@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,16 @@ OnWarning = Callable[[str], None]
 warn: OnWarning = logging.getLogger("rlmux").warning
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBy:
+    """What a plan's estimates are made of, after the file's own."""
+
+    run: str | Path | None = None
+    """Folder of a run: what it measured of pipelines with the same names."""
+    gpu: str | None = None
+    """GPU of pools that name none, by default this machine's."""
+
+
 def load_file(
     file: File,
     *,
@@ -52,7 +62,7 @@ def load_file(
     cluster_of: Spec | None = None,
     may_be_empty: bool = False,
     profile: str | Path | None = None,
-    gpu: str | None = None,
+    plan_by: PlanBy = PlanBy(),
     on_warning: OnWarning = warn,
 ) -> Spec:
     """The file, with all checked that the purpose needs. Raises SpecError, UserError for an unknown policy, and to plan
@@ -61,9 +71,8 @@ def load_file(
     Paths of a mapping are relative to the working folder. `cluster_of`: the run whose cluster holds instead of the
     file's. `may_be_empty`: it may be without pipelines. `profile`: gives pipelines without an estimate the measured
     one. To plan, its device may be any, and UserError is raised for a pipeline that it has no estimate for; to run, it
-    is raised for another device. `gpu`: to plan, the GPU of pools that name none, by default this machine's; what
-    neither file nor profile gives is estimated for it. `on_warning`: receives each pool of a run without a price beside
-    one with a price, and the estimates that were taken.
+    is raised for another device. `plan_by`: to plan, what estimates are made of that the file does not give.
+    `on_warning`: receives each pool of a run without a price beside one with a price, and the estimates taken.
     """
     if policy is not None:
         check_policy(policy)
@@ -77,7 +86,7 @@ def load_file(
         policies=list(POLICIES),
         cluster_of=cluster_of,
         may_be_empty=may_be_empty,
-        estimate_of=_estimate_of(purpose, measured, gpu, on_warning, taken),
+        estimate_of=_estimate_of(purpose, measured, plan_by, on_warning, taken),
     )
     if purpose is Purpose.RUN and cluster_of is None:
         from rlmux.sim.workloads.arrivals import notes_of_prices
@@ -117,21 +126,25 @@ def _read_estimates(path: Path, purpose: Purpose) -> StepEstimates:
 
 
 def _estimate_of(
-    purpose: Purpose, measured: StepEstimates | None, gpu: str | None, on_warning: OnWarning, taken: list[str]
+    purpose: Purpose, measured: StepEstimates | None, plan_by: PlanBy, on_warning: OnWarning, taken: list[str]
 ) -> EstimateOf | None:
-    """What is known of a pipeline: its own keys, or else the profile's; to plan, the rest by a roofline.
+    """What is known of a pipeline: its own keys, or else a run's, or the profile's; to plan, the rest by a roofline.
 
     Names of pipelines that the profile is used for are added to `taken`.
     """
     if purpose is Purpose.RUN:
         return None if measured is None else partial(_profiled, measured, purpose, on_warning, taken)
+    from rlmux.profiling.recorded_steps import read_recorded
     from rlmux.profiling.roofline_estimates import RooflineEstimates
     from rlmux.runtime.gpus_here import name_of_gpu
 
-    rooflines = RooflineEstimates(gpu=gpu or name_of_gpu())
+    rooflines = RooflineEstimates(gpu=plan_by.gpu or name_of_gpu())
+    recorded = {} if plan_by.run is None else read_recorded(Path(plan_by.run))
 
     def to_plan(pipeline: PipelineConfig, cluster: ClusterConfig) -> Estimated | None:
-        found = None if measured is None else _profiled(measured, purpose, on_warning, taken, pipeline, cluster)
+        found = recorded.get(pipeline.name)
+        if found is None and measured is not None:
+            found = _profiled(measured, purpose, on_warning, taken, pipeline, cluster)
         return rooflines.of(pipeline, cluster, found)
 
     return to_plan

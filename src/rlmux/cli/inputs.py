@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlmux import plugins
-from rlmux.api.files import load_file, load_workload, look_for_plugin
+from rlmux.api.files import PlanBy, load_file, load_workload, look_for_plugin
 from rlmux.config import Purpose, Spec
 from rlmux.core.errors import UserError
 
@@ -34,15 +34,15 @@ def load(
     purpose: Purpose = Purpose.RUN,
     cluster_of: Spec | None = None,
     profile: Path | None = None,
-    gpu: str | None = None,
+    plan_by: PlanBy = PlanBy(),
 ) -> Spec:
     """The file, checked for what is to be done with it, by default to train. `cluster_of`: the run it is meant for.
-    `profile`: has the estimates of pipelines without one. `gpu`: to plan, that of pools that name none."""
+    `profile`: has the estimates of pipelines without one. `plan_by`: to plan, what other estimates are made of."""
     if policy is not None:
         check_policy("--policy", policy)
     return load_file(
-        file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, profile=profile, gpu=gpu,
-        on_warning=print_notice,
+        file, purpose=purpose, overrides=sets or (), policy=policy, cluster_of=cluster_of, profile=profile,
+        plan_by=plan_by, on_warning=print_notice,
     )  # fmt: skip
 
 
@@ -141,11 +141,9 @@ def workload_or_run(
 
 
 def recorded_for_split(run: Path | None, split: int | None) -> Workload | None:
-    """The finished run whose completions predict rollout times on other devices; None without one."""
-    if run is None:
+    """The finished run whose completions predict rollouts on other devices; None without one, or without splits."""
+    if run is None or split is None:
         return None
-    if split is None:
-        raise UserError(f"--from-run {run}: goes with --split only")
     from rlmux.runtime.records import folders
     from rlmux.sim.workloads.recorded import recorded_workload
 

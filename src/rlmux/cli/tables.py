@@ -86,12 +86,26 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
         [{"device": name, **device} for name, device in summary["devices"].items()],
         "device | busy: utilization .0% | busy s: busy_s | switch s: switch_s | bubble s: bubble_s | idle s: idle_s",
     )
+    _show_planned(summary.get("planned", ()))
     print(f"\ncontrol overhead {_percent(summary['control_overhead'], digits=2)}")
     if words := mechanism_words(summary["mechanisms"]):
         print(f"mechanisms: {words}")
     for name, what in (("timeline.html", "timeline"), ("trace.json", "trace for ui.perfetto.dev")):
         if (folder / name).is_file():
             print(f"{what}: {folder / name}")
+
+
+def _show_planned(rows: Sequence[Row]) -> None:
+    """How far off a plan was: seconds of a step's phases alone, as planned and as measured."""
+    if not rows:
+        return
+    print("\nseconds of a step alone, as `plan` has them and as measured:")
+    shown = [
+        {**row, "range": "" if row["low_s"] == row["high_s"] else f"{row['low_s']:.3g} to {row['high_s']:.3g}"}
+        for row in rows
+    ]
+    columns = "pipeline | figure | planned: planned_s | range | from: origin | measured: measured_s | off: error +.0%"
+    print_rows(shown, columns)
 
 
 def rounds_text(rounds: Mapping[str, int]) -> str:

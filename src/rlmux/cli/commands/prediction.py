@@ -95,7 +95,7 @@ def plan(
     ] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option("--from-run", metavar="DIR", help="With --split: seconds by a finished run's answers."),
+        typer.Option("--from-run", metavar="DIR", help="Seconds that a run of pipelines of these names measured."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write a picture of the costs there (SVG, PNG).")
@@ -120,10 +120,11 @@ def plan(
     Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
              rlmux plan examples/14_eight_gpus.yaml --gpu h100
     """
+    from rlmux.api.files import PlanBy
     from rlmux.cli import inputs, memory_rows, tables
     from rlmux.config import Purpose
 
-    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN, profile=profile, gpu=gpu)
+    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN, profile=profile, plan_by=PlanBy(run=from_run, gpu=gpu))
     recorded = inputs.recorded_for_split(from_run, split)
 
     from rlmux.sim import api

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +36,7 @@ from rlmux.core.errors import LogError, UserError
 if TYPE_CHECKING:
     from rlmux.api.run_handle import Run
     from rlmux.config import Spec
+    from rlmux.runtime.run import RunResult
 
 
 def run(
@@ -257,6 +259,15 @@ def chaos(
     raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
 
 
+def _planned(result: RunResult) -> Sequence[dict[str, Any]]:
+    """What `plan` would have said of each phase, beside what was measured."""
+    from rlmux.profiling.recorded_steps import plan_errors
+    from rlmux.runtime import launch
+    from rlmux.runtime.gpus_here import name_of_gpu
+
+    return plan_errors(launch.spec_of(result.folder).resolved, result.summary, name_of_gpu())
+
+
 def _end(ended: Run, as_json: bool) -> None:
     """Show a run that ended or was stopped, and exit accordingly."""
     from rlmux.cli import inputs, output, tables, verification
@@ -264,10 +275,11 @@ def _end(ended: Run, as_json: bool) -> None:
 
     result = ended.result
     assert result is not None, "it was trained in this process"
+    summary = result.summary if as_json else {**result.summary, "planned": _planned(result)}
     if result.was_over:
         inputs.print_notice("nothing to resume: every pipeline is over")
     if result.is_complete:
-        tables.show_run(result.summary, result.folder, as_json=as_json)
+        tables.show_run(summary, result.folder, as_json=as_json)
         failed = [name for name, row in result.summary["pipelines"].items() if row["status"] == "failed"]
         if failed and not as_json:
             retries = " ".join(f"--retry {name}" for name in failed)
@@ -276,7 +288,7 @@ def _end(ended: Run, as_json: bool) -> None:
             inputs.print_notice(receipt)
         raise typer.Exit(tables.exit_code(result.summary))
     try:
-        tables.show_run(result.summary, result.folder, as_json=as_json)
+        tables.show_run(summary, result.folder, as_json=as_json)
         typer.echo(f"rlmux: stopped; resume with: rlmux resume {result.folder}", err=True)
     except OSError:  # what closed the output may have stopped the run, too
         output.abandon(sys.stdout, sys.stderr)
