@@ -37,7 +37,7 @@ RATCHET = {
     "lines of profiling": 2_200,
     "lines of report": 6_900,
     "lines of rl": 6_300,
-    "lines of runtime": 14_600,
+    "lines of runtime": 14_700,
     "lines of service": 13_300,
     "lines of sim": 9_000,
     "lines of top level": 2_900,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 65,
     "functions over nine parameters": 15,
     "inner folders that import each other": 0,
-    "words of docs": 54_100,
+    "words of docs": 54_200,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

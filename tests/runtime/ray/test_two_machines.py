@@ -15,15 +15,14 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the ray extra: pip install 'rlmux[ray]'")
 
-from tests.runtime.killed_runs import weights  # noqa: E402
-from tests.runtime.ray.two_machines import ADDRESS, SHARED, Machine, missing, rlmux_words, two_machines  # noqa: E402
-from tests.waiting import until  # noqa: E402
+from tests.runtime.killed_runs import weights
+from tests.runtime.ray.two_machines import ADDRESS, SHARED, Machine, missing, rlmux_words, two_machines
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
-    pytest.mark.skipif(bool(missing()), reason=f"no two machines here: {missing()}"),
 ]
 
 _PAIR = """\
@@ -33,12 +32,24 @@ defaults:
   steps: 8
   model: {architecture: qwen3, hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 64}
   sft_warmup: {updates: 4, batch_size: 16}
-  algorithm: {name: grpo, prompts_per_step: 8, group_size: 4}
+  algorithm: {name: grpo, prompts_per_step: 8, group_size: 4, micro_batch_size: 8}
   rollout: {max_prompt_tokens: 32, max_new_tokens: 16, slots: 8}
 pipelines:
   - {name: reverse, seed: 1, task: {name: reverse, letters: 5, alphabet: 8}}
-  - {name: sort, seed: 2, task: {name: sort, min_digits: 2, mean_digits: 4, max_digits: 8}}
+  - name: sort
+    seed: 2
+    task: {name: sort, min_digits: 2, mean_digits: 4, max_digits: 8, reward: "held:score", reward_timeout_s: 600}
 """
+_REWARD = """\
+import time
+from pathlib import Path
+
+def score(prompts, completions, answer, **others):
+    while Path(__file__).with_name("hold").exists():
+        time.sleep(0.05)
+    return [sum(a == b for a, b in zip(given, right)) / 16 for given, right in zip(completions, answer)]
+"""
+"""It waits while the file `hold` is beside it: a run that is held is in the middle until the file goes."""
 _TWO_RANKS = (
     _PAIR.replace("train: {devices: 1}", "train: {devices: 2}")
     .replace("  rollout: {max", "  train: {workers: 2}\n  rollout: {max")
@@ -83,6 +94,8 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    if lacking := missing():
+        pytest.skip(f"no two machines here: {lacking}")
     shared = tmp_path_factory.mktemp("shared")
     with two_machines(shared) as (a, b):
         yield Place(a, b, shared)
@@ -92,7 +105,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def place(machines: Place) -> Iterator[Place]:
     """The machines with an empty folder; what a test starts there ends with it."""
     machines.a.run("bash", "-c", "rm -rf /mnt/*")
-    (machines.shared / "pair.yaml").write_text(_PAIR)
+    _write(machines.shared, _PAIR)
     yield machines
     machines.a.kill_all()
     machines.b.kill_all()
@@ -105,14 +118,19 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _weights_here(folder: Path, text: str) -> dict[str, str]:
-    (folder / "file.yaml").write_text(text)
-    words = rlmux_words("run", str(folder / "file.yaml"), "--out", str(folder / "run"))
+    _write(folder, text)
+    words = rlmux_words("run", str(folder / "pair.yaml"), "--out", str(folder / "run"))
     subprocess.run(words, check=True, capture_output=True)
     return weights(folder / "run")
 
 
-def _run(place: Place, file: str = "pair.yaml", out: Path = SHARED / "run") -> subprocess.Popen[bytes]:
-    return place.start("run", str(SHARED / file), "--backend", "ray", "--out", str(out))
+def _write(folder: Path, text: str) -> None:
+    (folder / "pair.yaml").write_text(text)
+    (folder / "held.py").write_text(_REWARD)
+
+
+def _run(place: Place, out: Path = SHARED / "run") -> subprocess.Popen[bytes]:
+    return place.start("run", str(SHARED / "pair.yaml"), "--backend", "ray", "--out", str(out))
 
 
 def _start_pair(place: Place) -> None:
@@ -130,8 +148,8 @@ def test_a_pair_over_two_machines_trains_the_weights_of_one(place, local):
 def test_training_ranks_on_two_machines_train_the_weights_of_one_rank(place, tmp_path):
     place.a.start_ray(is_head=True, rollout=1, train=1)
     place.b.start_ray(train=1)
-    (place.shared / "ranks.yaml").write_text(_TWO_RANKS)
-    assert place.wait(_run(place, "ranks.yaml")) == 0, place.output()
+    _write(place.shared, _TWO_RANKS)
+    assert place.wait(_run(place)) == 0, place.output()
     assert weights(place.shared / "run") == _weights_here(tmp_path, _ONE_RANK)
 
 
@@ -149,6 +167,7 @@ def test_a_link_that_is_down_for_forty_seconds_changes_no_weights(place, local):
     place.until_step(process, 2)
     place.b.set_link(is_up=False)
     time.sleep(_DOWN_S)
+    assert process.poll() is None, "it ended before: the test shows nothing"
     place.b.set_link(is_up=True)
     assert place.wait(process) == 0, place.output()
     assert weights(place.shared / "run") == local
@@ -158,9 +177,11 @@ def test_a_run_whose_head_is_killed_stops_in_one_line_and_resumes_on_a_new_clust
     _start_pair(place)
     process = _run(place)
     place.until_step(process, 2)
+    (place.shared / "hold").touch()
     place.a.kill("gcs_server")
     assert place.wait(process) == 1
     assert "the head of the Ray cluster 10.77.0.1:6379 is gone" in place.output().splitlines()[-1]
+    (place.shared / "hold").unlink()
     place.a.kill_all()
     place.b.kill_all()
     _start_pair(place)
@@ -173,7 +194,8 @@ def test_a_killed_machine_that_joins_again_changes_no_weights(place, local):
     process = _run(place)
     place.until_step(process, 2)
     place.b.kill_all()
-    until(lambda: "rollout" in place.output(), "the line of the lost node", process=process, seen=place.output)
+    gone = "node rollout-0 is gone"
+    until(lambda: gone in place.output(), "the line of the lost node", process=process, seen=place.output)
     place.b.start_ray(rollout=1)
     assert place.wait(process) == 0, place.output()
     assert weights(place.shared / "run") == local

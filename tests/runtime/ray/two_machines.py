@@ -27,11 +27,19 @@ SHARED = Path("/mnt")
 """The path of the shared folder on both machines."""
 ADDRESS = "10.77.0.1:6379"
 _LIVE = """\
-mount --bind "$1" /mnt && mount -t tmpfs tmp /tmp && mount -t tmpfs shm /dev/shm && hostname "$2" && ip link set lo up \\
-    && touch "/mnt/.up-$2"
+mount --bind "$1" /mnt && mount -t tmpfs tmp /tmp && mount -t tmpfs shm /dev/shm && hostname "$2" \\
+    && ip link set lo up && touch "/mnt/.up-$2"
+exec 2> /dev/null
 while :; do sleep infinity & wait $!; done
 """
 """The first process of a machine: it also waits for processes whose parents have ended."""
+_KILL = """\
+for exe in /proc/[0-9]*/exe; do
+    case "$(readlink "$exe")" in */"$1") pid=${exe%/exe}; kill -9 "${pid#/proc/}";; esac
+done
+"""
+_KILL_ALL = '[ "$(hostname)" = "$1" ] && kill -9 -1 && rm -rf /tmp/* /dev/shm/*'
+"""All processes of a namespace but its first; the host's name shows that it is the machine's namespace."""
 
 
 def missing() -> str:
@@ -88,12 +96,11 @@ class Machine:
 
     def kill(self, program: str) -> None:
         """Send SIGKILL to the machine's processes of a program."""
-        self.run("bash", "-c", f'for exe in /proc/[0-9]*/exe; do case "$(readlink "$exe")" in */{program}) '
-                 'pid=${exe%/exe}; kill -9 "${pid#/proc/}";; esac; done')  # fmt: skip
+        self.run("bash", "-c", _KILL, "kill", program)
 
     def kill_all(self) -> None:
         """As if the machine had lost its power, and had it back: no process, nothing in memory."""
-        self.run("bash", "-c", f'[ "$(hostname)" = {self.name} ] && kill -9 -1 && rm -rf /tmp/* /dev/shm/*')
+        self.run("bash", "-c", _KILL_ALL, "kill", self.name)
 
     def end(self) -> None:
         self._holder.kill()  # --kill-child: its first process goes too, and all processes with that

@@ -32,11 +32,11 @@ from rlmux.log.run_log import LOG_NAME
 from rlmux.runtime.backend import WorkerOptions
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.ray.actor import NodeProbe, RayWorkerActor, RayWorkerSetup, probe_node
-from rlmux.runtime.ray.arrivals import Arrivals
 from rlmux.runtime.ray.cluster import RayNode, alive_nodes, connect, head_answers, nodes_by_pool, resource_of
 from rlmux.runtime.ray.fork_servers import ForkServers
 from rlmux.runtime.ray.gpus import GpuReservations, check_gpus
 from rlmux.runtime.ray.head_watch import HeadWatch
+from rlmux.runtime.ray.reference_waiter import ReferenceWaiter
 from rlmux.runtime.ray.shared_folder import Newcomers, check_shared
 from rlmux.runtime.ray.weight_delivery import Deliveries, RaySync
 from rlmux.runtime.ray.worker import PROBE_EVERY_S, RayWorker
@@ -168,7 +168,7 @@ class RayActors:
         self._memory = memory
         self.bases: Path | None = None
         self._deliveries = deliveries
-        self._arrivals = Arrivals()
+        self._waiter = ReferenceWaiter()
         self._driver_id = ray.get_runtime_context().get_node_id()
         self._workers: dict[int, RayWorker] = {}
         self._leaving: list[ray.ObjectRef[Any]] = []
@@ -227,7 +227,7 @@ class RayActors:
         watched = [(worker.watched(probe_every_s), worker) for worker in self._workers.values()]
         by_ref = {ref: worker for ref, worker in watched if ref is not None}
         arriving = self._deliveries.watched() if self._deliveries else []
-        ready = self._arrivals.wait([*by_ref, *arriving], timeout_s)
+        ready = self._waiter.wait([*by_ref, *arriving], timeout_s)
         answered: list[Worker] = []
         for worker in [by_ref[ref] for ref in ready if ref in by_ref]:
             if worker.fetch():
@@ -238,7 +238,7 @@ class RayActors:
         return answered
 
     def wake(self) -> None:
-        self._arrivals.wake()
+        self._waiter.wake()
 
     def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
         """One rank a node, where nodes do not share a memory."""

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 from tests.waiting import LIMIT_S, until  # noqa: E402
 
-from rlmux.runtime.ray.arrivals import Arrivals  # noqa: E402
+from rlmux.runtime.ray.reference_waiter import ReferenceWaiter  # noqa: E402
 
 _LONG_S = 10 * LIMIT_S
 """Longer than a test waits: a wait that ends was ended."""
@@ -37,51 +37,51 @@ def done(references: Sequence[Reference]) -> list[Reference]:
 
 
 def test_a_wake_from_another_thread_ends_a_wait_and_leaves_its_references():
-    arrivals, reference = Arrivals(done), Reference()
+    waiter, reference = ReferenceWaiter(done), Reference()
     with ThreadPoolExecutor(1) as other:
-        waiting = other.submit(arrivals.wait, [reference], _LONG_S)
+        waiting = other.submit(waiter.wait, [reference], _LONG_S)
         until(lambda: reference.num_callbacks, "the wait")
-        arrivals.wake()
+        waiter.wake()
         until(waiting.done, "the end of the wait")
     assert waiting.result() == []
 
 
 def test_the_first_arrival_ends_a_wait_and_all_that_are_ready_are_returned():
-    arrivals, references = Arrivals(done), [Reference() for _ in range(3)]
+    waiter, references = ReferenceWaiter(done), [Reference() for _ in range(3)]
     references[2].set_result(None)
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(arrivals.wait, references, _LONG_S).result(LIMIT_S) == [references[2]]
-        waiting = other.submit(arrivals.wait, references[:2], _LONG_S)
+        assert other.submit(waiter.wait, references, _LONG_S).result(LIMIT_S) == [references[2]]
+        waiting = other.submit(waiter.wait, references[:2], _LONG_S)
         references[0].set_exception(RuntimeError())
         until(waiting.done, "the end of the wait")
     assert waiting.result() == [references[0]]
 
 
 def test_a_wake_before_a_wait_counts_for_it_and_once():
-    arrivals = Arrivals(done)
-    arrivals.wake()
-    arrivals.wake()
-    assert arrivals.wait([], _LONG_S) == []
-    assert not arrivals._news.is_set()
+    waiter = ReferenceWaiter(done)
+    waiter.wake()
+    waiter.wake()
+    assert waiter.wait([], _LONG_S) == []
+    assert not waiter._news.is_set()
 
 
 def test_a_reference_gets_one_callback_in_many_waits():
-    arrivals, reference = Arrivals(done), Reference()
+    waiter, reference = ReferenceWaiter(done), Reference()
     for _ in range(5):
-        arrivals.wake()
-        arrivals.wait([reference], _LONG_S)
+        waiter.wake()
+        waiter.wait([reference], _LONG_S)
     assert reference.num_callbacks == 1
 
 
 def test_a_reference_that_a_wait_has_returned_wakes_no_later_one():
-    arrivals, reference = Arrivals(lambda references: references), Reference()
-    arrivals.wake()
-    assert arrivals.wait([reference], _LONG_S) == [reference]
+    waiter, reference = ReferenceWaiter(lambda references: references), Reference()
+    waiter.wake()
+    assert waiter.wait([reference], _LONG_S) == [reference]
     reference.set_result(None)
-    assert not arrivals._news.is_set()
+    assert not waiter._news.is_set()
 
 
 def test_what_is_ready_without_word_is_found_at_the_timeout():
-    arrivals = Arrivals(lambda references: references)
+    waiter = ReferenceWaiter(lambda references: references)
     one: Any = Reference()
-    assert arrivals.wait([one], 0.0) == [one]
+    assert waiter.wait([one], 0.0) == [one]

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 
-class Arrivals:
+class ReferenceWaiter:
     """References with a callback, and the event that ends a wait. One thread waits; any thread may wake it."""
 
     def __init__(self, find_ready: Callable[[Sequence[Any]], Sequence[Any]] = lambda found: _ready(found)) -> None:
