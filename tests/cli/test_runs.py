@@ -87,7 +87,7 @@ def test_a_run_that_ended_well_names_its_receipt_and_the_command_gives_it(whole)
     folder, _ = whole
     code, out, err = finish(start(folder, "resume", "one"))
     assert code == 0, err
-    assert re.search(r"as `plan` has them and as measured:\n.*\na +rollout_s .* typed .* [+-]\d+%\n", out), out
+    assert re.search(r"as `plan` has them and as measured:\n.*\na +rollout_s .* roofline .* [+-]\d+%\n", out), out
     assert "rlmux: receipt: rlmux verify one (about " in err
     code, out, err = finish(start(folder, "verify", "one", "--seed", "1"))
     assert code == 0, err

@@ -199,6 +199,7 @@ class _Work:
             self._shape(BYTES[rollout.dtype]), self.rollout, is_own=self._is_own, num_gpus=rollout.tensor_parallel
         )
         host_s = len(lengths) * self.rollout.constants["answer_ms"] * 1e-3 if self._is_own else 0.0
+        host_s += self.rollout.constants["order_ms"] * 1e-3
         return host_s + rollout_seconds(
             costs, lengths, prompt_tokens=self._prompt_tokens, slots=num_slots,
             group_size=self.config.algorithm.group_size,
@@ -223,7 +224,7 @@ class _Work:
             recomputes=config.train.activation_checkpointing,
             moments_on_host=config.train.optimizer_state == "cpu",
         )
-        return train_seconds(work, self.train)
+        return self.train.constants["order_ms"] * 1e-3 + train_seconds(work, self.train)
 
     # ------------------------------------------------------------------ seconds by bytes
 

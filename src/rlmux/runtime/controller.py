@@ -94,7 +94,7 @@ class Controller:
             is_over = not upcoming and not due and not requested_notes and self._scheduler.query.is_idle()
             if is_over and not self._is_kept_open():
                 return True
-            events, notes = ((), ()) if due else self._backend.poll(self._seconds_to_wait(upcoming))
+            events, notes = ((), ()) if due or requested_notes else self._backend.poll(self._seconds_to_wait(upcoming))
             self._tick([*due, *events], [*requested_notes, *notes])
         return not upcoming and self._scheduler.query.is_idle()
 

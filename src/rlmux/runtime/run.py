@@ -358,7 +358,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     run_api = None
     if options.parse is not None:
         run_api = RunControl(
-            ControlServer(folder),
+            ControlServer(folder, backend.workplace.wake),
             scheduler,
             _checked(options.parse, run),
             over=endings.by_pipeline,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Admit, Refuse, Release, RunStage
@@ -26,6 +26,7 @@ from rlmux.log.restored_shares import shares_events
 from rlmux.log.run_log import LogReader, RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.policies.max_min_fairness import FairShares
+from rlmux.runtime import controller
 from rlmux.runtime.control.control_requests import GetStatus
 from rlmux.runtime.control.control_socket import SOCKET_NAME, ControlServer, NotRunningError, send_request, send_words
 from rlmux.runtime.control.run_control import RunControl, submitted_to
@@ -53,7 +54,7 @@ class Run:
         )
         self.log = RunLog.create(folder, run_header(policy="rollmux", backend="fake", cluster=cluster))
         self.run_api = RunControl(
-            ControlServer(folder),
+            ControlServer(folder, getattr(self.backend, "workplace", self.backend).wake),
             self.scheduler,
             parse(real),
             over={"past": {}},
@@ -82,10 +83,13 @@ class Run:
         try:
             self.controller.run(given, until=lambda: not client.is_alive() and until())
         finally:
-            self.run_api.close()
-            self.backend.close()
-            self.log.close()
+            self.close()
             client.join()
+
+    def close(self) -> None:
+        self.run_api.close()
+        self.backend.close()
+        self.log.close()
 
     def is_over(self, name: str) -> bool:
         query, pipeline = self.scheduler.query, PipelineId(name)
@@ -377,6 +381,32 @@ def reason_of(scheduler: Scheduler, name: str) -> str:
 
 def of_lab(real: Any, one: Any) -> Any:
     return real.replace(one, pipeline=real.replace(one.pipeline, user="ann", project="lab"))
+
+
+@pytest.mark.quick_on_ray
+def test_a_request_ends_the_controllers_wait(real, make_backend, tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "_POLL_S", 10 * LIMIT_S)
+    going = Run(tmp_path / "run", real, make_backend=make_backend)
+
+    def ask_all() -> None:
+        try:
+            for fields in ({"request": "status"}, submit("late 1 9999"), cancel("late")):
+                going.answers.append(send_words(going.folder, fields))
+        finally:
+            going.controller.stop()
+            going.backend.workplace.wake()
+
+    client = threading.Thread(target=ask_all)
+    client.start()
+    try:
+        going.controller.run([])
+    finally:
+        client.join()
+        going.close()
+    status, submitted, cancelled = going.answers
+    assert status["upcoming"] == []
+    assert submitted["pipelines"][0]["outcome"] == "upcoming"
+    assert cancelled["outcome"] == "struck off"
 
 
 def test_pipelines_come_and_go_and_those_that_stay_train_the_same_weights(real, make_backend, tmp_path):

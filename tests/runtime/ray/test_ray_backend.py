@@ -11,6 +11,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ import pytest
 pytest.importorskip("ray", reason="needs the ray extra: pip install 'rlmux[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
-from tests.waiting import until  # noqa: E402
+from tests.waiting import LIMIT_S, until  # noqa: E402
 
 from rlmux.core.actions import Admit, RunStage  # noqa: E402
 from rlmux.core.errors import UserError, WorkerLostError  # noqa: E402
 from rlmux.core.events import NodeJoined, NodeLost, PipelineRestarted, StageFinished  # noqa: E402
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage  # noqa: E402
 from rlmux.runtime.local import SharedMemoryFolder  # noqa: E402
-from rlmux.runtime.ray import gpus  # noqa: E402
+from rlmux.runtime.ray import actor, gpus  # noqa: E402
 from rlmux.runtime.ray.ray_backend import join_cluster  # noqa: E402
 from rlmux.runtime.ray.weight_delivery import RaySync, Transport, WeightCarrier  # noqa: E402
 from rlmux.runtime.weights.thin_link import open_store  # noqa: E402
@@ -159,6 +160,32 @@ def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tm
         assert psutil.wait_procs([process], timeout=120)[1] == []
     finally:
         backend.close()
+
+
+def test_another_thread_ends_a_wait_for_a_busy_worker(one_node, real, tmp_path):
+    backend = one_node.make_backend()(real.cluster(), _folder(tmp_path))
+    workplace, log = backend.workplace, tmp_path / "log"
+    try:
+        worker = workplace.spawn("a/busy", __import__, ("signal",), device=None, log_path=log, call_limit_s=60.0)
+        worker.call(0.0, "pause", (), lambda answer: None)
+        with ThreadPoolExecutor(1) as other:
+            waiting = other.submit(workplace.wait, 10 * LIMIT_S)
+            try:
+                workplace.wake()
+                until(waiting.done, "the end of the wait")
+            finally:
+                worker.kill()
+        assert waiting.result() == []
+    finally:
+        backend.close()
+
+
+def test_a_node_with_another_torch_is_one_line_with_the_version_that_is_accepted(one_node, real, tmp_path, monkeypatch):
+    monkeypatch.setattr(actor, "version", lambda package: "99.0+cpu" if package == "torch" else version(package))
+    with pytest.raises(
+        UserError, match=r"^Ray node \S+ has torch \S+, this machine 99\.0; accepted there: torch 99\.0$"
+    ):
+        one_node.make_backend()(real.cluster(), _folder(tmp_path))
 
 
 @pytest.mark.slow

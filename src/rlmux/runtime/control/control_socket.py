@@ -3,9 +3,10 @@
     rlmux submit ── {"request": "submit", ...}\\n ──▶ DIR/control.sock ──▶ ControlServer.requests()
                  ◀── {"ok": true, ...}\\n ───────────────────────────────── Request.answer(...)
 
-One JSON object a line, one request per connection at a time. The server never waits: the controller polls it between
-two ticks of its loop. Only the owner of the folder can connect (folder 0700, socket 0600), and no input is executed:
-`run_control.py` checks and serves the requests of `control_requests.py`.
+One JSON object a line, one request per connection at a time. The controller reads the socket between two ticks of its
+loop and never waits for it; a thread ends the controller's own wait when something has come. Only the owner of the
+folder can connect (folder 0700, socket 0600), and no input is executed: `run_control.py` checks and serves the requests
+of `control_requests.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import os
 import selectors
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +80,10 @@ class _Client:
 class ControlServer:
     """The controller's end. Create it only while holding the run's log: any existing socket is then a leftover."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wake: Callable[[], None] = lambda: None) -> None:
+        """`wake`: called from another thread when `requests` has something to read."""
         self._folder = folder
+        self._wake = wake
         self._clients: list[_Client] = []
         self._selector = selectors.DefaultSelector()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,6 +95,24 @@ class ControlServer:
         self._inode = (folder / SOCKET_NAME).stat().st_ino
         self._socket.listen(_MAX_CLIENTS)
         self._selector.register(self._socket, selectors.EVENT_READ, None)
+        self._has_read = threading.Event()
+        self._is_closed = False
+        self._ending = os.eventfd(0, os.EFD_CLOEXEC)
+        self._watcher = threading.Thread(target=self._watch, name="control-socket", daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        """Wake the controller once for what has come; watch again once it has read."""
+        with selectors.DefaultSelector() as arrivals:
+            arrivals.register(self._selector, selectors.EVENT_READ)
+            arrivals.register(self._ending, selectors.EVENT_READ)
+            while True:
+                arrivals.select()
+                self._has_read.clear()
+                if self._is_closed:
+                    return
+                self._wake()
+                self._has_read.wait()
 
     def requests(self) -> list[Request]:
         """Requests since the last call; never waits."""
@@ -102,9 +124,16 @@ class ControlServer:
                 requests += self._read(key.data)
         for client in [client for client in self._clients if client.is_closed]:
             self._drop(client)
+        self._has_read.set()
         return requests
 
     def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            os.eventfd_write(self._ending, 1)
+            self._has_read.set()
+            self._watcher.join()
+            os.close(self._ending)
         for client in list(self._clients):
             self._drop(client)
         self._selector.close()

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ class NodeProbe:
 
     machine: str
     """Name of its machine, or of its container where that has a shared memory of its own."""
-    version: str
+    versions: tuple[str, str]
+    """Of rlmux and torch, without the build (2.9.0+cpu is 2.9.0); "none" for a package that is not installed."""
     cores: tuple[int, ...]
 
 
@@ -47,7 +48,16 @@ def probe_node() -> NodeProbe:
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
     namespace = os.stat(_MEMORY).st_dev if _MEMORY.exists() else 0
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return NodeProbe(machine=f"{machine}/{namespace}", version=version("rlmux"), cores=cores)
+    versions = _version_of("rlmux"), _version_of("torch")
+    return NodeProbe(machine=f"{machine}/{namespace}", versions=versions, cores=cores)
+
+
+def _version_of(package: str) -> str:
+    """By the package's metadata: an import of torch takes seconds."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

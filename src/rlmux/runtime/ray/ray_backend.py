@@ -36,6 +36,7 @@ from rlmux.runtime.ray.cluster import RayNode, alive_nodes, connect, head_answer
 from rlmux.runtime.ray.fork_servers import ForkServers
 from rlmux.runtime.ray.gpus import GpuReservations, check_gpus
 from rlmux.runtime.ray.head_watch import HeadWatch
+from rlmux.runtime.ray.reference_waiter import ReferenceWaiter
 from rlmux.runtime.ray.shared_folder import Newcomers, check_shared
 from rlmux.runtime.ray.weight_delivery import Deliveries, RaySync
 from rlmux.runtime.ray.worker import PROBE_EVERY_S, RayWorker
@@ -128,13 +129,15 @@ def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, NodeProbe]:
         except Exception as error:  # anything may keep our code from running there
             reason = str(error).strip().splitlines()[-1]
             raise UserError(
-                f"Ray node {node.address}: cannot run rlmux: {reason}; install rlmux[train,ray] {here.version} there"
+                f"Ray node {node.address}: cannot run rlmux: {reason}; "
+                f"install rlmux[train,ray] {here.versions[0]} there"
             ) from None
-        if probe.version != here.version:
-            raise UserError(
-                f"Ray node {node.address} has rlmux {probe.version}, this machine {here.version}; "
-                "install the same version on both"
-            )
+        for what, there, accepted in zip(("rlmux", "torch"), probe.versions, here.versions, strict=True):
+            if there != accepted:
+                raise UserError(
+                    f"Ray node {node.address} has {what} {there}, this machine {accepted}; "
+                    f"accepted there: {what} {accepted}"
+                )
     return probes
 
 
@@ -165,6 +168,7 @@ class RayActors:
         self._memory = memory
         self.bases: Path | None = None
         self._deliveries = deliveries
+        self._waiter = ReferenceWaiter()
         self._driver_id = ray.get_runtime_context().get_node_id()
         self._workers: dict[int, RayWorker] = {}
         self._leaving: list[ray.ObjectRef[Any]] = []
@@ -223,10 +227,7 @@ class RayActors:
         watched = [(worker.watched(probe_every_s), worker) for worker in self._workers.values()]
         by_ref = {ref: worker for ref, worker in watched if ref is not None}
         arriving = self._deliveries.watched() if self._deliveries else []
-        if not by_ref and not arriving:
-            time.sleep(timeout_s)
-            return []
-        ready, _ = ray.wait([*by_ref, *arriving], num_returns=1, timeout=timeout_s, fetch_local=True)
+        ready = self._waiter.wait([*by_ref, *arriving], timeout_s)
         answered: list[Worker] = []
         for worker in [by_ref[ref] for ref in ready if ref in by_ref]:
             if worker.fetch():
@@ -237,7 +238,7 @@ class RayActors:
         return answered
 
     def wake(self) -> None:
-        """Do nothing: a wait for actors cannot be interrupted, and new input is handled after it."""
+        self._waiter.wake()
 
     def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
         """One rank a node, where nodes do not share a memory."""
