@@ -24,7 +24,7 @@ FORMER_WORDS = re.compile(
 MAX_MODULES = 18
 """Modules of one folder, at most. Fifteen read well; the dashboard's and the Tinker front's addresses are more."""
 RATCHET = {
-    "lines of api": 1_000,
+    "lines of api": 1_100,
     "lines of broker": 2_100,
     "lines of cli": 5_200,
     "lines of client": 1_000,
@@ -34,7 +34,7 @@ RATCHET = {
     "lines of log": 2_400,
     "lines of papers": 2_800,
     "lines of policies": 7_700,
-    "lines of profiling": 2_400,
+    "lines of profiling": 2_500,
     "lines of report": 6_900,
     "lines of rl": 6_300,
     "lines of runtime": 14_700,
