@@ -11,7 +11,7 @@ from rlmux.config import Purpose
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import SpecError, UserError
 from rlmux.profiling.roofline_estimates import RooflineEstimates
-from rlmux.sim.models.step_costs import answers_as_in
+from rlmux.sim.models.step_costs import answers_as_in, answers_of_mean
 
 GPUS = "{rollout: {devices: 2, gpu: H100, device_memory_gb: 80}, train: {devices: 2, gpu: H100, device_memory_gb: 80}}"
 
@@ -22,11 +22,17 @@ BIG = "pipelines.a.model={hidden_size: 2048, layers: 8, heads: 16, kv_heads: 4, 
 def figures(tmp_path):
     """`figures(key=value, ...)`: the figures of a pipeline of a file with these keys laid over it, by name."""
 
-    def of(*overrides: str, gpu: str | None = None, pools: str = GPUS):
+    def of(*overrides: str, gpu: str | None = None, answer_tokens: float | None = None, pools: str = GPUS):
+        estimate_of = RooflineEstimates(gpu=gpu, answer_tokens=answer_tokens).of
+        text, laid_over = small_file(SORT, steps=2), [f"cluster.pools={pools}", BIG, *overrides]
         spec = parse_spec(
-            small_file(SORT, steps=2), source="small.yaml", folder=tmp_path, purpose=Purpose.PLAN,
-            overrides=[f"cluster.pools={pools}", BIG, *overrides], estimate_of=RooflineEstimates(gpu=gpu).of,
-        )  # fmt: skip
+            text,
+            source="small.yaml",
+            folder=tmp_path,
+            purpose=Purpose.PLAN,
+            overrides=laid_over,
+            estimate_of=estimate_of,
+        )
         (pipeline,) = spec.pipelines
         assert pipeline.keys.estimate is not None
         return {figure.name: figure for figure in pipeline.figures}
@@ -86,6 +92,23 @@ def test_typed_costs_stand_all_together(figures):
     found = figures("pipelines.a.estimate={rollout_s: 7, train_s: 3, sync_s: 1}")
     assert found["sync_s"].origin == "typed"
     assert "rollout_switch_s" not in found
+
+
+def test_a_known_mean_of_the_answers_decides_and_narrows_the_range(figures):
+    long = "pipelines.a.rollout.max_new_tokens=8000"
+    unknown, known = figures(long), figures(long, answer_tokens=800)
+    for key in ("rollout_s", "train_s"):
+        assert known[key].seconds < unknown[key].seconds
+        assert known[key].high / known[key].low < unknown[key].high / unknown[key].low
+    assert known["limit_rollout_s"].seconds == unknown["limit_rollout_s"].seconds
+    assert " answers of 8" in known["rollout_s"].basis
+
+
+@pytest.mark.parametrize("mean", [1, 100, 900, 1000, 5000])
+def test_answers_are_stretched_to_their_mean_below_the_limit(mean):
+    lengths = answers_of_mean(mean, 1000, 256)
+    assert sum(lengths) / len(lengths) == pytest.approx(min(mean, 1000), rel=0.01)
+    assert max(lengths) <= 1000
 
 
 def test_a_filler_trains_nothing(figures):

@@ -54,11 +54,13 @@ def plan(
     profile: str | Path | None = None,
     run: str | Path | None = None,
     gpu: str | None = None,
+    answer_tokens: float | None = None,
 ) -> dict[str, Any]:
     """Where every pipeline would go, its step slowdown and dollars for an hour; starts nothing.
 
     `profile`: file of `rlmux profile` with the estimates of pipelines that have none. `run`: folder of a run that
-    measured them. `gpu`: that of pools that name none, by default this machine's.
+    measured them. `gpu`: that of pools that name none, by default this machine's. `answer_tokens`: mean of an
+    answer, where it is known.
     The keys are as in `rlmux plan --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api
@@ -70,7 +72,7 @@ def plan(
         overrides=overrides,
         policy=policy,
         profile=profile,
-        plan_by=PlanBy(run=run, gpu=gpu),
+        plan_by=PlanBy(run=run, gpu=gpu, answer_tokens=answer_tokens),
     )
     return api.plan(workload_of(spec), policy=spec.policy)
 

@@ -51,6 +51,8 @@ class PlanBy:
     """Folder of a run: what it measured of pipelines with the same names."""
     gpu: str | None = None
     """GPU of pools that name none, by default this machine's."""
+    answer_tokens: float | None = None
+    """Mean tokens of an answer, where they are known."""
 
 
 def load_file(
@@ -138,7 +140,7 @@ def _estimate_of(
     from rlmux.profiling.roofline_estimates import RooflineEstimates
     from rlmux.runtime.gpus_here import name_of_gpu
 
-    rooflines = RooflineEstimates(gpu=plan_by.gpu or name_of_gpu())
+    rooflines = RooflineEstimates(gpu=plan_by.gpu or name_of_gpu(), answer_tokens=plan_by.answer_tokens)
     recorded = {} if plan_by.run is None else read_recorded(Path(plan_by.run))
 
     def to_plan(pipeline: PipelineConfig, cluster: ClusterConfig) -> Estimated | None:

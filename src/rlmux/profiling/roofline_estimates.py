@@ -11,7 +11,7 @@ stands, and what it leaves out of syncs and switches is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -42,14 +42,15 @@ from rlmux.sim.models.step_costs import (
     DeviceSpeed,
     TrainedStep,
     answers_as_in,
+    answers_of_mean,
     device_speed,
     engine_costs,
     rollout_seconds,
     train_seconds,
 )
 
-_BETTER, _WORSE = 0.7, 1.5
-"""How far a device may be off what is computed, in rollouts and in training."""
+_BETTER, _WORSE = 0.7, 2.5
+"""How far a device may be off what is computed, in rollouts and in training: public jobs took up to 3 times as long."""
 _BYTES_WORSE = 5.0
 """The same for bytes over bandwidth: syncs and switches were measured to take up to so much longer."""
 _LEAST_GPU_GB = 8.0
@@ -64,6 +65,8 @@ class RooflineEstimates:
 
     gpu: str | None = None
     """Name of the GPU, as typed or as this machine's driver has it; None: pools that name none have cores."""
+    answer_tokens: float | None = None
+    """Mean tokens of an answer; None: not known, and as in a public run."""
 
     def of(
         self, pipeline: PipelineConfig, cluster: ClusterConfig, measured: Estimated | None = None
@@ -81,7 +84,7 @@ class RooflineEstimates:
         if training is None or rollout is None or train is None:
             return given
         num_gpus = gpus_of_device(_pool_serving(cluster, Phase.ROLLOUT))
-        work = _Work(training, rollout, train, max(num_gpus, training.rollout.tensor_parallel))
+        work = _Work(training, rollout, train, max(num_gpus, training.rollout.tensor_parallel), self.answer_tokens)
         usual, limit = work.rollout_figures()
         phases = [usual] if pipeline.is_filler else [usual, limit, *work.train_figures()]
         return _merged(given, [*phases, *work.cost_figures(pipeline.checkpoint_every)])
@@ -124,6 +127,7 @@ class _Work:
     train: DeviceSpeed
     num_gpus: int
     """GPUs of a rollout device."""
+    answer_tokens: float | None
 
     @property
     def _num_answers(self) -> int:
@@ -144,9 +148,20 @@ class _Work:
         return not (self.config.rollout.engine.is_server or self.config.rollout.engine.is_of_user)
 
     def _lengths(self, run: str | None, number: int) -> Sequence[int]:
-        """Tokens of answers as in a public run; None: all reach the limit."""
+        """Tokens of answers as in a public run, or of the known mean; None: all reach the limit."""
         limit = self.config.rollout.max_new_tokens
-        return [limit] * number if run is None else answers_as_in(run, limit, number)
+        if run is None:
+            return [limit] * number
+        return answers_as_in(run, limit, number) if self.answer_tokens is None else self._of_known_mean(number)
+
+    def _of_known_mean(self, number: int) -> Sequence[int]:
+        assert self.answer_tokens is not None
+        return answers_of_mean(self.answer_tokens, self.config.rollout.max_new_tokens, number)
+
+    def _range(self, seconds: Callable[[str | None], float]) -> tuple[float, float]:
+        """Ends of a phase's range: answers that are short and at the limit, where their mean is not known."""
+        longest = None if self.answer_tokens is None else USUAL_ANSWERS
+        return _BETTER * seconds(SHORT_ANSWERS), _WORSE * seconds(longest)
 
     def _mean_tokens(self, run: str | None) -> float:
         return sum(self._lengths(run, self._num_answers)) / self._num_answers
@@ -175,7 +190,7 @@ class _Work:
         of_limit = f"{self._num_answers:,} answers of {self.config.rollout.max_new_tokens:,} tokens"
         of_usual = f"{self._num_answers:,} answers of {self._mean_tokens(USUAL_ANSWERS):,.0f} tokens"
         where = f"{engine} on {devices}"
-        low, high = _BETTER * self._rollout_s(SHORT_ANSWERS), _WORSE * limit
+        low, high = self._range(self._rollout_s)
         basis, origin = f"{of_usual}, {where}", FigureOrigin.ROOFLINE
         yield StepFigure(name="rollout_s", seconds=usual, low=low, high=high, origin=origin, basis=basis)
         yield _around("limit_rollout_s", max(limit, usual), f"{of_limit}, {where}")
@@ -183,7 +198,7 @@ class _Work:
     def train_figures(self) -> Iterator[StepFigure]:
         usual, limit = self._train_s(USUAL_ANSWERS), self._train_s(None)
         where = f"{self.config.train.num_workers} {self.train.name}"
-        low, high = _BETTER * self._train_s(SHORT_ANSWERS), _WORSE * limit
+        low, high = self._range(self._train_s)
         basis = f"{self._train_tokens(USUAL_ANSWERS):,.0f} tokens, {where}"
         yield StepFigure(name="train_s", seconds=usual, low=low, high=high, origin=FigureOrigin.ROOFLINE, basis=basis)
         yield _around("limit_train_s", max(limit, usual), f"{self._train_tokens(None):,.0f} tokens, {where}")

@@ -107,6 +107,10 @@ def plan(
             "--gpu", metavar="NAME", help="GPU of pools that name none, such as H100; by default this machine's."
         ),
     ] = None,
+    answer_tokens: Annotated[
+        float | None,
+        typer.Option("--answer-tokens", metavar="N", min=1, help="Mean tokens of an answer, if known: closer seconds."),
+    ] = None,
     sets: Sets = None,
     json: Json = False,
 ) -> int:
@@ -124,7 +128,14 @@ def plan(
     from rlmux.cli import inputs, memory_rows, tables
     from rlmux.config import Purpose
 
-    spec = inputs.load(file, sets, policy, purpose=Purpose.PLAN, profile=profile, plan_by=PlanBy(run=from_run, gpu=gpu))
+    spec = inputs.load(
+        file,
+        sets,
+        policy,
+        purpose=Purpose.PLAN,
+        profile=profile,
+        plan_by=PlanBy(run=from_run, gpu=gpu, answer_tokens=answer_tokens),
+    )
     recorded = inputs.recorded_for_split(from_run, split)
 
     from rlmux.sim import api

@@ -26,8 +26,9 @@ from rlmux.sim.models.roofline import estimate_curves, roofline_constants
 
 USUAL_ANSWERS = "math_qwen3_4b"
 """Public run whose answers, as parts of the token limit, stand for those of an unknown task: 0.52 of it in the mean."""
-SHORT_ANSWERS = "gsm8k_qwen3_4b"
-"""The same for a lower bound: 0.16 of the limit."""
+SHORT_ANSWERS = "gsm8k_qwen3_4b_instruct"
+"""The same for a lower bound: 0.04 of the limit."""
+_HALVINGS = 20
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -121,6 +122,22 @@ def answers_as_in(run: str, limit: int, number: int) -> Sequence[int]:
     """Tokens of so many answers, with the distribution of a public run over its longest; the order has no pattern."""
     parts = [(0.5 + index * _GOLDEN) % 1.0 for index in range(number)]
     return [max(1, round(_part_of_longest(run, part) * limit)) for part in parts]
+
+
+def answers_of_mean(mean: float, limit: int, number: int) -> Sequence[int]:
+    """The same of the usual run, stretched to a mean in tokens; the limit cuts the longest."""
+    low, high = 0.0, 1.0
+    lengths = answers_as_in(USUAL_ANSWERS, limit, number)
+    while sum(_stretched(lengths, high, limit)) < mean * number and high < limit:
+        high *= 2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(_stretched(lengths, middle, limit)) < mean * number else (low, middle)
+    return _stretched(lengths, high, limit)
+
+
+def _stretched(lengths: Sequence[int], factor: float, limit: int) -> Sequence[int]:
+    return [max(1, min(limit, round(length * factor))) for length in lengths]
 
 
 def _part_of_longest(run: str, probability: float) -> float:
