@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import CONFIG, write_checkpoint
+from tests.server_environments import make_environment
 
 from rlmux.cli import inputs, starting_points
 from rlmux.cli.gpu_start import file_text, machine
@@ -149,6 +152,27 @@ def test_a_model_that_fits_no_gpu_is_sampled_by_a_server_that_is_to_be_named(rlm
     )
 
 
+def test_a_server_that_is_named_has_slots_of_full_length_and_no_kv_tokens(rlmux, folder, tmp_path_factory):
+    write_checkpoint(folder / "tiny")
+    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Qwen3ForCausalLM"]}))
+    python = make_environment(tmp_path_factory.mktemp("named"), "vllm")
+    said = rlmux("init", "checkpoint", "--model", "tiny", "--gpus", "4x80", "--engine", "vllm", "--python", python)
+    assert said.code == 0, said.err
+    rollout = planned(folder / "rlmux.yaml").pipelines[0].config.rollout
+    assert (rollout.engine.name, rollout.engine.python, rollout.kv_tokens) == ("vllm", python, None)
+    assert rollout.num_slots >= 64
+
+
+def test_init_and_plan_of_its_file_need_no_torch(folder, model):
+    file = str(folder / "rlmux.yaml")
+    words = ["init", "checkpoint", "--model", str(model("Qwen3-8B")), "--gpus", "8x80", "--out", file]
+    code = "import sys; sys.modules.update(torch=None, transformers=None)\n"
+    code += "from rlmux.cli.main import run_command_line\n"
+    code += f"assert run_command_line({words!r}) == 0\nassert run_command_line({['plan', file]!r}) == 0"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_positions_of_a_short_model_bound_prompts_and_answers(rlmux, folder):
     write_checkpoint(folder / "tiny")
     assert rlmux("init", "checkpoint", "--model", "tiny", "--gpus", "2x80").code == 0
@@ -200,7 +224,10 @@ def test_pipelines_that_the_host_cannot_hold_together_are_said_to_wait(model):
     assert re.search(
         r"\n# Host memory holds the states of one pipeline: \d+ GB for each GPU and pipeline; others wait", waiting
     )
-    assert "Host memory holds" not in written(model("Qwen3-8B"), "8x80").read_text(encoding="utf-8")
+    assert "# Host memory" not in written(model("Qwen3-8B"), "8x80").read_text(encoding="utf-8")
+    unknown = written(model("Qwen3-30B-A3B"), "8x80").read_text(encoding="utf-8")
+    assert re.search(r"\n# Host memory is not counted: for each GPU a pipeline needs \d+ GB, of 90 % of ", unknown)
+    assert "host_memory_gb: 220" not in unknown
 
 
 def test_the_same_words_give_the_same_file(model):
