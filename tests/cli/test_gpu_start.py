@@ -147,7 +147,7 @@ def test_a_model_that_fits_no_gpu_is_sampled_by_a_server_that_is_to_be_named(rlm
     assert training.rollout.kv_tokens is None
     text = Path("rlmux.yaml").read_text(encoding="utf-8")
     assert (
-        "\n# Training is sharded; Megatron's TP, PP, EP and CP are not rlmux's own: docs/how-to/your-trainer.md.\n"
+        "\n# For training rlmux has shards (FSDP2), not Megatron's TP, PP, EP and CP: docs/how-to/your-trainer.md.\n"
         in text
     )
 
@@ -225,6 +225,7 @@ def test_pipelines_that_the_host_cannot_hold_together_are_said_to_wait(model):
         r"\n# Host memory holds the states of one pipeline: \d+ GB for each GPU and pipeline; others wait", waiting
     )
     assert "# Host memory" not in written(model("Qwen3-8B"), "8x80").read_text(encoding="utf-8")
+    assert "pipelines:                    # on the GPUs one at a time\n" in waiting
     unknown = written(model("Qwen3-30B-A3B"), "8x80").read_text(encoding="utf-8")
     assert re.search(r"\n# Host memory is not counted: for each GPU a pipeline needs \d+ GB, of 90 % of ", unknown)
     assert "host_memory_gb: 220" not in unknown
@@ -311,6 +312,14 @@ def test_json_has_the_commands_and_what_is_to_be_done_before(rlmux, model):
     weights, *commands = json.loads(out)["next"]
     assert weights == "# put the weights into Qwen3-8B; plan needs none"
     assert commands == [f"rlmux {command} rlmux.yaml" for command in ("check", "plan", "run")]
+
+
+def test_a_folder_may_have_any_name(rlmux, folder, model):
+    model("Qwen3-8B").rename(folder / "my $model {8B}")
+    said = rlmux("init", "checkpoint", "--model", "my $model {8B}", "--gpus", "8x80", "--out", "a b/{c}.yaml")
+    assert said.out.splitlines()[0] == "# put the weights into 'my $model {8B}'; plan needs none"
+    assert said.out.splitlines()[-1] == "rlmux run 'a b/{c}.yaml'"
+    assert len(planned(folder / "a b" / "{c}.yaml").pipelines) == 2
 
 
 def test_this_machines_gpus_are_taken_where_none_are_named(rlmux, folder, monkeypatch):

@@ -140,7 +140,7 @@ def write(
     folder = _model(start, out, model, needs_weights=is_here)
     sampling = _sampling(start, ModelConfig(path=None if model is None else str(model)), engine, python, is_here)
     values = {"file": shlex.quote(str(out)), "model": folder}
-    commands = list(chosen.commands)
+    before: list[str] = []
     if machine is None:
         if model is not None and not sampling.is_server:
             _check_checkpoint(model, is_served=False)
@@ -148,12 +148,12 @@ def write(
     else:
         assert model is not None
         text, before = _text_for(machine, model, out, values, sampling, for_gpus)
-        commands = [*before, *commands]
     texts = {out: text} | {out.parent / name: _template(template) for name, template in chosen.companions.items()}
     _write_texts(texts, out)
     folder = "" if out.parent == Path() else shlex.quote(f"{out.parent}/")
     placeholders = {"file": shlex.quote(str(out)), "stem": shlex.quote(out.stem), "folder": folder}
-    return Written(files=list(map(str, texts)), next=[command.format_map(placeholders) for command in commands])
+    commands = [command.format_map(placeholders) for command in chosen.commands]
+    return Written(files=list(map(str, texts)), next=[*before, *commands])
 
 
 def _write_texts(texts: Mapping[Path, str], out: Path) -> None:
@@ -213,7 +213,7 @@ def _text_for(
     if not any(model.glob("*.safetensors")):
         before.append(f"# put the weights into {shlex.quote(str(model))}; plan needs none")
     if choice.pipeline.rollout.engine == SERVER:
-        before.append(f"# write the python of an environment with vLLM over {SERVER.python}, in {{file}}")
+        before.append(f"# write the python of an environment with vLLM over {SERVER.python}, in {values['file']}")
     return text, before
 
 

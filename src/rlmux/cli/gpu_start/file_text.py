@@ -59,6 +59,9 @@ def values_of(wanted: Wanted, choice: Choice, engine_lines: Sequence[str]) -> di
         "algorithm": _lines(2, _algorithm(choice)),
         "rollout": _lines(2, _rollout(choice, engine_lines)),
         "train": _lines(2, _train(choice)),
+        "turns": "one at a time"
+        if choice.num_hosted == 1 or choice.split.is_both
+        else "while one trains, another samples",
         "pipelines": _pipelines(number),
     }
 
@@ -114,7 +117,7 @@ def _remarks(wanted: Wanted, choice: Choice) -> Iterator[str]:
         at_a_time = "one pipeline" if choice.num_hosted == 1 else f"{choice.num_hosted} pipelines"
         yield f"Host memory holds the states of {at_a_time}: {need_gb:,.0f} GB for each GPU and pipeline; others wait."
     if wanted.shape.num_parameters >= HUGE:
-        yield "Training is sharded; Megatron's TP, PP, EP and CP are not rlmux's own: docs/how-to/your-trainer.md."
+        yield "For training rlmux has shards (FSDP2), not Megatron's TP, PP, EP and CP: docs/how-to/your-trainer.md."
 
 
 def _adapter(wanted: Wanted) -> tuple[str, str]:
