@@ -6,6 +6,7 @@ fits.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -74,7 +75,11 @@ def check_text(text: str, source: str, folder: Path, wanted: Wanted, choice: Cho
     from rlmux.runtime.backend import Submission
     from rlmux.runtime.memory import memory_budget
 
-    spec = parse_spec(text, source=source, folder=folder, purpose=Purpose.PLAN, estimate_of=lambda *_: choice.estimated)
+    there = json.dumps(str(wanted.model))  # the file's own folder may not be there yet
+    spec = parse_spec(
+        text, source=source, folder=folder, purpose=Purpose.PLAN, estimate_of=lambda *_: choice.estimated,
+        overrides=(f"code_folder={there}", f"defaults.model.path={there}"),
+    )  # fmt: skip
     devices: dict[DeviceId, str] = {}
     gpus = iter(range(wanted.machine.num_gpus))
     for name, pool in spec.cluster.pools.items():
