@@ -44,13 +44,15 @@ def link_bytes(machine: Machine) -> int:
     return int(fields[1]) + int(fields[9])
 
 
-def run_on(place: Machine | None, shared: Path, out: str, *words: str) -> dict[str, Any]:
+def run_on(place: Machine | None, shared: Path, out: str) -> dict[str, Any]:
     """The summary of a run of the shared file, on a machine or here."""
     if place is None:
-        command = [*rlmux_words("run", str(shared / "pair.yaml"), "--out", str(shared / out)), *words]
+        command = rlmux_words("run", str(shared / "pair.yaml"), "--out", str(shared / out))
         subprocess.run(command, check=True, capture_output=True)
     else:
-        command = rlmux_words("run", str(SHARED / "pair.yaml"), "--backend", "ray", "--out", str(SHARED / out), *words)
+        command = rlmux_words(
+            "run", str(SHARED / "pair.yaml"), "--backend", "ray", "--out", str(SHARED / out), "--address", ADDRESS
+        )
         if place.start(*command, output=shared / "output").wait():
             sys.exit((shared / "output").read_text())
     return json.loads((shared / out / "summary.json").read_text())  # type: ignore[no-any-return]
@@ -88,7 +90,7 @@ def main() -> None:
                     a.start_ray(is_head=True, train=1)
                     b.start_ray(rollout=1)
                 before = link_bytes(b)
-                summary = run_on(a, shared, name.replace(", ", "-").replace(" ", "-"), "--address", ADDRESS)
+                summary = run_on(a, shared, name.replace(", ", "-").replace(" ", "-"))
                 rows.append(figures(name, summary, link_bytes(b) - before, given.steps))
     show(rows, as_json=given.json)
 

@@ -61,9 +61,11 @@ def test_rows_and_then_a_checkpoint_train_by_the_printed_command(rlmux, folder):
     command = rlmux("init", "rows").out.split()[1:]
     assert rlmux(*command, *few, "--out", "runs/rows").code == 0
     said = rlmux("init", "checkpoint", "--model", "runs/rows/mine/step_1", "--out", "own/trained.yaml")
-    assert said.out == "rlmux run own/trained.yaml\n"
+    assert said.out.splitlines() == [f"rlmux {command} own/trained.yaml" for command in ("check", "plan", "run")]
     assert 'path: "../runs/rows/mine/step_1"' in (folder / "own" / "trained.yaml").read_text(encoding="utf-8")
-    assert rlmux(*said.out.split()[1:], *few, "--out", "runs/checkpoint").code == 0
+    check, plan, run = (line.split()[1:] for line in said.out.splitlines())
+    assert (rlmux(*check).code, rlmux(*plan).code) == (0, 0)
+    assert rlmux(*run, *few, "--out", "runs/checkpoint").code == 0
 
 
 WITH_ENGINE = ["tasks", "rows", "checkpoint"]

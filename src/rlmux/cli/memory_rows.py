@@ -12,8 +12,11 @@ from typing import Any
 from rlmux.config import Spec
 from rlmux.core.model import Phase
 from rlmux.rl.memory.footprint import device_parts, host_parts
-from rlmux.rl.memory.memory_parts import Parts, total
+from rlmux.rl.memory.memory_parts import Parts, num_trained, total
 from rlmux.rl.memory.model_shape import shape_of
+
+HUGE = 30 * 10**9
+"""Parameters from which training usually wants more than shards."""
 
 MemoryOfPipeline = dict[str, Any]
 """Value of `memory_of` for one pipeline."""
@@ -40,6 +43,19 @@ def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
                 "train_host": _present(host_parts(pipeline.training)),
             }
     return found
+
+
+def notes_of(spec: Spec) -> list[str]:
+    """A line about the pipelines that train so much that other trainers may do better; none without them."""
+    trained = [each for each in spec.pipelines if each.training is not None and not each.keys.is_filler]
+    names = [each.name for each in trained if num_trained(each.config) >= HUGE]
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: {HUGE / 1e9:.0f}B parameters or more are trained, in shards (FSDP2): Megatron's tensor, "
+        "pipeline, expert and context parallelism are not rlmux's own; a trainer that has them takes turns under "
+        "permits (docs/how-to/your-trainer.md)"
+    ]
 
 
 def rows_of(memory: dict[str, MemoryOfPipeline]) -> Sequence[dict[str, Any]]:

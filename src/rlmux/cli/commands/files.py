@@ -28,22 +28,35 @@ def init(
     python: Annotated[
         str | None, typer.Option("--python", metavar="PATH", help="Python of the environment that has the engine.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="NxGB", help="GPUs of a checkpoint's file: 8x80, 8xH100; by default these here."
+        ),
+    ] = None,
+    pipelines: Annotated[
+        int | None, typer.Option("--pipelines", metavar="N", min=1, max=8, help="Pipelines that share the GPUs (2).")
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA adapters, not all of the checkpoint.")] = False,
     json: Json = False,
 ) -> None:
     """Write a commented file for this machine, and print the commands to type next.
 
-    tasks: two tasks that ship. rows: your own rows and reward. checkpoint: your own checkpoint. trl: TRL scripts that
-    share a device. tinker: a training loop over the Tinker API. No file is overwritten. On a machine with GPUs vLLM
-    samples the answers, where this environment or one on PATH has it.
+    tasks: two tasks that ship. rows: your own rows and reward. checkpoint: your own checkpoint; on GPUs what each is
+    for, precision, sharding and cache are chosen by the estimates of `plan`, from config.json alone with --gpus. trl:
+    TRL scripts that share a device. tinker: a training loop over the Tinker API. No file is overwritten. On a machine
+    with GPUs vLLM samples the answers, where this environment or one on PATH has it.
 
     \b
     Example: rlmux init rows
              rlmux init checkpoint --model models/Qwen3-0.6B
+             rlmux init checkpoint --model models/Qwen3-8B --gpus 8x80 --lora
              rlmux init rows --engine vllm --python /opt/vllm/bin/python
     """
     from rlmux.cli import starting_points
 
-    written = starting_points.write(start, out, model, engine=engine, python=python)
+    for_gpus = starting_points.ForGpus(gpus=gpus, num_pipelines=pipelines, has_adapter=lora)
+    written = starting_points.write(start, out, model, engine=engine, python=python, for_gpus=for_gpus)
     starting_points.show(written, as_json=json)
 
 

@@ -150,6 +150,7 @@ def plan(
     planned["bases"] = inputs.bases_in(spec)
     planned["figures"] = {each.name: [asdict(figure) for figure in each.figures] for each in spec.pipelines}
     planned["memory"] = memory_rows.memory_of(spec)
+    planned["notes"] = [*planned["notes"], *memory_rows.notes_of(spec)]
     tables.show_plan(planned, as_json=json)
     return tables.exit_code_of_plan(planned)
 
