@@ -59,8 +59,8 @@ def plan(
     """Where every pipeline would go, its step slowdown and dollars for an hour; starts nothing.
 
     `profile`: file of `rlmux profile` with the estimates of pipelines that have none. `run`: folder of a run that
-    measured them. `gpu`: that of pools that name none, by default this machine's. `answer_tokens`: mean of an
-    answer, where it is known.
+    measured them. `gpu`: GPU of pools without one, by default this machine's. `answer_tokens`: mean of an answer,
+    where it is known.
     The keys are as in `rlmux plan --json` (docs/how-it-works/simulator.md).
     """
     from rlmux.sim import api

@@ -100,10 +100,7 @@ def _show_planned(rows: Sequence[Row]) -> None:
     if not rows:
         return
     print("\nseconds of a step alone, as `plan` has them and as measured:")
-    shown = [
-        {**row, "range": "" if row["low_s"] == row["high_s"] else f"{row['low_s']:.3g} to {row['high_s']:.3g}"}
-        for row in rows
-    ]
+    shown = [{**row, "range": _between(row["low_s"], row["high_s"])} for row in rows]
     columns = "pipeline | figure | planned: planned_s | range | from: origin | measured: measured_s | off: error +.0%"
     print_rows(shown, columns)
 
@@ -362,17 +359,21 @@ def _show_figures(figures: Mapping[str, Sequence[Row]]) -> None:
     rows = []
     for text, names in named.items():
         for index, figure in enumerate(json.loads(text)):
-            is_exact = figure["low"] == figure["high"]
-            between = "" if is_exact else f"{figure['low']:.3g} to {figure['high']:.3g}"
-            first = {"pipeline": ", ".join(names) if not index else "", "figure": figure["name"]}
-            rows.append({**first, "seconds": figure["seconds"], "range": between, **_origin(figure)})
+            rows.append(
+                {
+                    "pipeline": ", ".join(names) if not index else "", "figure": figure["name"],
+                    "seconds": figure["seconds"], "range": _between(figure["low"], figure["high"]),
+                    "from": figure["origin"], "": figure["basis"],
+                }
+            )  # fmt: skip
     if rows:
         print("\nseconds of a step alone, and of what comes beside it:")
         print_rows(rows)
 
 
-def _origin(figure: Row) -> Row:
-    return {"from": figure["origin"], "": figure["basis"]}
+def _between(low: float, high: float) -> str:
+    """A range in words; empty where none is known."""
+    return "" if low == high else f"{low:.3g} to {high:.3g}"
 
 
 def _show_paid_for(plan: Row) -> None:

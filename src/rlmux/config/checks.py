@@ -18,7 +18,7 @@ from rlmux.config import import_checks
 from rlmux.config.checkpoint_folder import CheckpointFolder, check_checkpoint
 from rlmux.config.error_messages import nearest_hint, shown_value, spec_error
 from rlmux.config.source_map import Node, PathPart
-from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, gpus_of_device, phase_of_pool
+from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, gpus_of_device, phase_of_pool, pool_serving
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
 from rlmux.rl.config import (
@@ -195,7 +195,7 @@ class Checks:
 
     def _check_gpus(self, path: KeyPath, pipeline: PipelineConfig) -> None:
         """Copies of the model fill a rollout device's GPUs, and each is split evenly over its own."""
-        rollout, (name, pool) = pipeline.rollout, self._pool_serving(Phase.ROLLOUT)
+        rollout, (name, pool) = pipeline.rollout, pool_serving(self.config.cluster, Phase.ROLLOUT)
         count, num_gpus = rollout.tensor_parallel, 1 if phase_of_pool(name, pool) == BOTH else gpus_of_device(pool)
         if pool.gpus_per_device > 1 and rollout.engine.name == "rlmux":
             text = f"is our own, which computes on one GPU, and a device of pool {name!r} has {num_gpus}"
@@ -219,12 +219,8 @@ class Checks:
             text = f"is {count}, over which {shape.num_heads} heads, {shape.num_kv_heads} key/value heads and a width"
             raise self._error(path, f"{text} of {shape.intermediate_size} do not divide; accepted: {accepted}")
 
-    def _pool_serving(self, phase: Phase) -> tuple[str, PoolConfig]:
-        pools = self.config.cluster.pools.items()
-        return next((name, pool) for name, pool in pools if phase_of_pool(name, pool) in (phase, BOTH))
-
     def _check_fits(self, path: KeyPath, phase: Phase, num_workers: int) -> None:
-        name, pool = self._pool_serving(phase)
+        name, pool = pool_serving(self.config.cluster, phase)
         size = pool.nodes if pool.devices is None else pool.devices
         if size is not None and num_workers > size:
             raise self._error(

@@ -2,7 +2,7 @@
 
 typed in the file ─┐
 rlmux profile ─────┤
-a finished run ────┼──▶ Estimated = EstimateConfig + Figures, each with its range
+a finished run ────┼──▶ Estimated = EstimateConfig + StepFigures, each with its range
 a roofline, bytes ─┘
 """
 
@@ -31,7 +31,7 @@ class StepFigure:
     """Seconds of one part of a step, or of the start."""
 
     name: str
-    """A key of `estimate`, or `start_s` and `checkpoint_s`."""
+    """A key of `estimate`, or `checkpoint_s`."""
     seconds: float
     low: float
     """Lower end of its range; `seconds` where none is known."""

@@ -121,6 +121,11 @@ def phase_of_pool(name: str, pool: PoolConfig) -> str | None:
     return pool.phase
 
 
+def pool_serving(cluster: ClusterConfig, phase: Phase) -> tuple[str, PoolConfig]:
+    """The pool for a phase, which may serve both, and its name."""
+    return next((name, pool) for name, pool in cluster.pools.items() if phase_of_pool(name, pool) in (phase, BOTH))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateConfig(FromFile):
     """Solo seconds of one step. `plan` and `simulate` need them, here or from `rlmux profile FILE`; `run` measures a

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 from rlmux.config.figures import Estimated
 from rlmux.config.tree import ClusterConfig, PipelineConfig, PoolConfig
 from rlmux.core.model import Footprint, Phase
+from rlmux.policies.search.cycle_steps import MAX_MEMBERS as MAX_IN_CYCLE
 from rlmux.policies.search.shared_placement import MAX_MEMBERS
 from rlmux.profiling.roofline_estimates import RooflineEstimates
 from rlmux.rl.config import (
@@ -40,6 +41,7 @@ from rlmux.rl.config import (
 from rlmux.rl.memory.footprint import BOTH_PHASES, device_parts, footprint_of
 from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES, total
 from rlmux.rl.memory.model_shape import ModelShape, shape_of
+from rlmux.runtime.memory.memory_budget import USABLE_OF_GPU
 
 LARGE = 10**9
 """Parameters from which activations are recomputed, and trained ones from which ranks have parts of a model."""
@@ -47,10 +49,6 @@ PROMPTS, GROUP_SIZE, STEPS = 32, 8, 200
 OWN = EngineConfig()
 SERVER = EngineConfig(name="vllm", python="PATH_OF_ITS_PYTHON")
 """A server of an environment that is yet to be named."""
-_USABLE = 0.95
-"""Part of a GPU that pipelines get, as in `run` (runtime/memory/memory_budget.py)."""
-_MAX_TOGETHER = 3
-"""Pipelines that take turns on one set of devices, at most (policies/search/cycle_steps.py)."""
 _PROMPT_TOKENS, _ANSWER_TOKENS, _SHORTER = 1024, 7168, (3072, 1024)
 _SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _FEW_ANSWERS = 4
@@ -118,7 +116,7 @@ class Wanted:
     def free_bytes(self, split: GpuSplit) -> float:
         """Bytes of a GPU for the largest state, beside the contexts of the workers that wait."""
         num_workers = min(self.num_pipelines, MAX_MEMBERS) * (2 if split.is_both else 1)
-        return self.machine.memory_gb * 1e9 * _USABLE - CUDA_CONTEXT_BYTES * (num_workers - 1)
+        return self.machine.memory_gb * 1e9 * USABLE_OF_GPU - CUDA_CONTEXT_BYTES * (num_workers - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +158,7 @@ def choose(wanted: Wanted) -> Choice | None:
     own, tiers = wanted.engine, [(wanted.engine, 1)]
     if wanted.may_be_served and wanted.machine.num_gpus > 1:
         tiers = [(own, _FEW_ANSWERS), (SERVER, 1), (own, 1)]
-    together = min(wanted.num_pipelines, _MAX_TOGETHER)
+    together = min(wanted.num_pipelines, MAX_IN_CYCLE)
     for hosted in ([1, together] if together > 1 else [1]), [0]:
         for engine, least in tiers:
             for tokens in lengths(wanted):

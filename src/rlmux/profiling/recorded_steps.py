@@ -59,7 +59,7 @@ def _estimated(found: Mapping[str, Any], folder: Path) -> Estimated:
 def plan_errors(resolved: str, summary: Mapping[str, Any], gpu: str | None) -> Sequence[dict[str, Any]]:
     """Each phase as `plan` has it for the run's file, and as the run measured it; empty where it has no estimate.
 
-    `gpu`: that of pools that name none. `error`: planned over measured seconds, minus 1.
+    `gpu`: GPU of pools without one. `error`: planned over measured seconds, minus 1.
     """
     estimate_of = RooflineEstimates(gpu=gpu).of
     try:

@@ -1,7 +1,7 @@
 """The estimate of a pipeline that was never run: what its step takes on a named device, by its sizes alone.
 
     file ── model, algorithm, rollout, train ─┐
-    pool ── gpu: H100, or --gpu, or NVML, ────┴──▶ rollout, training: sim/models/step_costs.py ─┐
+    pool ── gpu: H100, or --gpu, the driver's ┴──▶ rollout, training: sim/models/step_costs.py ─┐
             or the cores of this machine           sync, switches, first loads: bytes ──────────┴──▶ Estimated
 
 Answers are as long as those of a public run, as parts of the token limit. The range goes from short answers on a device
@@ -12,18 +12,17 @@ stands, and what it leaves out of syncs and switches is added.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from rlmux.config.figures import Estimated, FigureOrigin, StepFigure, figures_of
 from rlmux.config.tree import (
-    BOTH,
     ClusterConfig,
     EstimateConfig,
     PipelineConfig,
     PoolConfig,
     gpus_of_device,
-    phase_of_pool,
+    pool_serving,
 )
 from rlmux.core.model import Phase
 from rlmux.rl.config import TrainingConfig
@@ -35,6 +34,7 @@ from rlmux.rl.memory.memory_parts import (
     weights_bytes,
 )
 from rlmux.rl.memory.model_shape import BYTES, shape_of
+from rlmux.runtime.memory.memory_budget import LEAST_GPU_BYTES
 from rlmux.sim.models.hardware import ModelSize
 from rlmux.sim.models.step_costs import (
     SHORT_ANSWERS,
@@ -53,7 +53,6 @@ _BETTER, _WORSE = 0.7, 2.5
 """How far a device may be off what is computed, in rollouts and in training: public jobs took up to 3 times as long."""
 _BYTES_WORSE = 5.0
 """The same for bytes over bandwidth: syncs and switches were measured to take up to so much longer."""
-_LEAST_GPU_GB = 8.0
 _GIGA = 1e9
 _COSTS = ("sync_s", "rollout_switch_s", "train_switch_s", "cold_rollout_switch_s", "cold_train_switch_s")
 """Figures that an estimate may leave out."""
@@ -79,12 +78,12 @@ class RooflineEstimates:
         training, given = pipeline.training, measured
         if pipeline.estimate is not None:
             given = Estimated(estimate=pipeline.estimate, figures=figures_of(pipeline.estimate, FigureOrigin.TYPED))
-        speeds = {phase: self._speed(_pool_serving(cluster, phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN)}
-        rollout, train = speeds[Phase.ROLLOUT], speeds[Phase.TRAIN]
+        (_, for_rollout), (_, for_train) = (pool_serving(cluster, phase) for phase in (Phase.ROLLOUT, Phase.TRAIN))
+        rollout, train = self._speed(for_rollout), self._speed(for_train)
         if training is None or rollout is None or train is None:
             return given
-        num_gpus = gpus_of_device(_pool_serving(cluster, Phase.ROLLOUT))
-        work = _Work(training, rollout, train, max(num_gpus, training.rollout.tensor_parallel), self.answer_tokens)
+        num_gpus = max(gpus_of_device(for_rollout), training.rollout.tensor_parallel)
+        work = _Work(training, rollout, train, num_gpus, self.answer_tokens)
         usual, limit = work.rollout_figures()
         phases = [usual] if pipeline.is_filler else [usual, limit, *work.train_figures()]
         return _merged(given, [*phases, *work.cost_figures(pipeline.checkpoint_every)])
@@ -92,14 +91,10 @@ class RooflineEstimates:
     def _speed(self, pool: PoolConfig) -> DeviceSpeed | None:
         """None where a pool's devices are neither a known GPU nor cores."""
         gpu = pool.gpu or self.gpu
-        is_gpu_sized = (pool.device_memory_gb or 0.0) >= _LEAST_GPU_GB
+        is_gpu_sized = (pool.device_memory_gb or 0.0) * _GIGA >= LEAST_GPU_BYTES
         if gpu is None and (pool.devices is None or gpus_of_device(pool) > 1 or is_gpu_sized):
             return None
         return device_speed(gpu)
-
-
-def _pool_serving(cluster: ClusterConfig, phase: Phase) -> PoolConfig:
-    return next(pool for name, pool in cluster.pools.items() if phase_of_pool(name, pool) in (phase, BOTH))
 
 
 def _merged(given: Estimated | None, computed: Sequence[StepFigure]) -> Estimated:
@@ -152,11 +147,9 @@ class _Work:
         limit = self.config.rollout.max_new_tokens
         if run is None:
             return [limit] * number
-        return answers_as_in(run, limit, number) if self.answer_tokens is None else self._of_known_mean(number)
-
-    def _of_known_mean(self, number: int) -> Sequence[int]:
-        assert self.answer_tokens is not None
-        return answers_of_mean(self.answer_tokens, self.config.rollout.max_new_tokens, number)
+        if self.answer_tokens is not None:
+            return answers_of_mean(self.answer_tokens, limit, number)
+        return answers_as_in(run, limit, number)
 
     def _range(self, seconds: Callable[[str | None], float]) -> tuple[float, float]:
         """Ends of a phase's range: answers that are short and at the limit, where their mean is not known."""
@@ -280,8 +273,7 @@ def _around(name: str, seconds: float, basis: str) -> StepFigure:
 
 
 def _by_bytes(name: str, seconds: float, basis: str) -> StepFigure:
-    low, high = _BETTER * seconds, _BYTES_WORSE * seconds
-    return StepFigure(name=name, seconds=seconds, low=low, high=high, origin=FigureOrigin.ROOFLINE, basis=basis)
+    return replace(_around(name, seconds, basis), high=_BYTES_WORSE * seconds)
 
 
 def _gb(num_bytes: float) -> str:

@@ -16,8 +16,6 @@ _MAX_GPUS = 16
 """GPUs of the largest machine that is sold as one."""
 _HOST_GB_OF_GB = 2.75
 """Host memory beside a GB of GPU memory where none is known: 2 TB for eight of 80 GB, of which `run` takes 90 %."""
-_USABLE = 0.9
-"""Part of host memory that pipelines get, as in `run` (runtime/memory/memory_budget.py)."""
 _USUAL = "H100-80GB-SXM"
 """The kind that is taken where several have the memory that was asked for."""
 
@@ -49,7 +47,7 @@ def machine_of(text: str) -> GpuMachine:
 def machine_here() -> GpuMachine | None:
     """This machine; None without GPUs, and where no table has their kind."""
     from rlmux.runtime import gpus_here
-    from rlmux.runtime.memory.memory_budget import MachineMemory
+    from rlmux.runtime.memory.memory_budget import USABLE_OF_HOST, MachineMemory
 
     gpus, name = gpus_here.visible_gpus(), gpus_here.name_of_gpu()
     if not gpus or name is None:
@@ -58,7 +56,7 @@ def machine_here() -> GpuMachine | None:
         spec = gpu_spec(name)
     except UserError:
         return None
-    host_gb = _rounded(MachineMemory().host_bytes / 1e9 * _USABLE / len(gpus))
+    host_gb = _rounded(MachineMemory().host_bytes / 1e9 * USABLE_OF_HOST / len(gpus))
     return GpuMachine(
         num_gpus=len(gpus), gpu=_short_name(spec), memory_gb=spec.hbm_gb, host_gb=host_gb, is_host_known=True
     )

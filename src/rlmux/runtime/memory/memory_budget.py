@@ -36,11 +36,11 @@ from rlmux.rl.memory.memory_parts import CUDA_CONTEXT_BYTES, Parts, total
 from rlmux.rl.memory.smallest_change import smallest_change
 from rlmux.runtime.backend import Submission
 
-_USABLE = 0.9
+USABLE_OF_HOST = 0.9
 """Part of the machine's memory that pipelines get; the rest is the system's and the controller's."""
-_LEAST_OF_GPU = 8e9
+LEAST_GPU_BYTES = 8e9
 """Bytes of the smallest GPU."""
-_USABLE_OF_GPU = 0.95
+USABLE_OF_GPU = 0.95
 """Part of a GPU's free memory that pipelines get; the rest is lost between torch's blocks."""
 
 
@@ -73,12 +73,12 @@ def with_machine_memory(
     machine = machine or MachineMemory()
     num_wanted = sum(pool.num_gpus or 0 for pool in cluster.pools.values())
     shared = 0.0 if machine.gpu_by_device else _shared_bytes(submissions)
-    if shared >= machine.host_bytes * _USABLE:
+    if shared >= machine.host_bytes * USABLE_OF_HOST:
         raise RefusedError(
             f"cluster: the bases of adapters need {_gigabytes(shared)} of host memory, and there are "
-            f"{_gigabytes(machine.host_bytes * _USABLE)}; give fewer or smaller models"
+            f"{_gigabytes(machine.host_bytes * USABLE_OF_HOST)}; give fewer or smaller models"
         )
-    host_bytes = (machine.host_bytes * _USABLE - shared) / max(1, num_wanted)
+    host_bytes = (machine.host_bytes * USABLE_OF_HOST - shared) / max(1, num_wanted)
     gpu_bytes = {
         name: num_bytes - _shared_base_bytes(cluster.pools[name], submissions)
         for name, num_bytes in _assign_gpu_memory(cluster, submissions, machine).items()
@@ -117,7 +117,7 @@ def _assign_gpu_memory(cluster: Cluster, submissions: Sequence[Submission], mach
     bytes_by_pool: dict[str, float] = {}
     for gpu, devices in devices_by_gpu.items():
         pools = [cluster.pools[device.pool] for device in devices]
-        there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU - _waiting_context_bytes(pools, len(submissions))
+        there_is = machine.free_bytes_by_gpu[gpu] * USABLE_OF_GPU - _waiting_context_bytes(pools, len(submissions))
         needs = [
             (_largest_state(pool, submissions) + _shared_base_bytes(pool, submissions)) / pool.gpus_per_device
             for pool in pools
@@ -227,7 +227,7 @@ def _estimated_footprint(
 
 def has_gpu_sized_devices(cluster: Cluster) -> bool:
     """Whether memory is counted as on GPUs in a file that only is planned: its devices have as much as one."""
-    return any(_LEAST_OF_GPU <= pool.device_memory_bytes < math.inf for pool in cluster.pools.values())
+    return any(LEAST_GPU_BYTES <= pool.device_memory_bytes < math.inf for pool in cluster.pools.values())
 
 
 def check_each_fits(

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlmux.sim import data_tables
-from rlmux.sim.models.costs import RolloutCosts, host_costs
+from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, DecodeSeconds, Unfinished
 from rlmux.sim.models.hardware import ModelSize, gpu_spec
-from rlmux.sim.models.roofline import estimate_curves, roofline_constants
+from rlmux.sim.models.roofline import roofline_constants
 
 USUAL_ANSWERS = "math_qwen3_4b"
 """Public run whose answers, as parts of the token limit, stand for those of an unknown task: 0.52 of it in the mean."""
@@ -92,7 +92,9 @@ class OwnEngine:
         size_of = self.shape.bytes_per_weight
         middle = context + (num_iterations - 1) / 2
         cache_bytes = self.shape.kv_bytes_per_token / 2 * size_of * active * middle * known["cache_reread"]
-        read_s = (self.shape.weight_bytes + cache_bytes) / (self.device.memory_tbps * 1e12 * _weight_efficiency())
+        read_s = (self.shape.weight_bytes + cache_bytes) / (
+            self.device.memory_tbps * 1e12 * roofline_constants().weight_efficiency
+        )
         products_s = 2 * self.shape.computing_params * active / (self.device.tflops_of(size_of) * 1e12)
         return num_iterations * (self.shape.layers * known["decode_layer_us"] * 1e-6 + max(read_s, products_s))
 
@@ -107,15 +109,7 @@ def engine_costs(shape: ModelSize, device: DeviceSpeed, *, is_own: bool, num_gpu
     """Costs of one engine: ours, or a server's copy of the model on so many GPUs. On a core both are as ours."""
     if is_own or not device.is_gpu:
         return OwnEngine(shape=shape, device=device)
-    decode, prefill = estimate_curves(shape, device.name, num_gpus)
-    return RolloutCosts(
-        shape=shape, gpu=device.name, tp=num_gpus, decode=decode, prefill=prefill, host=host_costs(shape.name),
-        is_measured=False, source="roofline",
-    )  # fmt: skip
-
-
-def _weight_efficiency() -> float:
-    return roofline_constants().weight_efficiency
+    return rollout_costs(shape, device.name, num_gpus)
 
 
 def answers_as_in(run: str, limit: int, number: int) -> Sequence[int]:
