@@ -33,7 +33,9 @@ def submissions(real):
 
 def migrated_tails(recorder, *, is_dearer_to_copy: bool = False) -> list[tuple[str, int]]:
     """Pipeline and step of every part of a shard that had begun and went to the other device: with its KV, unless it is
-    dearer to copy and was found to have the same bits when it is computed again."""
+    dearer to copy and was found to have the same bits when it is computed again.
+
+    The note of that finding may follow the first tails, which are then left out until it is there."""
     is_same = {note.pipeline: note.checks["recomputation"] for note in recorder.notes if note.type == "promise"}
     orders = {one.order: one for one in recorder.actions if isinstance(one, MigrateShard)}
     tails = []
@@ -41,6 +43,8 @@ def migrated_tails(recorder, *, is_dearer_to_copy: bool = False) -> list[tuple[s
         if isinstance(event, TrajectoriesMigrated) and 0 < event.num_begun < SHARD_SIZE:
             assert event.tokens > event.num_begun
             pipeline = orders[event.order].pipeline
+            if pipeline not in is_same:
+                continue
             assert (event.kv_bytes == 0) == (is_dearer_to_copy and is_same[pipeline])
             tails.append((pipeline, orders[event.order].step))
     return tails
