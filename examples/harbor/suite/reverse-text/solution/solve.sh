@@ -1,0 +1,2 @@
+#!/bin/bash
+rev message.txt > reversed.txt
