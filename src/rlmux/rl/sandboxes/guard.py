@@ -27,7 +27,7 @@ import signal
 import socket
 import struct
 import sys
-import threading
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x20000, 0x08000000, 0x10000000
@@ -83,12 +83,14 @@ def main() -> NoReturn:
         _answer("ready")
         _execute(order)
     os.close(status_out)
-    os.dup2(2, 1)
-    if listener is not None:
-        threading.Thread(target=_forward, args=(listener, namespaces["socket"]), daemon=True).start()
+    for file in (1, 2):  # the output is the program's
+        os.dup2(os.open("/dev/null", os.O_WRONLY), file)
     handle = os.pidfd_open(child)
-    readable = select.select([0, handle], [], [])[0]
-    if handle not in readable:
+    if listener is None:
+        select.select([0, handle], [], [])
+    else:
+        _forward(listener, namespaces["socket"], [0, handle])
+    if not select.select([handle], [], [], 0)[0]:
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if namespaces is not None:
@@ -187,32 +189,38 @@ def _unshare(namespaces: dict[str, Any]) -> socket.socket | None:
     return socket.create_server(("127.0.0.1", namespaces["port"]), backlog=128)
 
 
-def _forward(listener: socket.socket, path: str) -> None:
-    """Pass the bytes of each connection to the unix socket and back."""
-    while True:
-        inner = listener.accept()[0]
-        outer = socket.socket(socket.AF_UNIX)
+def _forward(listener: socket.socket, path: str, files: Collection[int]) -> None:
+    """Pass the bytes of each connection to the unix socket and back, until one of `files` has something to read.
+
+    Without threads: the system refuses them to a process whose children are in another PID namespace.
+    """
+    import asyncio  # here: half of the time that a start takes, and most have no gateway
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while part := await reader.read(_BUFFER_BYTES):
+            writer.write(part)
+            await writer.drain()
+        writer.write_eof()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
         try:
-            outer.connect(path)
-        except OSError:
-            inner.close()
-            outer.close()
-            continue
-        for one, other in ((inner, outer), (outer, inner)):
-            threading.Thread(target=_pump, args=(one, other), daemon=True).start()
-
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Pass bytes on until either end fails. A connection that is half closed goes on the other way; the sockets are
-    closed when the second direction drops the last reference to them."""
-    try:
-        while part := source.recv(_BUFFER_BYTES):
-            sink.sendall(part)
-        sink.shutdown(socket.SHUT_WR)
-    except OSError:
-        for each in (source, sink):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                outer_reader, outer_writer = await asyncio.open_unix_connection(path)
+                writers.append(outer_writer)
+                await asyncio.gather(pump(reader, outer_writer), pump(outer_reader, writer))
+        finally:
+            for each in writers:
+                each.close()
+
+    async def serve() -> None:
+        is_over = asyncio.Event()
+        for file in files:
+            asyncio.get_running_loop().add_reader(file, is_over.set)
+        async with await asyncio.start_server(connect, sock=listener):
+            await is_over.wait()
+
+    asyncio.run(serve())
 
 
 def _be_first(order: dict[str, Any], status_out: int) -> NoReturn:

@@ -1,2 +1,2 @@
 #!/bin/bash
-rev message.txt > reversed.txt
+awk '{ line = ""; for (i = length($0); i > 0; i--) line = line substr($0, i, 1); print line }' message.txt > reversed.txt
