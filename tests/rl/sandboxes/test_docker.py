@@ -1,7 +1,8 @@
-"""The docker kind against a stand-in for the command, which keeps a "container" in a folder and writes down its words."""
+"""The docker kind against a stand-in for the command: its container is a folder, and it writes down its words."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from tests.waiting import until
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.sandboxes import Gateway, SandboxLimits, docker, make_sandbox
-from rlmux.rl.sandboxes.harbor_suite import Verdict, prepare, verify
+from rlmux.rl.sandboxes.harbor_suite import HarborVerdict, prepare, verify
 
 STAND_IN = r"""#!{python}
 import json, os, shutil, signal, sys
@@ -37,7 +38,6 @@ match words:
             sys.exit("docker: no space left on device")
         print("up", flush=True)
         sys.stdin.read()
-        (state / "ended").touch()
     case ["exec", "-u", "0", _, "mkdir", "-p", path]:
         inside(path).mkdir(parents=True, exist_ok=True)
     case ["exec", "-u", "0", _, "sh", "-c", script, *rest]:
@@ -91,8 +91,6 @@ def state(tmp_path, monkeypatch) -> Path:
 
 
 def said_to(state: Path, first: str) -> list[list[str]]:
-    import json
-
     lines = (state / "words").read_text().splitlines()
     return [words for words in map(json.loads, lines) if words[0] == first]
 
@@ -137,14 +135,15 @@ def test_an_image_that_cannot_be_built_is_the_users_mistake(state, task):
 
 
 def test_a_container_has_the_limits_and_ends_when_it_is_closed(container, state, task, run):
-    sandbox = container(replace(task, cpus=2, memory_bytes=1000), memory_bytes=5000, num_processes=9, file_bytes=100)
+    sandbox = container(
+        replace(task, cpus=2, memory_bytes=1000), memory_bytes=5000, num_processes=9, file_bytes=100_000
+    )
     assert run(sandbox, "echo", "hi", env={"A": "b c"}, cwd="/x") == (0, "hi\n")
     (words,) = said_to(state, "run")
-    limits = {"--memory=1000", "--pids-limit=9", "--cpus=2", "--network=host", "--ulimit=fsize=100", "--rm", "-i"}
+    limits = {"--memory=1000", "--pids-limit=9", "--cpus=2", "--network=host", "--ulimit=fsize=100000", "--rm", "-i"}
     assert limits <= set(words)
     name = next(word for word in words if word.startswith("--name=")).partition("=")[2]
     assert said_to(state, "exec")[0] == ["exec", "-w", "/x", "-eA=b c", name, "echo", "hi"]
-    assert not (state / "ended").exists()
     sandbox.close()
     sandbox.close()
     assert said_to(state, "rm") == [["rm", "-f", name]]
@@ -178,5 +177,5 @@ def test_kill_ends_the_program_in_the_container(container, state, tmp_path):
 def test_tests_are_copied_in_and_the_reward_out(container, state, task, tmp_path):
     sandbox = container()
     prepare(task, sandbox)
-    assert verify(task, sandbox, tmp_path / "tests") == Verdict(reward=0.75, problem=None)
+    assert verify(task, sandbox, tmp_path / "tests") == HarborVerdict(reward=0.75, problem=None)
     assert (state / "root" / "tests" / "test.sh").read_text() == (task.folder / "tests" / "test.sh").read_text()

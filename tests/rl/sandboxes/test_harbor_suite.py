@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmux.core.errors import UserError
-from rlmux.rl.sandboxes.harbor_suite import Verdict, prepare, read_suite, read_task, solve, verify
+from rlmux.rl.sandboxes.harbor_suite import HarborVerdict, prepare, read_suite, read_task, solve, verify
 
 SUITE = Path(__file__).parents[3] / "examples" / "harbor" / "suite"
 TASKS = read_suite(SUITE)
@@ -42,7 +42,7 @@ def test_the_solution_alone_earns_one(task, kind, make, tmp_path):
     assert before.problem is None
     assert before.reward < 1
     assert solve(task, sandbox, tmp_path / "solution") == 0, (tmp_path / "solution").read_text()
-    assert verify(task, sandbox, tmp_path / "tests") == Verdict(reward=1.0, problem=None)
+    assert verify(task, sandbox, tmp_path / "tests") == HarborVerdict(reward=1.0, problem=None)
 
 
 def test_keys_have_harbors_names_units_and_defaults(task):
@@ -146,7 +146,7 @@ def test_tests_that_do_not_end_are_ended(kind, prepared, task, tmp_path):
     (task.folder / "tests" / "test.sh").write_text("sleep 600\n")
     (task.folder / "task.toml").write_text("[verifier]\ntimeout_sec = 0.5\n")
     verdict = verify(read_task(task.folder), prepared(kind), tmp_path / "tests")
-    assert verdict == Verdict(reward=None, problem="tests/test.sh did not finish within 0.5 s")
+    assert verdict == HarborVerdict(reward=None, problem="tests/test.sh did not finish within 0.5 s")
 
 
 def test_a_task_without_a_solution_is_refused(prepared, task, tmp_path):

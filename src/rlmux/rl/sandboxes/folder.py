@@ -99,6 +99,8 @@ class FolderSandbox:
             return
         target = self._place(inside)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir() and not target.is_symlink():
+            remove(target)
         target.unlink(missing_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
 

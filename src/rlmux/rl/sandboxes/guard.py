@@ -297,7 +297,10 @@ def _make_devices() -> None:
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{folder}/{name}")
     os.symlink("pts/ptmx", f"{folder}/ptmx")
-    for name, kind, data in (("shm", "tmpfs", "mode=1777"), ("pts", "devpts", "newinstance,ptmxmode=0666,mode=620")):
+    for name, kind, data in (
+        ("shm", "tmpfs", "mode=1777,size=64m"),
+        ("pts", "devpts", "newinstance,ptmxmode=0666,mode=620"),
+    ):
         os.mkdir(f"{folder}/{name}")
         _mount(kind, f"{folder}/{name}", kind, _MS_NOSUID | _MS_NOEXEC, data)
 

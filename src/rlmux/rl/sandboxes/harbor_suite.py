@@ -70,7 +70,7 @@ class HarborTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class HarborVerdict:
     """What the tests say of a sandbox."""
 
     reward: float | None
@@ -103,7 +103,7 @@ def read_task(folder: Path) -> HarborTask:
             )
     file = folder / "task.toml"
     try:
-        keys = _Keys(file, tomllib.loads(file.read_text(encoding="utf-8")))
+        keys = _TaskKeys(file, tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: {error}; accepted: TOML") from error
     if keys.has("steps"):
@@ -130,7 +130,7 @@ def read_task(folder: Path) -> HarborTask:
     )
 
 
-class _Keys:
+class _TaskKeys:
     """The keys of a task.toml by their dotted names."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ def prepare(task: HarborTask, sandbox: Sandbox) -> None:
     sandbox.environment.update(task.environment)
 
 
-def verify(task: HarborTask, sandbox: Sandbox, output: Path) -> Verdict:
+def verify(task: HarborTask, sandbox: Sandbox, output: Path) -> HarborVerdict:
     """Run the task's tests in a sandbox in which nothing else runs; what they print goes to the file `output`.
 
     Returns within `task.verifier_timeout_s` seconds and the little that it takes to copy and to kill.
@@ -258,7 +258,7 @@ def _lead_into(root: Path, scripts: Path) -> None:
         file.write_text(inside.sub(lambda match: f"{root}/{match[1]}", text), encoding="utf-8")
 
 
-def _reward(sandbox: Sandbox, code: int) -> Verdict:
+def _reward(sandbox: Sandbox, code: int) -> HarborVerdict:
     """As Harbor has it: of reward.json if that is there, else of reward.txt."""
     text, written = (_text_of(sandbox.path(f"{_VERIFIER}/reward.{kind}")) for kind in ("txt", "json"))
     if written is not None:
@@ -272,7 +272,7 @@ def _reward(sandbox: Sandbox, code: int) -> Verdict:
             else {}
         )
         if "reward" in numbers or (len(numbers) == 1 and text is None):
-            return Verdict(reward=numbers.get("reward", next(iter(numbers.values()))), problem=None)
+            return HarborVerdict(reward=numbers.get("reward", next(iter(numbers.values()))), problem=None)
         if text is None:
             return _without(f"reward.json holds {written[:40]!r}; accepted: an object with a number 'reward'")
     if text is None:
@@ -283,15 +283,15 @@ def _reward(sandbox: Sandbox, code: int) -> Verdict:
         reward = math.nan
     if not math.isfinite(reward):
         return _without(f"reward.txt holds {text.strip()[:40]!r}; accepted: a number")
-    return Verdict(reward=reward, problem=None)
+    return HarborVerdict(reward=reward, problem=None)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, _NUMBER) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _without(problem: str) -> Verdict:
-    return Verdict(reward=None, problem=problem)
+def _without(problem: str) -> HarborVerdict:
+    return HarborVerdict(reward=None, problem=problem)
 
 
 def _text_of(file: Path) -> str | None:
