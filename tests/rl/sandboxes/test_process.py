@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from tests.waiting import until
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.sandboxes import Gateway, SandboxLimits
 from rlmux.rl.sandboxes.process import ProcessSandbox
+from rlmux.rl.sandboxes.sandbox import start_guarded
 
 CHECKOUT = Path(__file__).parents[3]
 DEVICES = "null zero full random urandom tty fd stdin stdout stderr ptmx pts shm"
@@ -184,3 +187,35 @@ def test_a_folder_that_the_machine_does_not_have_can_be_one_of_the_sandbox(sandb
     sandbox.path("/workspace-of-a-test").mkdir()
     assert run(sandbox, "bash", "-c", "pwd; touch x", cwd="/workspace-of-a-test") == (0, "/workspace-of-a-test\n")
     assert sandbox.path("/workspace-of-a-test/x").exists()
+
+
+def test_the_end_of_the_guard_is_the_end_of_the_programs(sandbox, tmp_path):
+    word = os.urandom(6).hex()
+    program = sandbox.start(["bash", "-c", f": {word}; touch on; sleep 600; :"], env={}, output=tmp_path / "output")
+    until(sandbox.path("/app/on").exists, "the program", process=program)
+    os.kill(program.pid, signal.SIGKILL)
+    until(lambda: word not in commands(), "its end")
+
+
+def commands() -> str:
+    """The command lines of all processes of the machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_text(errors="replace"))
+    return "\n".join(found)
+
+
+def test_a_sandbox_that_cannot_be_made_says_why(sandbox, tmp_path):
+    namespaces = {"folders": {"app": "/no/such/folder"}, "hidden": [], "port": None, "socket": None}
+    with pytest.raises(PipelineError, match=r"sandbox: .* No such file or directory: '/no/such/folder'"):
+        start_guarded(
+            ["true"], env={}, output=tmp_path / "output", cwd="/", limits=SandboxLimits(), namespaces=namespaces
+        )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the system exempts root")
+def test_the_number_of_processes_is_limited(make, run):
+    code, said = run(make("process", num_processes=20), "bash", "-c", "for i in $(seq 40); do sleep 600 & done")
+    assert code != 0
+    assert "Resource temporarily unavailable" in said

@@ -155,6 +155,22 @@ def test_programs_die_with_the_process_that_started_them(kind, make, mark, tmp_p
 
 
 @KINDS_HERE
+def test_a_guard_leaves_nothing_when_it_is_asked_to_go(kind, make, mark, tmp_path):
+    sandbox = make(kind)
+    program = sandbox.start(leaving(mark, GOES_ON), env={}, output=tmp_path / "output")
+    until(sandbox.path("/app/goes_on").exists, "its child", process=program)
+    os.kill(program.pid, signal.SIGTERM)
+    program.kill()
+    assert running(mark) == []
+
+
+@KINDS_HERE
+def test_signals_have_their_usual_effect_on_a_program(kind, make, run):
+    for name in ("TERM", "INT", "HUP", "PIPE", "XFSZ"):
+        assert run(make(kind), "bash", "-c", f"kill -{name} $$")[0] == -getattr(signal, f"SIG{name}")
+
+
+@KINDS_HERE
 def test_a_file_ends_at_the_limit_and_so_does_the_output(kind, make, run):
     sandbox = make(kind, file_bytes=50_000)
     assert run(sandbox, "bash", "-c", "head -c 100000 /dev/zero > big")[0] not in (0, None)

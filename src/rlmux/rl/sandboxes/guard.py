@@ -43,6 +43,8 @@ _NEW = "/tmp"
 _NOT_TAKEN = {"tmp", "proc", "dev", "run"}
 """/run has sockets that lead out, such as Docker's; /dev has the disks."""
 _BUFFER_BYTES = 65536
+_IGNORED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""By the guard, which ends when the program or the pipe does: before that it would leave processes behind."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,6 +65,8 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 
 def main() -> NoReturn:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     order = json.loads(_line_of(0))
     namespaces = order["namespaces"]
     status_in, status_out = os.pipe()
@@ -150,7 +154,7 @@ def _execute(order: dict[str, Any]) -> NoReturn:
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         os.dup2(2, 1)
         os.closerange(3, 1 << 20)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python has changed these
+        for number in (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last two
             signal.signal(number, signal.SIG_DFL)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         os.chdir(order["cwd"])
