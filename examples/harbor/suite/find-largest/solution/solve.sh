@@ -1,0 +1,2 @@
+#!/bin/bash
+ls -S data | head -n 1 > largest.txt

@@ -1,0 +1,4 @@
+#!/bin/bash
+# Usage: bash greet.sh NAME
+name = $1
+echo "Hello, $nam!"

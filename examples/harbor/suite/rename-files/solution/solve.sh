@@ -1,0 +1,5 @@
+#!/bin/bash
+cd photos
+for name in *.jpeg; do
+    mv "$name" "${name%.jpeg}.jpg"
+done

@@ -1,0 +1,2 @@
+#!/bin/bash
+LC_ALL=C sort names.txt > sorted.txt

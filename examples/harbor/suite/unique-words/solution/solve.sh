@@ -1,0 +1,2 @@
+#!/bin/bash
+tr '[:upper:] ' '[:lower:]\n' < poem.txt | LC_ALL=C sort -u > words.txt
