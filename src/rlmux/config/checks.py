@@ -22,7 +22,9 @@ from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, gpus_
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
 from rlmux.rl.config import (
+    KEYS_OF_TASKS,
     MAX_POSITIONS,
+    OF_FILES,
     TARGETS_BY_ARCHITECTURE,
     AdapterConfig,
     RolloutConfig,
@@ -38,6 +40,9 @@ The path is the folder of reward modules.
 """
 
 KeyPath = tuple[PathPart, ...]
+
+
+_PROGRAM_KEYS = ("command", "url", "function")
 
 
 class Purpose(StrEnum):
@@ -298,21 +303,37 @@ class Checks:
         )
 
     def _check_task(self, path: KeyPath, task: TaskConfig) -> None:
-        if task.name != "file":
-            text = f"does not go with the task {task.name!r}; accepted with: name: file"
-            self._refuse_keys(path, ("path", "prompt_key", "answer_key", "environment"), text)
-        elif task.path is None:
-            raise self._error(path, "is a mapping: 'path' is missing; accepted: a .jsonl or .parquet file")
-        if task.path is not None:
+        for names, keys in KEYS_OF_TASKS:
+            if task.name not in names:
+                text = f"does not go with the task {task.name!r}; accepted with: name: {' or '.join(names)}"
+                self._refuse_keys(path, keys, text)
+        if task.name in OF_FILES and task.path is None:
+            files = "a folder of tasks" if task.name == "harbor" else "a .jsonl or .parquet file"
+            raise self._error(path, f"is a mapping: 'path' is missing; accepted: {files}")
+        if task.name == "agent":
+            self._check_program(path, task)
+        if task.path is not None and task.name != "harbor":
             with self._placed((*path, "path")):
                 import_checks.check_rows_file(Path(task.path))
         if task.environment is not None and task.reward is None:
             text = "needs a reward, since a response has several turns; accepted: 'reward' beside it, or none of them"
             raise self._error((*path, "environment"), text)
-        for key, reference in (("reward", task.reward), ("environment", task.environment)):
+        references = (("reward", task.reward), ("environment", task.environment), ("function", task.function))
+        for key, reference in references:
             if reference is not None:
                 with self._placed((*path, key)):
                     import_checks.check_function(reference, self._code_folder)
+
+    def _check_program(self, path: KeyPath, task: TaskConfig) -> None:
+        """What an agent is: one of three keys; and where it may run."""
+        given = [key for key in _PROGRAM_KEYS if getattr(task, key) is not None]
+        if len(given) != 1:
+            found = " and ".join(repr(key) for key in given) or "none of its programs"
+            raise self._error(path, f"has {found}; accepted: one of {', '.join(_PROGRAM_KEYS)}")
+        if task.sandbox == "docker":
+            raise self._error(
+                (*path, "sandbox"), "is docker: it needs an image; accepted: folder, process, or the task harbor"
+            )
 
     def _check_training(self, check: CheckTraining) -> None:
         """What is found by making tasks, reading rows and calling rewards; last, since it takes longest."""

@@ -23,6 +23,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`model`", config.ModelConfig),
     ("`adapter`", config.AdapterConfig),
     ("`task`", config.TaskConfig),
+    ("`task.outcomes`", config.OutcomesConfig),
     ("`sft_warmup`", config.SftWarmupConfig),
     ("`algorithm`", config.AlgorithmConfig),
     ("`rollout`", config.RolloutConfig),

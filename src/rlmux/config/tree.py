@@ -26,6 +26,7 @@ from pydantic import BeforeValidator, TypeAdapter
 from rlmux.config.shares import SharesConfig
 from rlmux.core.model import MEAN, Phase
 from rlmux.rl.config import (
+    KEYS_OF_TASKS,
     Count,
     FromFile,
     MisfitError,
@@ -372,8 +373,8 @@ def plain_tree(config: RunConfig) -> dict[str, Any]:
             pipeline["model"] = {"path": pipeline["model"]["path"]}
         if task := pipeline.get("task"):
             task.update(task.pop("params"))
-            if task["name"] != "file":
-                del task["prompt_key"], task["answer_key"]
+            for key in (key for names, keys in KEYS_OF_TASKS if task["name"] not in names for key in keys):
+                task.pop(key, None)
     for pool in plain["cluster"]["pools"].values():
         del pool["gpus_per_node" if "devices" in pool else "gpus_per_device"]
     return plain

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rlmux.rl.prompts.backlog import num_trajectories_of
-from rlmux.rl.types import RoundRecord, TrainingBatch
+from rlmux.rl.types import RoundRecord, TrainingBatch, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class BatchMetrics:
 def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
     """Means are over trajectories."""
     rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.is_judged] or [0.0]
-    lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
+    lengths = [sum(len(each.tokens) for each in trajectory.sequences) for trajectory in batch.trajectories]
     mean = sum(rewards) / len(rewards)
     return BatchMetrics(
         num_trajectories=len(lengths),
@@ -70,13 +70,21 @@ def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
         response_tokens_mean=sum(lengths) / len(lengths),
         response_tokens_max=max(lengths),
         clip_ratio=sum(trajectory.stop_reason == "length" for trajectory in batch.trajectories) / len(lengths),
-        turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
-        token_runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
+        turns_mean=sum(each.num_turns for trajectory in batch.trajectories for each in trajectory.sequences)
+        / len(lengths),
+        token_runs=[_token_runs(each) for each in batch.trajectories],
         logged=batch.logged,
         round=batch.round,
         versions=sorted({version for each in batch.trajectories for version in set(each.versions)}),
         version_metrics={} if batch.backlog is None else _version_metrics(batch, batch.backlog),
     )
+
+
+def _token_runs(trajectory: Trajectory) -> list[int]:
+    """Lengths in tokens: sampled, forced, sampled again; a forced first run comes behind 0 sampled ones."""
+    is_sampled = [flag for each in trajectory.sequences for flag in each.is_sampled]
+    runs = [len(list(run)) for _, run in groupby(is_sampled)]
+    return runs if not is_sampled or is_sampled[0] else [0, *runs]
 
 
 def _version_metrics(batch: TrainingBatch, backlog: bytes) -> dict[str, float]:

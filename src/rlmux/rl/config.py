@@ -33,6 +33,22 @@ ACCEPTED_MODELS = ", ".join(ARCHITECTURES) + "; vLLM and SGLang serve others (ro
 ENGINES = ("rlmux", "vllm", "sglang")
 """Rollout engines by the names that a file gives them: our own, and servers of others."""
 
+AGENT_TASKS = ("agent", "harbor")
+"""Tasks whose trajectories are sessions of programs."""
+
+OF_FILES = ("file", *AGENT_TASKS)
+"""Tasks whose prompts are in files of the user's."""
+
+KEYS_OF_TASKS = (
+    (OF_FILES, ("path",)),
+    (("file", "agent"), ("prompt_key", "answer_key")),
+    (("file",), ("environment",)),
+    (("agent",), ("url", "function", "reward_from")),
+    (AGENT_TASKS, ("command", "sandbox", "programs", "program_memory_gb", "model_name", "max_turns", "time_limit_s")),
+    (OF_FILES, ("retries", "outcomes")),
+)
+"""Names of tasks, and keys of `TaskConfig` that go with them alone."""
+
 AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 """What an adapter can stand beside: a projection of each block, or the output matrix."""
 
@@ -71,6 +87,7 @@ Name = Annotated[str, Predicate(is_name), Takes("1 to 64 letters, digits, '-' an
 Count = Annotated[int, Ge(1)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
+FiniteFloat = Annotated[float, Ge(-1e9), Le(1e9)]
 BetaFloat = Annotated[float, Ge(0), Lt(1)]
 FunctionReference = Annotated[str, Predicate(is_reference), Takes("module:function, such as my_rewards:score")]
 ClassReference = Annotated[str, Predicate(is_reference), Takes("module:Class, such as my_tools:Calculator")]
@@ -185,6 +202,21 @@ class AdapterConfig(FromFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomesConfig(FromFile):
+    """What trajectories count for that do not end by themselves: a reward, `mask` (no advantage, in no mean), `stop`
+    (the end of the pipeline), or `keep` (the reward that was given, or 0)."""
+
+    failed: FiniteFloat | Literal["mask", "stop"] = "mask"
+    """A program or environment that failed `retries` + 1 times."""
+    turns: FiniteFloat | Literal["keep", "mask", "stop"] = "keep"
+    """A program that asked more than `max_turns` times."""
+    tokens: FiniteFloat | Literal["keep", "mask", "stop"] = "keep"
+    """A program whose chat left no room for an answer."""
+    time: FiniteFloat | Literal["keep", "mask", "stop"] = 0.0
+    """A program that was ended after `time_limit_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig(FromFile):
     """Where prompts come from and how answers are scored. A bare name is short for `{name: ...}`.
 
@@ -207,7 +239,42 @@ class TaskConfig(FromFile):
     environment: ClassReference | None = None
     """Environment of several turns, for `file` with a `reward`. Default: one turn."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Seconds after which a reward or environment call fails its pipeline."""
+    """Seconds after which a reward or environment call has failed."""
+    command: Annotated[str, MinLen(1)] | None = None
+    """Program that `agent` and `harbor` start for each trajectory; `{NAME}` stands for a column of its row."""
+    url: Annotated[str, MinLen(1)] | None = None
+    """Instead of `command`: address of the user's agent, which gets a POST for each trajectory."""
+    function: FunctionReference | None = None
+    """Instead of `command`: a Python function, called with the row in a process of its own; returns the reward."""
+    sandbox: Literal["folder", "process", "docker"] | None = None
+    """Where programs run: in a folder of their own (the default of `agent`), in namespaces without a network (of
+    `harbor`), or in containers."""
+    programs: Count = 8
+    """Programs that run at once."""
+    program_memory_gb: PositiveFloat | None = None
+    """Memory of each process of a program, in 10^9 bytes. Default: what is free."""
+    model_name: str | None = None
+    """Name that programs ask for. Default: the pipeline's."""
+    reward_from: Literal["report", "exit_code"] = "report"
+    """What a program's reward is without `reward`: the number that it reports, or 1 for the exit code 0."""
+    max_turns: Count = 64
+    """Questions that a program may ask."""
+    time_limit_s: PositiveFloat = 600.0
+    """Seconds that a program may take, but for those in which it waits for answers."""
+    retries: Annotated[int, Ge(0), Le(10)] = 2
+    """New starts of a program or environment that failed."""
+    outcomes: OutcomesConfig = field(default_factory=OutcomesConfig)
+    """What trajectories count for that fail, or run into a limit."""
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether trajectories are sessions of programs."""
+        return self.name in AGENT_TASKS
+
+    @property
+    def counts_outcomes(self) -> bool:
+        """Whether trajectories may end in other ways than by themselves."""
+        return self.is_agent or self.environment is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

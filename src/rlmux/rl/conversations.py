@@ -4,6 +4,9 @@
                 └▶ an awaitable: pending ──collect──────▶ recorded ...
                                         └──drop: its trajectory restarted, or its step is over
 
+An environment that raises, hangs or replies nonsense is made anew and gets all turns again, `task.retries` times; then
+its episode is over with an outcome (agents/outcomes.py).
+
 Invariant: an episode's environment has seen exactly the turns in `Episode.turns`. After a crash a trajectory may have
 other turns than before: a fresh environment then gets all of them.
 """
@@ -17,22 +20,27 @@ from functools import partial
 from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
+from rlmux.rl.agents.outcomes import Outcome
 from rlmux.rl.episode import Episode, parts_of
 from rlmux.rl.loading import PendingCalls, call_and_await, call_each
 from rlmux.rl.tasks import Environment, Task
-from rlmux.rl.types import FinishedTurn, TrajectoryId
+from rlmux.rl.types import FinishedTurn, TrajectoryId, TurnReply
 from rlmux.rl.vocabulary import Vocabulary, check_unicode, reply_tokens_of
 
 
 class Conversations:
     """Owns the pending replies; turns and replies are recorded in the episodes."""
 
-    def __init__(self, task: Task, vocabulary: Vocabulary, limit_s: float, on_answer: Callable[[], None]) -> None:
-        """`limit_s`: longest seconds of one reply. `on_answer`: called after each call of an environment."""
+    def __init__(
+        self, task: Task, vocabulary: Vocabulary, limit_s: float, retries: int, on_answer: Callable[[], None]
+    ) -> None:
+        """`limit_s`: longest seconds of one reply. `retries`: fresh environments for one that fails. `on_answer`:
+        called after each call of an environment."""
         self._on_answer = on_answer
         self._task = task
         self._vocabulary = vocabulary
         self._limit_s = limit_s
+        self._retries = retries
         self._pending: PendingCalls[TrajectoryId] = PendingCalls(limit_s)
         self._pending_turns: dict[TrajectoryId, tuple[Episode, list[str]]] = {}
         """Each pending episode and all turns sent to its environment, the one without a reply last."""
@@ -41,9 +49,8 @@ class Conversations:
         """Send new turns to the environments of unfinished episodes."""
         if self._task.is_single_turn:
             return
-        due: list[tuple[Episode, str, Environment]] = []
         for turn, episode in turns:
-            if episode.ending is not None or turn.stop_reason == "length":
+            if episode.ending is not None or episode.outcome is not None or turn.stop_reason == "length":
                 continue
             texts = self._turn_texts(turn, episode)
             pending = self._pending_turns.get(turn.id)
@@ -52,23 +59,49 @@ class Conversations:
             if pending is not None:  # about a turn that a crash discarded
                 self.drop(turn.id)
                 episode.environment = None
-            environment = self._environment_after(episode, texts[:-1])
-            if environment is not None:
-                due.append((episode, texts[-1], environment))
-        calls = [(_name(episode), partial(environment.reply, text)) for episode, text, environment in due]
-        results = call_each(calls, self._limit_s, self._on_answer)
-        for (episode, text, _), (name, _), result in zip(due, calls, results, strict=True):
-            if inspect.isawaitable(result):
-                self._pending_turns[episode.request.id] = episode, [*episode.turns, text]
-                self._pending.begin(episode.request.id, name, result)
-            else:
-                self._record(episode, text, result)
+            self._ask(episode, texts)
+
+    def _ask(self, episode: Episode, texts: list[str]) -> None:
+        """Send an episode's last turn to its environment, or all of them to fresh ones until one does not fail."""
+        while episode.outcome is None:
+            try:
+                environment = self._environment_after(episode, texts[:-1])
+                if environment is None:
+                    return
+                (result,) = call_each(
+                    [(_name(episode), partial(environment.reply, texts[-1]))], self._limit_s, self._on_answer
+                )
+                if inspect.isawaitable(result):
+                    self._pending_turns[episode.request.id] = episode, texts
+                    self._pending.begin(episode.request.id, _name(episode), result)
+                else:
+                    self._record(episode, texts[-1], result)
+                return
+            except PipelineError as error:
+                self._fail(episode, error)
+
+    def _fail(self, episode: Episode, error: PipelineError) -> None:
+        """Count a failed environment; after `retries` more the episode is over."""
+        episode.environment = None
+        episode.num_failures += 1
+        if episode.num_failures > self._retries:
+            text = str(error).removeprefix(f"{_name(episode)} ")
+            episode.outcome = Outcome(kind="failed", text=text, num_retries=self._retries)
 
     def collect(self, patience_s: float | None) -> None:
         """Record the replies that have come: wait for all (None), or for the first and `patience_s` at most."""
-        for trajectory, result in self._pending.wait(patience_s).items():
-            episode, texts = self._pending_turns.pop(trajectory)
-            self._record(episode, texts[-1], result)
+        while self._pending_turns:
+            for trajectory, result in self._pending.wait(patience_s, keeps_errors=True).items():
+                episode, texts = self._pending_turns.pop(trajectory)
+                try:
+                    if isinstance(result, PipelineError):
+                        raise result
+                    self._record(episode, texts[-1], result)
+                except PipelineError as error:
+                    self._fail(episode, error)
+                    self._ask(episode, texts)
+            if patience_s is not None:
+                return
 
     def is_pending(self, turn: FinishedTurn) -> bool:
         """Whether the environment got exactly this turn and has not replied yet."""
@@ -77,11 +110,12 @@ class Conversations:
         episode, texts = self._pending_turns[turn.id]
         return self._turn_texts(turn, episode) == texts
 
-    def reply_to(self, turn: FinishedTurn, episode: Episode) -> tuple[int, ...] | None:
-        """Tokens of the recorded reply to this turn, none for an empty one; None: the trajectory is over."""
-        if turn.stop_reason == "length" or episode.environment is None:
+    def reply_to(self, turn: FinishedTurn, episode: Episode) -> TurnReply | None:
+        """The recorded reply to this turn, without tokens for an empty one; None: the trajectory is over."""
+        if turn.stop_reason == "length" or episode.outcome is not None or episode.environment is None:
             return None
-        return episode.replies[len(self._turn_texts(turn, episode)) - 1]
+        tokens = episode.replies[len(self._turn_texts(turn, episode)) - 1]
+        return None if tokens is None else TurnReply(id=turn.id, tokens=tokens)
 
     def drop(self, trajectory: TrajectoryId) -> None:
         """Cancel a pending reply."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlmux.rl.tasks import Environment
-from rlmux.rl.types import FinishedTurn, Prompt, Trajectory, TrajectoryRequest
+from rlmux.rl.types import FinishedTurn, Prompt, Trajectory, TrajectoryRequest, TurnReply
+
+if TYPE_CHECKING:
+    from rlmux.rl.agents.outcomes import Outcome
+    from rlmux.rl.agents.session import Session
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +28,12 @@ class Episode:
     """Tokens answered to each of `turns`; None ended the episode."""
     reply_texts: list[str] = field(default_factory=list)
     """Text of the environment's reply to each of `turns`, without a chat template's marks; empty at the end."""
+    session: Session | None = None
+    """What its program asks; None for environments, which the fields above are of."""
+    outcome: Outcome | None = None
+    """How the session ended, or what became of an environment that failed; None for others."""
+    num_failures: int = 0
+    """Environments of it that failed."""
     ending: FinishedTurn | None = None
     """The last turn, once the episode is over; never replaced."""
     is_scored: bool = False
@@ -36,6 +47,10 @@ class Episode:
         id = self.request.id
         return f"step {id.step} prompt {id.prompt} sample {id.sample}"
 
+    def has_room_for(self, reply: TurnReply, turn: FinishedTurn) -> bool:
+        """Whether a reply behind this turn leaves the model a token. A session has seen to it."""
+        return reply.context is not None or len(turn.tokens) + len(reply.tokens) < self.request.max_new_tokens
+
     @property
     def last_turn(self) -> FinishedTurn:
         """The ending of an episode that is over."""
@@ -45,6 +60,9 @@ class Episode:
     def to_trajectory(self) -> Trajectory:
         """The data of an episode that is scored."""
         assert self.is_scored
+        if self.session is not None:
+            assert self.outcome is not None
+            return self.session.trajectory(self.reward, self.outcome.text)
         ending = self.last_turn
         return Trajectory(
             id=ending.id,

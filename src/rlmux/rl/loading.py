@@ -138,10 +138,11 @@ class PendingCalls(Generic[K]):
             self._loop = asyncio.new_event_loop()
         self._tasks[key] = name, self._loop.create_task(_limited(name, awaitable, self._limit_s))
 
-    def wait(self, patience_s: float | None = None) -> dict[K, Any]:
+    def wait(self, patience_s: float | None = None, *, keeps_errors: bool = False) -> dict[K, Any]:
         """Results by key, in the order begun: all of them (None), or what is there after the first or `patience_s`.
 
-        Raises PipelineError for the first that failed; the others are cancelled then.
+        Raises PipelineError for the first that failed, and the others are cancelled then; with `keeps_errors` it is the
+        result instead, except where one that holds the interpreter cannot be named.
         """
         if not self._tasks:
             return {}
@@ -150,8 +151,9 @@ class PendingCalls(Generic[K]):
         try:
             with _alarm() as ring_after, _failures_named(" and ".join(names[:2]), self._limit_s):
                 ring_after(self._limit_s + _GRACE_S)
-                self._loop.run_until_complete(_wait_for_some([task for _, task in self._tasks.values()], patience_s))
-            done = {key: task.result() for key, (_, task) in self._tasks.items() if task.done()}
+                tasks = [task for _, task in self._tasks.values()]
+                self._loop.run_until_complete(_wait_for_some(tasks, patience_s, ends_with_error=not keeps_errors))
+            done = {key: _result_of(task, keeps_errors) for key, (_, task) in self._tasks.items() if task.done()}
         except BaseException:  # the alarm and an interrupt, too, end the tasks that are under way
             self._close()
             raise
@@ -221,9 +223,19 @@ def _alarm() -> Iterator[Callable[[float], None]]:
         signal.signal(signal.SIGALRM, previous)
 
 
-async def _wait_for_some(tasks: Sequence[asyncio.Task[Any]], patience_s: float | None) -> None:
-    """Return once all are done or one failed; with `patience_s`, soon after the first is done or when it is over."""
-    until = asyncio.FIRST_EXCEPTION if patience_s is None else asyncio.FIRST_COMPLETED
+def _result_of(task: asyncio.Task[Any], keeps_errors: bool) -> Any:
+    error = task.exception() if keeps_errors else None
+    return error if isinstance(error, PipelineError) else task.result()
+
+
+async def _wait_for_some(
+    tasks: Sequence[asyncio.Task[Any]], patience_s: float | None, *, ends_with_error: bool
+) -> None:
+    """Return once all are done or, with `ends_with_error`, one failed; with `patience_s`, soon after the first is done
+    or when it is over."""
+    until = asyncio.FIRST_EXCEPTION if ends_with_error else asyncio.ALL_COMPLETED
+    if patience_s is not None:
+        until = asyncio.FIRST_COMPLETED
     done, left = await asyncio.wait(tasks, timeout=patience_s, return_when=until)
     if done and left and patience_s is not None:
         await asyncio.sleep(_LINGER_S)

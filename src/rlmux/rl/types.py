@@ -3,7 +3,7 @@
     env worker                   rollout engine                     train engine
     TrajectoryRequest  ───────▶  slot, one token after another
                        ◀───────  FinishedTurn
-    TurnReply (environment) ──▶  continues in the same slot
+    TurnReply (environment) ──▶  continues in the same slot, or from another context
     Trajectory (scored) ─────────────────────────────────────────▶  TrainingBatch
 
 A trajectory's random numbers are a function of (seed, step, prompt, sample, token position) and of nothing
@@ -76,6 +76,9 @@ class TrajectoryRequest:
     """Texts that end the turn as soon as the decoded response contains one; the token that completes it is kept."""
     expected_tokens: int = 0
     """Response tokens that are expected of it; 0: not known. Decides when it is sampled, never what."""
+    is_session: bool = False
+    """Whether its environment is a program that asks: it has no prompt before the first `TurnReply.context`, may go on
+    from another one after any turn, and is over only when it is released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,14 @@ class FinishedTurn:
     versions: tuple[int, ...]
     """Weight version that made each token."""
     stop_reason: str
-    """`stop` (a stop token) or `length` (budget used up, or with too little left for the environment's reply)."""
+    """`stop` (a stop token), `length` (budget used up, or with too little left for the environment's reply), `limit`
+    (the reply's `turn_end`), or `opened` (a session that has no context yet, or lost it with its worker)."""
     num_turns: int
+
+    @classmethod
+    def opening(cls, id: TrajectoryId) -> FinishedTurn:
+        """What a session that waits for its context is announced with."""
+        return cls(id=id, tokens=(), is_sampled=(), logprobs=(), versions=(), stop_reason="opened", num_turns=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +112,10 @@ class TurnReply:
     id: TrajectoryId
     tokens: tuple[int, ...]
     """Tokens that the environment wrote; appended with `is_sampled=False`."""
+    turn_end: int | None = None
+    """Response tokens with which the next turn ends at the latest; None: the budget."""
+    context: PartialTrajectory | None = None
+    """Where a session goes on instead of where it is; `tokens` is empty then. None: where it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +138,8 @@ class PartialTrajectory:
     """KV [layers, 2, kv_heads, context, head_dim] of the context, as bytes between processes; None: recompute it."""
     origin: Origin | None = None
     """Origin of the tokens; None: not marked."""
+    turn_end: int | None = None
+    """Response tokens with which the present turn ends at the latest; None: the budget."""
 
 
 @fast_pickled
@@ -144,6 +159,18 @@ class Trajectory:
     num_turns: int
     is_judged: bool = True
     """Whether it has a reward. Without one it has the advantage 0, and is in no mean of rewards."""
+    branches: Sequence[Trajectory] = ()
+    """Further sequences of a session, such as those of a subagent, in order of their tokens. They have its id, reward
+    and advantage."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """A session as the conversation that it was; None for others."""
+    outcome: str | None = None
+    """How a session ended, in one line; None for others."""
+
+    @property
+    def sequences(self) -> Sequence[Trajectory]:
+        """Itself and its branches."""
+        return (self, *self.branches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ Invariant: `decode(encode(text)) == text` for what `encode` accepts; special tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,10 @@ from rlmux.rl.token_bytes import TokenBytes
 from rlmux.rl.types import Prompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+RenderChat = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Makes one text of messages."""
 
 
 class Vocabulary(Protocol):
@@ -59,8 +63,13 @@ class Vocabulary(Protocol):
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, without any special token added. Raises PipelineError for a text that has none."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], rendered: str) -> tuple[int, ...]:
-        """Tokens of `rendered`, which `render_chat` made of these messages, with no control token out of their text."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], rendered: str, render: RenderChat | None = None
+    ) -> tuple[int, ...]:
+        """Tokens of `rendered`, which `render` made of these messages, with no control token out of their text.
+
+        `render`: None: `render_chat`.
+        """
 
     def has_control_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a message that is not the assistant's contains the name of a control token: `encode_chat` then makes
@@ -78,8 +87,14 @@ class Vocabulary(Protocol):
         None where the tokenizer does not tell them.
         """
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """One prompt text from messages of `role` and `content`.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_answered: bool = False,
+    ) -> str:
+        """One prompt text from messages of `role` and `content`. `is_answered`: the last one is an answer, and closed.
 
         Raises UserError where there is no chat template, or it refuses them.
         """
@@ -121,7 +136,9 @@ class CharVocabulary:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [len(self.encode(text)) for text in texts]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], rendered: str) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], rendered: str, render: RenderChat | None = None
+    ) -> tuple[int, ...]:
         return self.encode(rendered)
 
     def has_control_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -135,8 +152,14 @@ class CharVocabulary:
         text: str = self._text_by_token[token]
         return text.encode()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Their contents, one a line: there is no chat template."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_answered: bool = False,
+    ) -> str:
+        """Their contents, one a line: there is no chat template, and no place for tools."""
         return "\n".join(message["content"] for message in messages) + "\n"
 
     def render_reply(self, text: str) -> tuple[int, ...]:
@@ -190,10 +213,12 @@ class FolderVocabulary:
         check_unicode(text)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], rendered: str) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], rendered: str, render: RenderChat | None = None
+    ) -> tuple[int, ...]:
         check_unicode(rendered)
         if self.has_control_names(messages):
-            return self._literal_chat.encode(messages, self.render_chat)
+            return self._literal_chat.encode(messages, render or self.render_chat)
         return self.encode(rendered)
 
     def has_control_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -221,17 +246,24 @@ class FolderVocabulary:
     def _bytes_of_tokens(self) -> TokenBytes:
         return TokenBytes(self._tokenizer)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_answered: bool = False,
+    ) -> str:
         if not self.has_chat_template:
             raise UserError(
                 "model.path: its tokenizer has no chat template for messages; accepted: texts, or a tokenizer with one"
             )
-        is_prefilled = messages[-1]["role"] == "assistant"
+        is_prefilled = messages[-1]["role"] == "assistant" and not is_answered
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=not is_prefilled,
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=not is_prefilled and not is_answered,
                 continue_final_message=is_prefilled,
             )
         except Exception as error:  # a template is the checkpoint's own program

@@ -38,11 +38,11 @@ class LiveTrajectory(RecordedTrajectory):
     response_start: int = field(init=False)
     """Position of the first response token."""
     last_position: int = field(init=False)
-    """Position of the last token that the budget allows."""
+    """Position of the last token that the present turn may have."""
 
     def __post_init__(self) -> None:
         self.response_start = len(self.request.prompt_tokens)
-        self.last_position = self.response_start + self.request.max_new_tokens - 1
+        self.last_position = self.response_start + self.most_tokens - 1
         self.position = self.response_start + len(self.tokens) - 1
 
     @classmethod
@@ -59,6 +59,7 @@ class LiveTrajectory(RecordedTrajectory):
             num_turns=partial.num_turns,
             is_waiting_for_env=partial.is_waiting_for_reply,
             kv=partial.kv,
+            turn_end=partial.turn_end,
         )
 
     @property
@@ -78,7 +79,7 @@ class LiveTrajectory(RecordedTrajectory):
 
     @property
     def tokens_left(self) -> int:
-        """Response tokens that the budget still allows."""
+        """Response tokens that the present turn may still have."""
         return self.last_position - self.position
 
     @property
@@ -104,8 +105,10 @@ class LiveTrajectory(RecordedTrajectory):
         self.versions += [version] * num_new
         self.num_forced -= num_forced
 
-    def accept_reply(self, tokens: Sequence[int]) -> list[int]:
-        """Continue with as many of the environment's `tokens` as the budget allows; returns those."""
+    def accept_reply(self, tokens: Sequence[int], turn_end: int | None = None) -> list[int]:
+        """Continue with as many of the environment's `tokens` as the next turn may have; returns those."""
+        self.turn_end = turn_end
+        self.last_position = self.response_start + self.most_tokens - 1
         forced = list(tokens[: self.tokens_left])
         self.is_waiting_for_env = False
         self.num_forced = len(forced)

@@ -27,11 +27,28 @@ class RecordedTrajectory:
     """Weight version that made each of `tokens`."""
     num_turns: int = 0
     is_waiting_for_env: bool = False
+    turn_end: int | None = None
+    """Response tokens with which the present turn ends at the latest; None: the budget."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Response tokens with which the present turn ends at the latest."""
+        budget = self.request.max_new_tokens
+        return budget if self.turn_end is None else min(budget, self.turn_end)
+
+    @property
+    def end_reason(self) -> str:
+        """The stop reason of a turn that has as many tokens as it may have."""
+        return "length" if len(self.tokens) >= self.request.max_new_tokens else "limit"
 
     @property
     def has_begun(self) -> bool:
         """Whether it has any tokens, by the present weights or earlier ones."""
         return bool(self.tokens)
+
+    def mark_new(self, version: int) -> None:
+        """Tokens of a context that have no version yet get this one."""
+        self.versions += [version] * (len(self.tokens) - len(self.versions))
 
     def finished_turn(self, stop_reason: str) -> FinishedTurn:
         """Everything recorded, as the env worker reads it."""
@@ -60,4 +77,5 @@ class RecordedTrajectory:
             num_turns=self.num_turns,
             is_waiting_for_reply=self.is_waiting_for_env,
             kv=kv,
+            turn_end=self.turn_end,
         )

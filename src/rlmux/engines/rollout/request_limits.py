@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.engines.rollout.slots import MAX_STOP_TOKENS
 from rlmux.rl.config import RolloutConfig
-from rlmux.rl.types import PartialTrajectory, TrajectoryRequest
+from rlmux.rl.types import PartialTrajectory, TrajectoryRequest, TurnReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,8 @@ class RequestLimits:
 
     def check_request(self, request: TrajectoryRequest) -> None:
         """Raises UserError with the value and what would be accepted."""
-        self.check_prompt(request.prompt_tokens, f"prompt of {request.id}")
+        if request.prompt_tokens or not request.is_session:
+            self.check_prompt(request.prompt_tokens, f"prompt of {request.id}")
         if not 1 <= request.max_new_tokens <= self.max_new_tokens:
             raise UserError(
                 f"max_new_tokens of {request.id}: {request.max_new_tokens}; accepted: 1 to "
@@ -62,6 +63,13 @@ class RequestLimits:
             raise IllegalTransitionError(
                 f"{partial.request.id} brings KV of {partial.kv.shape[3]} tokens for its {context}"
             )
+
+    def check_reply(self, answer: TurnReply) -> None:
+        """Raises UserError for a reply with a token that is not in the vocabulary, or a context that does not fit."""
+        self.check_tokens(answer.tokens, f"reply to {answer.id}")
+        if answer.context is not None:
+            self.check_partial(answer.context)
+            self.check_tokens(answer.context.tokens, f"reply to {answer.id}")
 
     def check_tokens(self, tokens: Sequence[int], where: str) -> None:
         """Raises UserError for a token that is not in the vocabulary."""

@@ -193,7 +193,7 @@ class SlotRolloutEngine:
             self._limits.check_request(request)
             self._adapters.weights(request.id.adapter)
         for request in requests:
-            self._enqueue(LiveTrajectory(request=request))
+            self._enqueue(LiveTrajectory(request=request, is_waiting_for_env=request.is_session))
 
     @torch.inference_mode()
     def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
@@ -214,8 +214,14 @@ class SlotRolloutEngine:
             live = self._live.get(answer.id)
             if live is None or not live.is_waiting_for_env:
                 raise IllegalTransitionError(f"{answer.id} got a reply but is not waiting for one")
-            self._limits.check_tokens(answer.tokens, f"reply to {answer.id}")
-            self._resume(live, answer.tokens)
+            self._limits.check_reply(answer)
+            if answer.context is None:
+                self._resume(live, answer)
+            else:
+                self._forget(live)
+                live = LiveTrajectory.from_partial(answer.context)
+                live.mark_new(self._adapters.version_of(live))
+                self._enqueue(live)
         for live in (self._live[each] for each in released if each in self._live):
             if not live.is_waiting_for_env:
                 raise IllegalTransitionError(f"{live.request.id} was released in the middle of a turn")
@@ -376,12 +382,12 @@ class SlotRolloutEngine:
             is_stopped = live.request.id in stopped
             if is_stopped or live.position == live.last_position:
                 try:
-                    tally.finished.append(self._finish(live, "stop" if is_stopped else "length"))
+                    tally.finished.append(self._finish(live, is_stopped=is_stopped))
                 except PipelineError as error:
                     tally.failed.setdefault(live.request.id.adapter, error)
                     self._forget(live)
 
-    def _finish(self, live: LiveTrajectory, stop_reason: str) -> FinishedTurn:
+    def _finish(self, live: LiveTrajectory, *, is_stopped: bool) -> FinishedTurn:
         """Report a turn; the trajectory is parked if a reply may come and forgotten otherwise."""
         self._slots.record(live, self._adapters.version_of(live))
         if not all(map(math.isfinite, live.logprobs)):
@@ -389,7 +395,9 @@ class SlotRolloutEngine:
         if live.is_sampled[-1]:
             live.num_turns += 1
         self._waiting.note_end(live.request.id, len(live.tokens))
-        if stop_reason == "length" or live.request.id.adapter not in self._multi_turn:
+        stop_reason = "stop" if is_stopped else live.end_reason
+        is_over = stop_reason == "length" or live.request.id.adapter not in self._multi_turn
+        if is_over and not live.request.is_session:
             self._forget(live)
         else:
             live.is_waiting_for_env = True
@@ -405,13 +413,13 @@ class SlotRolloutEngine:
         if not live.is_waiting_for_env:
             self._waiting.append(live)
 
-    def _resume(self, live: LiveTrajectory, tokens: Sequence[int]) -> None:
+    def _resume(self, live: LiveTrajectory, answer: TurnReply) -> None:
         """Continue a trajectory after its environment's reply, or end it where its budget is used up."""
-        if live.tokens_left == 0:
+        if len(live.tokens) >= live.request.max_new_tokens:
             self._overdue.append(live.finished_turn("length"))
             self._forget(live)
             return
-        forced = live.accept_reply(tokens)
+        forced = live.accept_reply(answer.tokens, answer.turn_end)
         if live.slot is None:
             live.pending = forced
             self._waiting.continue_with(live)

@@ -148,7 +148,14 @@ class TenantEngine:
         self._engine.continue_from([_with_id(partial, self._named(partial.request.id)) for partial in partials])
 
     def reply(self, replies: Sequence[TurnReply], released: Sequence[TrajectoryId]) -> None:
-        named = [replace(reply, id=self._named(reply.id)) for reply in replies]
+        named = [
+            replace(
+                reply,
+                id=self._named(reply.id),
+                context=None if reply.context is None else _with_id(reply.context, self._named(reply.id)),
+            )
+            for reply in replies
+        ]
         self._engine.reply(named, [self._named(id) for id in released])
 
     def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:

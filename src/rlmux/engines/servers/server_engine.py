@@ -142,7 +142,7 @@ class ServerRolloutEngine(OneServer):
         for request in requests:
             self._limits.check_request(request)
         for request in requests:
-            self._enqueue(ServedTrajectory(request=request))
+            self._enqueue(ServedTrajectory(request=request, is_waiting_for_env=request.is_session))
 
     def continue_from(self, partials: Sequence[PartialTrajectory]) -> None:
         """Queue unfinished trajectories of another engine, those that wait for their environment included."""
@@ -157,8 +157,14 @@ class ServerRolloutEngine(OneServer):
             live = self._live.get(answer.id)
             if live is None or not live.is_waiting_for_env:
                 raise IllegalTransitionError(f"{answer.id} got a reply but is not waiting for one")
-            self._limits.check_tokens(answer.tokens, f"reply to {answer.id}")
-            live.is_waiting_for_env = False
+            self._limits.check_reply(answer)
+            if answer.context is not None:
+                del self._live[answer.id]
+                live = ServedTrajectory.from_partial(answer.context)
+                live.mark_new(self.version)
+                self._enqueue(live)
+                continue
+            live.is_waiting_for_env, live.turn_end = False, answer.turn_end
             live.add(
                 answer.tokens[: live.tokens_left],
                 [0.0] * len(answer.tokens[: live.tokens_left]),
@@ -318,16 +324,18 @@ class ServerRolloutEngine(OneServer):
         live.num_turns += 1
         self._waiting.note_end(live.request.id, len(live.tokens))
         has_stopped = bool(live.tokens) and live.tokens[-1] in live.request.stop_tokens
+        stop_reason = "stop" if has_stopped else live.end_reason
         if not has_stopped and live.tokens_left:
             raise PipelineError(
                 f"{self.dialect.name}: {live.request.id} ended ({reason}) without a stop token, with "
                 f"{live.tokens_left} tokens left"
             )
-        if has_stopped and not self._is_single_turn:
-            live.is_waiting_for_env = True
-        else:
+        is_over = stop_reason == "length" or self._is_single_turn
+        if is_over and not live.request.is_session:
             del self._live[live.request.id]
-        return live.finished_turn("stop" if has_stopped else "length")
+        else:
+            live.is_waiting_for_env = True
+        return live.finished_turn(stop_reason)
 
     def _lose(self, live: ServedTrajectory, ended: Ended) -> None:
         """Requeue a trajectory whose request was lost. Raises after too many losses."""

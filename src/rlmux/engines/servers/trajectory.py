@@ -40,12 +40,13 @@ class ServedTrajectory(RecordedTrajectory):
             versions=[*partial.versions, *[version] * num_forced],
             num_turns=partial.num_turns,
             is_waiting_for_env=partial.is_waiting_for_reply,
+            turn_end=partial.turn_end,
         )
 
     @property
     def tokens_left(self) -> int:
-        """Response tokens that the budget still allows."""
-        return self.request.max_new_tokens - len(self.tokens)
+        """Response tokens that the present turn may still have."""
+        return self.most_tokens - len(self.tokens)
 
     @property
     def context(self) -> Sequence[int]:

@@ -103,12 +103,13 @@ class RlStep:
         self._config = config
         self._state = state
         sequences = [
-            _training_sequence(trajectory, advantage, batch.step - 1, config)
+            _training_sequences(trajectory, advantage, batch.step - 1, config)
             for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True)
         ]
         algorithm = config.algorithm
         size = len(sequences) // algorithm.num_minibatches
-        parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        starts = range(0, len(sequences), size)
+        parts = [list(chain.from_iterable(sequences[start : start + size])) for start in starts]
         max_tokens = config.train.tokens_per_micro_batch
         self._minibatches = [in_leaf_order(cut(part, algorithm.sequences_per_pass, max_tokens)) for part in parts]
         self._dealt = [state.ranks.positions(leaves, first) for first, leaves in _numbered(self._minibatches)]
@@ -195,7 +196,7 @@ class RlStep:
         rate = risen_learning_rate(algorithm.learning_rate, self.number - 1, algorithm.lr_warmup_steps)
         totals = dict.fromkeys((*_FIGURES, "grad_norm"), 0.0)
         for leaves, positions in algorithm.num_epochs * list(zip(self._minibatches, self._dealt, strict=True)):
-            num_sampled = algorithm.num_updates * sum(len(each.targets) for each in leaves)
+            num_sampled = max(1, algorithm.num_updates * sum(len(each.targets) for each in leaves))
             self._state.begin_update(len(leaves))
             figures = Figures(self._state.device)
             for index, dealt in enumerate(positions):
@@ -325,11 +326,25 @@ def _num_tokens(dealt: tuple[int, MicroBatch] | None) -> int:
     return 0 if dealt is None else dealt[1].num_tokens
 
 
-def _training_sequence(
+def _training_sequences(
     trajectory: Trajectory, advantage: float, newest: int, config: TrainingConfig
-) -> TrainingSequence:
-    """The trainer's input from one trajectory; `newest` is the version being trained."""
+) -> list[TrainingSequence]:
+    """The trainer's input from one trajectory; `newest` is the version being trained.
+
+    The sequences of a session share the weight that one of all their tokens would have.
+    """
     algorithm = config.algorithm
+    weight = ALGORITHMS[algorithm.name].trajectory_weight(
+        algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches,
+        max(1, sum(count_sampled(each.is_sampled) for each in trajectory.sequences)),
+        config.rollout.max_new_tokens,
+    )
+    return [_training_sequence(each, weight, advantage, newest, config) for each in trajectory.sequences]
+
+
+def _training_sequence(
+    trajectory: Trajectory, weight: float, advantage: float, newest: int, config: TrainingConfig
+) -> TrainingSequence:
     is_fresh = trajectory.versions.count(newest) == len(trajectory.versions)
     if not is_fresh:
         _check_versions(trajectory, newest, config)
@@ -337,11 +352,7 @@ def _training_sequence(
         prompt_tokens=trajectory.prompt_tokens,
         tokens=trajectory.tokens,
         is_sampled=trajectory.is_sampled,
-        weight=ALGORITHMS[algorithm.name].trajectory_weight(
-            algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches,
-            count_sampled(trajectory.is_sampled),
-            config.rollout.max_new_tokens,
-        ),
+        weight=weight,
         advantage=advantage,
         logprobs=trajectory.logprobs,
         is_stale=() if is_fresh else [version < newest for version in trajectory.versions],
@@ -396,7 +407,7 @@ class _FirstPass:
         _, entropy_sums, gaps, _, _ = zip(*self._rows, strict=True)
         known = [gap for gap in gaps if gap > NO_GAP]
         return {
-            "entropy": sum(entropy_sums) / num_sampled,
+            "entropy": sum(entropy_sums) / max(1, num_sampled),
             "logprob_gap": max(known, default=math.nan),
             "mismatch_kl": self._mismatch_kl(),
         }

@@ -1,6 +1,6 @@
 """Tasks by name. A new built-in is a class and a line in `TASKS`; a task of a user's own is a plug-in.
 
-Reading order: base, ordering, arithmetic, guess, calculator, file_rows, reasoning_gym, options.
+Reading order: base, ordering, arithmetic, guess, calculator, file_rows, harbor, reasoning_gym, options.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 from rlmux import plugins
 from rlmux.core.errors import UserError
-from rlmux.rl.config import TaskConfig
+from rlmux.rl.config import OF_FILES, TaskConfig
 from rlmux.rl.tasks.arithmetic import AddTask, ChainTask
 from rlmux.rl.tasks.base import Environment, Segment, Task
 from rlmux.rl.tasks.calculator import CalculatorTask
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.tasks.guess import GuessTask
+from rlmux.rl.tasks.harbor import HarborSuite
 from rlmux.rl.tasks.ordering import ReverseTask, SortTask
 from rlmux.rl.tasks.reasoning_gym import ReasoningGymTask
 from rlmux.rl.vocabulary import Vocabulary
@@ -39,7 +40,7 @@ _ASKED = ("stop", "is_single_turn", "prompt", "demonstration", "score", "environ
 
 def is_of_user(name: str) -> bool:
     """Whether a plug-in has this task name. Imports nothing."""
-    is_ours = name in TASKS or name == "file" or name.startswith(_GYM_PREFIX)
+    is_ours = name in TASKS or name in OF_FILES or name.startswith(_GYM_PREFIX)
     return not is_ours and plugins.is_plugin("task", name)
 
 
@@ -47,9 +48,11 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
     """A pipeline's task. Raises UserError, with what is accepted, for a wrong name or option."""
     if config.name.startswith(_GYM_PREFIX):
         return ReasoningGymTask(config.name.removeprefix(_GYM_PREFIX), config.params, seed)
-    if config.name == "file":
+    if config.name == "harbor":
+        return HarborSuite(config.path, seed)
+    if config.name in ("file", "agent"):
         if config.path is None:
-            raise UserError("task.path: the task 'file' needs one; accepted: a .jsonl or .parquet file")
+            raise UserError(f"task.path: the task {config.name!r} needs one; accepted: a .jsonl or .parquet file")
         if config.environment is not None and config.reward is None:
             raise UserError(
                 "task.environment: needs task.reward, since a response has several turns; accepted: both, or neither"
@@ -58,26 +61,27 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
             config.path,
             prompt_key=config.prompt_key,
             answer_key=config.answer_key,
-            is_answer_needed=config.reward is None and config.answer_key is not None,
+            is_answer_needed=config.name == "file" and config.reward is None and config.answer_key is not None,
             seed=seed,
             render_chat=vocabulary.render_chat,
             environment=config.environment,
+            is_of_programs=config.name == "agent",
         )
     if is_of_user(config.name):
         return _of_user(config, seed)
     if config.name not in TASKS:
-        close = get_close_matches(config.name, [*TASKS, "file"], n=1)
+        close = get_close_matches(config.name, [*TASKS, *OF_FILES], n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(
-            f"task.name: unknown task {config.name!r}; {hint}accepted: {', '.join(TASKS)}, file, reasoning-gym:NAME, "
-            "or module:Class of your own"
+            f"task.name: unknown task {config.name!r}; {hint}accepted: {', '.join((*TASKS, *OF_FILES))}, "
+            "reasoning-gym:NAME, or module:Class of your own"
         )
     return TASKS[config.name](config.params, seed)
 
 
 def _of_user(config: TaskConfig, seed: int) -> Task:
     """The user's task, made from (params, seed) as ours are."""
-    make = plugins.find("task", config.name, (*TASKS, "file"))
+    make = plugins.find("task", config.name, (*TASKS, *OF_FILES))
     try:
         made: Task = make(config.params, seed)
     except UserError:

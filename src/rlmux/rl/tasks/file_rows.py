@@ -41,15 +41,17 @@ class FileTask(SingleTurnTask):
         seed: int,
         render_chat: RenderChat,
         environment: str | None = None,
+        is_of_programs: bool = False,
     ) -> None:
-        """`environment`: `module:Class`, imported where one is made first."""
+        """`environment`: `module:Class`, imported where one is made first. `is_of_programs`: rows are for programs,
+        which ask the model what they like."""
         self._path = path
         self._prompt_key = prompt_key
         self._answer_key = answer_key
         self._seed = seed
         self._render_chat = render_chat
         self._environment = environment
-        self.is_single_turn = environment is None
+        self.is_single_turn = environment is None and not is_of_programs
         self._rows = _read_rows(Path(path))
         self._order_by_epoch: dict[int, list[int]] = {}
         for row in range(len(self._rows)):

@@ -22,9 +22,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.rl.agents.outcomes import Outcome, counted, worth_of
 from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import Conversations
@@ -47,6 +49,10 @@ from rlmux.rl.types import (
 from rlmux.rl.user_code.rewards import Response, Reward
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, prompt_tokens_of, stop_tokens_of
 
+if TYPE_CHECKING:
+    from rlmux.rl.agents.session import Session
+    from rlmux.rl.agents.session_board import SessionBoard
+
 _KEPT_BATCHES = 3
 """Finished steps whose batches are kept for a restart of a train worker."""
 
@@ -61,9 +67,11 @@ class PipelineEnv:
         on_answer: Callable[[], None] = lambda: None,
         prompts: PromptQueue | None = None,
         clock: ClockState | None = None,
+        code_folder: Path | None = None,
     ) -> None:
         """`on_answer`: called after each call of the user's code. `prompts`: where the pipeline stands in them, with
-        tail batching; `clock`: with interruptible rollouts; None: at its first step.
+        tail batching; `clock`: with interruptible rollouts; None: at its first step. `code_folder`: where the commands
+        of programs are looked for first.
 
         Raises UserError for an unknown task or algorithm and for options out of range.
         """
@@ -85,7 +93,15 @@ class PipelineEnv:
         self._admitted = None if config.rollout.interruptible is None else Admitted(config, clock or ClockState())
         """Prompts that interruptible rollouts may sample; None: each step samples what it trains on."""
         self._lengths = LearnedLengths() if config.rollout.order == "longest" else None
-        self._conversations = Conversations(self._task, self._vocabulary, self._limit_s, on_answer)
+        self._conversations: Conversations | SessionBoard
+        if config.task.is_agent:
+            from rlmux.rl.agents.session_board import SessionBoard
+
+            self._conversations = SessionBoard(config, self._vocabulary, code_folder, on_answer)
+        else:
+            self._conversations = Conversations(
+                self._task, self._vocabulary, self._limit_s, config.task.retries, on_answer
+            )
         self._unanswered: dict[TrajectoryId, FinishedTurn] = {}
         """Turns that `on_turns` has not answered yet."""
 
@@ -122,6 +138,8 @@ class PipelineEnv:
             for prompt, request in self._requests_of(step)
             if is_wanted(request.id)
         }
+        if not isinstance(self._conversations, Conversations):
+            self._conversations.begin(self._episodes_by_step[step].values())
 
     def unfinished_requests(self, step: int) -> list[TrajectoryRequest]:
         """Requests of a begun step whose trajectories are not over: sampled again after a crash."""
@@ -151,15 +169,15 @@ class PipelineEnv:
             reply = None
             if episode is not None and episode.ending is None:
                 reply = self._conversations.reply_to(turn, episode)
-                if reply is not None and len(turn.tokens) + len(reply) >= episode.request.max_new_tokens:
-                    turn, reply = replace(turn, stop_reason="length"), None  # it would leave the model no token
+                if reply is not None and not episode.has_room_for(reply, turn):
+                    turn, reply = replace(turn, stop_reason="length"), None
                 if reply is None:
                     episode.ending = turn
                     ended.append(episode)
             if reply is None:
                 released.append(turn.id)
             else:
-                replies.append(TurnReply(id=turn.id, tokens=reply))
+                replies.append(reply)
         self._score(ended)
         return replies, released
 
@@ -186,7 +204,7 @@ class PipelineEnv:
             step=step,
             trajectories=tuple(trajectories),
             advantages=tuple(advantages),
-            logged=self._reward.take_logged(dict.fromkeys(each.id.step for each in trajectories)),
+            logged=self._logged(trajectories, [each.outcome for each in scored if each.outcome is not None]),
             round=self._end_round(step, trajectories),
         )
         if self._lengths is not None:
@@ -199,6 +217,17 @@ class PipelineEnv:
             del self._batch_by_step[old]
         self._last_finished_step = max(self._last_finished_step, step)
         return batch
+
+    def _logged(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> dict[str, float]:
+        """What the reward function logged, and how programs and environments ended, by metric."""
+        failed = [outcome for outcome in outcomes if outcome.kind == "failed"]
+        if failed and len(failed) == len(trajectories):
+            raise PipelineError(
+                f"all {len(failed)} trajectories of step {trajectories[0].id.step} failed, {failed[0].num_retries + 1} "
+                f"times each (task.retries); the first: {failed[0].text}"
+            )
+        logged = self._reward.take_logged(dict.fromkeys(each.id.step for each in trajectories))
+        return {**logged, **counted(outcomes)} if self._config.task.counts_outcomes else logged
 
     def _advantages(self, group: Sequence[Trajectory]) -> list[float]:
         """Of the trajectories of a prompt group: 0 for one that is not judged, or has none to be compared with."""
@@ -259,8 +288,9 @@ class PipelineEnv:
             prompt: Prompt = self._call_user(
                 f"prompt {index} of task {self._config.task.name!r}", partial(self._task.prompt, index)
             )
-            tokens = prompt_tokens_of(self._vocabulary, prompt)
-            if not 1 <= len(tokens) <= rollout.max_prompt_tokens:
+            is_session = self._config.task.is_agent
+            tokens = () if is_session else prompt_tokens_of(self._vocabulary, prompt)
+            if not is_session and not 1 <= len(tokens) <= rollout.max_prompt_tokens:
                 raise PipelineError(
                     f"prompt {index} of task {self._config.task.name!r} has {len(tokens)} tokens; "
                     f"accepted: 1 to rollout.max_prompt_tokens {rollout.max_prompt_tokens}"
@@ -275,6 +305,7 @@ class PipelineEnv:
                         stop_tokens=self._stop_tokens,
                         seed=self._config.seed,
                         expected_tokens=0 if self._lengths is None else self._lengths.expected(tokens),
+                        is_session=is_session,
                     ),
                 )
 
@@ -292,16 +323,30 @@ class PipelineEnv:
         return episodes[turn.id] if self._admitted is None else episodes.get(turn.id)
 
     def _score(self, ended: Sequence[Episode]) -> None:
-        """Reward each ended episode by itself, or its whole prompt group once all of that is over."""
+        """Reward each ended episode by itself, or its whole prompt group once all of that is over.
+
+        The outcome of a program or environment may decide the reward, whatever the function says.
+        """
+        who = "program" if self._config.task.is_agent else "environment"
+        worths = {
+            episode.request.id: worth_of(episode.outcome, self._config.task.outcomes, f"the {who} at {episode.place}")
+            for episode in ended
+            if episode.outcome is not None
+        }
+        for episode in ended:
+            worth = worths.get(episode.request.id)
+            if worth is not None and (worth.is_decided or self._config.task.reward is None):
+                episode.reward, episode.is_scored = worth.reward, True
         if self._reward.is_grouped:
             batches = self._groups_over(ended)
         else:
-            batches = [[episode] for episode in ended]
+            batches = [[episode] for episode in ended if not episode.is_scored]
         calls = [(self._score_name(batch), self._score_call(batch)) for batch in batches]
         for batch, result in zip(batches, call_and_await(calls, self._limit_s, self._on_answer), strict=True):
             rewards = self._reward.check(result, [f"at {episode.place}" for episode in batch])
             for episode, reward in zip(batch, rewards, strict=True):
-                episode.reward, episode.is_scored = reward, True
+                if not episode.is_scored:
+                    episode.reward, episode.is_scored = reward, True
 
     def _groups_over(self, ended: Sequence[Episode]) -> list[list[Episode]]:
         groups = []
@@ -320,12 +365,26 @@ class PipelineEnv:
         return partial(self._reward.call, batch[0].prompt, responses, batch[0].request.id.step)
 
     def _response(self, episode: Episode) -> Response:
+        if episode.session is not None:
+            return self._response_of_session(episode.session)
         turn, turns = episode.last_turn, []
         replies = list(zip(episode.replies, episode.reply_texts, strict=True))
         for is_sampled, tokens in parts_of(turn.tokens, turn.is_sampled, episode.request.stop_tokens):
             reply, text = replies.pop(0) if replies and not is_sampled else (None, "")
             turns.append((is_sampled, text if reply == tokens else self._vocabulary.decode(tokens)))
         return Response(text=self._vocabulary.decode(turn.tokens), token_ids=turn.tokens, turns=tuple(turns))
+
+    def _response_of_session(self, session: Session) -> Response:
+        """What its program's longest chat holds: the messages, and all tokens behind the first question."""
+        trajectory = session.trajectory(None, "")
+        tokens = trajectory.tokens
+        parts = parts_of(tokens, trajectory.is_sampled, ())
+        return Response(
+            text=self._vocabulary.decode(tokens),
+            token_ids=tokens,
+            turns=tuple((is_sampled, self._vocabulary.decode(part)) for is_sampled, part in parts),
+            messages=trajectory.messages,
+        )
 
     def _call_user(self, name: str, call: Callable[[], Any]) -> Any:
         (result,) = call_and_await([(name, call)], self._limit_s, self._on_answer)
@@ -339,7 +398,7 @@ class PipelineEnv:
 def _answer_lengths(episodes: Iterable[Episode]) -> dict[tuple[int, ...], list[int]]:
     """Response tokens of all answers of each prompt."""
     lengths: dict[tuple[int, ...], list[int]] = {}
-    for episode in episodes:
+    for episode in (each for each in episodes if each.session is None):
         lengths.setdefault(episode.request.prompt_tokens, []).append(len(episode.last_turn.tokens))
     return lengths
 

@@ -53,6 +53,8 @@ class Response:
     """All of it, special tokens included."""
     turns: tuple[tuple[bool, str], ...]
     """Its parts in order: whether the model made it, and its text."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The whole chat of a program's session; None for others."""
 
 
 class Reward:
@@ -108,12 +110,14 @@ class Reward:
             "data_source": columns.get("data_source", self._task_name),
             "solution_str": response.text,
             "ground_truth": prompt.expected,
-            "extra_info": columns.get("extra_info", columns),
+            "extra_info": _with_session(columns.get("extra_info", columns), response),
         }
 
     def _grouped(self, prompt: Prompt, responses: Sequence[Response], step: int) -> dict[str, Any]:
         each = {name: value for name, value in (prompt.data or {}).items() if name not in _NOT_COLUMNS}
         repeated = {name: [value] * len(responses) for name, value in {"answer": prompt.expected, **each}.items()}
+        if responses[0].messages is not None:
+            repeated["sessions"] = [response.messages for response in responses]
         prompts: list[Any] = [prompt.text] * len(responses)
         completions: list[Any] = [response.text for response in responses]
         if prompt.messages is not None:
@@ -159,6 +163,13 @@ class Reward:
         if not math.isfinite(number):
             raise PipelineError(f"{self.name} {place} returned {_shown(reward)}; accepted: a finite number")
         return number
+
+
+def _with_session(extra_info: Any, response: Response) -> Any:
+    """verl's `extra_info`, with the chat of a program's session under `session`."""
+    if response.messages is None or not isinstance(extra_info, Mapping):
+        return extra_info
+    return {**extra_info, "session": response.messages}
 
 
 def _shown(result: Any) -> str:

@@ -196,6 +196,7 @@ class RolloutDriver:
         if device in self._shards:
             begun_from = (lambda _: None) if self._legs is None else self._legs.begun_from
             self._shards[device] = self._shards[device].restarted(begun_from)
+            self._announce(self._shards[device])
         lost = [order.task for order in self._orders_on(device)]
         for task in [*lost, self._migration_by_source.get(device)]:
             if task is not None:
@@ -259,6 +260,7 @@ class RolloutDriver:
         for device, requests in dealt.items():
             for request in requests:
                 self._shards[device].add(request)
+            self._announce(self._shards[device])
 
     # ------------------------------------------------------------------ chunks
 
@@ -324,13 +326,22 @@ class RolloutDriver:
             self._is_sending_turns = True
             self._calls.start_soon(self._send_turns_soon(), pipeline=self._pipeline)
 
+    def _announce(self, shard: LiveShard) -> None:
+        """Ask the env worker for the contexts of sessions that its worker is to begin."""
+        ids = [request.id for request in shard.to_submit if request.is_session]
+        if ids:
+            self._queue_turns(shard, [FinishedTurn.opening(id) for id in ids])
+
     def _forward(self, turns: Sequence[FinishedTurn]) -> None:
         """Queue an interruptible rollout's turns that are trained on, of any shard."""
         if turns:
-            self._turns_to_send.append((next(iter(self._shards.values())), PackedTurns.pack(turns)))
-            if not self._is_sending_turns:
-                self._is_sending_turns = True
-                self._calls.start_soon(self._send_turns_soon(), pipeline=self._pipeline)
+            self._queue_turns(next(iter(self._shards.values())), turns)
+
+    def _queue_turns(self, shard: LiveShard, turns: Sequence[FinishedTurn]) -> None:
+        self._turns_to_send.append((shard, PackedTurns.pack(turns)))
+        if not self._is_sending_turns:
+            self._is_sending_turns = True
+            self._calls.start_soon(self._send_turns_soon(), pipeline=self._pipeline)
 
     def _run_race(self, race: RolloutRace, shard: LiveShard, result: RolloutChunkResult) -> PackedTurns:
         """The newly decided turns to train on, of any shard; every shard drops lost trajectories."""

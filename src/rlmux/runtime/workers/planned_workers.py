@@ -91,7 +91,9 @@ class EnvWorker:
         self._origin = origin
         prompts = None if restore_from is None else queue_of(restore_from, config)
         self._backlog = Backlog() if restore_from is None else backlog_of(restore_from, config)
-        self._env = PipelineEnv(config, on_answer=beat, prompts=prompts, clock=self._backlog.clock)
+        self._env = PipelineEnv(
+            config, on_answer=beat, prompts=prompts, clock=self._backlog.clock, code_folder=code_folder
+        )
         self._keeper = None if samples is None else SampleKeeper(samples, self._env.vocabulary)
         self._answers = None if answers is None else AnswerFile(answers, self._env.vocabulary)
 
@@ -249,14 +251,14 @@ class RolloutWorker:
         handed_back = self.take_partials(copies_kv=False) if chunk.hands_back else None
         if chunk.cut:
             self._engine.take_partials(chunk.cut, with_kv=False)
-        if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
+        if chunk.requests:  # before the replies: a session waits for one from its start
+            self._engine.submit(chunk.requests)
+        if chunk.partials:  # these may wait for one, too
             for partial in chunk.partials:
                 _check_samples(partial.origin, self._origin)
             self._engine.continue_from([unpacked(partial) for partial in chunk.partials])
         if chunk.replies or chunk.released:
             self._engine.reply(chunk.replies, chunk.released)
-        if chunk.requests:
-            self._engine.submit(chunk.requests)
         input_s = time.perf_counter() - start
         return ChunkInputs(load_s=load_s, input_s=input_s, partials=handed_back, loaded=loaded)
 
