@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlmux.core.errors import PipelineError, UserError
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import OutcomesConfig, TrainingConfig
 from rlmux.rl.episode import parts_of
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.user_code.pipeline_env import PipelineEnv
@@ -156,11 +157,83 @@ def test_a_reply_without_room_ends_its_trajectory_by_length(config_of, finish: F
     ],
 )
 def test_a_reply_that_is_no_text_is_named_with_its_place(config_of, finish, reply: str, complaint: str) -> None:
-    env = PipelineEnv(config_of(GAME.replace('"too low"', reply)))
+    env = PipelineEnv(ending_with_failures(config_of(GAME.replace('"too low"', reply))))
     with pytest.raises(PipelineError) as caught:
         env.on_turns([finish(env.begin_step(1)[0], (tokens("3"), True))])
     assert str(caught.value).startswith(f"the environment at step 1 prompt 0 sample 0 {complaint}")
     assert "\n" not in str(caught.value)
+
+
+def ending_with_failures(config: TrainingConfig) -> TrainingConfig:
+    return replace(config, task=replace(config.task, outcomes=OutcomesConfig(failed="stop")))
+
+
+FRAGILE = """
+class Game:
+    made = []
+
+    def __init__(self, row):
+        self.made.append(self)
+
+    def reply(self, turn):
+        self.seen = [*getattr(self, "seen", ()), turn]
+        if len(self.made) <= FAILURES:
+            raise OSError("the sandbox is gone")
+        return "again" if len(self.seen) < 3 else None
+
+def score(solution_str, ground_truth, data_source, extra_info):
+    return 1.0
+"""
+
+
+def through_one_trajectory(env: PipelineEnv, finish) -> None:
+    """Two turns of the first trajectory, and the end of all."""
+    first = env.begin_step(1)[0]
+    begun = finish(first, (tokens("3"), True))
+    (reply,), released = env.on_turns([begun])
+    assert released == []
+    replies, released = env.on_turns([finish(first, (tokens("3"), True), (reply.tokens, False), (tokens("4"), True))])
+    assert [each.id for each in replies] == [first.id]
+
+
+def test_an_environment_that_fails_is_made_anew_and_gets_all_turns_again(config_of, finish) -> None:
+    env = PipelineEnv(config_of(FRAGILE.replace("FAILURES", "2")))
+    through_one_trajectory(env, finish)
+
+
+def test_an_environment_that_fails_too_often_is_masked_and_counted(config_of, finish) -> None:
+    env = PipelineEnv(config_of(FRAGILE.replace("FAILURES", "3")))
+    first, *others = env.begin_step(1)
+    replies, released = env.on_turns([finish(first, (tokens("3"), True))])
+    assert (replies, released) == ([], [first.id])
+    for request in others:
+        env.on_turns([finish(request, (tokens("3"), True), stop_reason="length")])
+    batch = env.finish_step(1)
+    assert [each.is_judged for each in batch.trajectories] == [False, *[True] * len(others)]
+    assert len(batch.trajectories) == 1 + len(others), "each prompt counts as often as it was asked"
+    assert batch.advantages[0] == 0.0
+    assert batch.logged["outcomes/failed"] == 1
+    assert batch.logged["outcomes/retries"] == 2
+    assert batch.trajectories[0].outcome.startswith("raised OSError: the sandbox is gone (at ")
+
+
+def test_environments_that_all_fail_end_the_pipeline_with_the_first_of_them(config_of, finish) -> None:
+    env = PipelineEnv(config_of(FRAGILE.replace("FAILURES", "1000")))
+    requests = env.begin_step(1)
+    env.on_turns([finish(request, (tokens("3"), True)) for request in requests])
+    with pytest.raises(PipelineError, match=rf"all {len(requests)} trajectories of step 1 failed, 3 times each .*gone"):
+        env.finish_step(1)
+
+
+def test_a_failure_counts_as_a_reward_of_its_own_where_the_file_says_so(config_of, finish) -> None:
+    config = config_of(FRAGILE.replace("FAILURES", "3"))
+    config = replace(config, task=replace(config.task, outcomes=OutcomesConfig(failed=-1.0)))
+    env = PipelineEnv(config)
+    requests = env.begin_step(1)
+    env.on_turns([finish(requests[0], (tokens("3"), True))])
+    for request in requests[1:]:
+        env.on_turns([finish(request, (tokens("3"), True), stop_reason="length")])
+    assert [each.reward for each in env.finish_step(1).trajectories] == [-1.0, *[1.0] * (len(requests) - 1)]
 
 
 def test_parts_of_a_response_are_told_apart_by_their_stop_tokens() -> None:

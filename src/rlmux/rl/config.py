@@ -45,7 +45,6 @@ KEYS_OF_TASKS = (
     (("file",), ("environment",)),
     (("agent",), ("url", "function", "reward_from")),
     (AGENT_TASKS, ("command", "sandbox", "programs", "program_memory_gb", "model_name", "max_turns", "time_limit_s")),
-    (OF_FILES, ("retries", "outcomes")),
 )
 """Names of tasks, and keys of `TaskConfig` that go with them alone."""
 
@@ -270,11 +269,6 @@ class TaskConfig(FromFile):
     def is_agent(self) -> bool:
         """Whether trajectories are sessions of programs."""
         return self.name in AGENT_TASKS
-
-    @property
-    def counts_outcomes(self) -> bool:
-        """Whether trajectories may end in other ways than by themselves."""
-        return self.is_agent or self.environment is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,7 @@ class Episode:
             is_judged=self.reward is not None,
             stop_reason=ending.stop_reason,
             num_turns=ending.num_turns,
+            outcome=None if self.outcome is None else self.outcome.text,
         )
 
 

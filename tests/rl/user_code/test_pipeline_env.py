@@ -334,7 +334,7 @@ def test_a_reply_that_is_pending_when_its_step_is_over_is_dropped(waiting_env, f
     assert env.on_turns([], 0.1) == ([], [])
 
 
-def test_an_environment_that_fails_late_is_named(waiting_env, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_fails_late_is_masked(waiting_env, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
     env, _ = waiting_env
     request = env.begin_step(1)[0]
 
@@ -343,8 +343,11 @@ def test_an_environment_that_fails_late_is_named(waiting_env, finish: Finish, mo
         raise KeyError(text)
 
     monkeypatch.setattr(Calculator, "reply", fails)
-    with pytest.raises(PipelineError, match="the environment at step 1 prompt 0 sample 0 raised KeyError"):
-        env.on_turns([finish(request, spoken("<1>"))], 1.0)
+    assert env.on_turns([finish(request, spoken("<1>"))]) == ([], [request.id])
+    others = [finish(each, spoken("<1>"), stop_reason="length") for each in env.begin_step(1)[1:]]
+    env.on_turns(others)
+    first, *_ = env.finish_step(1).trajectories
+    assert not first.is_judged
 
 
 def test_a_used_up_budget_ends_the_trajectory(make_config: MakeConfig, finish: Finish) -> None:

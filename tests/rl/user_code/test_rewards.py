@@ -175,18 +175,3 @@ def test_a_reward_that_cannot_be_loaded_is_a_users_error(write_module: Write) ->
 def test_a_module_that_fails_to_import_is_a_users_error(write_module: Write, source: str, text: str) -> None:
     with pytest.raises(UserError, match=text):
         load_reward(f"{write_module(source)}:score")
-
-
-def test_an_environment_that_raises_is_named(
-    make_config: MakeConfig, finish: Finish, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rlmux.rl.tasks.calculator import Calculator
-
-    async def broken(self: Calculator, turn: str) -> str | None:
-        raise KeyError("tool")
-
-    monkeypatch.setattr(Calculator, "reply", broken)
-    env = PipelineEnv(make_config("calculator"))
-    turn = finish(env.begin_step(1)[1], (CharVocabulary().encode("<1+1>"), True))
-    with pytest.raises(PipelineError, match=r"the environment at step 1 prompt 0 sample 1 raised KeyError"):
-        env.on_turns([turn])

@@ -48,7 +48,7 @@ def worth_of(outcome: Outcome, config: OutcomesConfig, place: str) -> Worth:
     """What the user chose. Raises PipelineError, beginning with `place`, where that is the end of the pipeline."""
     choice: Any = "keep" if outcome.kind == "ended" else getattr(config, outcome.kind)
     if choice == "stop":
-        raise PipelineError(f"{place}: {outcome.text} (task.outcomes.{outcome.kind}: stop)")
+        raise PipelineError(f"{place} {outcome.text} (task.outcomes.{outcome.kind}: stop)")
     if choice == "mask":
         return Worth(reward=None, is_decided=True)
     if choice == "keep":

@@ -123,7 +123,7 @@ class Programs:
             text = f"was ended after {self._task.time_limit_s:g} s (task.time_limit_s)"
             return Outcome(kind="time", text=text)
         except (PipelineError, UserError, OSError) as error:
-            return self._failed(trial, f"its sandbox failed: {error}")
+            return self._failed(trial, f"lost its sandbox: {error}")
         finally:
             self._gateway.forget(key)
         limited = self._limited(trial, "", reward)
@@ -141,7 +141,8 @@ class Programs:
         _, limit, refusal = trial.state()
         if limit is None:
             return None
-        return Outcome(kind=limit, text="; ".join(filter(None, [refusal or f"ran out of {limit}", how])), reward=reward)
+        text = f"ran into its limit of {limit}"
+        return Outcome(kind=limit, text=": ".join(filter(None, [text, refusal, how])), reward=reward)
 
     def _failed(self, trial: Trial, text: str) -> Outcome:
         refusal = trial.state()[2]

@@ -35,7 +35,7 @@ from rlmux.rl.loading import call_and_await
 from rlmux.rl.prompts.epoch_clock import Admitted, ClockState
 from rlmux.rl.prompts.learned_lengths import LearnedLengths
 from rlmux.rl.prompts.prompt_rounds import PromptQueue, Round, check_task
-from rlmux.rl.tasks import Task, make_task
+from rlmux.rl.tasks import Task, is_of_user, make_task
 from rlmux.rl.types import (
     FinishedTurn,
     Prompt,
@@ -93,6 +93,10 @@ class PipelineEnv:
         self._admitted = None if config.rollout.interruptible is None else Admitted(config, clock or ClockState())
         """Prompts that interruptible rollouts may sample; None: each step samples what it trains on."""
         self._lengths = LearnedLengths() if config.rollout.order == "longest" else None
+        self._counts_outcomes = (
+            config.task.is_agent or config.task.environment is not None or is_of_user(config.task.name)
+        )
+        """Whether programs or environments are the user's, which may fail."""
         self._conversations: Conversations | SessionBoard
         if config.task.is_agent:
             from rlmux.rl.agents.session_board import SessionBoard
@@ -227,7 +231,7 @@ class PipelineEnv:
                 f"times each (task.retries); the first: {failed[0].text}"
             )
         logged = self._reward.take_logged(dict.fromkeys(each.id.step for each in trajectories))
-        return {**logged, **counted(outcomes)} if self._config.task.counts_outcomes else logged
+        return {**logged, **counted(outcomes)} if self._counts_outcomes else logged
 
     def _advantages(self, group: Sequence[Trajectory]) -> list[float]:
         """Of the trajectories of a prompt group: 0 for one that is not judged, or has none to be compared with."""
