@@ -208,6 +208,23 @@ class TaskConfig(FromFile):
     """Environment of several turns, for `file` with a `reward`. Default: one turn."""
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds after which a reward or environment call fails its pipeline."""
+    num_reward_processes: Annotated[int, Ge(0), Le(256)] = 0
+    """Processes of this pipeline that call `reward` beside each other. 0: its env worker calls it, one call after
+    another. Never changes the results of a function of its arguments."""
+    reward_memory_gb: Annotated[float, Ge(0.1)] | None = None
+    """Memory of each of `reward_processes`, Python and all modules included, in 10^9 bytes. A call that needs more
+    fails its pipeline. Default: not limited."""
+    reward_file_gb: NonNegativeFloat | None = None
+    """Largest file that each of `reward_processes` can write, in 10^9 bytes; 0: none. Default: not limited."""
+
+    def __post_init__(self) -> None:
+        for key in ("reward_memory_gb", "reward_file_gb"):
+            if getattr(self, key) is not None and not self.num_reward_processes:
+                raise MisfitError(
+                    key,
+                    "limits the processes of reward_processes; accepted with reward_processes 1 or more",
+                    ("reward_processes", f"accepted: 1 or more, as {key} limits each of them"),
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
