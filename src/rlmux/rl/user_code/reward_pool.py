@@ -65,7 +65,7 @@ _START = (
 )
 
 
-class _Answer(NamedTuple):
+class _PoolAnswer(NamedTuple):
     """What a process sends after a call."""
 
     outcome: Outcome
@@ -109,18 +109,13 @@ class RewardPool:
         self.close = weakref.finalize(self, _end_all, self._processes, self._output, os.getpid())
         """End the processes."""
         self.close.atexit = False
-        try:
-            self._processes += [self._start() for _ in range(config.num_reward_processes)]
-            first = self._processes[0]
-            while first.is_grouped is None:
-                self._collect()
-                if first.error is not None:
-                    raise first.error
-            self.is_grouped = first.is_grouped
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            for _ in range(config.num_reward_processes):
+                self._processes.append(self._start())
+            self.is_grouped = self._is_first_grouped()
             """As in `Reward`."""
-        except BaseException:  # an alarm, too
-            self.close()
-            raise
+            on_failure.pop_all()
 
     def outcomes(
         self, calls: Sequence[RewardCall], on_answer: Callable[[], None] = lambda: None
@@ -130,7 +125,7 @@ class RewardPool:
         To close the generator ends the calls that are under way.
         """
         waiting = deque(enumerate(calls))
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, _PoolAnswer] = {}
         try:
             for place, call in enumerate(calls):
                 while place not in answers:
@@ -150,24 +145,33 @@ class RewardPool:
                     process.end()
             self._pass_output_on()
 
+    def _is_first_grouped(self) -> bool:
+        """`is_grouped` of the first process, once it has loaded the function."""
+        first = self._processes[0]
+        while first.is_grouped is None:
+            self._collect()
+            if first.error is not None:
+                raise first.error
+        return first.is_grouped
+
     def _start(self) -> _PoolProcess:
         return _PoolProcess(self._config, self._num_steps, None if self._output is None else self._output[1])
 
-    def _hand_out(self, waiting: deque[tuple[int, RewardCall]], answers: dict[int, _Answer]) -> None:
+    def _hand_out(self, waiting: deque[tuple[int, RewardCall]], answers: dict[int, _PoolAnswer]) -> None:
         """Replace processes that have ended and give each idle one a call. One that could not load fails a call."""
         for index, process in enumerate(self._processes):
             if process.has_ended() and (waiting or process.error is None):
                 if process.error is not None:
-                    answers[waiting.popleft()[0]] = _Answer(PipelineError(str(process.error)), {})
+                    answers[waiting.popleft()[0]] = _PoolAnswer(PipelineError(str(process.error)), {})
                 process.end()
                 self._processes[index] = self._start()
             elif waiting and process.is_idle:
                 place, call = waiting.popleft()
                 error = process.begin(place, call, f"{self.name} {call.places[0]}")
                 if error is not None:
-                    answers[place] = _Answer(error, {})
+                    answers[place] = _PoolAnswer(error, {})
 
-    def _collect(self) -> dict[int, _Answer]:
+    def _collect(self) -> dict[int, _PoolAnswer]:
         """Wait for a message or until a process is out of time; the answers by place of their calls."""
         busy = [process for process in self._processes if process.is_busy]
         outputs = [] if self._output is None else [self._output[0]]
@@ -248,7 +252,7 @@ class _PoolProcess:
             self.connection.send_bytes(message)
         return None
 
-    def take_answer(self, is_readable: bool) -> _Answer | None:
+    def take_answer(self, is_readable: bool) -> _PoolAnswer | None:
         """The answer to the call; None while there is none, and where the process was starting."""
         if not is_readable:
             if time.monotonic() < self.until_s:
@@ -271,19 +275,19 @@ class _PoolProcess:
             self.end()
             self.error = message
             return None
-        assert isinstance(message, _Answer)
+        assert isinstance(message, _PoolAnswer)
         self.place = None
         if message.is_spent:
             self.end()
         return message
 
-    def _failed(self, reason: str) -> _Answer | None:
+    def _failed(self, reason: str) -> _PoolAnswer | None:
         error = PipelineError(f"{self._name} {reason}")
         if self.place is None:
             self.error = error
             return None
         self.place = None
-        return _Answer(error, {})
+        return _PoolAnswer(error, {})
 
     def end(self) -> str:
         """End the process and all in its session; how it has ended, as words that follow a name."""
@@ -326,7 +330,7 @@ def serve(descriptor: int, parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer_to(call: RewardCall, reward: Reward, config: TaskConfig) -> _Answer:
+def _answer_to(call: RewardCall, reward: Reward, config: TaskConfig) -> _PoolAnswer:
     name = f"{reward.name} {call.places[0]}"
     try:
         (outcome,) = reward.outcomes([call])
@@ -338,7 +342,7 @@ def _answer_to(call: RewardCall, reward: Reward, config: TaskConfig) -> _Answer:
         outcome = PipelineError(str(error))
     logged = reward.logged.take(call.step)
     if not isinstance(outcome, PipelineError):
-        return _Answer(outcome, logged)
+        return _PoolAnswer(outcome, logged)
     cause, text = outcome.__cause__, str(outcome)
     is_spent = config.reward_memory_gb is not None and _is_of_memory(cause)
     if is_spent:
@@ -347,7 +351,7 @@ def _answer_to(call: RewardCall, reward: Reward, config: TaskConfig) -> _Answer:
     elif config.reward_file_gb is not None and isinstance(cause, OSError) and cause.errno == errno.EFBIG:
         text = f"{name} wrote more than {config.reward_file_gb:g} GB to a file (task.reward_file_gb)"
     traceback.print_exception(outcome)
-    return _Answer(PipelineError(text), logged, is_spent)
+    return _PoolAnswer(PipelineError(text), logged, is_spent)
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
