@@ -36,7 +36,7 @@ RATCHET = {
     "lines of policies": 7_700,
     "lines of profiling": 3_000,
     "lines of report": 6_900,
-    "lines of rl": 7_600,  # sandboxes for programs that are agents, and suites in Harbor's layout
+    "lines of rl": 9_800,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
     "lines of runtime": 14_700,
     "lines of service": 13_300,
     "lines of sim": 9_200,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 65,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 55_500,
+    "words of docs": 55_700,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

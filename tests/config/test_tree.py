@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 from typing import get_args, get_origin
@@ -55,6 +56,26 @@ def test_the_tree_written_out_reads_as_itself(load, good):
     )
     assert read.pipelines[0].task == config.TaskConfig(name="sort", params={"digits": 3})
     assert tree.read_tree(tree.plain_tree(read)) == read
+
+
+def test_reward_processes_are_a_key_of_the_task_and_their_limits_need_them(load):
+    file = """\
+    cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+    pipelines:
+      - {name: a, task: {name: sort, reward_processes: 2, reward_memory_gb: 1, reward_file_gb: 0}}
+    """
+    (pipeline,) = load(file).pipelines
+    assert pipeline.config.task == config.TaskConfig(
+        name="sort", num_reward_processes=2, reward_memory_gb=1.0, reward_file_gb=0.0
+    )
+    for before, after, text in [
+        ("reward_processes: 2, ", "", "reward_memory_gb is 1: limits the processes of reward_processes; accepted with"),
+        ("reward_processes: 2", "reward_processes: -1", "reward_processes is -1; accepted: a whole number, 0 or more"),
+        ("memory_gb: 1", "memory_gb: 0.01", "reward_memory_gb is 0.01; accepted: a number, 0.1 or more"),
+        ("file_gb: 0", "file_gb: -1", "reward_file_gb is -1; accepted: a number, 0 or more"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(f":3: pipelines.a.task.{text}")):
+            load(file.replace(before, after))
 
 
 def test_heads_that_do_not_divide_are_refused_in_python_too():

@@ -22,6 +22,9 @@ def make_config() -> Callable[..., TrainingConfig]:
             "answer_key",
             "reward",
             "reward_timeout_s",
+            "num_reward_processes",
+            "reward_memory_gb",
+            "reward_file_gb",
             "environment",
         }
         algorithm = {"prompts_per_step": 3, "group_size": 2, **changes.pop("algorithm", {})}

@@ -31,6 +31,7 @@ def test_what_only_decides_when_a_pipeline_fails_or_how_fast_it_is_leaves_the_pl
         replace(plain, rollout=RolloutConfig(num_workers=3)),
         replace(plain, train=TrainConfig(num_workers=3)),
         replace(plain, task=TaskConfig(name="sort", reward_timeout_s=9.0)),
+        replace(plain, task=TaskConfig(name="sort", num_reward_processes=2, reward_memory_gb=1.0, reward_file_gb=0.1)),
     ]
     assert {plan_sha256(each) for each in same} == {plan_sha256(plain)}
 

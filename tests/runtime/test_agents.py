@@ -55,7 +55,7 @@ def files(tmp_path_factory) -> Path:
 
 def agent_of(real, files: Path, program: str = "agent.py", *, num_steps: int = 3, **fields):
     """A pipeline of programs that ask twice in one chat, and once aside."""
-    fields = {"command": f"{sys.executable} {files / program}", "programs": 6, "answer_key": None, **fields}
+    fields = {"command": f"{sys.executable} {files / program}", "num_programs": 6, "answer_key": None, **fields}
     given = real.submission(
         "agent", task="agent", num_steps=num_steps, seed=3, task_fields={"path": str(files / "rows.jsonl"), **fields}
     )
@@ -152,7 +152,7 @@ class KillsPrograms:
 def test_killed_programs_are_started_again_and_none_is_lost(real, files, undisturbed, tmp_path):
     """A program is deterministic, so one that was killed and started again asks and gets the same."""
     kills = KillsPrograms(files / "agent.py", seed=os.getpid())
-    run = real.run(tmp_path, [agent_of(real, files, retries=10)], watch=kills)
+    run = real.run(tmp_path, [agent_of(real, files, num_retries=10)], watch=kills)
     assert kills.num_killed > 0
     assert run.status == {"agent": "finished"}, run.scheduler.query.reason("agent")
     logged = [note.metrics for note in run.recorder.notes if note.type == "step"]

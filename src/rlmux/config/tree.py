@@ -37,6 +37,7 @@ from rlmux.rl.config import (
     Takes,
     TaskConfig,
     TrainingConfig,
+    key_of,
 )
 
 
@@ -193,7 +194,7 @@ def _gather_params(value: Any) -> Any:
     """The mapping of a task, its own options under `params`."""
     if not isinstance(value, dict):
         return value
-    known = {each.name for each in fields(TaskConfig)} - {"params"}
+    known = {key_of(each.name) for each in fields(TaskConfig)} - {"params"}
     own = {key: item for key, item in value.items() if key not in known}
     return {key: item for key, item in value.items() if key in known} | {"params": own}
 

@@ -86,7 +86,6 @@ Name = Annotated[str, Predicate(is_name), Takes("1 to 64 letters, digits, '-' an
 Count = Annotated[int, Ge(1)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
-FiniteFloat = Annotated[float, Ge(-1e9), Le(1e9)]
 BetaFloat = Annotated[float, Ge(0), Lt(1)]
 FunctionReference = Annotated[str, Predicate(is_reference), Takes("module:function, such as my_rewards:score")]
 ClassReference = Annotated[str, Predicate(is_reference), Takes("module:Class, such as my_tools:Calculator")]
@@ -205,13 +204,13 @@ class OutcomesConfig(FromFile):
     """What trajectories count for that do not end by themselves: a reward, `mask` (no advantage, in no mean), `stop`
     (the end of the pipeline), or `keep` (the reward that was given, or 0)."""
 
-    failed: FiniteFloat | Literal["mask", "stop"] = "mask"
+    failed: float | Literal["mask", "stop"] = "mask"
     """A program or environment that failed `retries` + 1 times."""
-    turns: FiniteFloat | Literal["keep", "mask", "stop"] = "keep"
+    turns: float | Literal["keep", "mask", "stop"] = "keep"
     """A program that asked more than `max_turns` times."""
-    tokens: FiniteFloat | Literal["keep", "mask", "stop"] = "keep"
+    tokens: float | Literal["keep", "mask", "stop"] = "keep"
     """A program whose chat left no room for an answer."""
-    time: FiniteFloat | Literal["keep", "mask", "stop"] = 0.0
+    time: float | Literal["keep", "mask", "stop"] = 0.0
     """A program that was ended after `time_limit_s`."""
 
 
@@ -223,22 +222,30 @@ class TaskConfig(FromFile):
     """
 
     name: str
-    """A built-in task (listed above), `reasoning-gym:NAME`, `file`, or your own: `module:Class` in `code_folder` or
-    installed, or a plug-in's name."""
+    """A built-in task (listed above), `reasoning-gym:NAME`, `file`, `agent`, `harbor`, or your own: `module:Class` in
+    `code_folder` or installed, or a plug-in's name."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Options of a built-in or reasoning-gym task: the further keys."""
     path: str | None = None
-    """JSONL or parquet rows of the task `file`, relative to this file."""
+    """JSONL or parquet rows of `file` and `agent`, or the folder of tasks of `harbor`, relative to this file."""
     prompt_key: str = "prompt"
-    """Column with the prompt, for `file`. Dots reach into nested columns."""
+    """Column with the prompt, for `file` and `agent`. Dots reach into nested columns."""
     answer_key: str | None = "answer"
-    """Column with the answer, for `file`; null: no answers, so without a reward every score is 0."""
+    """Column with the answer, for `file` and `agent`; null: no answers, so without a reward every score is 0."""
     reward: FunctionReference | None = None
     """Reward function with the signature of verl or TRL, in `code_folder` or installed. Default: the task's own."""
     environment: ClassReference | None = None
     """Environment of several turns, for `file` with a `reward`. Default: one turn."""
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds after which a reward or environment call has failed."""
+    num_reward_processes: Annotated[int, Ge(0), Le(256)] = 0
+    """Processes of this pipeline that call `reward` beside each other. 0: its env worker calls it, one call after
+    another. Never changes the results of a function of its arguments."""
+    reward_memory_gb: Annotated[float, Ge(0.1)] | None = None
+    """Memory of each of `reward_processes`, Python and all modules included, in 10^9 bytes. A call that needs more
+    fails its pipeline. Default: not limited."""
+    reward_file_gb: NonNegativeFloat | None = None
+    """Largest file that each of `reward_processes` can write, in 10^9 bytes; 0: none. Default: not limited."""
     command: Annotated[str, MinLen(1)] | None = None
     """Program that `agent` and `harbor` start for each trajectory; `{NAME}` stands for a column of its row."""
     url: Annotated[str, MinLen(1)] | None = None
@@ -248,7 +255,7 @@ class TaskConfig(FromFile):
     sandbox: Literal["folder", "process", "docker"] | None = None
     """Where programs run: in a folder of their own (the default of `agent`), in namespaces without a network (of
     `harbor`), or in containers."""
-    programs: Count = 8
+    num_programs: Count = 8
     """Programs that run at once."""
     program_memory_gb: PositiveFloat | None = None
     """Memory of each process of a program, in 10^9 bytes. Default: what is free."""
@@ -260,10 +267,19 @@ class TaskConfig(FromFile):
     """Questions that a program may ask."""
     time_limit_s: PositiveFloat = 600.0
     """Seconds that a program may take, but for those in which it waits for answers."""
-    retries: Annotated[int, Ge(0), Le(10)] = 2
+    num_retries: Annotated[int, Ge(0), Le(10)] = 2
     """New starts of a program or environment that failed."""
     outcomes: OutcomesConfig = field(default_factory=OutcomesConfig)
     """What trajectories count for that fail, or run into a limit."""
+
+    def __post_init__(self) -> None:
+        for key in ("reward_memory_gb", "reward_file_gb"):
+            if getattr(self, key) is not None and not self.num_reward_processes:
+                raise MisfitError(
+                    key,
+                    "limits the processes of reward_processes; accepted with reward_processes 1 or more",
+                    ("reward_processes", f"accepted: 1 or more, as {key} limits each of them"),
+                )
 
     @property
     def is_agent(self) -> bool:

@@ -6,7 +6,7 @@
     load_callable(key, "module:name")     the function or class that a key of the file names
 
 Rewards and environments run in the main thread of the pipeline's env worker, so an alarm can end a call that hangs.
-Code that holds the interpreter inside C is beyond it; ending the process is not.
+Code that holds the interpreter inside C is beyond it; ending the process is not: `user_code/reward_pool.py` does so.
 """
 
 from __future__ import annotations

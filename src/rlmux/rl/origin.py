@@ -25,6 +25,9 @@ NOT_OF_THE_PLAN = {
     ("algorithm", "max_logprob_gap"),
     ("algorithm", "max_mismatch_kl"),
     ("task", "reward_timeout_s"),
+    ("task", "num_reward_processes"),
+    ("task", "reward_memory_gb"),
+    ("task", "reward_file_gb"),
 }
 """Fields that decide how fast a pipeline is, or when it fails, and never what its weights are."""
 

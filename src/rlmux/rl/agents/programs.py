@@ -85,8 +85,8 @@ class Programs:
         self._config, self._task = config, config.task
         self._gateway = gateway
         self._folder, self._code_folder = folder, code_folder
-        self._places = asyncio.Semaphore(config.task.programs)
-        self._threads = ThreadPoolExecutor(2 * config.task.programs + 2, thread_name_prefix="program")
+        self._places = asyncio.Semaphore(config.task.num_programs)
+        self._threads = ThreadPoolExecutor(2 * config.task.num_programs + 2, thread_name_prefix="program")
         self._numbers = 0
         memory_gb = config.task.program_memory_gb
         self._limits = SandboxLimits(
@@ -104,7 +104,7 @@ class Programs:
             while True:
                 trial.restart()
                 outcome = await self._attempt(trial)
-                if outcome.kind != "failed" or num_retries == self._task.retries:
+                if outcome.kind != "failed" or num_retries == self._task.num_retries:
                     return replace(outcome, num_retries=num_retries)
                 num_retries += 1
 

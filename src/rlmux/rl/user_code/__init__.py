@@ -1,4 +1,4 @@
 """The user's code: checked, called for prompts, replies and rewards.
 
-Reading order: pipeline_env, rewards, reward_preflight, engine_check.
+Reading order: pipeline_env, rewards, reward_pool, reward_preflight, engine_check.
 """

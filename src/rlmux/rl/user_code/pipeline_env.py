@@ -6,7 +6,8 @@
                                                     ▼
                                all scored: is_step_complete(n) ──▶ finish_step(n) ──▶ TrainingBatch
 
-    Episode   one trajectory's life here     Conversations   the environments     Reward   the user's reward function
+    Episode   one trajectory's life here     Conversations   the environments
+    Reward    the reward in this process     RewardPool      the reward in processes of its own
 
 Invariants: everything that comes out is a function of the config and of the turns that came in, whatever their
 order and grouping; a turn delivered twice is answered alike and counted once; steps may overlap. Nothing here
@@ -18,6 +19,7 @@ trains on: only turns of those that are kept come in, and only they are scored. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -46,7 +48,8 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.rl.user_code.rewards import Response, Reward
+from rlmux.rl.user_code.reward_pool import make_reward
+from rlmux.rl.user_code.rewards import Response, RewardCall
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, prompt_tokens_of, stop_tokens_of
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ class PipelineEnv:
         self._vocabulary: Vocabulary = load_vocabulary(config.model)
         self._task: Task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
         check_task(config, self._task)
-        self._reward = Reward(self._task, config.task, config.num_steps)
+        self._reward = make_reward(self._task, config.task, config.num_steps)
         self._stop_tokens = () if config.fills_token_limit else stop_tokens_of(self._vocabulary, self._task.stop)
         self._episodes_by_step: dict[int, dict[TrajectoryId, Episode]] = {}
         """All episodes of each step under way, in id order."""
@@ -104,7 +107,7 @@ class PipelineEnv:
             self._conversations = SessionBoard(config, self._vocabulary, code_folder, on_answer)
         else:
             self._conversations = Conversations(
-                self._task, self._vocabulary, self._limit_s, config.task.retries, on_answer
+                self._task, self._vocabulary, self._limit_s, config.task.num_retries, on_answer
             )
         self._unanswered: dict[TrajectoryId, FinishedTurn] = {}
         """Turns that `on_turns` has not answered yet."""
@@ -230,7 +233,7 @@ class PipelineEnv:
                 f"all {len(failed)} trajectories of step {trajectories[0].id.step} failed, {failed[0].num_retries + 1} "
                 f"times each (task.retries); the first: {failed[0].text}"
             )
-        logged = self._reward.take_logged(dict.fromkeys(each.id.step for each in trajectories))
+        logged = self._reward.logged.take_means(dict.fromkeys(each.id.step for each in trajectories))
         return {**logged, **counted(outcomes)} if self._counts_outcomes else logged
 
     def _advantages(self, group: Sequence[Trajectory]) -> list[float]:
@@ -345,12 +348,14 @@ class PipelineEnv:
             batches = self._groups_over(ended)
         else:
             batches = [[episode] for episode in ended if not episode.is_scored]
-        calls = [(self._score_name(batch), self._score_call(batch)) for batch in batches]
-        for batch, result in zip(batches, call_and_await(calls, self._limit_s, self._on_answer), strict=True):
-            rewards = self._reward.check(result, [f"at {episode.place}" for episode in batch])
-            for episode, reward in zip(batch, rewards, strict=True):
-                if not episode.is_scored:
-                    episode.reward, episode.is_scored = reward, True
+        calls = [self._reward_call(batch) for batch in batches]
+        with closing(self._reward.outcomes(calls, self._on_answer)) as outcomes:
+            for batch, outcome in zip(batches, outcomes, strict=True):
+                if isinstance(outcome, PipelineError):
+                    raise outcome
+                for episode, reward in zip(batch, outcome, strict=True):
+                    if not episode.is_scored:
+                        episode.reward, episode.is_scored = reward, True
 
     def _groups_over(self, ended: Sequence[Episode]) -> list[list[Episode]]:
         groups = []
@@ -361,12 +366,13 @@ class PipelineEnv:
                 groups.append(over)
         return groups
 
-    def _score_name(self, batch: Sequence[Episode]) -> str:
-        return f"{self._reward.name} at {batch[0].place}"
-
-    def _score_call(self, batch: Sequence[Episode]) -> Callable[[], Any]:
-        responses = [self._response(episode) for episode in batch]
-        return partial(self._reward.call, batch[0].prompt, responses, batch[0].request.id.step)
+    def _reward_call(self, batch: Sequence[Episode]) -> RewardCall:
+        return RewardCall(
+            prompt=batch[0].prompt,
+            responses=[self._response(episode) for episode in batch],
+            step=batch[0].request.id.step,
+            places=[f"at {episode.place}" for episode in batch],
+        )
 
     def _response(self, episode: Episode) -> Response:
         if episode.session is not None:

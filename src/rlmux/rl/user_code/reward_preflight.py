@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from rlmux import plugins
@@ -25,7 +26,8 @@ from rlmux.rl.tasks import Task, is_of_user, make_task
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code.engine_check import check_engine
-from rlmux.rl.user_code.rewards import Response, Reward
+from rlmux.rl.user_code.reward_pool import check_processes, make_reward
+from rlmux.rl.user_code.rewards import Response, RewardCall
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, opening_tokens_of, reply_tokens_of, stop_tokens_of
 
 _ROWS_AT_ONCE = 1000
@@ -60,6 +62,7 @@ def checks(config: TrainingConfig) -> Iterator[str]:
     names the code.
     """
     check_engine(config.rollout.engine, config.model)
+    check_processes(config.task)
     vocabulary = load_vocabulary(config.model)
     if is_of_user(config.task.name):
         yield "name"
@@ -182,20 +185,22 @@ def _environment_checks(config: TrainingConfig, task: Task) -> Iterator[str]:
 
 
 def _reward_checks(config: TrainingConfig, task: Task) -> Iterator[str]:
-    """Import the user's reward function and call it on prompt 0 with its answer as the response."""
-    limit_s = config.task.reward_timeout_s
+    """Import the user's reward function and call it on prompt 0 with its answer as the response, in a process of its
+    own where the run will."""
     prompt = task.prompt(0)
+    checked = replace(config.task, num_reward_processes=min(1, config.task.num_reward_processes))
     try:
         yield "reward"
         (reward,) = call_each(
-            [(f"importing {config.task.reward}", partial(Reward, task, config.task, config.num_steps))], limit_s
+            [(f"importing {config.task.reward}", partial(make_reward, task, checked, config.num_steps))],
+            config.task.reward_timeout_s,
         )
         responses = [_sample_response(config, prompt)] * (config.algorithm.group_size if reward.is_grouped else 1)
         yield "reward"
-        (result,) = call_and_await(
-            [(f"{reward.name} on a sample", partial(reward.call, prompt, responses, 1))], limit_s
-        )
-        reward.check(result, ["on a sample"] * len(responses))
+        call = RewardCall(prompt=prompt, responses=responses, step=1, places=["on a sample"] * len(responses))
+        (outcome,) = reward.outcomes([call])
+        if isinstance(outcome, PipelineError):
+            raise outcome
     except PipelineError as error:
         raise UserError(f"task.reward: {error}") from error
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TaskConfig
-from rlmux.rl.loading import load_callable
+from rlmux.rl.loading import call_and_await, load_callable
 from rlmux.rl.tasks.base import Task
 from rlmux.rl.types import Prompt
 
@@ -57,41 +57,101 @@ class Response:
     """The whole chat of a program's session; None for others."""
 
 
-class Reward:
-    """Scores responses to one prompt in two halves: `call` the user's code, then `check` what it returned."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCall:
+    """One call of a reward: a response, or all responses of a prompt group where the reward is grouped."""
 
-    def __init__(self, task: Task, config: TaskConfig, num_steps: int) -> None:
-        """`num_steps`: steps of the pipeline, for rewards that use it."""
-        self.name = f"reward {config.reward}" if config.reward else f"the reward of task {config.name!r}"
+    prompt: Prompt
+    responses: Sequence[Response]
+    step: int
+    places: Sequence[str]
+    """Name of each response in errors, such as `at step 1 prompt 0 sample 2`."""
+
+
+Scored = list[float | None] | PipelineError
+"""A finite number for each response of a call, None where TRL's signature gives none; or the call's failure."""
+
+
+class LoggedNumbers:
+    """Numbers that a reward function has logged, by step and metric."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, dict[str, list[float]]] = {}
+
+    def add(self, step: int, metric: str, numbers: Iterable[float]) -> None:
+        self._numbers.setdefault(step, {}).setdefault(metric, []).extend(numbers)
+
+    def take(self, step: int) -> dict[str, list[float]]:
+        """Remove and return the numbers of a step, by metric."""
+        return self._numbers.pop(step, {})
+
+    def take_means(self, steps: Iterable[int]) -> dict[str, float]:
+        """Remove the numbers of these steps and return their means, by metric, sorted.
+
+        Sums run over sorted numbers: the order of the calls does not reach the last bits.
+        """
+        logged: dict[str, list[float]] = {}
+        for step in steps:
+            for metric, numbers in self.take(step).items():
+                logged.setdefault(metric, []).extend(numbers)
+        return {metric: sum(sorted(all_)) / len(all_) for metric, all_ in sorted(logged.items())}
+
+
+def reward_name(config: TaskConfig) -> str:
+    """Name of a task's reward in errors."""
+    return f"reward {config.reward}" if config.reward else f"the reward of task {config.name!r}"
+
+
+class Reward:
+    """Scores responses in this process: the user's function, or the task's own score."""
+
+    def __init__(self, task: Task | None, config: TaskConfig, num_steps: int) -> None:
+        """`task`: required where `config` has no reward function. `num_steps`: steps of the pipeline, for rewards that
+        use it."""
+        self.name = reward_name(config)
+        self.logged = LoggedNumbers()
         self._task = task
+        self._limit_s = config.reward_timeout_s
         self._task_name = config.name
         self._num_steps = num_steps
         self._function = None if config.reward is None else load_reward(config.reward)
-        self._logged: dict[int, dict[str, list[float]]] = {}
-        """Numbers that the function logged, by step and metric."""
         self.is_grouped = self._function is not None and _is_trl(self._function)
         """All responses of a prompt group must be given at once, in sample order; otherwise one at a time."""
 
-    def take_logged(self, steps: Iterable[int]) -> dict[str, float]:
-        """Means of what the user's function logged in these steps, by metric, sorted; forgotten here."""
-        logged: dict[str, list[float]] = {}
-        for step in steps:
-            for name, numbers in self._logged.pop(step, {}).items():
-                logged.setdefault(name, []).extend(numbers)
-        return {name: sum(all_) / len(all_) for name, all_ in sorted(logged.items())}
+    def outcomes(
+        self, calls: Sequence[RewardCall], on_answer: Callable[[], None] = lambda: None
+    ) -> Generator[Scored, None, None]:
+        """The outcome of each call, in order. `on_answer`: called after each answer of the user's code.
 
-    def call(self, prompt: Prompt, responses: Sequence[Response], step: int) -> Any:
-        """What the user's function returns in this step, perhaps awaitable."""
+        The calls share a thread: the first that raises or takes too long is the only outcome.
+        """
+        try:
+            results = call_and_await(
+                [(f"{self.name} {call.places[0]}", partial(self._call, call)) for call in calls],
+                self._limit_s,
+                on_answer,
+            )
+        except PipelineError as error:
+            yield error
+            return
+        for call, result in zip(calls, results, strict=True):
+            yield self._checked(result, call.places)
+
+    def _call(self, call: RewardCall) -> Any:
+        """What the function returns, perhaps awaitable."""
         if self._function is None:
-            return self._task.score(prompt, responses[0].text)
-        columns = self._grouped(prompt, responses, step) if self.is_grouped else self._single(prompt, responses[0])
+            assert self._task is not None
+            return self._task.score(call.prompt, call.responses[0].text)
+        columns = self._grouped(call) if self.is_grouped else self._single(call)
         return self._function(**_arguments(self._function, columns))
 
-    def check(self, result: Any, places: Sequence[str]) -> list[float | None]:
-        """One finite number for each response; None where TRL's signature gives none.
+    def _checked(self, result: Any, places: Sequence[str]) -> Scored:
+        try:
+            return self._numbers(result, places)
+        except PipelineError as error:
+            return error
 
-        `places`: how an error names each response. Raises PipelineError for anything else.
-        """
+    def _numbers(self, result: Any, places: Sequence[str]) -> list[float | None]:
         if not self.is_grouped:
             return [self._number(self._score_in(result, places[0]), places[0])]
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
@@ -104,16 +164,17 @@ class Reward:
             for reward, place in zip(result, places, strict=True)
         ]
 
-    def _single(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        columns = dict(prompt.data or {})
+    def _single(self, call: RewardCall) -> dict[str, Any]:
+        columns = dict(call.prompt.data or {})
         return {
             "data_source": columns.get("data_source", self._task_name),
-            "solution_str": response.text,
-            "ground_truth": prompt.expected,
-            "extra_info": _with_session(columns.get("extra_info", columns), response),
+            "solution_str": call.responses[0].text,
+            "ground_truth": call.prompt.expected,
+            "extra_info": _with_session(columns.get("extra_info", columns), call.responses[0]),
         }
 
-    def _grouped(self, prompt: Prompt, responses: Sequence[Response], step: int) -> dict[str, Any]:
+    def _grouped(self, call: RewardCall) -> dict[str, Any]:
+        prompt, responses, step = call.prompt, call.responses, call.step
         each = {name: value for name, value in (prompt.data or {}).items() if name not in _NOT_COLUMNS}
         repeated = {name: [value] * len(responses) for name, value in {"answer": prompt.expected, **each}.items()}
         if responses[0].messages is not None:
@@ -139,7 +200,7 @@ class Reward:
             number = self._number(value, f"at step {step}")
         except PipelineError:
             raise PipelineError(f"{self.name} logged {name!r} as {value!r}; accepted: a finite number") from None
-        self._logged.setdefault(step, {}).setdefault(f"reward/{name}", []).append(number)
+        self.logged.add(step, f"reward/{name}", [number])
 
     def _log_extra(self, step: int, column: str, values: Sequence[Any]) -> None:
         for value in values:
