@@ -312,6 +312,9 @@ class Checks:
             raise self._error(path, f"is a mapping: 'path' is missing; accepted: {files}")
         if task.name == "agent":
             self._check_program(path, task)
+        if task.command is not None and task.sandbox != "docker":
+            with self._placed((*path, "command")):
+                import_checks.check_command(task.command, self._code_folder)
         if task.path is not None and task.name != "harbor":
             with self._placed((*path, "path")):
                 import_checks.check_rows_file(Path(task.path))

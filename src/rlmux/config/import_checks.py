@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import shlex
+import shutil
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -22,6 +24,19 @@ def check_rows_file(path: Path) -> None:
         raise UserError("not a file of rows by its name; accepted: .jsonl or .parquet")
     if not os.path.isfile(path):  # one that is too long to exist is no file either
         raise UserError(f"no such file ({path}); accepted: a .jsonl or .parquet file")
+
+
+def check_command(command: str, folder: Path) -> None:
+    """Raises UserError for a command without a program of this machine or this folder, or a script that is missing."""
+    try:
+        first, *others = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"no command: {error}; accepted: words as in a shell, with quotes closed") from None
+    if first != "python" and not (folder / first).is_file() and shutil.which(first) is None:
+        raise UserError(f"no program {first!r} on this machine or in {folder}; accepted: a program and its arguments")
+    for word in others:
+        if word.endswith(".py") and "{" not in word and not (folder / word).is_file():
+            raise UserError(f"no file {folder / word}; accepted: a script beside the spec file, or its whole path")
 
 
 def check_function(reference: str, folder: Path) -> None:

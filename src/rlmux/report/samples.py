@@ -77,7 +77,7 @@ class KeptSample:
     reward: float
     advantage: float
     stop: str
-    """`stop` or `length`."""
+    """`stop` or `length`; of a program or environment also `failed`, `turns` or `time`."""
     tokens: int
     """Response tokens, environment replies included."""
     num_turns: int

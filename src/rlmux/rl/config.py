@@ -204,13 +204,13 @@ class OutcomesConfig(FromFile):
     """What trajectories count for that do not end by themselves: a reward, `mask` (no advantage, in no mean), `stop`
     (the end of the pipeline), or `keep` (the reward that was given, or 0)."""
 
-    failed: float | Literal["mask", "stop"] = "mask"
+    failed: Annotated[float | Literal["mask", "stop"], Takes("a number, mask or stop")] = "mask"
     """A program or environment that failed `retries` + 1 times."""
-    turns: float | Literal["keep", "mask", "stop"] = "keep"
+    turns: Annotated[float | Literal["keep", "mask", "stop"], Takes("a number, keep, mask or stop")] = "keep"
     """A program that asked more than `max_turns` times."""
-    tokens: float | Literal["keep", "mask", "stop"] = "keep"
+    tokens: Annotated[float | Literal["keep", "mask", "stop"], Takes("a number, keep, mask or stop")] = "keep"
     """A program whose chat left no room for an answer."""
-    time: float | Literal["keep", "mask", "stop"] = 0.0
+    time: Annotated[float | Literal["keep", "mask", "stop"], Takes("a number, keep, mask or stop")] = 0.0
     """A program that was ended after `time_limit_s`."""
 
 

@@ -59,10 +59,10 @@ class Episode:
 
     def to_trajectory(self) -> Trajectory:
         """The data of an episode that is scored."""
-        assert self.is_scored
         if self.session is not None:
             assert self.outcome is not None
-            return self.session.trajectory(self.reward, self.outcome.text)
+            return self.session.trajectory(self.reward, self.outcome)
+        assert self.is_scored
         ending = self.last_turn
         return Trajectory(
             id=ending.id,
@@ -73,7 +73,7 @@ class Episode:
             versions=ending.versions,
             reward=0.0 if self.reward is None else self.reward,
             is_judged=self.reward is not None,
-            stop_reason=ending.stop_reason,
+            stop_reason=ending.stop_reason if self.outcome is None else self.outcome.kind,
             num_turns=ending.num_turns,
             outcome=None if self.outcome is None else self.outcome.text,
         )

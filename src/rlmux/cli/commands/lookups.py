@@ -34,7 +34,7 @@ def samples(
     ] = None,
     least: Annotated[float | None, typer.Option("--least", help="Smallest reward.")] = None,
     most: Annotated[float | None, typer.Option("--most", help="Largest reward.")] = None,
-    stop: Annotated[str | None, typer.Option("--stop", help="Stop reason: stop or length.")] = None,
+    stop: Annotated[str | None, typer.Option("--stop", help="Stop, length, failed, turns or time.")] = None,
     text: Annotated[str | None, typer.Option("--text", help="Words that follow one another in the text.")] = None,
     sort: Annotated[
         str, typer.Option("--sort", help="step, reward or tokens; prefix - sorts in descending order.")

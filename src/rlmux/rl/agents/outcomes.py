@@ -17,7 +17,9 @@ from typing import Any
 from rlmux.core.errors import PipelineError
 from rlmux.rl.config import OutcomesConfig
 
-KINDS = ("ended", "failed", "turns", "tokens", "time")
+ENDED = "ended"
+"""Kind and text of an outcome without anything to say about it."""
+KINDS = (ENDED, "failed", "turns", "tokens", "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Worth:
 
 def worth_of(outcome: Outcome, config: OutcomesConfig, place: str) -> Worth:
     """What the user chose. Raises PipelineError, beginning with `place`, where that is the end of the pipeline."""
-    choice: Any = "keep" if outcome.kind == "ended" else getattr(config, outcome.kind)
+    choice: Any = "keep" if outcome.kind == ENDED else getattr(config, outcome.kind)
     if choice == "stop":
         raise PipelineError(f"{place} {outcome.text} (task.outcomes.{outcome.kind}: stop)")
     if choice == "mask":

@@ -32,7 +32,7 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.agents.gateway import Caller, Gateway
-from rlmux.rl.agents.outcomes import Outcome, reward_in
+from rlmux.rl.agents.outcomes import ENDED, Outcome, reward_in
 from rlmux.rl.agents.session import Ask
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.sandboxes import make_sandbox
@@ -135,7 +135,7 @@ class Programs:
             return self._failed(trial, f"ended without a question that was answered{why}")
         if reward is None and self._task.reward is None:
             return self._failed(trial, f"gave no reward{self._reported(caller)}")
-        return Outcome(kind="ended", text="ended", reward=reward)
+        return Outcome(kind=ENDED, text=ENDED, reward=reward)
 
     def _limited(self, trial: Trial, how: str, reward: float | None) -> Outcome | None:
         _, limit, refusal = trial.state()

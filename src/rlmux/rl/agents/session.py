@@ -18,19 +18,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.rl.agents.chat_messages import Message, answer_of, goes_on_from
 from rlmux.rl.agents.chat_tokens import ChatTokens
+from rlmux.rl.agents.outcomes import ENDED, Outcome
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, Trajectory, TrajectoryRequest, TurnReply
 from rlmux.rl.vocabulary import Vocabulary
 
 _MOST_FORCED = 48
 """Tokens between two answers that are fed one by one; more are computed at once, with all before them."""
+_STOP_REASONS = {ENDED: "stop", "tokens": "length"}
+"""Stop reasons of trajectories by kind of outcome; other kinds are their own."""
 
 
 class AskRefusedError(RlmuxError):
@@ -372,7 +374,7 @@ class Session:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def trajectory(self, reward: float | None, outcome: str) -> Trajectory:
+    def trajectory(self, reward: float | None, outcome: Outcome) -> Trajectory:
         """All its sequences; the one with the most answers is the trajectory, the others are its branches.
 
         A program that never got an answer has one without a sampled token. `reward`: None: it is not judged.
@@ -385,7 +387,7 @@ class Session:
         first, *others = [self._trajectory(each, reward, outcome) for each in ordered]
         return replace(first, branches=tuple(others))
 
-    def _trajectory(self, sequence: _Sequence, reward: float | None, outcome: str) -> Trajectory:
+    def _trajectory(self, sequence: _Sequence, reward: float | None, outcome: Outcome) -> Trajectory:
         return Trajectory(
             id=self.request.id,
             prompt_tokens=sequence.request.prompt_tokens,
@@ -395,12 +397,8 @@ class Session:
             versions=tuple(sequence.versions),
             reward=0.0 if reward is None else reward,
             is_judged=reward is not None,
-            stop_reason="length" if self.limit == "tokens" else "stop",
+            stop_reason=_STOP_REASONS.get(outcome.kind, outcome.kind),
             num_turns=len(sequence.answered),
             messages=sequence.answered[-1].messages if sequence.answered else (),
-            outcome=outcome,
+            outcome=outcome.text,
         )
-
-    def conversation(self) -> Sequence[Mapping[str, Any]]:
-        """The messages of its longest chat."""
-        return self.trajectory(None, "").messages or ()

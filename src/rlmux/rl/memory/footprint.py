@@ -5,7 +5,7 @@
               (a server with an adapter: the whole base with each copy, and two versions of the adapter)
     host      the process, the state while it is off its device, and what only host memory holds:
               a GPU's weights being loaded, a checkpoint being written, weights being published, versions in shared
-              memory, a new model's base in its server's folder
+              memory, a new model's base in its server's folder, programs and processes of the user's code
 
 `benchmarks/memory.py` compares the parts with measured peaks.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from rlmux.core.model import Footprint, Phase
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import TaskConfig, TrainingConfig
 from rlmux.rl.memory.memory_parts import (
     CUDA_CONTEXT_BYTES,
     Parts,
@@ -37,6 +37,9 @@ BOTH_PHASES = (Phase.ROLLOUT, Phase.TRAIN)
 
 _PROCESS_BYTES = 150e6
 """Bytes of a worker process beyond what it shares with the fork server."""
+
+_USER_PROCESS_GB = 0.1
+"""A process of user code whose memory the file does not limit: Python with the SDK of openai takes 80 MB."""
 
 _SERVER_BYTES = 2e9
 """Bytes of a server of others beyond what our engine takes: its processes and libraries. Two of the processes of
@@ -84,11 +87,22 @@ def footprint_of(
     loaded = loading_bytes(config) + evicted_bytes(config) if loads_on_host else 0.0
     built = building_bytes(config) if loads_on_host else 0.0
     return Footprint(
-        rollout_host_bytes=_PROCESS_BYTES + max(rollout - of_rollout + loaded, built) + _served_base_bytes(config),
+        rollout_host_bytes=_PROCESS_BYTES
+        + max(rollout - of_rollout + loaded, built)
+        + _served_base_bytes(config)
+        + user_process_bytes(config.task),
         train_host_bytes=_PROCESS_BYTES + train - of_train + total(host_parts(config)),
         rollout_device_bytes=rollout,
         train_device_bytes=train,
     )
+
+
+def user_process_bytes(task: TaskConfig) -> float:
+    """Host bytes of the programs that run at once, and of the processes that call the reward."""
+    rewards = task.num_reward_processes * (task.reward_memory_gb or _USER_PROCESS_GB) * 1e9
+    if not task.is_agent or task.url is not None:
+        return rewards
+    return rewards + task.num_programs * (task.program_memory_gb or _USER_PROCESS_GB) * 1e9
 
 
 def device_parts(

@@ -53,7 +53,6 @@ from rlmux.rl.user_code.rewards import Response, RewardCall
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, prompt_tokens_of, stop_tokens_of
 
 if TYPE_CHECKING:
-    from rlmux.rl.agents.session import Session
     from rlmux.rl.agents.session_board import SessionBoard
 
 _KEPT_BATCHES = 3
@@ -376,7 +375,7 @@ class PipelineEnv:
 
     def _response(self, episode: Episode) -> Response:
         if episode.session is not None:
-            return self._response_of_session(episode.session)
+            return self._response_of_session(episode)
         turn, turns = episode.last_turn, []
         replies = list(zip(episode.replies, episode.reply_texts, strict=True))
         for is_sampled, tokens in parts_of(turn.tokens, turn.is_sampled, episode.request.stop_tokens):
@@ -384,9 +383,9 @@ class PipelineEnv:
             turns.append((is_sampled, text if reply == tokens else self._vocabulary.decode(tokens)))
         return Response(text=self._vocabulary.decode(turn.tokens), token_ids=turn.tokens, turns=tuple(turns))
 
-    def _response_of_session(self, session: Session) -> Response:
+    def _response_of_session(self, episode: Episode) -> Response:
         """What its program's longest chat holds: the messages, and all tokens behind the first question."""
-        trajectory = session.trajectory(None, "")
+        trajectory = episode.to_trajectory()
         tokens = trajectory.tokens
         parts = parts_of(tokens, trajectory.is_sampled, ())
         return Response(

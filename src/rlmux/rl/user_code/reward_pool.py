@@ -45,7 +45,7 @@ from typing import NamedTuple
 from rlmux.core.errors import PipelineError, RlmuxError, UserError
 from rlmux.rl.config import TaskConfig
 from rlmux.rl.tasks import Task, is_of_user
-from rlmux.rl.user_code.rewards import LoggedNumbers, Scored, Reward, RewardCall, reward_name
+from rlmux.rl.user_code.rewards import LoggedNumbers, Reward, RewardCall, Scored, reward_name
 
 _BYTES_PER_GB = 1e9
 _START_LIMIT_S = 60.0

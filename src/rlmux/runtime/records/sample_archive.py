@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 from rlmux.report.samples import KeptSample, SampledToken, SampleWriter, SpecialTexts
+from rlmux.rl.agents.outcomes import ENDED
 from rlmux.rl.episode import parts_of
 from rlmux.rl.types import TrainingBatch, Trajectory
 from rlmux.rl.vocabulary import Vocabulary
@@ -63,22 +64,36 @@ class SampleKeeper:
         is_mixed = len({step for step, _ in groups}) > 1  # then prompts of several steps have the same place
         number_of = {group: number if is_mixed else group[1] for number, group in enumerate(groups)}
         for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True):
-            parts = self._parts(trajectory)
+            sequences = trajectory.sequences
+            parts = [self._parts(sequence) for sequence in sequences]
+            versions = [version for sequence in sequences for version in sequence.versions]
             yield KeptSample(
                 prompt=number_of[trajectory.id[:2]],
                 sample=trajectory.id.sample,
                 prompt_text=self._vocabulary.decode(trajectory.prompt_tokens),
-                turns=[(is_sampled, self._vocabulary.decode(tokens)) for is_sampled, tokens in parts],
-                tokens_by_turn=self._tokens(trajectory, parts),
+                turns=self._turns(trajectory, parts, self._vocabulary.decode),
+                tokens_by_turn=[turn for pair in zip(sequences, parts, strict=True) for turn in self._tokens(*pair)],
                 special=self._special(trajectory, parts),
                 reward=trajectory.reward,
                 advantage=advantage,
                 stop=trajectory.stop_reason,
-                tokens=len(trajectory.tokens),
-                num_turns=trajectory.num_turns,
-                first_version=min(trajectory.versions, default=0),
-                last_version=max(trajectory.versions, default=0),
+                tokens=sum(len(sequence.tokens) for sequence in sequences),
+                num_turns=sum(sequence.num_turns for sequence in sequences),
+                first_version=min(versions, default=0),
+                last_version=max(versions, default=0),
             )
+
+    def _turns(
+        self, trajectory: Trajectory, parts: Sequence[Sequence[_Part]], decode: Callable[[Sequence[int]], str]
+    ) -> list[tuple[bool, str]]:
+        """Turns and replies in order, each branch behind its prompt; last how it ended, if not by itself."""
+        turns = [(is_sampled, decode(tokens)) for is_sampled, tokens in parts[0]]
+        for branch, its_parts in zip(trajectory.branches, parts[1:], strict=True):
+            turns.append((False, f"(another chat)\n{decode(branch.prompt_tokens)}"))
+            turns += [(is_sampled, decode(tokens)) for is_sampled, tokens in its_parts]
+        if trajectory.outcome not in (None, ENDED):
+            turns.append((False, f"({trajectory.outcome})"))
+        return turns
 
     def _parts(self, trajectory: Trajectory) -> list[_Part]:
         """The turns and replies; empty replies are looked for only where turns have no reply between them."""
@@ -96,12 +111,13 @@ class SampleKeeper:
             if is_sampled
         ]
 
-    def _special(self, trajectory: Trajectory, parts: Sequence[_Part]) -> SpecialTexts:
+    def _special(self, trajectory: Trajectory, parts: Sequence[Sequence[_Part]]) -> SpecialTexts:
         decode = partial(self._vocabulary.decode, special_tokens=True)
-        texts = [[self._texts_of(token) for token in tokens] for is_sampled, tokens in parts if is_sampled]
+        sampled = [tokens for is_sampled, tokens in chain.from_iterable(parts) if is_sampled]
+        texts = [[self._texts_of(token) for token in tokens] for tokens in sampled]
         return SpecialTexts(
             prompt_text=decode(trajectory.prompt_tokens),
-            turns=[decode(tokens) for _, tokens in parts],
+            turns=[text for _, text in self._turns(trajectory, parts, decode)],
             names_by_turn=[{place: name for place, (text, name) in enumerate(turn) if name != text} for turn in texts],
         )
 

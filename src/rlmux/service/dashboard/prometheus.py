@@ -56,6 +56,8 @@ _OF_PIPELINE = {
 """Gauges of a pipeline: a step that is done again takes its figures back."""
 _OF_LAST_STEP = ("reward_mean", "kl", "entropy", "grad_norm", "logprob_gap", "response_len_mean")
 """Exported metrics of the last published step, as `rlmux_pipeline_METRIC`."""
+_OUTCOMES = "outcomes/"
+"""How the names of metrics begin that count outcomes of programs and environments."""
 
 
 class Scrape(Collector):
@@ -164,6 +166,14 @@ def _add_pipelines(families: _Families, lane: str, reader: IndexReader) -> None:
         last = _last_metrics(reader, row["name"])
         for key in _OF_LAST_STEP:
             families.gauge(f"rlmux_pipeline_{key}", f"{key} of the last published step", last.get(key), **labels)
+        for key in sorted(key for key in last if key.startswith(_OUTCOMES)):
+            families.gauge(
+                "rlmux_pipeline_outcomes",
+                "Trajectories of the last published step that failed, met a limit, or were tried again",
+                last[key],
+                outcome=key.removeprefix(_OUTCOMES),
+                **labels,
+            )
 
 
 def _last_metrics(reader: IndexReader, name: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ const SECTIONS: readonly (readonly [string, RegExp])[] = [
   ["Exploration", /^(entropy|kl|uniform_group)/],
   ["Update", /^(loss|grad|clip|learning_rate|num_clamped|logprob_gap|stale)/],
   ["Lengths", /^(response_len|turns|cut|tokens|trajectories)/],
+  ["Programs and environments that failed or met a limit", /^outcomes/],
   ["Other", /./],
 ];
 

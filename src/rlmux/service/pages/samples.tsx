@@ -67,6 +67,9 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
             <option value="">anything</option>
             <option value="stop">a stop</option>
             <option value="length">its length</option>
+            <option value="failed">a failure</option>
+            <option value="turns">its limit of turns</option>
+            <option value="time">its limit of time</option>
           </select>
         </label>
         <label>
@@ -119,6 +122,15 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
   );
 }
 
+/** What ended a trajectory, by its stop reason. */
+const ENDS: Readonly<Record<string, string>> = {
+  stop: "a stop",
+  length: "its length",
+  failed: "a failure of its program or environment",
+  turns: "its limit of turns",
+  time: "its limit of time",
+};
+
 function placeOf(one: { step: number; prompt: number; sample: number }): string {
   return `${one.step}.${one.prompt}.${one.sample}`;
 }
@@ -139,7 +151,7 @@ function One({ path, place }: { path: string; place: string }) {
     <section class="sample" aria-label={`trajectory ${place}`}>
       <p class="small">
         reward <b>{reward(one.reward)}</b> · advantage {reward(one.advantage)} · {count(one.tokens)} tokens · {one.turns === 1 ? "1 turn" : `${one.turns} turns`} · ended by{" "}
-        {one.stop === "length" ? "its length" : "a stop"} · weights of version {one.first_version === one.last_version ? one.last_version : `${one.first_version} to ${one.last_version}`}
+        {ENDS[one.stop] ?? one.stop} · weights of version {one.first_version === one.last_version ? one.last_version : `${one.first_version} to ${one.last_version}`}
       </p>
       <Group one={one} />
       {hasTokens && (
