@@ -30,6 +30,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.agents.gateway import Caller, Gateway
 from rlmux.rl.agents.outcomes import ENDED, Outcome, reward_in
@@ -97,6 +99,12 @@ class Programs:
     def _suite(self) -> Mapping[str, HarborTask]:
         return {task.name: task for task in read_suite(Path(self._task.path or ""))}
 
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        """The client of the user's agent; one takes as long to make as some programs run."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._task.num_programs)
+        return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
+
     async def run(self, trial: Trial) -> Outcome:
         """Run the trial's program, again where it fails; its outcome."""
         async with self._places:
@@ -158,17 +166,13 @@ class Programs:
     # --- a user's agent at an address -------------------------------------------------------------------------
 
     async def _call_url(self, trial: Trial, key: str, caller: Caller) -> float | None:
-        import httpx
-
         assert self._task.url is not None
-        body = self._described(trial, key)
-        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
-            post = asyncio.ensure_future(client.post(self._task.url, json=body))
-            await self._until(post.done, caller, post.cancel)
-            try:
-                response = post.result()
-            except httpx.HTTPError as error:
-                raise _FailedError(f"{self._task.url} did not answer: {type(error).__name__} {error}") from None
+        post = asyncio.ensure_future(self._client.post(self._task.url, json=self._described(trial, key)))
+        await self._until(post.done, caller, post.cancel)
+        try:
+            response = post.result()
+        except httpx.HTTPError as error:
+            raise _FailedError(f"{self._task.url} did not answer: {type(error).__name__} {error}") from None
         if response.status_code >= 400:
             raise _FailedError(f"{self._task.url} answered {response.status_code}: {response.text[:_LAST_WORDS]}")
         try:
