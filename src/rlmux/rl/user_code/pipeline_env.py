@@ -187,6 +187,11 @@ class PipelineEnv:
         self._score(ended)
         return replies, released
 
+    def close(self) -> None:
+        """End the programs that run."""
+        if not isinstance(self._conversations, Conversations):
+            self._conversations.close()
+
     def is_step_complete(self, step: int) -> bool:
         """Whether every trajectory of the step is scored."""
         if step in self._batch_by_step:
