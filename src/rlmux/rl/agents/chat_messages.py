@@ -38,7 +38,8 @@ def _from_openai(message: Any, where: str) -> Message:
     role = "system" if message["role"] == "developer" else message["role"]
     made: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), where)}
     if message.get("tool_calls"):
-        made["tool_calls"] = [_call(each, where) for each in message["tool_calls"]]
+        calls = message["tool_calls"]
+        made["tool_calls"] = [_call(each, where) for each in (calls if isinstance(calls, list) else [calls])]
     for key in ("tool_call_id", "name"):
         if isinstance(message.get(key), str):
             made[key] = message[key]
