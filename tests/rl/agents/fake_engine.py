@@ -42,9 +42,11 @@ class Live:
 class FakeEngine:
     """Holds trajectories until they are lost."""
 
-    def __init__(self, vocabulary: Vocabulary, say: Say | None = None) -> None:
-        """`say`: the answers; None: random letters, ended at random."""
+    def __init__(self, vocabulary: Vocabulary, say: Say | None = None, *, watches_split: bool = True) -> None:
+        """`say`: the answers; None: random letters, ended at random. `watches_split`: whether these depend on how many
+        tokens were computed at once."""
         self.vocabulary, self.say = vocabulary, say
+        self.watches_split = watches_split
         self.version = 0
         self.live: dict[TrajectoryId, Live] = {}
         self.num_contexts = 0
@@ -85,7 +87,8 @@ class FakeEngine:
         stop_reason = ""
         while not stop_reason:
             context = (*request.prompt_tokens, *live.tokens)
-            word = hashlib.blake2b(repr((request.seed, context, live.num_at_once)).encode()).digest()
+            split = live.num_at_once if self.watches_split else 0
+            word = hashlib.blake2b(repr((request.seed, context, split)).encode()).digest()
             if script is None:
                 letter = self.vocabulary.encode(LETTERS[word[0] % 26])[0]
                 token = self.vocabulary.eos_token if word[1] % 8 == 0 else letter

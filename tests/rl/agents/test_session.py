@@ -115,7 +115,7 @@ def test_a_conversation_is_one_sequence_as_the_engine_made_it(table: Table) -> N
     assert (sequence.num_turns, sequence.stop_reason, sequence.outcome) == (3, "stop", "ended")
     assert sequence.messages == tuple(chat)
     assert table.engine.num_contexts == 1, "the others went on where the engine was"
-    assert [answer.num_prompt_tokens for answer in answers][0] == len("one?\n")
+    assert answers[0].num_prompt_tokens == len("one?\n")
     assert answers[2].num_prompt_tokens + len(answers[2].tokens) == len("one?\n") + len(sequence.tokens)
 
 
@@ -162,18 +162,27 @@ def test_equal_questions_get_different_answers_and_the_same_again_after_a_restar
     assert table.session.num_asks == 3, "of the program that is running"
 
 
-def test_the_order_in_which_branches_ask_changes_nothing() -> None:
-    def answers(order: list[str]) -> dict[str, list[str]]:
-        table = Table()
-        chats: dict[str, Chat] = {name: [user(f"{name}?")] for name in ("a", "b", "c")}
-        said: dict[str, list[str]] = {name: [] for name in chats}
-        for name in order:
-            said[name].append(table.ask(chats[name]).text)
-            chats[name].append(user("more?"))
-        said["sequences"] = [repr(sorted(each.tokens for each in table.sequences()))]
-        return said
+def answers_in_order(order: list[str], *, watches_split: bool) -> dict[str, list[str]]:
+    """What each chat got, and all sequences."""
+    table = Table()
+    table.engine.watches_split = watches_split
+    chats: dict[str, Chat] = {name: [user(f"{name}?")] for name in dict.fromkeys(sorted(order))}
+    said: dict[str, list[str]] = {name: [] for name in chats}
+    for name in order:
+        said[name].append(table.ask(chats[name]).text)
+        chats[name].append(user("more?"))
+    said["sequences"] = [repr(sorted(each.tokens for each in table.sequences()))]
+    return said
 
-    assert answers(["a", "a", "b", "b", "c", "c"]) == answers(["c", "a", "b", "a", "c", "b"])
+
+def test_the_order_in_which_subagents_ask_changes_nothing() -> None:
+    one = answers_in_order(["main", "a", "b", "c", "main"], watches_split=True)
+    assert one == answers_in_order(["main", "c", "a", "b", "main"], watches_split=True)
+
+
+def test_random_numbers_of_chats_that_take_turns_do_not_depend_on_whose_turn_it_is() -> None:
+    one = answers_in_order(["a", "a", "b", "b", "c", "c"], watches_split=False)
+    assert one == answers_in_order(["c", "a", "b", "a", "c", "b"], watches_split=False)
 
 
 def test_parallel_questions_are_answered_one_after_another(table: Table) -> None:
@@ -232,7 +241,7 @@ def test_a_chat_without_room_for_an_answer_is_refused() -> None:
 
 def test_an_answer_that_fills_the_window_is_a_limit() -> None:
     table = Table(max_prompt_tokens=8, max_new_tokens=3)
-    answer = table.ask([user("0?")])
+    answer = table.ask([user("3?")])
     assert len(answer.tokens) == 3, "this seed does not end it before"
     assert (answer.finish_reason, table.session.limit) == ("length", "tokens")
     assert table.sequences()[0].stop_reason == "length"
@@ -336,9 +345,9 @@ def test_a_question_that_was_taken_back_is_left_out(table: Table) -> None:
 
 def test_an_answer_finds_its_question_taken_back_and_is_recorded(table: Table) -> None:
     ask = table.put([user("a?")])
-    reply = table.session.next_reply()
+    turn = table.sampled()
     ask.answer.cancel()
-    table.session.take_turn(table.engine.reply(reply))
+    table.session.take_turn(turn)
     assert table.sequences()[0].num_turns == 1
     assert table.ask([user("b?")]).text
 
@@ -385,5 +394,3 @@ def test_random_numbers_do_not_depend_on_what_was_refused(table: Table) -> None:
         small.ask([user("x" * 400)])
     other = Table(max_prompt_tokens=8, max_new_tokens=392)
     assert small.ask([user("a?")]).text == other.ask([user("a?")]).text
-
-

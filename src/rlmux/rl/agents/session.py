@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlmux.core.errors import RlmuxError, UserError
+from rlmux.core.errors import PipelineError, RlmuxError, UserError
 from rlmux.rl.agents.chat_messages import Message, answer_of, goes_on_from
 from rlmux.rl.agents.chat_tokens import ChatTokens
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, Trajectory, TrajectoryRequest, TurnReply
@@ -175,11 +175,13 @@ class Session:
         self._refuse_all("the session is over")
 
     def _refuse_all(self, why: str) -> None:
-        waiting = [*([self._open.ask] if self._open is not None else []), *self._waiting]
+        waiting = [ask.answer for ask in self._waiting if ask.answer.set_running_or_notify_cancel()]
+        if self._open is not None:
+            waiting.append(self._open.ask.answer)
         self._waiting.clear()
         self._open = None
-        for ask in waiting:
-            ask.answer.set_exception(SessionOverError(why))
+        for answer in waiting:
+            answer.set_exception(SessionOverError(why))
 
     # --- questions --------------------------------------------------------------------------------------------
 
@@ -194,11 +196,11 @@ class Session:
     def _open_next(self) -> None:
         while self._open is None and self._waiting:
             ask = self._waiting.popleft()
-            if ask.answer.cancelled():
+            if not ask.answer.set_running_or_notify_cancel():
                 continue
             try:
                 self._open = self._opened(ask)
-            except (AskRefusedError, UserError) as error:
+            except (AskRefusedError, UserError, PipelineError) as error:
                 refused = error if isinstance(error, AskRefusedError) else AskRefusedError(str(error))
                 self.refusal = self.refusal or str(refused)
                 ask.answer.set_exception(refused)
