@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
+from tests.rl.agents.fake_engine import FakeEngine, Say, play
 
+from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
+from rlmux.rl.types import TrainingBatch
+from rlmux.rl.user_code.pipeline_env import PipelineEnv
 from rlmux.rl.vocabulary import FolderVocabulary
 
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -79,3 +86,87 @@ def vocabulary_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], F
         return made
 
     return make
+
+
+class Pipelines:
+    """Makes pipelines of programs, each with its engine, in one folder; ends them all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.code = folder / "code"
+        self.code.mkdir()
+        self.made: list[PipelineEnv] = []
+
+    def make(
+        self,
+        program: str | None = None,
+        *,
+        say: Say | None = lambda before: "yes",
+        rows: Sequence[Mapping[str, Any]] = ({"prompt": "Well?"},),
+        group_size: int = 2,
+        model: Path | None = None,
+        rollout: Mapping[str, Any] | None = None,
+        **task: Any,
+    ) -> tuple[PipelineEnv, FakeEngine]:
+        """`program`: the source of the command's file, behind `ask` and `report`. `task`: keys of the task."""
+        if program is not None:
+            (self.code / "agent.py").write_text(PROLOGUE + dedent(program))
+            task.setdefault("command", "python agent.py")
+        if task.get("name", "agent") == "agent":
+            (self.folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            task = {"name": "agent", "path": str(self.folder / "rows.jsonl"), **task}
+        config = TrainingConfig(
+            name="p",
+            seed=3,
+            model=ModelConfig(path=None if model is None else str(model)),
+            task=TaskConfig(**task),
+            algorithm=AlgorithmConfig(prompts_per_step=len(rows), group_size=group_size),
+            rollout=RolloutConfig(**{"max_new_tokens": 400, "max_prompt_tokens": 400, **(rollout or {})}),
+        )
+        env = PipelineEnv(config, code_folder=self.code)
+        self.made.append(env)
+        return env, FakeEngine(env.vocabulary, say)
+
+    def play(self, program: str | None = None, **options: Any) -> TrainingBatch:
+        return play(*self.make(program, **options))
+
+    def log(self) -> list[str]:
+        """The lines that programs wrote with `note`."""
+        path = self.code / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+PROLOGUE = """
+import json, os, sys, urllib.request
+TASK = json.load(open(os.environ["RLMUX_TASK_FILE"]))
+
+def post(path, body):
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+def ask(*texts, **more):
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    body = {"model": TASK["model"], "messages": messages, **more}
+    return post("/chat/completions", body)["choices"][0]["message"]["content"]
+
+def report(reward):
+    open(os.environ["RLMUX_REWARD_FILE"], "w").write(str(reward))
+
+def note(text):
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "log")
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, (str(text) + chr(10)).encode())
+    os.close(file)
+
+"""
+"""What programs of tests begin with."""
+
+
+@pytest.fixture
+def pipelines(tmp_path: Path) -> Iterator[Pipelines]:
+    made = Pipelines(tmp_path)
+    yield made
+    for env in made.made:
+        env._conversations.close()  # type: ignore[union-attr]

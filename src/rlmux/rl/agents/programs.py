@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -47,6 +48,7 @@ _OUTPUT_BYTES = 200_000_000
 """Largest file that a program writes, its output among them."""
 _LAST_WORDS = 200
 """Characters of a program's output in the line of its outcome."""
+_COLUMN = re.compile(r"\{([^{}]*)\}")
 _FUNCTION_PROGRAM = Path(__file__).with_name("function_program.py")
 _BASH_AGENT = Path(__file__).with_name("bash_agent.py")
 
@@ -163,11 +165,13 @@ class Programs:
         body = self._described(trial, key)
         async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
             post = asyncio.ensure_future(client.post(self._task.url, json=body))
-            await self._until(post.done, caller, post.cancel)
             try:
+                await self._until(post.done, caller)
                 response = post.result()
             except httpx.HTTPError as error:
                 raise _FailedError(f"{self._task.url} did not answer: {type(error).__name__} {error}") from None
+            finally:
+                post.cancel()
         if response.status_code >= 400:
             raise _FailedError(f"{self._task.url} answered {response.status_code}: {response.text[:_LAST_WORDS]}")
         try:
@@ -201,7 +205,7 @@ class Programs:
         sandbox = await self._in_thread(partial(self._opened, kind, root, task))
         try:
             code: int = await self._until_ended(sandbox, trial, key, caller, root / "output.txt")
-            if task is not None:
+            if task is not None and (code == 0 or trial.state()[0]):
                 return await self._verified(task, sandbox, root / "tests.txt")
             if self._task.reward_from == "exit_code" and code >= 0:
                 return float(code == 0)
@@ -228,7 +232,7 @@ class Programs:
     async def _until_ended(self, sandbox: Sandbox, trial: Trial, key: str, caller: Caller, output: Path) -> int:
         program: RunningProgram = await self._in_thread(partial(self._started, sandbox, trial, key, output))
         try:
-            await self._until(lambda: program.poll() is not None, caller, None)
+            await self._until(lambda: program.poll() is not None, caller)
         finally:
             await self._in_thread(program.kill)  # with what it has left behind
         code: int | None = program.poll()
@@ -271,12 +275,12 @@ class Programs:
         return [self._word(word, prompt) for word in shlex.split(self._task.command)]
 
     def _word(self, word: str, prompt: Prompt) -> str:
-        if self._code_folder is not None and (self._code_folder / word).is_file():
+        if word == "python":
+            return sys.executable
+        if self._code_folder is not None and os.path.isfile(self._code_folder / word):  # False for a word too long
             return str(self._code_folder / word)
         columns = {**(prompt.data or {}), "prompt": prompt.text}
-        for name, value in columns.items():
-            word = word.replace(f"{{{name}}}", value if isinstance(value, str) else json.dumps(value))
-        return sys.executable if word == "python" else word
+        return _COLUMN.sub(lambda found: _written(columns[found[1]]) if found[1] in columns else found[0], word)
 
     async def _verified(self, task: HarborTask, sandbox: Sandbox, output: Path) -> float:
         verdict: HarborVerdict = await self._in_thread(partial(verify, task, sandbox, output))
@@ -284,7 +288,7 @@ class Programs:
             raise _FailedError(verdict.problem or "its tests gave no reward")
         return verdict.reward
 
-    async def _until(self, is_done: Callable[[], bool], caller: Caller, cancel: Callable[[], object] | None) -> None:
+    async def _until(self, is_done: Callable[[], bool], caller: Caller) -> None:
         """Wait for a program. Raises TimeoutError after `task.time_limit_s`, waiting for answers left out."""
         used_s, before = 0.0, time.monotonic()
         while not is_done():
@@ -293,8 +297,6 @@ class Programs:
             used_s += 0.0 if caller.num_waiting else now - before
             before = now
             if used_s > self._task.time_limit_s:
-                if cancel is not None:
-                    cancel()
                 raise TimeoutError
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
@@ -308,6 +310,11 @@ def _inherited() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("OPENAI_", "ANTHROPIC_", "RLMUX_")) and name not in ("HOME", "TMPDIR")
     }
+
+
+def _written(value: Any) -> str:
+    """A column as a word of a command."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _closed(sandbox: Sandbox, root: Path) -> None:
