@@ -9,6 +9,8 @@
                                    └── again, fresh ─┘  at most `task.retries` times, then Outcome
 
 All of it runs on the gateway's event loop; what blocks has threads.
+
+A module of its own: what becomes of a program is told apart from what its session holds.
 """
 
 from __future__ import annotations
