@@ -46,7 +46,8 @@ def test_results_of_tools_come_before_the_text_beside_them() -> None:
 
 
 def test_thoughts_of_an_anthropic_answer_are_left_out() -> None:
-    blocks = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes."}]
+    thoughts = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"}]
+    blocks = [*thoughts, {"type": "text", "text": "Yes."}]
     assert from_anthropic("", [{"role": "assistant", "content": blocks}]) == [{"role": "assistant", "content": "Yes."}]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -115,7 +116,11 @@ def agent_server() -> Iterator[tuple[str, list[Callable[[dict[str, Any]], tuple[
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # of one that was given up
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/run", answering
@@ -152,6 +157,23 @@ def test_an_agent_that_answers_with_an_error_has_failed(pipelines: Pipelines, ag
     with pytest.raises(PipelineError) as caught:
         pipelines.play(url=url, retries=1)
     assert str(caught.value).endswith(f"2 times each (task.retries); the first: {url} answered 500: no luck")
+
+
+def test_an_agent_that_does_not_answer_has_failed(pipelines: Pipelines, agent_server: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))  # and listens to none
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(PipelineError, match=f"the first: {url} did not answer: ConnectError"):
+            pipelines.play(url=url, retries=0)
+
+
+def test_an_agent_that_hangs_is_given_up_after_its_time(pipelines: Pipelines, agent_server: Any) -> None:
+    url, answering = agent_server
+    is_over = threading.Event()
+    answering.append(lambda task: (is_over.wait(), (200, "late"))[1])
+    batch = pipelines.play(url=url, time_limit_s=0.3)
+    is_over.set()
+    assert {each.outcome for each in batch.trajectories} == {"was ended after 0.3 s (task.time_limit_s)"}
 
 
 def test_a_program_that_raises_is_started_again_with_the_same_numbers(pipelines: Pipelines) -> None:
@@ -215,6 +237,7 @@ def test_a_failure_may_be_the_end_of_the_pipeline(pipelines: Pipelines) -> None:
             "HTTP Error 400: Bad Request; its first refused question: tools: the model has no chat template",
         ),
         ("ask('\\u00e9')", "its first refused question: messages: the character '\u00e9'"),
+        ("print('x' * 300 + '\\n' * 9 + 'y' * 300 + ' ' * 900); sys.exit(3)", f"ended with exit code 3: {'y' * 200}"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ],
 )

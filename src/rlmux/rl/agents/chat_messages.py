@@ -94,7 +94,7 @@ def _from_blocks(role: str, content: Any, where: str) -> list[Message]:
         elif kind == "tool_result":
             text = text_of(block.get("content"), where)
             made.append({"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id", ""))})
-        elif kind != "thinking":
+        elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
     if texts or calls or not made:
         made.append({"role": role, "content": text_of(texts, where), **({"tool_calls": calls} if calls else {})})

@@ -216,7 +216,8 @@ class Programs:
             reward_file = sandbox.path("/sandbox/reward.txt")
             reported = caller.reward
             if reported is None and reward_file.is_file():
-                reported = reward_file.read_text(errors="replace")[:_LAST_WORDS].strip()
+                with open(reward_file, errors="replace") as file:
+                    reported = file.read(_LAST_WORDS).strip()
             return self._reward(reported, caller)
         finally:
             await self._in_thread(partial(_closed, sandbox, root))
@@ -332,7 +333,9 @@ def _ending(code: int) -> str:
 def _last_words(output: Path) -> str:
     """The last line of what a program printed."""
     try:
-        lines = output.read_text(errors="replace")[-4096:].strip().splitlines()
+        with open(output, "rb") as file:
+            file.seek(max(0, output.stat().st_size - 4096))
+            lines = file.read().decode(errors="replace").strip().splitlines()
     except OSError:
         lines = []
     return f": {lines[-1].strip()[:_LAST_WORDS]}" if lines else ""

@@ -95,7 +95,7 @@ class SessionBoard:
         try:
             outcome = await self._programs.run(trial)
         except Exception as error:  # a fault of ours must not hang the step
-            outcome = Outcome(kind="failed", text=f"{type(error).__name__}: {error}")
+            outcome = Outcome(kind="failed", text=" ".join(f"{type(error).__name__}: {error}".split()))
         finally:
             with self._changed:
                 live.session.end()
