@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import httpx
 import pytest
 from tests.waiting import until
 
+from rlmux.core.errors import UserError
 from rlmux.rl.agents.chat_messages import answer_of
 from rlmux.rl.agents.gateway import Caller, Gateway
 from rlmux.rl.agents.session import Answer, Ask, AskRefusedError, SessionOverError
@@ -311,3 +314,10 @@ def test_close_leaves_no_thread_and_no_address(tmp_path: Path) -> None:
     waiting.close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", gateway.port))
+
+
+def test_without_the_extra_a_user_reads_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "rlmux.rl.agents.gateway")
+    with pytest.raises(UserError, match=r"task: programs need uvicorn; install it with: pip install 'rlmux\[agents\]'"):
+        importlib.import_module("rlmux.rl.agents.gateway")

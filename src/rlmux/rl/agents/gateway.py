@@ -17,17 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-
 from rlmux.core.errors import UserError
 from rlmux.core.json_text import parse_json
 from rlmux.rl.agents import wire_formats as wire
 from rlmux.rl.agents.outcomes import reward_in
 from rlmux.rl.agents.session import Answer, Ask, AskRefusedError, SessionOverError
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise UserError(f"task: programs need {error.name}; install it with: pip install 'rlmux[agents]'") from error
 
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 600

@@ -10,9 +10,9 @@ one sequence alone. Random numbers are a function of (seed, trajectory, what the
 alike, position): not of when a question came, nor of where it was sampled. Questions are answered one after another; a
 program that asks several at once waits for each.
 
-What of a sequence a worker computes as one prefill, and what token by token, follows from the questions and their order,
-so that a worker that takes over computes the same bits. Of a program that asks in several chats at once, the last bits
-depend on the order in which these take turns.
+What of a sequence a worker computes as one prefill, and what token by token, follows from the questions and their
+order, so that a worker that takes over computes the same bits. Of a program that asks in several chats at once, the
+last bits depend on the order in which these take turns.
 """
 
 from __future__ import annotations
