@@ -357,6 +357,29 @@ def test_the_end_of_a_step_or_pipeline_ends_its_programs(pipelines: Pipelines, e
     assert len(pipelines.log()) == 2, "the third one is not begun"
 
 
+def test_a_program_that_is_just_being_started_is_ended_too(
+    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env, _ = pipelines.make(f"note(os.getpid()); {HANGS}", group_size=2)
+    board: Any = env._conversations
+    is_starting, may_go_on = threading.Event(), threading.Event()
+    start = board._programs._started
+
+    def slow(*args: Any) -> Any:
+        is_starting.set()
+        may_go_on.wait()
+        return start(*args)
+
+    monkeypatch.setattr(board._programs, "_started", slow)
+    env.begin_step(1)
+    is_starting.wait()
+    board.drop_step(1)
+    may_go_on.set()
+    board.close()
+    assert not any(map(is_running, pids(pipelines)))
+    assert not list(board._programs._folder.glob("program-*"))
+
+
 def test_a_late_turn_of_a_step_that_is_over_is_released(pipelines: Pipelines) -> None:
     env, engine = pipelines.make("ask('Well?'); report(1)")
     requests = env.begin_step(1)

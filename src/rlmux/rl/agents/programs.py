@@ -204,8 +204,10 @@ class Programs:
         root.mkdir()
         task = self._suite[str((trial.prompt.data or {})["name"])] if self._task.name == "harbor" else None
         kind = self._task.sandbox or ("folder" if task is None else "process")
-        sandbox = await self._in_thread(partial(self._opened, kind, root, task))
+        with_end = contextlib.ExitStack()
+        with_end.callback(shutil.rmtree, root, ignore_errors=True)
         try:
+            sandbox = await self._in_thread(partial(self._opened, kind, root, task, with_end))
             code: int = await self._until_ended(sandbox, trial, key, caller, root / "output.txt")
             if task is not None and (code == 0 or trial.state()[0]):
                 return await self._verified(task, sandbox, root / "tests.txt")
@@ -220,14 +222,15 @@ class Programs:
                     reported = file.read(_LAST_WORDS).strip()
             return self._reward(reported, caller)
         finally:
-            await self._in_thread(partial(_closed, sandbox, root))
+            await self._in_thread(with_end.close)
 
     def _reward(self, reported: Any, caller: Caller) -> float | None:
         caller.reward = reported
         return reward_in(reported)
 
-    def _opened(self, kind: str, root: Path, task: HarborTask | None) -> Sandbox:
+    def _opened(self, kind: str, root: Path, task: HarborTask | None, with_end: contextlib.ExitStack) -> Sandbox:
         sandbox = make_sandbox(kind, root / "sandbox", limits=self._limits, environment=task)
+        with_end.callback(_close, sandbox)
         if task is not None:
             prepare(task, sandbox)
         return sandbox
@@ -303,7 +306,13 @@ class Programs:
                 raise TimeoutError
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        """Call in a thread, to its end even where this is cancelled: what the call made is known then, and ended."""
+        running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
 
 
 def _inherited() -> dict[str, str]:
@@ -320,10 +329,9 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _closed(sandbox: Sandbox, root: Path) -> None:
+def _close(sandbox: Sandbox) -> None:
     with contextlib.suppress(OSError):
         sandbox.close()
-    shutil.rmtree(root, ignore_errors=True)
 
 
 def _ending(code: int) -> str:
