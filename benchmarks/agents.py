@@ -263,7 +263,8 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    parts, found, console = given.parts.split(","), {}, Console()
+    parts, console = given.parts.split(","), Console()
+    found: dict[str, Any] = {}
     if "address" in parts:
         rounds = [measure_address(given.programs, given.questions) for _ in range(given.rounds)]
         found["address"] = rounds

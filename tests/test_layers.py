@@ -38,8 +38,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "log": ({"core"}, set()),
     "report": ({"core", "log"}, set()),
     "rl": (
-        {"core.model", "core.errors", "core.json_text", "plugins"},
-        {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
+        {"core.model", "core.errors", "core.json_text", "plugins", "reaper"},
+        {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow", "starlette", "uvicorn", "httpx"},
     ),
     "engines": (
         {"core.model", "core.errors", "core.json_text", "rl", "reaper"},
@@ -104,6 +104,7 @@ ONLY_IN = {
     "torchao": lambda module: module == "engines.train.update.moments",
     "pynvml": lambda module: module == "engines.servers.gpu_memory",
     "ortools": lambda module: module == "policies.search.linear_program",
+    **dict.fromkeys(("starlette", "uvicorn"), lambda module: module.startswith(("service.", "rl.agents.gateway"))),
     **dict.fromkeys(("wandb", "mlflow", "trackio"), lambda module: module == "client.trackers"),
 }
 EVERYWHERE = {"rlmux"}

@@ -3,5 +3,6 @@
     program ──HTTP──▶ gateway ──messages──▶ Session ──contexts──▶ rollout engine ──tokens──▶ Session ──▶ answer
                                                                                                    └──▶ sequences
 
-Reading order: chat_messages, chat_tokens, session, outcomes, wire_formats, gateway, programs, session_board.
+Reading order: chat_messages, chat_tokens, session, outcomes, wire_formats, gateway, programs, function_program,
+bash_agent, session_board.
 """

@@ -38,7 +38,8 @@ def _from_openai(message: Any, where: str) -> Message:
     role = "system" if message["role"] == "developer" else message["role"]
     made: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), where)}
     if message.get("tool_calls"):
-        made["tool_calls"] = [_call(each, where) for each in message["tool_calls"]]
+        calls = message["tool_calls"]
+        made["tool_calls"] = [_call(each, where) for each in (calls if isinstance(calls, list) else [calls])]
     for key in ("tool_call_id", "name"):
         if isinstance(message.get(key), str):
             made[key] = message[key]
@@ -93,7 +94,7 @@ def _from_blocks(role: str, content: Any, where: str) -> list[Message]:
         elif kind == "tool_result":
             text = text_of(block.get("content"), where)
             made.append({"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id", ""))})
-        elif kind != "thinking":
+        elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
     if texts or calls or not made:
         made.append({"role": role, "content": text_of(texts, where), **({"tool_calls": calls} if calls else {})})

@@ -41,7 +41,7 @@ class ChatTokens:
     ) -> tuple[int, ...]:
         """Tokens between an answer and the next one. `is_stopped`: the answer has the token that ends it.
 
-        Raises UserError as `whole`, and for a template that writes earlier messages anew.
+        Raises UserError as `whole`, and for a template that closes no answers and writes them anew.
         """
         vocabulary = self._vocabulary
         if not vocabulary.has_chat_template:
@@ -50,13 +50,22 @@ class ChatTokens:
         prompt = self._rendered(_STAND_IN[:1], tools)
         before = self._rendered(_STAND_IN, tools, is_answered=True)
         after = self._rendered((*_STAND_IN, *later), tools)
-        ends = [place for place in range(len(prompt), len(before)) if before[place] in vocabulary.stop_tokens]
-        num_before = ends[-1] + 1 if ends else len(before)
-        if after[:num_before] != before[:num_before]:
+        if self._end_of_answer(prompt, before) is not None:  # which may stand elsewhere there: a template for thoughts
+            end = self._end_of_answer(prompt, after)
+            if end is not None:
+                return after[end + is_stopped :]
+        if after[: len(before)] != before:
             raise UserError(
                 "messages: the chat template of the model writes an earlier answer anew for what follows it"
             )
-        return after[num_before - (not is_stopped and bool(ends)) :]
+        return after[len(before) :]
+
+    def _end_of_answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> int | None:
+        """Where the answer to a prompt is closed."""
+        ours = [place for place, (one, other) in enumerate(zip(prompt, tokens, strict=False)) if one != other]
+        begin = ours[0] if ours else len(prompt)
+        ends = (place for place in range(begin, len(tokens)) if tokens[place] in self._vocabulary.stop_tokens)
+        return next(ends, None)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, *, is_answered: bool = False
@@ -95,6 +104,7 @@ def beginning_of_call(tool_choice: Any, tools: Sequence[Message] | None) -> str:
     if kind in (None, "auto", "none"):
         return ""
     names = [tool["function"]["name"] for tool in tools or ()]
-    if not names or (name is not None and name not in names):
+    is_known = name in names if kind in ("function", "tool") else kind in ("required", "any")
+    if not names or not is_known:
         raise UserError(f"tool_choice: {name or kind!r}; accepted: auto, none, required, or one of the tools")
     return "<tool_call>\n" if name is None else f'<tool_call>\n{{"name": "{name}", "arguments": '

@@ -23,7 +23,7 @@ def main() -> None:
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     if result is not None:
-        Path(os.environ["RLMUX_REWARD_FILE"]).write_text(repr(result))
+        Path(os.environ["RLMUX_REWARD_FILE"]).write_text(str(result))  # the repr of a number of numpy names its type
 
 
 async def _awaited(result: Awaitable[object]) -> object:

@@ -17,20 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-
 from rlmux.core.errors import UserError
 from rlmux.core.json_text import parse_json
 from rlmux.rl.agents import wire_formats as wire
 from rlmux.rl.agents.outcomes import reward_in
 from rlmux.rl.agents.session import Answer, Ask, AskRefusedError, SessionOverError
 
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise UserError(f"task: programs need {error.name}; install it with: pip install 'rlmux[agents]'") from error
+
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 600
+_LEAVE_S = 15.0
+"""Seconds in which what is under way ends with the server."""
 _STATUS = {"context_length_exceeded": 400, "turn_limit": 403, "model_not_found": 404, "invalid_api_key": 401}
 """HTTP status by the code of a refusal; 400 for others."""
 
@@ -92,6 +97,11 @@ class Gateway:
         asyncio.set_event_loop(self.loop)
         self.loop.call_soon(self._is_ready.set)
         self.loop.run_until_complete(self._server.serve(sockets=sockets))
+        if left := asyncio.all_tasks(self.loop):  # programs that are being ended, and answers to their questions
+            self.loop.run_until_complete(asyncio.wait(left, timeout=_LEAVE_S))
+        self.loop.close()
+        for each in sockets:
+            each.close()
 
     @property
     def address(self) -> str:
@@ -105,7 +115,7 @@ class Gateway:
 
     def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=2 * _LEAVE_S)
 
     # --- handlers ---------------------------------------------------------------------------------------------
 
@@ -117,6 +127,7 @@ class Gateway:
             try:
                 caller = self._caller(request)
                 body = await _body(request)
+                caller = self._caller(request)  # its program may have been ended meanwhile, and another one begun
                 self._check_model(body)
                 ask = read(body)
                 with _waiting(caller):
@@ -156,7 +167,8 @@ class Gateway:
     def _chat(self, body: wire.Body, answer: Answer) -> Response:
         if not body.get("stream"):
             return JSONResponse(wire.chat_body(self._id, self._model, answer))
-        includes_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        options = body.get("stream_options")
+        includes_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         return _stream(wire.chat_events(self._id, self._model, answer, includes_usage=includes_usage))
 
     def _text(self, body: wire.Body, answer: Answer) -> Response:
@@ -172,7 +184,9 @@ class Gateway:
     async def _take_reward(self, request: Request) -> Response:
         try:
             caller, body = self._caller(request), await _body(request)
-        except (AskRefusedError, UserError) as error:
+        except AskRefusedError as error:
+            return JSONResponse(wire.openai_error(str(error), error.code), _STATUS[error.code])
+        except UserError as error:
             return JSONResponse(wire.openai_error(str(error), "invalid_request_error"), 400)
         caller.reward = body.get("reward")
         if reward_in(caller.reward) is None:
@@ -188,6 +202,8 @@ class Gateway:
 async def _body(request: Request) -> wire.Body:
     try:
         body = parse_json(await request.body())
+    except ClientDisconnect:
+        raise UserError("the program hung up") from None
     except ValueError as error:
         raise UserError(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):

@@ -9,6 +9,8 @@
                                    └── again, fresh ─┘  at most `task.retries` times, then Outcome
 
 All of it runs on the gateway's event loop; what blocks has threads.
+
+A module of its own: what becomes of a program is told apart from what its session holds.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -49,6 +52,7 @@ _OUTPUT_BYTES = 200_000_000
 """Largest file that a program writes, its output among them."""
 _LAST_WORDS = 200
 """Characters of a program's output in the line of its outcome."""
+_COLUMN = re.compile(r"\{([^{}]*)\}")
 _FUNCTION_PROGRAM = Path(__file__).with_name("function_program.py")
 _BASH_AGENT = Path(__file__).with_name("bash_agent.py")
 
@@ -168,11 +172,13 @@ class Programs:
     async def _call_url(self, trial: Trial, key: str, caller: Caller) -> float | None:
         assert self._task.url is not None
         post = asyncio.ensure_future(self._client.post(self._task.url, json=self._described(trial, key)))
-        await self._until(post.done, caller, post.cancel)
         try:
+            await self._until(post.done, caller)
             response = post.result()
         except httpx.HTTPError as error:
             raise _FailedError(f"{self._task.url} did not answer: {type(error).__name__} {error}") from None
+        finally:
+            post.cancel()
         if response.status_code >= 400:
             raise _FailedError(f"{self._task.url} answered {response.status_code}: {response.text[:_LAST_WORDS]}")
         try:
@@ -203,10 +209,12 @@ class Programs:
         root.mkdir()
         task = self._suite[str((trial.prompt.data or {})["name"])] if self._task.name == "harbor" else None
         kind = self._task.sandbox or ("folder" if task is None else "process")
-        sandbox = await self._in_thread(partial(self._opened, kind, root, task))
+        with_end = contextlib.ExitStack()
+        with_end.callback(shutil.rmtree, root, ignore_errors=True)
         try:
+            sandbox = await self._in_thread(partial(self._opened, kind, root, task, with_end))
             code: int = await self._until_ended(sandbox, trial, key, caller, root / "output.txt")
-            if task is not None:
+            if task is not None and (code == 0 or trial.state()[0]):
                 return await self._verified(task, sandbox, root / "tests.txt")
             if self._task.reward_from == "exit_code" and code >= 0:
                 return float(code == 0)
@@ -215,17 +223,19 @@ class Programs:
             reward_file = sandbox.path("/sandbox/reward.txt")
             reported = caller.reward
             if reported is None and reward_file.is_file():
-                reported = reward_file.read_text(errors="replace")[:_LAST_WORDS].strip()
+                with open(reward_file, errors="replace") as file:
+                    reported = file.read(_LAST_WORDS).strip()
             return self._reward(reported, caller)
         finally:
-            await self._in_thread(partial(_closed, sandbox, root))
+            await self._in_thread(with_end.close)
 
     def _reward(self, reported: Any, caller: Caller) -> float | None:
         caller.reward = reported
         return reward_in(reported)
 
-    def _opened(self, kind: str, root: Path, task: HarborTask | None) -> Sandbox:
+    def _opened(self, kind: str, root: Path, task: HarborTask | None, with_end: contextlib.ExitStack) -> Sandbox:
         sandbox = make_sandbox(kind, root / "sandbox", limits=self._limits, environment=task)
+        with_end.callback(_close, sandbox)
         if task is not None:
             prepare(task, sandbox)
         return sandbox
@@ -233,7 +243,7 @@ class Programs:
     async def _until_ended(self, sandbox: Sandbox, trial: Trial, key: str, caller: Caller, output: Path) -> int:
         program: RunningProgram = await self._in_thread(partial(self._started, sandbox, trial, key, output))
         try:
-            await self._until(lambda: program.poll() is not None, caller, None)
+            await self._until(lambda: program.poll() is not None, caller)
         finally:
             await self._in_thread(program.kill)  # with what it has left behind
         code: int | None = program.poll()
@@ -276,12 +286,12 @@ class Programs:
         return [self._word(word, prompt) for word in shlex.split(self._task.command)]
 
     def _word(self, word: str, prompt: Prompt) -> str:
-        if self._code_folder is not None and (self._code_folder / word).is_file():
+        if word == "python":
+            return sys.executable
+        if self._code_folder is not None and os.path.isfile(self._code_folder / word):  # False for a word too long
             return str(self._code_folder / word)
         columns = {**(prompt.data or {}), "prompt": prompt.text}
-        for name, value in columns.items():
-            word = word.replace(f"{{{name}}}", value if isinstance(value, str) else json.dumps(value))
-        return sys.executable if word == "python" else word
+        return _COLUMN.sub(lambda found: _written(columns[found[1]]) if found[1] in columns else found[0], word)
 
     async def _verified(self, task: HarborTask, sandbox: Sandbox, output: Path) -> float:
         verdict: HarborVerdict = await self._in_thread(partial(verify, task, sandbox, output))
@@ -289,7 +299,7 @@ class Programs:
             raise _FailedError(verdict.problem or "its tests gave no reward")
         return verdict.reward
 
-    async def _until(self, is_done: Callable[[], bool], caller: Caller, cancel: Callable[[], object] | None) -> None:
+    async def _until(self, is_done: Callable[[], bool], caller: Caller) -> None:
         """Wait for a program. Raises TimeoutError after `task.time_limit_s`, waiting for answers left out."""
         used_s, before = 0.0, time.monotonic()
         while not is_done():
@@ -298,12 +308,16 @@ class Programs:
             used_s += 0.0 if caller.num_waiting else now - before
             before = now
             if used_s > self._task.time_limit_s:
-                if cancel is not None:
-                    cancel()
                 raise TimeoutError
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        """Call in a thread, to its end even where this is cancelled: what the call made is known then, and ended."""
+        running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
 
 
 def _inherited() -> dict[str, str]:
@@ -315,10 +329,14 @@ def _inherited() -> dict[str, str]:
     }
 
 
-def _closed(sandbox: Sandbox, root: Path) -> None:
+def _written(value: Any) -> str:
+    """A column as a word of a command."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _close(sandbox: Sandbox) -> None:
     with contextlib.suppress(OSError):
         sandbox.close()
-    shutil.rmtree(root, ignore_errors=True)
 
 
 def _ending(code: int) -> str:
@@ -328,7 +346,9 @@ def _ending(code: int) -> str:
 def _last_words(output: Path) -> str:
     """The last line of what a program printed."""
     try:
-        lines = output.read_text(errors="replace")[-4096:].strip().splitlines()
+        with open(output, "rb") as file:
+            file.seek(max(0, output.stat().st_size - 4096))
+            lines = file.read().decode(errors="replace").strip().splitlines()
     except OSError:
         lines = []
     return f": {lines[-1].strip()[:_LAST_WORDS]}" if lines else ""

@@ -10,8 +10,9 @@ one sequence alone. Random numbers are a function of (seed, trajectory, what the
 alike, position): not of when a question came, nor of where it was sampled. Questions are answered one after another; a
 program that asks several at once waits for each.
 
-What of a sequence a worker computes as one prefill, and what token by token, follows from the questions alone, so that
-a worker that takes over computes the same bits.
+What of a sequence a worker computes as one prefill, and what token by token, follows from the questions and their
+order, so that a worker that takes over computes the same bits. Of a program that asks in several chats at once, the
+last bits depend on the order in which these take turns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from rlmux.core.errors import RlmuxError, UserError
+from rlmux.core.errors import PipelineError, RlmuxError, UserError
 from rlmux.rl.agents.chat_messages import Message, answer_of, goes_on_from
 from rlmux.rl.agents.chat_tokens import ChatTokens
 from rlmux.rl.agents.outcomes import ENDED, Outcome
@@ -177,11 +178,13 @@ class Session:
         self._refuse_all("the session is over")
 
     def _refuse_all(self, why: str) -> None:
-        waiting = [*([self._open.ask] if self._open is not None else []), *self._waiting]
+        waiting = [ask.answer for ask in self._waiting if ask.answer.set_running_or_notify_cancel()]
+        if self._open is not None:
+            waiting.append(self._open.ask.answer)
         self._waiting.clear()
         self._open = None
-        for ask in waiting:
-            ask.answer.set_exception(SessionOverError(why))
+        for answer in waiting:
+            answer.set_exception(SessionOverError(why))
 
     # --- questions --------------------------------------------------------------------------------------------
 
@@ -196,11 +199,11 @@ class Session:
     def _open_next(self) -> None:
         while self._open is None and self._waiting:
             ask = self._waiting.popleft()
-            if ask.answer.cancelled():
+            if not ask.answer.set_running_or_notify_cancel():
                 continue
             try:
                 self._open = self._opened(ask)
-            except (AskRefusedError, UserError) as error:
+            except (AskRefusedError, UserError, PipelineError) as error:
                 refused = error if isinstance(error, AskRefusedError) else AskRefusedError(str(error))
                 self.refusal = self.refusal or str(refused)
                 ask.answer.set_exception(refused)

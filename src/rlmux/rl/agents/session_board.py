@@ -95,7 +95,7 @@ class SessionBoard:
         try:
             outcome = await self._programs.run(trial)
         except Exception as error:  # a fault of ours must not hang the step
-            outcome = Outcome(kind="failed", text=f"{type(error).__name__}: {error}")
+            outcome = Outcome(kind="failed", text=" ".join(f"{type(error).__name__}: {error}".split()))
         finally:
             with self._changed:
                 live.session.end()
@@ -147,8 +147,8 @@ class SessionBoard:
     def is_pending(self, turn: FinishedTurn) -> bool:
         """Whether the engine that sent this turn has to wait on."""
         with self._changed:
-            live = self._live[turn.id]
-            return live.outcome is None and not live.session.has_reply
+            live = self._live.get(turn.id)  # None: a late turn of a step that is over
+            return live is not None and live.outcome is None and not live.session.has_reply
 
     def reply_to(self, turn: FinishedTurn, episode: Episode) -> TurnReply | None:
         """Where the engine goes on; None: the session is over, and the episode has its outcome."""
@@ -157,6 +157,7 @@ class SessionBoard:
             if live.outcome is None:
                 return live.session.next_reply()
             episode.outcome = live.outcome
+            live.session.is_engine_waiting = False
             return None
 
     def drop_step(self, step: int) -> None:

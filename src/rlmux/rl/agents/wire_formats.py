@@ -29,7 +29,7 @@ def chat_ask(body: Body) -> Ask:
     """The question of /v1/chat/completions. Raises UserError for what is not served."""
     _refuse_many(body)
     form = body.get("response_format")
-    if form and form.get("type") != "text":
+    if form and not (isinstance(form, Mapping) and form.get("type") == "text"):
         raise UserError("response_format: is not served; accepted: text")
     choice = body.get("tool_choice")
     tools = None if choice == "none" else tools_of(body.get("tools"))
