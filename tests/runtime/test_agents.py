@@ -13,6 +13,7 @@ from textwrap import dedent
 
 import psutil
 import pytest
+from tests.runtime.killed_runs import check_killed_twice
 from tests.runtime.test_faults import KillsAtStages, pid_of
 
 from rlmux.core.events import ChunkFinished, PipelineRestarted, ReplyArrived, StagePaused, WorkerLost
@@ -159,6 +160,26 @@ def test_killed_programs_are_started_again_and_none_is_lost(real, files, undistu
     assert sum(metrics["outcomes/retries"] for metrics in logged) > 0
     if not any(metrics["outcomes/failed"] for metrics in logged):
         assert run.sha256 == undisturbed.sha256
+
+
+FILE = """
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+defaults:
+  steps: 7
+  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 64}
+  algorithm: {prompts_per_step: 4, group_size: 4}
+  rollout: {max_prompt_tokens: 24, max_new_tokens: 64, slots: 8}
+pipelines:
+  - name: agent
+    task: {name: agent, path: rows.jsonl, answer_key: null, command: python agent.py, programs: 6}
+  - name: reverse
+    task: {name: reverse, letters: 4}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_programs_that_is_killed_and_resumed_trains_to_the_same_weights(files):
+    check_killed_twice(files, FILE, "agent")
 
 
 def test_no_program_outlives_its_pipeline(files, undisturbed):

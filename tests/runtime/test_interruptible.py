@@ -186,4 +186,4 @@ pipelines:
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_with_the_weights_of_a_run_left_alone(tmp_path):
     """The backlog comes back from the checkpoint; the verdict of `rlmux verify` is the same."""
-    check_killed_twice(tmp_path, FILE)
+    assert check_killed_twice(tmp_path, FILE) == [7], "restored from the checkpoint before it"

@@ -217,7 +217,7 @@ def test_a_failure_may_have_a_reward(pipelines: Pipelines) -> None:
 def test_a_failure_may_be_the_end_of_the_pipeline(pipelines: Pipelines) -> None:
     with pytest.raises(PipelineError) as caught:
         pipelines.play(FAILS, num_retries=0, outcomes=OutcomesConfig(failed="stop"))
-    assert str(caught.value) == f"the program at step 1 prompt 0 sample 0: {NO_LUCK} (task.outcomes.failed: stop)"
+    assert str(caught.value) == f"the program at step 1 prompt 0 sample 0 {NO_LUCK} (task.outcomes.failed: stop)"
 
 
 @pytest.mark.parametrize(
