@@ -77,6 +77,11 @@ def test_where_a_crash_lost_waits_all_wait_as_usual():
     assert shards_s(record, 1) == pytest.approx([0.5 + 3.0 + 2 * 0.5 + 3.0])
 
 
+def test_programs_that_never_asked_or_began_with_a_reply_are_decoded_too():
+    record = rollout([[], [0, 2, 2]], waits_ms=[[], [1000.0]])
+    assert shards_s(record, 1)[0] > 1.0
+
+
 @pytest.mark.parametrize("runs", [[[30]] + [[2]] * 9, [[3, 1, 2]] * 10])
 def test_it_ends_however_it_is_driven(runs):
     waits_ms = [[500.0] * (len(own) // 2 + 1) for own in runs] if len(runs[0]) > 1 else None

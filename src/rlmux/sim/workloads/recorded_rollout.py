@@ -162,10 +162,10 @@ def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:
     """A trajectory of the log.
 
     The tokens of a reply are fed one by one, like those that are sampled. After its last turn a trajectory keeps its
-    slot until its environment replies.
+    slot until its environment replies. A program that never asked counts as one token.
     """
     later = tuple(
         LaterTurn(wait_s, 0, reply + sampled)
         for wait_s, reply, sampled in zip_longest(waits_s, runs[1::2], runs[2::2], fillvalue=0)
     )
-    return Unfinished(runs[0], _FRESH, later)
+    return Unfinished(max(1, runs[0]) if runs else 1, _FRESH, later)
