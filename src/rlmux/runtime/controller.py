@@ -59,7 +59,8 @@ class Controller:
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
-        self._listeners = [*listeners, *filter(None, (run_api, retries))]
+        parts: tuple[Listener | None, ...] = (run_api, retries)
+        self._listeners = [*listeners, *(part for part in parts if part is not None)]
         self._run_api = run_api
         self._retries = retries
         self._has_news = has_news

@@ -35,12 +35,12 @@ class FailingBackend(FakeBackend):
         self._failed: list[PipelineFailed] = []
 
     def execute(self, action: Action) -> None:
-        if isinstance(action, RunStage) and (action.stage, action.step) == (Stage.GENERATE, 2):
-            if causes := self._causes.get(action.pipeline):
-                cause = causes.pop(0)
-                self._failed.append(PipelineFailed(pipeline=action.pipeline, reason=f"it has {cause}", cause=cause))
-                return
-        super().execute(action)
+        is_second = isinstance(action, RunStage) and (action.stage, action.step) == (Stage.GENERATE, 2)
+        if is_second and (causes := self._causes.get(action.pipeline)):
+            cause = causes.pop(0)
+            self._failed.append(PipelineFailed(pipeline=action.pipeline, reason=f"it has {cause}", cause=cause))
+        else:
+            super().execute(action)
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         return ([self._failed.pop(0)], ()) if self._failed else super().poll(timeout_s)
@@ -97,7 +97,7 @@ def test_a_failed_pipeline_goes_on_by_hand(tmp_path, real):
     assert outcomes == ["goes on at step 1 as soon as there is room (try 2)"], "no checkpoint of the fake's"
     (note,) = retried_of(run.folder)
     assert (note.number, note.of, note.by_rule, note.cause, note.reason) == (2, None, False, CODE, "it has user_code")
-    assert 0.0 < note.failed_s
+    assert note.failed_s > 0.0
     assert ends_of(run.folder, "a") == ["failed", "finished"]
     assert shown(run.folder)["a"]["status"] == "finished"
 
