@@ -106,7 +106,7 @@ def test_a_failed_pipeline_frees_its_device_and_the_other_goes_on_as_alone(drive
     assert driver.scheduler.query.status(PipelineId("good")) is PipelineStatus.FINISHED
 
 
-def test_a_failed_pipeline_that_is_submitted_again_waits_for_its_turn_and_goes_on_from_its_first_step(builders):
+def test_a_failed_pipeline_may_be_submitted_again_and_goes_on_once_it_is_its_turn(builders):
     driver = builders.Driver(Scheduler(builders.cluster(), make_policy("solo")))
     a = PipelineId("a")
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))

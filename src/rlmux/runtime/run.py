@@ -44,6 +44,7 @@ from rlmux.runtime.control.control_socket import ControlServer
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.control.retries import Retries, retried_note
 from rlmux.runtime.control.run_control import ParseSubmission, RunControl
+from rlmux.runtime.control.unfinished import from_checkpoint, lost_step_notes, with_last_standing
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine_probe import describe_machine
@@ -58,7 +59,6 @@ from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
 from rlmux.runtime.records.metrics_writer import MetricsWriter
 from rlmux.runtime.records.run_folder import FolderWatch, prepare_folder
-from rlmux.runtime.records.unfinished import from_checkpoint, lost_step_notes, with_last_standing
 from rlmux.runtime.records.usage_notes import UsageNotes
 from rlmux.runtime.weights.origins import plan_notes, with_origin
 from rlmux.runtime.worker_backend import WorkerBackend

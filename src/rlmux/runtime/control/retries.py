@@ -4,7 +4,7 @@
     PipelineFailed ─▶ update ─▶ rule? ──┴─▶ note `retried`, and the pipeline is submitted once more
 
 A try is a submission like any other: it waits for its turn. What it goes on from is read from the log and the
-checkpoints, as for a resumed run (`records/unfinished.py`), so a run that is killed after it knows of it.
+checkpoints, as for a resumed run (`unfinished.py`), so a run that is killed after it knows of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlmux.log.notes import Note, RetriedNote
 from rlmux.log.run_log import LogReader
 from rlmux.log.run_state import Failure, RunState
 from rlmux.runtime.backend import Submission
+from rlmux.runtime.control.unfinished import from_checkpoint, lost_step_notes, with_last_standing
 from rlmux.runtime.records.input_files import changed_input_notes
-from rlmux.runtime.records.unfinished import from_checkpoint, lost_step_notes, with_last_standing
 
 _WORDS = {
     PipelineStatus.WAITING: "waits, and starts without it",
