@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.runtime.control.test_run_control import Run, cancel
 
 from rlmux.core.actions import Action, Admit, RunStage
+from rlmux.core.errors import DeviceMemoryError, PipelineError, WorkerLostError
 from rlmux.core.events import Event, PipelineFailed
 from rlmux.core.model import FailureCause, PipelineId, Stage
 from rlmux.log.notes import Note, PipelineEndNote, RetriedNote
@@ -22,6 +24,8 @@ from rlmux.runtime.control.retries import Retries
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.run import _Endings
+from rlmux.runtime.workers.processes import portable_error
+from rlmux.runtime.workers.supervisor import _cause_of
 
 LOST, MEMORY, CODE = FailureCause.LOST_WORKER, FailureCause.OUT_OF_MEMORY, FailureCause.USER_CODE
 
@@ -180,3 +184,28 @@ def test_retries_are_refused_in_one_line(tmp_path, real):
         "pipeline 'sums' was cancelled; accepted: a failed pipeline",
         None,
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_user_code", "cause"),
+    [
+        (portable_error(MemoryError("malloc")), True, MEMORY),
+        (portable_error(RuntimeError("[enforce fail] can't allocate memory: you tried")), False, MEMORY),
+        (portable_error(type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")), False, MEMORY),
+        (DeviceMemoryError("out of device memory"), False, MEMORY),
+        (WorkerLostError("a/train is gone (SIGKILL)"), True, LOST),
+        (portable_error(KeyError("gold")), True, CODE),
+        (PipelineError("the loss is nan"), False, FailureCause.OTHER),
+    ],
+)
+def test_a_failure_has_its_cause_from_where_it_is_made(error, is_user_code, cause):
+    assert _cause_of(error, is_user_code=is_user_code) is cause
+    assert type(pickle.loads(pickle.dumps(error))) is type(error)
+
+
+def test_a_run_that_ended_before_a_rule_had_its_say_does_so_when_it_is_resumed(tmp_path, real):
+    past = ruled(real.submission("past", num_steps=1), any_reason=1)
+    run = FailingRun(tmp_path / "run", real, {}, earlier={PipelineId("past"): ("failed", past)})
+    run.run_api.is_kept_open = False
+    run.run([], until=lambda: False)
+    assert outcome_of(run, "past") == "finished"

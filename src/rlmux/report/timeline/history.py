@@ -79,7 +79,7 @@ from rlmux.report.timeline.records import (
     Pin,
     PipelineRecord,
     Standstill,
-    tries_text,
+    try_text,
 )
 
 _FINISHED = Ending.FINISHED
@@ -517,7 +517,9 @@ class History:
                 record.weights_sha256 = note.weights_sha256
             case RetriedNote():
                 record.retries.append(note)
-                self.instants.append(Instant(time_s, "retried", note.pipeline, text=tries_text(record.tries or {})))
+                self.instants.append(
+                    Instant(time_s, "retried", note.pipeline, text=try_text(note.number, note.of, note.reason))
+                )
             case ProgramMarkedNote():
                 record.reason = note.reason
             case PermitGrantedNote(step=int(step)):

@@ -217,5 +217,9 @@ class Instant:
 
 def tries_text(tries: Mapping[str, Any]) -> str:
     """Which try a pipeline is in, and how the last one ended."""
-    of = "" if tries["of"] is None else f" of {tries['of']}"
-    return f"try {tries['number']}{of}, after: {tries['failures'][-1]['reason'] or 'a failure'}"
+    return try_text(tries["number"], tries["of"], tries["failures"][-1]["reason"])
+
+
+def try_text(number: int, of: int | None, reason: str) -> str:
+    """The same of one try. `reason`: the failure before it."""
+    return f"try {number}{'' if of is None else f' of {of}'}, after: {reason or 'a failure'}"
