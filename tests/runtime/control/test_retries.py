@@ -12,7 +12,7 @@ import pytest
 from tests.runtime.control.test_run_control import Run, cancel
 
 from rlmux.core.actions import Action, Admit, RunStage
-from rlmux.core.errors import DeviceMemoryError, PipelineError, WorkerLostError
+from rlmux.core.errors import DeviceMemoryError, PipelineError, RlmuxError, WorkerLostError
 from rlmux.core.events import Event, PipelineFailed
 from rlmux.core.model import FailureCause, PipelineId, Stage
 from rlmux.log.notes import Note, PipelineEndNote, RetriedNote
@@ -186,15 +186,23 @@ def test_retries_are_refused_in_one_line(tmp_path, real):
     ]
 
 
+def raised(error: Exception) -> RlmuxError:
+    """What a worker that raises it answers."""
+    try:
+        raise error
+    except Exception as caught:
+        return portable_error(caught)
+
+
 @pytest.mark.parametrize(
     ("error", "is_user_code", "cause"),
     [
-        (portable_error(MemoryError("malloc")), True, MEMORY),
-        (portable_error(RuntimeError("[enforce fail] can't allocate memory: you tried")), False, MEMORY),
-        (portable_error(type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")), False, MEMORY),
+        (raised(MemoryError("malloc")), True, MEMORY),
+        (raised(RuntimeError("[enforce fail] can't allocate memory: you tried")), False, MEMORY),
+        (raised(type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")), False, MEMORY),
         (DeviceMemoryError("out of device memory"), False, MEMORY),
         (WorkerLostError("a/train is gone (SIGKILL)"), True, LOST),
-        (portable_error(KeyError("gold")), True, CODE),
+        (raised(KeyError("gold")), True, CODE),
         (PipelineError("the loss is nan"), False, FailureCause.OTHER),
     ],
 )
