@@ -206,7 +206,7 @@ def test_only_commands_that_exist_are_documented(cli_page):
 
 def test_every_option_that_the_page_names_exists(cli_page):
     group = typer.main.get_command(app)
-    known = {option for command in group.commands.values() for each in command.params for option in each.opts}
+    known = {option for one in (group, *group.commands.values()) for each in one.params for option in each.opts}
     assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", cli_page)) - {"--help"} <= known
 
 

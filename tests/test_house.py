@@ -29,15 +29,15 @@ RATCHET = {
     "lines of cli": 5_700,
     "lines of client": 1_000,
     "lines of config": 3_200,
-    "lines of core": 12_200,
+    "lines of core": 12_300,  # causes of failures, which a rule about retries tells apart
     "lines of engines": 13_500,
-    "lines of log": 2_400,
+    "lines of log": 2_500,  # tries of pipelines, and their failures
     "lines of papers": 2_800,
     "lines of policies": 7_700,
     "lines of profiling": 3_000,
     "lines of report": 6_900,
     "lines of rl": 10_700,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
-    "lines of runtime": 14_800,
+    "lines of runtime": 15_200,  # retries in the run in progress, by hand and by rule; sessions
     "lines of service": 13_300,
     "lines of sim": 9_200,
     "lines of top level": 2_900,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 57_000,
+    "words of docs": 57_500,  # agents, retries
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

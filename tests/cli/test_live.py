@@ -10,8 +10,8 @@ from rlmux.cli.live import Live
 from rlmux.config import load_spec
 from rlmux.core.actions import ReportPolicyFault, RunStage
 from rlmux.core.events import ChunkFinished, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
-from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.log.notes import DeterminismNote, StepNote
+from rlmux.core.model import DeviceId, FailureCause, OrderId, PipelineId, Stage
+from rlmux.log.notes import DeterminismNote, RetriedNote, StepNote
 
 ROLLOUT, TRAIN = DeviceId("rollout", 0, 0), DeviceId("train", 0, 0)
 A = PipelineId("a")
@@ -86,6 +86,15 @@ def test_a_decision_of_the_policy_that_failed_is_a_line(live, capsys):
     live.update(1.0, [], [ReportPolicyFault(policy="own:Policy", method="place", error="KeyError: 1")], [])
     line = "rlmux: policy own:Policy failed in place, and the plain order of work stands in: KeyError: 1"
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_a_try_is_a_line_with_the_failure_before(live, capsys):
+    note = RetriedNote(
+        pipeline=PipelineId("a"), number=2, of=3, by_rule=True, cause=FailureCause.LOST_WORKER, reason="it is gone",
+        failed_s=1.0,
+    )  # fmt: skip
+    live.update(2.0, (), (), [note])
+    assert "a: try 2 of 3, after: it is gone" in capsys.readouterr().err
 
 
 def test_the_promise_of_a_server_comes_with_what_a_version_costs(live, capsys):

@@ -149,6 +149,7 @@ def test_simulate_prints_a_row_for_each_policy(rlmux):
 
 def test_version_is_the_installed_one(rlmux):
     assert rlmux("version").out.startswith("rlmux 0.")
+    assert rlmux("--version") == rlmux("version")
 
 
 REWARDS = """

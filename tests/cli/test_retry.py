@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.command_line import command
+from tests.waiting import until
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
@@ -123,3 +124,80 @@ def test_a_pipeline_whose_retry_was_interrupted_is_not_over(tmp_path: Path):
         state = reader.state()
     assert set(state.ended) == {"b"}
     assert RunState.from_json(loads(dumps(state))) == state
+
+
+@pytest.mark.slow
+def test_pipelines_that_failed_go_on_in_the_run_in_progress_with_the_same_weights(folder: Path):
+    (folder / "file.yaml").write_text(FILE)
+    (folder / "lengths.py").write_text(REWARD)
+    (folder / "wanted.py").write_text(HELPER)
+    write_rows(folder, "five")
+    words = command("run", "file.yaml", "--out", "one", "--keep-open")
+    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until((folder / "one" / "control.sock").exists, "the run's socket", limit_s=LIMIT_S, process=process)
+
+        def shown() -> dict[str, dict]:
+            return json.loads(rlmux(folder, "status", "one", "--json")[1])["pipelines"]
+
+        def until_all(status: dict[str, str]) -> None:
+            until(
+                lambda: {name: one["status"] for name, one in shown().items()} == status,
+                f"{status}", limit_s=LIMIT_S, seen=shown, poll_s=0.2, process=process,
+            )  # fmt: skip
+
+        until_all({"a": "failed", "b": "failed", "c": "finished"})
+        code, out, err = rlmux(folder, "retry", "one", "c", "z")
+        assert (code, out) == (2, "")
+        assert err.splitlines() == [
+            "rlmux: pipeline 'c' is finished; accepted: a failed pipeline",
+            "rlmux: no pipeline 'z'; accepted: a failed pipeline: a, b",
+        ]
+        write_rows(folder, "5")
+        code, out, err = rlmux(folder, "retry", "one", "a", "b", "--json")
+        assert (code, err) == (0, "")
+        for row in json.loads(out)["pipelines"]:
+            assert row["outcome"].startswith(("goes on at step 3 ", "goes on at step 4 ")), "from its newest checkpoint"
+        until_all(dict.fromkeys("abc", "finished"))
+        tries = shown()["a"]["tries"]
+        assert (tries["number"], tries["of"]) == (2, None)
+        assert [failure["cause"] for failure in tries["failures"]] == ["user_code"]
+        assert "a: try 2, after: " in rlmux(folder, "status", "one", "--once")[1]
+    finally:
+        rlmux(folder, "stop", "one")
+        process.wait(LIMIT_S)
+    code, _, err = rlmux(folder, "retry", "one", "a")
+    told = "one: nothing runs there now; once it has ended: rlmux resume one --retry a"
+    assert (code, err.strip()) == (2, f"rlmux: {told}")
+    ended = json.loads((folder / "one" / "summary.json").read_text())["pipelines"]
+    unbroken = json.loads(rlmux(folder, "run", "file.yaml", "--out", "unbroken", "--json")[1])["pipelines"]
+    assert [ended[name]["weights_sha256"] for name in "abc"] == [unbroken[name]["weights_sha256"] for name in "abc"]
+    assert [one["steps"] for one in ended.values()] == [4, 4, 4]
+
+
+ONCE = """\
+import pathlib
+
+def score(solution_str, ground_truth):
+    seen = pathlib.Path(__file__).with_name("seen")
+    if ground_truth == "7" and not seen.exists():
+        seen.touch()
+        raise ValueError("the first time")
+    return -abs(len(solution_str) - int(ground_truth))
+"""
+
+
+@pytest.mark.slow
+def test_a_rule_of_the_file_tries_again_what_user_code_made_fail(folder: Path):
+    (folder / "file.yaml").write_text(FILE.replace("{name: a, seed: 1}", "{name: a, seed: 1, retries: {user_code: 1}}"))
+    (folder / "lengths.py").write_text(ONCE)
+    write_rows(folder, "7")
+    code, out, err = rlmux(folder, "run", "file.yaml", "--out", "one", "--json", "--set", "pipelines.b.task=sort")
+    assert code == 0, err
+    ended = json.loads(out)["pipelines"]
+    assert {name: one["status"] for name, one in ended.items()} == dict.fromkeys("abc", "finished")
+    assert (ended["a"]["tries"]["number"], ended["a"]["tries"]["of"]) == (2, 2)
+    assert "tries" not in ended["b"]
+    with LogReader(folder / "one") as reader:
+        (note,) = [entry.value for entry in reader.entries() if entry.type == "retried"]
+    assert (note["cause"], note["by_rule"]) == ("user_code", True)

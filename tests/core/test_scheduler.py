@@ -19,6 +19,7 @@ from rlmux.core.events import (
 from rlmux.core.model import OrderId, Phase, PipelineId, PipelineStatus, Resident, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.settle import placer
+from rlmux.policies import make_policy
 from rlmux.policies.baselines import Colocated
 from rlmux.policies.rollmux import RollMux
 
@@ -103,6 +104,31 @@ def test_a_failed_pipeline_frees_its_device_and_the_other_goes_on_as_alone(drive
     assert driver.run() == 0.5 + 3 * 3.0
     assert driver.scheduler.query.status(PipelineId("bad")) is PipelineStatus.FAILED
     assert driver.scheduler.query.status(PipelineId("good")) is PipelineStatus.FINISHED
+
+
+def test_a_failed_pipeline_may_be_submitted_again_and_goes_on_once_it_is_its_turn(builders):
+    driver = builders.Driver(Scheduler(builders.cluster(), make_policy("solo")))
+    a = PipelineId("a")
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    while driver.scheduler.query.pipeline(a).published_version < 2:
+        driver.step()
+    driver.send(PipelineFailed(time_s=driver.now_s, pipeline=a, reason="its reward raised"))
+    driver.submit(builders.pipeline("a", first_step=3))
+    assert driver.scheduler.query.status(a) is PipelineStatus.WAITING
+    assert driver.scheduler.query.pipelines() == ("a", "b"), "it keeps its place"
+    driver.run()
+    generated = [step for _, name, stage, step in driver.starts() if (name, stage) == ("a", "generate")]
+    assert generated == [1, 2, 3, 3]
+    assert [driver.scheduler.query.status(PipelineId(name)).value for name in "ab"] == ["finished"] * 2
+
+
+@pytest.mark.parametrize("how", [None, PipelineCancelled])
+def test_no_other_pipeline_is_submitted_twice(driver, builders, how):
+    driver.submit(builders.pipeline("a"))
+    if how is not None:
+        driver.send(how(time_s=0.5, pipeline=PipelineId("a")))
+    with pytest.raises(IllegalTransitionError, match="was submitted before"):
+        driver.submit(builders.pipeline("a"))
 
 
 def test_a_cancelled_pipeline_ends_its_orders_before_it_is_released(driver, builders):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlmux.core.errors import LogError
-from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId
+from rlmux.core.model import DeviceId, FailureCause, OrderId, Phase, PipelineId
 from rlmux.log import notes, value_codec
 from rlmux.log.notes import decode, encode
 from rlmux.log.run_log import LogReader, RunLog, run_header
@@ -40,6 +40,9 @@ NOTES = [
     notes.StandingNote(pipeline=A, rank=-2),
     notes.StartReservedNote(pipeline=A, start_s=60.0),
     END,
+    notes.RetriedNote(
+        pipeline=A, number=2, of=3, by_rule=True, cause=FailureCause.LOST_WORKER, reason="it is gone", failed_s=4.0
+    ),
     notes.StepNote(
         pipeline=A, step=4, metrics={"reward_mean": 0.25, "tokens": 512, "kl": None, "loss": math.inf},
         delivery=DELIVERY, weights_checksum="c4", from_checkpoint=True,

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.events import PipelineFailed, WorkerLost
+from rlmux.core.model import FailureCause
 from rlmux.runtime.backend import WorkerOptions
+
+USER_CODE = FailureCause.USER_CODE
 
 REWARDS = """
 import os, sys, time
@@ -44,7 +47,7 @@ CASES = {
     "garbage": (["my_bad_rewards:garbage"], "Traceback"),
     "hangs": (["did not return within 0.3 s"], "Traceback"),
     "leaves": (["SystemExit", "enough"], "SystemExit: enough"),
-    "vanishes": (["exit code 7", "lost 3 times"], ""),
+    "vanishes": (["ended its process", "exit code 7"], ""),
     "crashes": (["SIGABRT", "lost 3 times"], "Fatal Python error: Aborted"),
 }
 """By name of the reward: what the reason says, and what its folder's workers.log has."""
@@ -76,7 +79,9 @@ def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, go
     run = real.run(tmp_path / "run", given, options=WorkerOptions(max_losses=2), make_backend=make_backend)
     assert run.status == {"good": "finished", **dict.fromkeys(CASES, "failed")}
     assert run.sha256["good"] == alone.sha256["good"]
-    reasons = {event.pipeline: event.reason for event in run.recorder.events if isinstance(event, PipelineFailed)}
+    failures = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
+    reasons = {event.pipeline: event.reason for event in failures}
+    assert {event.cause for event in failures if event.pipeline != "crashes"} == {USER_CODE}
     for name, (words, logged) in CASES.items():
         assert all(word in reasons[name] for word in words), reasons[name]
         assert "\n" not in reasons[name]

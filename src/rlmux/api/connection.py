@@ -76,6 +76,11 @@ class Connection:
         """End one pipeline at its next safe point. Returns what became of it; UserError for one that is unknown."""
         return str(self._send_command("cancel", pipeline)["outcome"])
 
+    def retry(self, pipeline: str) -> str:
+        """Have a failed pipeline go on from its newest checkpoint, as soon as there is room; the others are not
+        disturbed."""
+        return str(self._send_command("retry", pipeline)["outcome"])
+
     def hold(self, pipeline: str) -> str:
         """Keep a waiting pipeline from starting until it is released."""
         return str(self._send_command("hold", pipeline)["outcome"])

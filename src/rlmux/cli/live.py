@@ -31,8 +31,18 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Stage
-from rlmux.log.notes import DeterminismNote, InputsNote, LossNote, NeighbourNote, Note, StepNote, WarningNote
+from rlmux.log.notes import (
+    DeterminismNote,
+    InputsNote,
+    LossNote,
+    NeighbourNote,
+    Note,
+    RetriedNote,
+    StepNote,
+    WarningNote,
+)
 from rlmux.report.slos import probability_words
+from rlmux.report.timeline.records import try_text
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import DeterminismClass
 
@@ -215,6 +225,9 @@ class Live:
                 self._print_line(f"{note.pipeline}: promise {note.promise}{_unequal(note)}{_measured(note)}")
             case InputsNote() if note.changed:
                 self._print_line(f"{note.pipeline}: its files are not what they were: {', '.join(note.changed)}")
+            case RetriedNote():
+                self._rows[note.pipeline].doing = ""
+                self._print_line(f"{note.pipeline}: {try_text(note.number, note.of, note.reason)}")
             case WarningNote() | LossNote():
                 self._print_line(f"{note.pipeline}: {note.reason}")
 

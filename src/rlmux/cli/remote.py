@@ -1,6 +1,6 @@
 """Commands on a running run, in a folder or on a server, and their displays.
 
-submit, cancel, hold, release, rank, park, unpark, usage, why, status, logs   a RunTarget answers all
+submit, cancel, retry, hold, release, rank, park, unpark, usage, why, status, logs   a RunTarget answers all
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rlmux.client import in_folder
 from rlmux.client.target import RunTarget, is_url, target_of
 from rlmux.core.errors import UserError
 from rlmux.report.slos import slo_words
+from rlmux.report.timeline.records import tries_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +39,25 @@ def send_command(place: str, request: str, name: str, **fields: Any) -> str:
     """Send a command for one pipeline; returns the outcome in words."""
     with closing(target_of(place)) as target:
         return str(target.send_command(request, name, **fields)["outcome"])
+
+
+def retry(place: str, names: Sequence[str], *, as_json: bool) -> int:
+    """Retry failed pipelines; prints a line for each, and returns the exit code: 2 where one is refused."""
+    rows: list[dict[str, Any]] = []
+    with closing(target_of(place)) as target:
+        for name in dict.fromkeys(names):
+            try:
+                rows.append({"pipeline": name, "outcome": str(target.send_command("retry", name)["outcome"])})
+            except UserError as error:
+                rows.append({"pipeline": name, "outcome": "refused", "reason": str(error)})
+    if as_json:
+        tables.print_json({"pipelines": rows})
+    for row in () if as_json else rows:
+        if "reason" in row:
+            inputs.print_notice(row["reason"])
+        else:
+            print(f"{row['pipeline']}: {row['outcome']}")
+    return 2 if any("reason" in row for row in rows) else 0
 
 
 def stop(place: str, *, as_json: bool) -> None:
@@ -222,7 +242,7 @@ def _print_status(shown: Mapping[str, Any]) -> None:
     for name, row in shown["pipelines"].items():
         if "rounds" in row:
             print(f"{name}: {tables.rounds_text(row['rounds'])}")
-    for line in _slo_lines(shown):
+    for line in (*_try_lines(shown), *_slo_lines(shown)):
         print(line)
     print()
     tables.print_rows(_device_rows(shown))
@@ -239,9 +259,14 @@ def _tables(shown: Mapping[str, Any]) -> Table:
     for rows in (_pipeline_rows(shown), _device_rows(shown), _alert_rows(shown)):
         if rows:
             both.add_row(tables.table_of(rows))
-    for line in _slo_lines(shown):
+    for line in (*_try_lines(shown), *_slo_lines(shown)):
         both.add_row(line)
     return both
+
+
+def _try_lines(shown: Mapping[str, Any]) -> list[str]:
+    """Which try each pipeline is in that was retried, and how the ones before ended."""
+    return [f"{name}: {tries_text(row['tries'])}" for name, row in shown["pipelines"].items() if row.get("tries")]
 
 
 def _slo_lines(shown: Mapping[str, Any]) -> list[str]:

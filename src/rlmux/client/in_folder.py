@@ -48,7 +48,14 @@ class InFolder:
         return answer
 
     def send_command(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
-        return self._request(record_of({"request": request, "name": name, **fields}))
+        try:
+            return self._request(record_of({"request": request, "name": name, **fields}))
+        except NotRunningError:
+            if request != "retry":
+                raise
+            raise UserError(
+                f"{self._folder}: nothing runs there now; once it has ended: rlmux resume {self._folder} --retry {name}"
+            ) from None
 
     def usage(self) -> dict[str, Any]:
         try:

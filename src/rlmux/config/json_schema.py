@@ -19,7 +19,14 @@ from rlmux.config.broker_file import BrokerConfig
 from rlmux.config.error_messages import fields_by_key
 from rlmux.config.schema_docs import SECTIONS, field_lines
 from rlmux.config.service_file import ServiceFile
-from rlmux.config.tree import AlertConfig, ClusterConfig, EstimateConfig, PipelineConfig, RunConfig
+from rlmux.config.tree import (
+    AlertConfig,
+    ClusterConfig,
+    EstimateConfig,
+    PipelineConfig,
+    RetriesConfig,
+    RunConfig,
+)
 from rlmux.rl.config import AdapterConfig, AlgorithmConfig, EngineConfig, FromFile, TaskConfig
 
 Schema = dict[str, Any]
@@ -29,6 +36,7 @@ _SHORT_FORMS: tuple[tuple[type[FromFile], str], ...] = (
     (AlgorithmConfig, "name"),
     (EngineConfig, "name"),
     (AlertConfig, "level"),
+    (RetriesConfig, "any_reason"),
 )
 """Mappings that a bare value of one of their keys is short for."""
 

@@ -31,6 +31,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`rollout.tail_batching`", config.TailBatchingConfig),
     ("`rollout.interruptible`", config.InterruptibleConfig),
     ("`train`", config.TrainConfig),
+    ("`retries`", tree.RetriesConfig),
     ("`alerts.RULE`", tree.AlertConfig),
     ("`estimate`", tree.EstimateConfig),
     ("`footprint`", tree.FootprintConfig),

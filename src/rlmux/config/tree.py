@@ -209,6 +209,30 @@ class AlertConfig(FromFile):
     """Consecutive bad steps before it fires; not for `slo_at_risk`, `slo_broken` and `stands_still`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetriesConfig(FromFile):
+    """Tries after the first one. Each begins with the newest checkpoint and waits for its turn. A bare number is short
+    for `{any_reason: ...}`."""
+
+    any_reason: Annotated[int, Ge(0)] = 0
+    """Tries in all, whatever made the pipeline fail. Not with the other keys."""
+    lost_worker: Annotated[int, Ge(0)] = 0
+    """Tries after a worker was lost more often than is survived within one step."""
+    out_of_memory: Annotated[int, Ge(0)] = 0
+    """Tries after a device or the machine had too little memory."""
+    user_code: Annotated[int, Ge(0)] = 0
+    """Tries after its task, reward or environment raised, returned what is not accepted, or did not return."""
+
+    def __post_init__(self) -> None:
+        if self.any_reason and (self.lost_worker or self.out_of_memory or self.user_code):
+            raise MisfitError("any_reason", "accepted: 0 beside numbers by reason")
+
+
+def _retries(value: Any) -> Any:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return {"any_reason": value} if is_number else value
+
+
 def _alert(value: Any) -> Any:
     return {"level": value} if isinstance(value, str) else value
 
@@ -261,6 +285,10 @@ class PipelineConfig(PipelineKeys):
     call_limit_s: PositiveFloat = 120.0
     """Seconds without an answer or a heartbeat after which a worker is replaced. Building a model, loading and
     checkpoints send heartbeats; user code sends one with each answer."""
+    retries: Annotated[RetriesConfig, BeforeValidator(_retries), Takes("a number, or a mapping by reason")] = field(
+        default_factory=RetriesConfig
+    )
+    """How often the pipeline is tried again when it fails. By default never: `rlmux retry` does it by hand."""
     samples: bool = True
     """Store trajectories as text in `NAME/samples.db`."""
     alerts: Mapping[AlertRule, Annotated[AlertConfig, BeforeValidator(_alert), Takes("a level, or a mapping")]] = field(

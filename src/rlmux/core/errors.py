@@ -6,7 +6,9 @@
     │   ├── RefusedError              a pipeline that cannot fit, with the numbers
     │   └── OverQuotaError            a submission that would make too many pipelines of a project or user wait
     ├── PipelineError (RuntimeError)  one pipeline's own fault: it stops, the others go on
+    │   └── DeviceMemoryError         what it computes does not fit its device
     ├── WorkerLostError               a worker process went away or stopped answering
+    │   └── HostMemoryError           for lack of the machine's memory
     ├── CheckpointError               a checkpoint is absent, torn or damaged: an older one may do
     ├── LogError                      the run log is unreadable, torn beyond repair, or of a newer schema
     ├── StorageError                  the disk is full or fails: the run stops, and can be resumed
@@ -46,8 +48,16 @@ class PipelineError(RlmuxError, RuntimeError):
     """A pipeline's own code or numbers failed: reward, environment, dataset, NaN loss, memory."""
 
 
+class DeviceMemoryError(PipelineError):
+    """What a pipeline computes takes more memory than its device has."""
+
+
 class WorkerLostError(RlmuxError, ConnectionError):
     """A worker process ended or did not answer within its limit."""
+
+
+class HostMemoryError(WorkerLostError):
+    """A worker found too little of the machine's memory. Its successor may find enough."""
 
 
 class CheckpointError(RlmuxError):

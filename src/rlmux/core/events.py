@@ -14,7 +14,17 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlmux.core.model import ARRIVING_KINDS, AlikeSeconds, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
+from rlmux.core.model import (
+    ARRIVING_KINDS,
+    AlikeSeconds,
+    DeviceId,
+    FailureCause,
+    NodeId,
+    OrderId,
+    Phase,
+    Pipeline,
+    PipelineId,
+)
 from rlmux.core.queue_order import AccountSpent, AccountUsage, PipelineWait, ShareSettings
 
 UNDATED = math.nan
@@ -23,6 +33,8 @@ UNDATED = math.nan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSubmitted:
+    """It comes to the run, or comes again: after it failed, or in a later part of the run."""
+
     time_s: float = UNDATED
     pipeline: Pipeline
 
@@ -124,6 +136,7 @@ class PipelineFailed:
     time_s: float = UNDATED
     pipeline: PipelineId
     reason: str
+    cause: FailureCause = FailureCause.OTHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -601,6 +601,19 @@ class PipelineStatus(StrEnum):
     REFUSED = "refused"
 
 
+class FailureCause(StrEnum):
+    """What made a pipeline fail, as far as a rule about retries tells apart."""
+
+    LOST_WORKER = "lost_worker"
+    """One of its workers was lost again and again."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """A device or the machine had too little memory."""
+    USER_CODE = "user_code"
+    """Its task, reward or environment raised, returned nonsense or did not return."""
+    OTHER = "other"
+    """Numbers that are not finite, files that are gone, and all else."""
+
+
 class AdmissionKind(StrEnum):
     """How a pipeline got its nodes (RollMux section 4.2, candidates 1-3)."""
 

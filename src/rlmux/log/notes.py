@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, ClassVar, cast
 
-from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId
+from rlmux.core.model import DeviceId, FailureCause, OrderId, Phase, PipelineId
 from rlmux.log import value_codec
 
 
@@ -223,6 +223,24 @@ class PipelineEndNote(PipelineNote, type="pipeline_end"):
     """Empty for a pipeline that finished."""
     weights_sha256: str | None
     """Hash of the newest checkpoint's weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetriedNote(PipelineNote, type="retried"):
+    """A failed pipeline was submitted again, from its newest checkpoint: it is over no longer."""
+
+    number: int
+    """Which try begins; the first one that is noted is 2."""
+    of: int | None
+    """Tries in all that its rule has, those that a user asked for included; None: it has no rule."""
+    by_rule: bool
+    """Whether its own rule (`retries`) says so; else a user does."""
+    cause: FailureCause
+    """Cause of the failure before."""
+    reason: str
+    """The failure before."""
+    failed_s: float
+    """Its time."""
 
 
 # ---------------------------------------------------------------------- steps

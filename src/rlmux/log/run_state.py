@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 
 from rlmux.core.actions import Admit, ExpectSteps, Queue
 from rlmux.core.estimation.alike_seconds import MAX_KEPT
-from rlmux.core.events import PipelineParked, PipelineSubmitted, SharesSet
+from rlmux.core.events import PipelineFailed, PipelineParked, PipelineSubmitted, SharesSet
+from rlmux.core.model import FailureCause
 from rlmux.log.block_codec import Entry
 from rlmux.log.notes import (
     AccountsNote,
@@ -22,19 +23,30 @@ from rlmux.log.notes import (
     PipelineEndNote,
     PlanNote,
     ResumedNote,
+    RetriedNote,
     StandingNote,
     StartReservedNote,
     StepNote,
     SubmittedNote,
     UsageNote,
 )
-from rlmux.log.value_codec import dumps, encode, loads, reader
+from rlmux.log.value_codec import Record, dumps, encode, loads, reader
 
-_READ = {each.__name__ for each in (ExpectSteps, SharesSet, Admit, PipelineSubmitted, Queue, PipelineParked)} | {
+_EVENTS = (PipelineSubmitted, PipelineParked, PipelineFailed, SharesSet)
+_READ = {each.__name__ for each in (*_EVENTS, ExpectSteps, Admit, Queue)} | {
     *(PipelineEndNote.type, StartReservedNote.type, PlanNote.type, StepNote.type, InputsNote.type, UsageNote.type),
-    *(AccountsNote.type, StandingNote.type, SubmittedNote.type, ResumedNote.type),
+    *(AccountsNote.type, StandingNote.type, SubmittedNote.type, ResumedNote.type, RetriedNote.type),
 }
 """Types of rows whose value is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(Record):
+    """How a pipeline failed."""
+
+    at_s: float = 0.0
+    cause: FailureCause = FailureCause.OTHER
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -47,6 +59,10 @@ class RunState:
     """Time of that row, in seconds since the run began."""
     ended: dict[str, PipelineEndNote] = field(default_factory=dict)
     """Pipelines that are over."""
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """Last failure of each pipeline that ever failed."""
+    retries: dict[str, list[RetriedNote]] = field(default_factory=dict)
+    """Tries of each pipeline that was retried, after its first one."""
     plans: dict[str, str] = field(default_factory=dict)
     """Hash of each pipeline's plan, from the note `plan`."""
     steps: dict[str, int] = field(default_factory=dict)
@@ -95,6 +111,9 @@ class RunState:
                 self.shares = loads(encode(settings))
             case PipelineSubmitted(pipeline=pipeline):
                 self.waits.setdefault(str(pipeline.id), {"since_s": row.time_s})
+            case PipelineFailed() as failed:
+                failure = Failure(at_s=row.time_s, cause=failed.cause, reason=failed.reason)
+                self.failures[str(failed.pipeline)] = failure
             case Queue(pipeline=name) | PipelineParked(pipeline=name):
                 self.waits.setdefault(str(name), {"since_s": row.time_s})
             case Admit(pipeline=name):
@@ -137,6 +156,9 @@ class RunState:
             case ResumedNote():
                 for name in note.retried:
                     self.ended.pop(name, None)
+            case RetriedNote():
+                self.ended.pop(note.pipeline, None)
+                self.retries.setdefault(note.pipeline, []).append(note)
 
     def _keep_for_alike(self, newest: dict[str, Any]) -> None:
         """As the scheduler keeps it (`core/estimation/alike_seconds.py`)."""

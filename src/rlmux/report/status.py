@@ -3,6 +3,7 @@
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
                  doing   reason   submitted_s   promise   score (of a filler alone)
                  hosts (machines of a program's workers, where it named some)
+                 tries: number  of  failures (at_s  cause  reason)   (after a retry alone)
                  rounds: short  long  cut_trajectories  queued_prompts   (under tail batching alone)
                  step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  slo_probability  bound
                  estimate  slo_reason     (slos.py)
@@ -73,6 +74,7 @@ def _pipeline(
         "promise": record.promise,
         **({"hosts": list(record.hosts)} if record.hosts else {}),
         **({"score": record.score} if record.pipeline.is_filler else {}),
+        **({"tries": record.tries} if record.retries else {}),
         **({"rounds": rounds} if (rounds := record.rounds) is not None else {}),
     }
 

@@ -108,6 +108,7 @@ def _pipeline(timeline: Timeline, record: PipelineRecord, steps: Sequence[StepTi
         "promise": record.promise,
         **({"client_s": record.client_s(0.0, timeline.end_s)} if record.pipeline.work_arrives else {}),
         **({"score": record.score} if record.pipeline.is_filler else {}),
+        **({"tries": record.tries} if record.retries else {}),
         **({"rounds": rounds} if (rounds := record.rounds) is not None else {}),
     }
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rlmux.core.actions import Action
 from rlmux.core.events import Event
-from rlmux.core.model import Pipeline, PipelineId
+from rlmux.core.model import FailureCause, Pipeline, PipelineId
 from rlmux.log.notes import Note
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import DeterminismClass
@@ -47,6 +47,25 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetryRule:
+    """How often a pipeline that failed is tried again without a user's word."""
+
+    any_reason: int = 0
+    """Tries for whatever made it fail, in all."""
+    by_cause: Mapping[FailureCause, int] = field(default_factory=dict)
+    """Tries after each cause; none with `any_reason`."""
+
+    @property
+    def total(self) -> int:
+        """Most tries that it gives."""
+        return self.any_reason + sum(self.by_cause.values())
+
+    def allows(self, cause: FailureCause, tries: Sequence[FailureCause]) -> bool:
+        """Whether it gives another try after this failure. `tries`: causes of those that it gave before."""
+        return len(tries) < self.any_reason or tries.count(cause) < self.by_cause.get(cause, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """A pipeline as submitted to the runtime: what the scheduler and the workers need."""
 
@@ -67,6 +86,8 @@ class Submission:
     keep_checkpoints: int | None = None
     keeps_samples: bool = True
     """Whether its trajectories are kept as text."""
+    retries: RetryRule = RetryRule()
+    """How often it is tried again when it fails."""
     alerts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Overrides of `level` and `steps` by alert rule; None keeps the default."""
 
@@ -83,7 +104,7 @@ class Backend(Protocol):
         """Seconds since the run began."""
 
     def add_pipeline(self, submission: Submission) -> None:
-        """Register a pipeline before it is submitted to the scheduler."""
+        """Register a pipeline before it is submitted to the scheduler, again before one that failed is retried."""
 
     def execute(self, action: Action) -> None:
         """Start an action; an event from `poll` ends it."""

@@ -24,7 +24,8 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.log.notes import Note
 from rlmux.log.run_log import RunLog
 from rlmux.runtime.backend import Backend, Submission
-from rlmux.runtime.control.run_control import RunControl
+from rlmux.runtime.control.retries import Retries
+from rlmux.runtime.control.run_control import Requested, RunControl
 
 _POLL_S = 0.25
 
@@ -51,14 +52,17 @@ class Controller:
         listeners: Sequence[Listener] = (),
         run_api: RunControl | None = None,
         has_news: Callable[[], bool] = lambda: False,
+        retries: Retries | None = None,
     ) -> None:
         """`run_api`: adds and removes pipelines during the run. `has_news`: whether the backend has unreported input
-        from outside."""
+        from outside. `retries`: submits pipelines again that fail."""
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
-        self._listeners = [*listeners, run_api] if run_api is not None else listeners
+        parts: tuple[Listener | None, ...] = (run_api, retries)
+        self._listeners = [*listeners, *(part for part in parts if part is not None)]
         self._run_api = run_api
+        self._retries = retries
         self._has_news = has_news
         self._is_stopping = False
         self._tick_s = 0.0
@@ -85,7 +89,7 @@ class Controller:
         """
         upcoming = sorted(submissions, key=lambda submission: submission.submit_at_s)
         for submission in upcoming:
-            self._backend.add_pipeline(submission)
+            self._add_pipeline(submission)
         if first:
             self._tick(first, ())
         while not self._is_stopping and not until():
@@ -102,17 +106,25 @@ class Controller:
         return (self._run_api is not None and self._run_api.is_kept_open) or self._has_news()
 
     def _take_requests(self, upcoming: list[Submission]) -> tuple[Sequence[Event], Sequence[Note]]:
-        """Add clients' submissions to `upcoming`, and drop withdrawn ones."""
-        if self._run_api is None:
-            return (), ()
-        requested = self._run_api.take_requests(self._backend.now_s(), upcoming)
-        for submission in requested.submissions:
-            self._backend.add_pipeline(submission)
-        if requested.submissions or requested.withdrawn:
-            upcoming += requested.submissions
+        """Add clients' submissions and due retries to `upcoming`, and drop withdrawn ones."""
+        now_s = self._backend.now_s()
+        requested = Requested() if self._run_api is None else self._run_api.take_requests(now_s, upcoming)
+        given, notes = [*requested.submissions], [*requested.notes]
+        for retry in () if self._retries is None else self._retries.take([*upcoming, *given], now_s):
+            given.append(retry.submission)
+            notes += retry.notes
+        for submission in given:
+            self._add_pipeline(submission)
+        if given or requested.withdrawn:
+            upcoming += given
             upcoming[:] = [submission for submission in upcoming if submission.pipeline.id not in requested.withdrawn]
             upcoming.sort(key=lambda submission: submission.submit_at_s)
-        return requested.events, requested.notes
+        return requested.events, notes
+
+    def _add_pipeline(self, submission: Submission) -> None:
+        self._backend.add_pipeline(submission)
+        if self._retries is not None:
+            self._retries.add(submission)
 
     def _take_due(self, upcoming: list[Submission]) -> list[Event]:
         """Submissions whose time has come, as events."""

@@ -21,10 +21,11 @@ from rlmux import plugins
 from rlmux.config import Spec
 from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
+from rlmux.config.tree import RetriesConfig
 from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import UserError
 from rlmux.core.estimation.colocation import SharingEntry, SharingTable, SharingTriple
-from rlmux.core.model import Cluster, Pipeline, Pool
+from rlmux.core.model import Cluster, FailureCause, Pipeline, Pool
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.run_log import LogReader
@@ -33,7 +34,7 @@ from rlmux.policies.max_min_fairness import FairShares
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.determinism_class import DeterminismClass
 from rlmux.rl.memory.memory_parts import usual_checkpoint_interval
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import RetryRule, Submission
 from rlmux.runtime.control.run_control import ParseSubmission, submitted_to
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.records.input_files import input_files
@@ -166,10 +167,16 @@ def submissions(spec: Spec, add_costs: AddCosts = add_no_costs) -> list[Submissi
             checkpoint_every=given.keys.checkpoint_every or usual_checkpoint_interval(given.config),
             keep_checkpoints=given.keys.keep_checkpoints,
             keeps_samples=given.keys.samples,
+            retries=_retry_rule(given.keys.retries),
             alerts={rule: asdict(its) for rule, its in given.keys.alerts.items()},
         )
         for given in spec.pipelines
     ]
+
+
+def _retry_rule(keys: RetriesConfig) -> RetryRule:
+    by_cause = {cause: most for cause in FailureCause if (most := getattr(keys, cause.value, 0))}
+    return RetryRule(any_reason=keys.any_reason, by_cause=by_cause)
 
 
 def header(spec: Spec) -> Mapping[str, Any]:

@@ -27,12 +27,12 @@ from rlmux.core.actions import Action, Queue, Refuse, Release
 from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, RlmuxError, StorageError, ThreadDiedError
 from rlmux.core.events import AlikeRestored, ClientFinished, Event, PipelineCancelled, PipelineFailed, WaitsRestored
-from rlmux.core.model import AlikeSeconds, BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
+from rlmux.core.model import AlikeSeconds, Cluster, PipelineId, PipelineStatus
 from rlmux.core.queue_order import PipelineWait, ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.log import value_codec
 from rlmux.log.folder_lock import FolderLock
-from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, StartReservedNote
+from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, RetriedNote, StartReservedNote
 from rlmux.log.restored_shares import shares_events
 from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.log.run_state import RunState
@@ -42,7 +42,9 @@ from rlmux.rl.memory.footprint import BOTH_PHASES
 from rlmux.runtime.backend import Backend, Submission, WorkerOptions
 from rlmux.runtime.control.control_socket import ControlServer
 from rlmux.runtime.control.inbox import Inbox
+from rlmux.runtime.control.retries import Retries, retried_note
 from rlmux.runtime.control.run_control import ParseSubmission, RunControl
+from rlmux.runtime.control.unfinished import from_checkpoint, lost_step_notes, with_last_standing
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine_probe import describe_machine
@@ -54,12 +56,10 @@ from rlmux.runtime.memory.memory_budget import (
 )
 from rlmux.runtime.orders.determinism_check import check_determinism
 from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
-from rlmux.runtime.records.filler_outputs import answered_steps
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
 from rlmux.runtime.records.metrics_writer import MetricsWriter
 from rlmux.runtime.records.run_folder import FolderWatch, prepare_folder
 from rlmux.runtime.records.usage_notes import UsageNotes
-from rlmux.runtime.weights.checkpoints import checkpoint_folder
 from rlmux.runtime.weights.origins import plan_notes, with_origin
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers.processes import raise_file_limit
@@ -125,6 +125,8 @@ class Prepared:
     is_gpu: bool = False
     ended: Mapping[PipelineId, PipelineEndNote] = field(default_factory=dict)
     """Pipelines that ended in earlier parts of the run, with the fields of their ends."""
+    earlier: Mapping[PipelineId, tuple[str, Submission]] = field(default_factory=dict)
+    """(status, submission) of these."""
     taken: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the pipelines of each submission with an id."""
     first: Sequence[Event] = ()
@@ -216,15 +218,16 @@ def resume_pipelines(
         cluster, unfinished, is_gpu = _on_machine(cluster, unfinished, options)
         _probe_determinism(cluster, unfinished, options)
         unfinished = [with_origin(submission, run_id, state.plans) for submission in unfinished]
-        unfinished = [_from_checkpoint(submission, folder, state) for submission in unfinished]
-        unfinished = [_with_last_standing(submission, state) for submission in unfinished]
+        unfinished = [from_checkpoint(submission, folder, state) for submission in unfinished]
+        unfinished = [with_last_standing(submission, state) for submission in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
         keep_ends(folder, ended.values())
         notes = [
             *plan_notes([submission for submission in unfinished if submission.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
         ]
-        _append(log, [*notes, *_lost_step_notes(unfinished, folder, state)])
+        notes += [retried_note(each, state, by_rule=False) for each in unfinished if each.pipeline.id in again]
+        _append(log, [*notes, *lost_step_notes(unfinished, folder, state)])
         log.commit()
         _fill_metrics(folder)
         names = [submission.pipeline.id for submission in unfinished]
@@ -238,6 +241,14 @@ def resume_pipelines(
         prepared = Prepared(
             cluster=cluster, submissions=unfinished, policy=policy, folder=folder, log=log, backend=backend,
             run_id=run_id, is_gpu=is_gpu, ended=ended, first=first,
+            earlier={
+                each.pipeline.id: (
+                    ended[each.pipeline.id].status,
+                    with_origin(with_footprint(each, cluster, is_gpu=is_gpu), run_id, state.plans),
+                )
+                for each in submissions
+                if each.pipeline.id in ended
+            },
             taken={each.id: each.pipelines for each in state.submitted if each.id is not None},
         )  # fmt: skip
         return drive(prepared, options)
@@ -297,42 +308,6 @@ def _append(log: RunLog, notes: Sequence[Note]) -> None:
         log.append_note(log.last_time_s, note)
 
 
-def _from_checkpoint(submission: Submission, folder: Path, state: RunState) -> Submission:
-    """The submission, its first step set by its newest checkpoint. Damaged ones are reported at admission."""
-    if submission.pipeline.is_filler:
-        num_answered = answered_steps(folder / submission.config.name, submission.config)
-        first_step = min(num_answered, state.steps.get(submission.pipeline.id, 0)) + 1
-        return replace(submission, pipeline=replace(submission.pipeline, first_step=first_step))
-    newest = checkpoint_folder(submission, folder).newest(before=submission.config.num_steps)
-    if newest is None:
-        return submission
-    return replace(submission, pipeline=replace(submission.pipeline, first_step=newest.step + 1))
-
-
-def _lost_step_notes(submissions: Sequence[Submission], folder: Path, state: RunState) -> list[Note]:
-    """Notes of steps that a resume does not repeat and the log does not have, from their checkpoints."""
-    return [
-        note
-        for submission in submissions
-        for note in checkpoint_folder(submission, folder).step_notes(
-            after=state.steps.get(submission.pipeline.id, 0), through=submission.pipeline.first_step - 1
-        )
-    ]
-
-
-def _with_last_standing(submission: Submission, state: RunState) -> Submission:
-    """The submission with its user's last hold and rank, and estimates from its own steps."""
-    pipeline = replace(submission.pipeline, **state.standings.get(submission.pipeline.id, {}))
-    measured = state.measured.get(pipeline.id)
-    if measured is not None and pipeline.estimate is None:
-        estimate, held = PhaseSeconds(**measured["estimate"]), PhaseSeconds(**measured["held"])
-        pipeline = replace(pipeline, estimate=estimate, held=held)
-    bounded = state.bounded.get(pipeline.id)
-    if bounded is not None:
-        pipeline = replace(pipeline, bounded=value_codec.reader(BoundedSteps)(bounded, "bounded"))
-    return replace(submission, pipeline=pipeline)
-
-
 def _waits_events(state: RunState) -> list[Event]:
     """A scheduler's events about pipelines that waited when the run was stopped or killed."""
     waits = tuple(PipelineWait(pipeline=PipelineId(name), **fields) for name, fields in sorted(state.waits.items()))
@@ -355,6 +330,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     scheduler = Scheduler(run.cluster, run.policy, FairShares())
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
     endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _ReservedStarts(scheduler, log)
+    retries = Retries(folder, scheduler.query, run.earlier)
     run_api = None
     if options.parse is not None:
         run_api = RunControl(
@@ -365,10 +341,12 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
             is_kept_open=options.is_kept_open,
             taken=run.taken,
             parse_shares=partial(parse_shares, cluster=run.cluster),
+            retries=retries,
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in options.listeners]
     controller = Controller(
-        scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays], run_api, inbox.has_commands
+        scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays], run_api, inbox.has_commands,
+        retries,
     )  # fmt: skip
     try:
         with _private_files(), _without_old_garbage(), _stop_on_interrupt(controller.stop):
@@ -468,6 +446,9 @@ class _Endings:
         for note in notes:
             if isinstance(note, PipelineEndNote):  # of one that was cancelled before it came
                 keep_end(self._folder, note)
+            elif isinstance(note, RetriedNote):
+                self.by_pipeline.pop(note.pipeline, None)
+                keep_ends(self._folder, self.by_pipeline.values())
         ends = PipelineFailed | PipelineCancelled | ClientFinished | Release | Refuse
         if not any(isinstance(entry, ends) for entry in [*events, *actions]):
             return

@@ -137,7 +137,8 @@ class WorkerBackend:
         self._outbox.add_note(note)
 
     def add_pipeline(self, submission: Submission) -> None:
-        self._inbox.claim(submission.pipeline.id)
+        if not self._supervisor.knows(submission.pipeline.id):  # else it failed, and is retried
+            self._inbox.claim(submission.pipeline.id)
         self._supervisor.add_pipeline(submission)
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:

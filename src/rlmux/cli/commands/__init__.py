@@ -8,7 +8,7 @@ Reading order: files, demo, training, prediction, runs, lookups, serving, sharin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -46,8 +46,19 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        machine.version()
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
-def _no_command(context: typer.Context) -> None:
+def _no_command(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -77,6 +88,7 @@ _COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
         lookups.export,
         runs.stop,
         runs.cancel,
+        runs.retry,
         runs.hold,
         runs.release,
         runs.rank,

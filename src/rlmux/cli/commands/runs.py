@@ -87,6 +87,23 @@ def cancel(place: Place, name: PipelineName) -> None:
     typer.echo(f"{name}: {remote.send_command(place, 'cancel', name)}")
 
 
+def retry(
+    place: Place,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of failed pipelines.")],
+    json: Json = False,
+) -> None:
+    """Retry failed pipelines of a running run, from their newest checkpoints.
+
+    Each waits for its turn like a submission. Once the run has ended: rlmux resume DIR --retry NAME.
+
+    \b
+    Example: rlmux retry runs/demo sort
+    """
+    from rlmux.cli import remote
+
+    raise typer.Exit(remote.retry(place, names, as_json=json))
+
+
 def stop(
     place: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a run, a server, a lane or a broker.")],
     json: Json = False,

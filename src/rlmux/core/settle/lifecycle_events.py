@@ -1,6 +1,6 @@
 """Pipelines come, end and break: how each of these facts is applied.
 
-PipelineSubmitted ─▶ it waits, with the seconds of pipelines alike where its user gave none
+PipelineSubmitted ─▶ it waits, with the seconds of pipelines alike where its user gave none; one that failed is retried
 AlikeRestored ─▶ what such pipelines took in earlier parts of the run is known
 PipelineCancelled, ClientFinished ─▶ what runs is paused; the last order that ends leaves it over
 PipelineFailed ─▶ its orders end, and it is over
@@ -33,7 +33,8 @@ from rlmux.core.work import Order, RequestBatch
 
 def on_submitted(parts: Parts, event: PipelineSubmitted) -> list[Action]:
     pipeline, state = event.pipeline, parts.state
-    if pipeline.id in state.runs:
+    before = state.runs.get(pipeline.id)
+    if before is not None and before.status is not PipelineStatus.FAILED:  # whose nodes went back as it failed
         raise parts.journal.illegal(f"pipeline {pipeline.id} was submitted before")
     if pipeline.tail is not None and not parts.policy.tails:
         pipeline = replace(pipeline, tail=None)  # its books do not count on what it does not do

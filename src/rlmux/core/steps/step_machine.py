@@ -175,7 +175,8 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
         )
     },
 }
-"""A pipeline begins WAITING, when it is submitted. What was on its way when it ended changes nothing."""
+"""A pipeline begins WAITING, when it is submitted. What was on its way when it ended changes nothing. One that FAILED
+may be submitted again, and then begins anew."""
 
 
 def diagrams() -> str:

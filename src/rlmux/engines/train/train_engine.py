@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
+from rlmux.core.errors import CheckpointError, DeviceMemoryError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
 from rlmux.engines.adapters.shared_base import TenantBase, build_trained_model
 from rlmux.engines.model.weight_checksum import CHECKSUM
@@ -239,7 +239,7 @@ class TorchTrainEngine:
             yield self._work(stage)
         except torch.OutOfMemoryError as error:
             number = 0 if self._step is None else self._step.number
-            raise PipelineError(
+            raise DeviceMemoryError(
                 f"pipeline {self._config.name} step {number} stage {stage}: out of device memory with "
                 f"{self._size_of_pass()}: "
                 f"{' '.join(str(error).split())[:160]}"

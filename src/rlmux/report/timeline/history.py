@@ -58,6 +58,7 @@ from rlmux.log.notes import (
     PipelineNote,
     ProgramMarkedNote,
     ResumedNote,
+    RetriedNote,
     RolloutNote,
     StandstillNote,
     StepNote,
@@ -78,6 +79,7 @@ from rlmux.report.timeline.records import (
     Pin,
     PipelineRecord,
     Standstill,
+    try_text,
 )
 
 _FINISHED = Ending.FINISHED
@@ -513,6 +515,11 @@ class History:
             case PipelineEndNote():
                 record.status, record.reason = note.status or record.status, note.reason or record.reason
                 record.weights_sha256 = note.weights_sha256
+            case RetriedNote():
+                record.retries.append(note)
+                self.instants.append(
+                    Instant(time_s, "retried", note.pipeline, text=try_text(note.number, note.of, note.reason))
+                )
             case ProgramMarkedNote():
                 record.reason = note.reason
             case PermitGrantedNote(step=int(step)):

@@ -2,7 +2,7 @@
 
     OrderRecord      RunStage … ChunkFinished* … StageFinished | StagePaused
     Pin              Admit … Release, on one set of nodes
-    PipelineRecord   status, steps, metrics
+    PipelineRecord   status, steps, metrics, tries
     Instant          a failure, a loss, a migration
 
 An order that no event ended is *open*: it lasts to the last known time. One whose worker, pipeline or node went away is
@@ -12,13 +12,15 @@ An order that no event ended is *open*: it lasts to the last known time. One who
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from rlmux.core.actions import ExpectSteps, Switch
 from rlmux.core.events import TrajectoriesMigrated
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
-from rlmux.log.notes import RolloutNote
+from rlmux.log.notes import RetriedNote, RolloutNote
 from rlmux.log.progress_rows import Reports
 from rlmux.report.timeline.delivery import Deliveries, StepDelivery
 
@@ -135,6 +137,8 @@ class PipelineRecord:
     """Step of a program under permits, by its own count; None of any other, and where it names none."""
     hosts: tuple[str, ...] = ()
     """Machines of a program's workers, as they named them."""
+    retries: list[RetriedNote] = field(default_factory=list)
+    """Its tries after the first one, each with the failure before, in order."""
     moves: list[Move] = field(default_factory=list)
     """Its relocations, in order."""
     thinking: list[tuple[float, float]] = field(default_factory=list)
@@ -176,6 +180,14 @@ class PipelineRecord:
             "queued_prompts": int(steps[-1]["queued_prompts"]),
         }
 
+    @property
+    def tries(self) -> dict[str, Any] | None:
+        """Which try it is in, of how many, and the failures before; None in its first one."""
+        if not self.retries:
+            return None
+        failures = [{"at_s": each.failed_s, "cause": each.cause.value, "reason": each.reason} for each in self.retries]
+        return {"number": self.retries[-1].number, "of": self.retries[-1].of, "failures": failures}
+
     def note_thinking(self, time_s: float, *, is_thinking: bool) -> None:
         """Its client begins to think, or requests something; nothing changes if that is so already."""
         was_thinking = bool(self.thinking) and math.isinf(self.thinking[-1][1])
@@ -201,3 +213,13 @@ class Instant:
     pipeline: PipelineId | None = None
     device: DeviceId | None = None
     text: str = ""
+
+
+def tries_text(tries: Mapping[str, Any]) -> str:
+    """Which try a pipeline is in, and how the last one ended."""
+    return try_text(tries["number"], tries["of"], tries["failures"][-1]["reason"])
+
+
+def try_text(number: int, of: int | None, reason: str) -> str:
+    """The same of one try. `reason`: the failure before it."""
+    return f"try {number}{'' if of is None else f' of {of}'}, after: {reason or 'a failure'}"

@@ -44,6 +44,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """Submit a failed pipeline again, from its newest checkpoint."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
     """Keep a waiting pipeline from starting until it is released."""
 
@@ -128,13 +135,14 @@ class NodeBack:
 
 
 ControlRequest = (
-    Submit | Cancel | Hold | ReleaseHold | SetRank | ParkPipeline | Unpark | ExplainWait | ListQueue | AccountOf
-    | GetUsage | SetShares | GetStatus | Check | Notice | NodeBack
+    Submit | Cancel | Retry | Hold | ReleaseHold | SetRank | ParkPipeline | Unpark | ExplainWait | ListQueue
+    | AccountOf | GetUsage | SetShares | GetStatus | Check | Notice | NodeBack
 )  # fmt: skip
 _TYPE_BY_NAME: Mapping[str, type[ControlRequest]] = {
-    "submit": Submit, "cancel": Cancel, "hold": Hold, "release": ReleaseHold, "rank": SetRank, "park": ParkPipeline,
-    "unpark": Unpark, "why": ExplainWait, "queue": ListQueue, "account": AccountOf, "usage": GetUsage,
-    "set_shares": SetShares, "status": GetStatus, "check": Check, "notice": Notice, "node_back": NodeBack,
+    "submit": Submit, "cancel": Cancel, "retry": Retry, "hold": Hold, "release": ReleaseHold, "rank": SetRank,
+    "park": ParkPipeline, "unpark": Unpark, "why": ExplainWait, "queue": ListQueue, "account": AccountOf,
+    "usage": GetUsage, "set_shares": SetShares, "status": GetStatus, "check": Check, "notice": Notice,
+    "node_back": NodeBack,
 }  # fmt: skip
 _NAME_BY_TYPE = {kind: name for name, kind in _TYPE_BY_NAME.items()}
 

@@ -46,6 +46,7 @@ from rlmux.runtime.control.control_requests import (
     Notice,
     ParkPipeline,
     ReleaseHold,
+    Retry,
     SetRank,
     SetShares,
     Submit,
@@ -54,6 +55,7 @@ from rlmux.runtime.control.control_requests import (
 )
 from rlmux.runtime.control.control_socket import ControlServer, Request
 from rlmux.runtime.control.notices import notice_of, return_of
+from rlmux.runtime.control.retries import Retries
 from rlmux.runtime.records.input_files import input_notes
 from rlmux.runtime.records.usage_notes import usage_of
 from rlmux.runtime.weights.origins import plan_notes
@@ -125,6 +127,7 @@ class RunControl:
         is_kept_open: bool,
         taken: Mapping[str, Sequence[str]] | None = None,
         parse_shares: ParseShares = refuse_shares,
+        retries: Retries | None = None,
     ) -> None:
         """`over`: pipelines that ended in earlier parts of the run; their names stay reserved. `taken`: names by
         submission id."""
@@ -133,6 +136,7 @@ class RunControl:
         self._parse = parse
         self._over = set(over)
         self._parse_shares = parse_shares
+        self._retries = retries
         self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
         self._answers: list[_Answer] = []
         self._done: list[tuple[Request, dict[str, Any]]] = []
@@ -183,6 +187,8 @@ class RunControl:
                 request.answer()
             case Cancel():
                 self._cancel(request, PipelineId(record.name), tick)
+            case Retry():
+                self._retry(request, record.name, tick)
             case Hold():
                 event: Standing = PipelineHeld(pipeline=self._waiting(record.name))
                 self._change_standing(request, event, "held until it is released", tick)
@@ -327,9 +333,22 @@ class RunControl:
         outcome = "ends at its next safe point" if status is PipelineStatus.RUNNING else "waits no longer"
         self._done.append((request, {"pipeline": name, "outcome": outcome}))
 
+    def _retry(self, request: Request, name: str, tick: _Tick) -> None:
+        if self._retries is None:
+            raise UserError(f"pipeline {name!r}: nothing is retried in this run")
+        again = self._retries.again(name, [*tick.upcoming, *tick.submissions], tick.now_s)
+        tick.submissions.append(again.submission)
+        tick.notes += again.notes
+        self._over.discard(again.submission.pipeline.id)
+        self._done.append((request, {"pipeline": name, "outcome": again.outcome}))
+
     def _pipeline(self, name: str, tick: _Tick) -> Pipeline:
-        """A pipeline of the run, possibly an upcoming one. Raises UserError for an unknown name."""
+        """A pipeline of the run, possibly an upcoming one, or one of an earlier part that may be retried. Raises
+        UserError for an unknown name."""
         to_come = next((submission.pipeline for submission in tick.upcoming if submission.pipeline.id == name), None)
+        if to_come is None and self._retries is not None and PipelineId(name) not in self._scheduler.query:
+            earlier = self._retries.find(PipelineId(name))
+            to_come = None if earlier is None else earlier.pipeline
         return to_come or self._scheduler.query.pipeline(self._checked_id(name)).pipeline
 
     def _checked_id(self, name: str) -> PipelineId:

@@ -36,7 +36,14 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlmux.core.errors import PipelineError, RlmuxError, StorageError, WorkerLostError
+from rlmux.core.errors import (
+    DeviceMemoryError,
+    HostMemoryError,
+    PipelineError,
+    RlmuxError,
+    StorageError,
+    WorkerLostError,
+)
 from rlmux.hidden_main import hidden_main, show_working_folder
 from rlmux.reaper import marking, variable
 from rlmux.rl.loading import tell_calls_to
@@ -56,6 +63,8 @@ _TRANSFER_LIMIT_S = 10
 that was stopped in the middle of one must not hold its controller."""
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 """Texts by which libraries in C report what Python calls MemoryError."""
+_OUT_OF_DEVICE_MEMORY = "OutOfMemoryError"
+"""Name of torch's error, which not every process imports."""
 _EXIT_CODE = "exit code"
 _MAX_WORDS = 1000
 """Bytes of the name of a call."""
@@ -471,8 +480,9 @@ def portable_error(error: BaseException) -> RlmuxError:
     detail = f": {text[0]}" if text else ""
     line = f"{type(error).__name__}{detail} ({Path(frame.filename).name}:{frame.lineno})"
     # The worker's successor may find enough memory: handle it as a kill by the system.
-    is_short_of_memory = isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
-    return WorkerLostError(f"out of memory: {line}") if is_short_of_memory else PipelineError(line)
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+        return HostMemoryError(f"out of memory: {line}")
+    return DeviceMemoryError(line) if type(error).__name__ == _OUT_OF_DEVICE_MEMORY else PipelineError(line)
 
 
 def _open_handle(pid: int | None) -> int | None:

@@ -26,9 +26,9 @@ from types import MappingProxyType
 from typing import Any
 
 from rlmux.core.actions import Admit, Park, Relocate
-from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
+from rlmux.core.errors import DeviceMemoryError, HostMemoryError, RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, PipelineParked, PipelineRestarted, WorkerLost
-from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Placement
+from rlmux.core.model import Cluster, DeviceId, FailureCause, NodeId, Phase, PipelineId, Placement
 from rlmux.log.notes import AdapterRoomNote, FailureNote, LossNote, WarningNote, WorkerNote
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
@@ -107,6 +107,10 @@ class WorkerSupervisor:
         """The worker's pipeline; None for a worker that was ended."""
         pipeline = self._pipeline_by_worker.get(worker)
         return None if pipeline is None else self._workers_by_pipeline.get(pipeline)
+
+    def knows(self, pipeline: PipelineId) -> bool:
+        """Whether the pipeline came before."""
+        return pipeline in self._submissions
 
     def is_restarting(self, pipeline: PipelineId) -> bool:
         """Whether it restarts from a checkpoint, and the scheduler has not handled that yet."""
@@ -220,11 +224,12 @@ class WorkerSupervisor:
         try:
             worker.receive(self._outbox.now_s())
         except WorkerLostError as error:
-            self._lose(pipeline, worker, str(error))
+            self._lose(pipeline, worker, str(error), _cause_of(error))
         except StorageError:
             raise  # no pipeline's fault, and none can go on
         except RlmuxError as error:
-            self._fail(self._workers_by_pipeline[pipeline], str(error))
+            workers = self._workers_by_pipeline[pipeline]
+            self._fail(workers, str(error), _cause_of(error, is_user_code=worker is workers.env_worker))
         else:
             if is_new:  # an actor's process is known by its first answer
                 self._note_worker(pipeline, worker)
@@ -254,7 +259,9 @@ class WorkerSupervisor:
 
     # ------------------------------------------------------------------ losses
 
-    def _lose(self, pipeline: PipelineId, worker: Worker, reason: str) -> None:
+    def _lose(
+        self, pipeline: PipelineId, worker: Worker, reason: str, cause: FailureCause = FailureCause.LOST_WORKER
+    ) -> None:
         workers = self._workers_by_pipeline[pipeline]
         if pipeline in self._parking:
             self._note_loss(pipeline, f"{reason}; the pipeline is being parked")
@@ -266,7 +273,7 @@ class WorkerSupervisor:
         device = next((device for device, other in workers.rollout.items() if other is worker), None)
         if num_losses > self._options.max_losses:
             self._note_loss(pipeline, reason)
-            self._fail(workers, f"{reason}; that worker was lost {num_losses} times without a step between")
+            self._fail(workers, f"{reason}; that worker was lost {num_losses} times without a step between", cause)
         elif device is None:
             restored_step = self._restart(workers)
             where = f"after step {restored_step}" if restored_step > 0 else "from the beginning"
@@ -309,12 +316,12 @@ class WorkerSupervisor:
         after.furthest_step = max(before.furthest_step, after.furthest_step)
         self._outbox.add(PipelineRestarted(pipeline=after.id, restored_step=restored_step))
 
-    def _fail(self, workers: PipelineWorkers, reason: str) -> None:
+    def _fail(self, workers: PipelineWorkers, reason: str, cause: FailureCause) -> None:
         self._parking.discard(workers.id)
         self._end_processes(workers)
         shutil.rmtree(workers.weights, ignore_errors=True)
         self._outbox.add_note(FailureNote(pipeline=workers.id, reason=reason, traceback=str(workers.log_path)))
-        self._outbox.add(PipelineFailed(pipeline=workers.id, reason=reason))
+        self._outbox.add(PipelineFailed(pipeline=workers.id, reason=reason, cause=cause))
 
     # ------------------------------------------------------------------ processes
 
@@ -509,6 +516,15 @@ class WorkerSupervisor:
 def tenancy_of(submission: Submission) -> str | None:
     """The key of rollouts that are decoded in one batch; None for a process of its own."""
     return None if submission.pipeline.is_filler else rollout_base(submission.config) or None
+
+
+def _cause_of(error: RlmuxError, *, is_user_code: bool = False) -> FailureCause:
+    """`is_user_code`: whether the worker calls code of the user, and little else."""
+    if isinstance(error, DeviceMemoryError | HostMemoryError):
+        return FailureCause.OUT_OF_MEMORY
+    if isinstance(error, WorkerLostError):
+        return FailureCause.LOST_WORKER
+    return FailureCause.USER_CODE if is_user_code else FailureCause.OTHER
 
 
 def _is_stopped(worker: Worker) -> bool:

@@ -4,7 +4,7 @@ GET  lanes/L/status  queue  usage  pipelines/L/NAME/why        keys of `rlmux st
 GET  lanes/L/spec                                              the file that the run began with
 GET  pipelines/L/NAME/file                                     the part of the submitted file that is the pipeline's
 POST lanes/L/shares {text, source}                             {outcome}
-POST pipelines/L/NAME/cancel  hold  release  rank  park  unpark   {pipeline, outcome}
+POST pipelines/L/NAME/cancel  retry  hold  release  rank  park  unpark   {pipeline, outcome}
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Control:
                     scope="control",
                     **as_long_work,
                 )
-                for verb in ("cancel", "hold", "release", "park", "unpark")
+                for verb in ("cancel", "retry", "hold", "release", "park", "unpark")
             ),
         )
 

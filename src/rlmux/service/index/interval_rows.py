@@ -184,6 +184,7 @@ def _row(shown: Mapping[str, Any], record: PipelineRecord, steps: Sequence[StepT
         "user": record.pipeline.account.user,
         "visibility": record.pipeline.visibility.value,
         **{key: shown[key] for key in keys},
+        "tries": shown.get("tries"),
         "rewards": _small_curve(record),
         "admitted_s": record.admitted_s,
         "ended_s": record.ended_s,

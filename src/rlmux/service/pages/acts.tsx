@@ -1,4 +1,4 @@
-// What a user does to one pipeline: hold, release, rank, cancel. The server says what came of it, and that is shown.
+// What a user does to one pipeline: hold, release, rank, cancel, retry. The server says what came of it, and that is shown.
 import { useState } from "preact/hooks";
 import { post } from "./api";
 import { of } from "./lane";
@@ -8,7 +8,7 @@ export interface Acts {
   /** What the last act of this page came to; an error is shown as such. */
   said: string | null;
   error: Error | null;
-  tell: (name: string, verb: "cancel" | "hold" | "release" | "rank" | "park" | "unpark", body?: Record<string, number>) => void;
+  tell: (name: string, verb: "cancel" | "retry" | "hold" | "release" | "rank" | "park" | "unpark", body?: Record<string, number>) => void;
 }
 
 export function useActs(lane: string): Acts {
@@ -38,5 +38,14 @@ export function CancelButton({ name, tell }: { name: string; tell: Acts["tell"] 
     </button>
   ) : (
     <button onClick={() => setSure(true)}>Cancel</button>
+  );
+}
+
+/** A failed pipeline goes on from its newest checkpoint, as soon as there is room. */
+export function RetryButton({ name, tell }: { name: string; tell: Acts["tell"] }) {
+  return (
+    <button title="goes on from its newest checkpoint, as soon as there is room" onClick={() => tell(name, "retry")}>
+      Retry
+    </button>
   );
 }

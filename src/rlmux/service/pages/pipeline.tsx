@@ -2,7 +2,7 @@
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { get, useData } from "./api";
-import { CancelButton, useActs } from "./acts";
+import { CancelButton, RetryButton, useActs } from "./acts";
 import { Chart, Constants, More, constantOf } from "./charts";
 import { paintOf, shadeOf } from "./colours";
 import { Trouble } from "./frame";
@@ -12,7 +12,7 @@ import { Log } from "./log";
 import { Dot, Labels, Tiles } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
-import type { Detail, File, Metrics, Step } from "./shapes";
+import type { Detail, File, Metrics, Step, Tries } from "./shapes";
 import { Samples } from "./samples";
 import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
 import { Waits } from "./waits";
@@ -20,7 +20,7 @@ import { draft } from "./draft";
 import { promiseTitle, promiseWord } from "./promises";
 import { Causes } from "./causes";
 import { Weights } from "./weights";
-import { count, firstMetrics, moment, percent, reward, seconds, stageName, times } from "./words";
+import { count, firstMetrics, moment, percent, reward, seconds, stageName, times, tryInWords } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
@@ -72,11 +72,13 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         {shown.is_going_on && detail.value.status === "running" && <button onClick={() => acts.tell(name, "park")}>Park</button>}
         {doesWait && detail.value.reason.includes("parked") && <button onClick={() => acts.tell(name, "unpark")}>Unpark</button>}
         {shown.is_going_on && ["running", "waiting"].includes(detail.value.status) && <CancelButton name={name} tell={acts.tell} />}
+        {shown.is_going_on && detail.value.status === "failed" && <RetryButton name={name} tell={acts.tell} />}
       </div>
       {detail.value.reason && !doesWait && <p class="banner">{detail.value.reason}</p>}
       <Trouble error={detail.error ?? acts.error} />
       {detail.value.note && <p class="note">{detail.value.note}</p>}
       {acts.said && <p class="banner soft">{acts.said}</p>}
+      {detail.value.tries && <TriesOf tries={detail.value.tries} />}
       {doesWait && <Waits lane={lane} name={name} />}
       <Figures detail={detail.value} />
       {(detail.value.project || detail.value.user) && <Account lane={lane} detail={detail.value} />}
@@ -109,6 +111,24 @@ function CloneLink({ path, name }: { path: string; name: string }) {
     go(address("/queue"));
   };
   return <button onClick={() => void clone()}>Clone</button>;
+}
+
+/** Which try it is in, and how those before ended. */
+function TriesOf({ tries }: { tries: Tries }) {
+  return (
+    <details class="small">
+      <summary>
+        {tryInWords(tries)}, after: {tries.failures.at(-1)?.reason || "a failure"}
+      </summary>
+      <ol>
+        {tries.failures.map((failure) => (
+          <li>
+            {moment(failure.at_s, 1)}: {failure.reason || "a failure"} <span class="muted">({failure.cause.replaceAll("_", " ")})</span>
+          </li>
+        ))}
+      </ol>
+    </details>
+  );
 }
 
 function FileOf({ path, lane }: { path: string; lane: string }) {

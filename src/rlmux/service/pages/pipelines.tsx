@@ -6,12 +6,13 @@ import { useKeys } from "./keys";
 import { MAX_COMPARED } from "./compare";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
+import { RetryButton, useActs, type Acts } from "./acts";
 import { Labels, PipelineName, Spark } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import { promiseTitle, promiseWord } from "./promises";
 import type { Page } from "./kinds";
 import type { Detail, LabelsSet, Pipeline } from "./shapes";
-import { count, reward, seconds, times } from "./words";
+import { count, reward, seconds, times, tryInWords } from "./words";
 
 const STATUSES = ["running", "waiting", "finished", "failed", "cancelled", "refused", "stopped"];
 const COLUMNS: readonly (readonly [string, string, string])[] = [
@@ -33,6 +34,7 @@ export function Pipelines() {
   const filters = new URLSearchParams({ lane: lane.name, limit: "100", ...(status && { status }), ...(name && { name }), ...(sort && { sort }) });
   const first = useData<Page<Pipeline>>(`/pipelines?${filters}`, [`pipeline:${lane.name}`]);
   const { rows, more } = useFurther<Pipeline>("/pipelines", first.value, filters.toString());
+  const acts = useActs(lane.name);
   const [chosen, setChosen] = useState(-1);
   const [marked, setMarked] = useState<readonly string[]>([]);
   const mark = (name: string) => setMarked(marked.includes(name) ? marked.filter((each) => each !== name) : [...marked, name]);
@@ -60,7 +62,8 @@ export function Pipelines() {
         </select>
         {marked.length > 1 && <a href={address("/compare", { of: marked.join(",") })}>compare {marked.length}</a>}
       </div>
-      <Trouble error={first.error} />
+      <Trouble error={first.error ?? acts.error} />
+      {acts.said && <p class="banner soft">{acts.said}</p>}
       <div class="scroll">
         <table>
           <thead>
@@ -74,7 +77,7 @@ export function Pipelines() {
           </thead>
           <tbody>
             {rows.map((row, index) => (
-              <ListRow key={row.name} row={row} isChosen={index === chosen} colour={colourOf(pipelines, row.name)} isMarked={marked.includes(of(row.lane, row.name))} mark={marked.length < MAX_COMPARED || marked.includes(of(row.lane, row.name)) ? mark : null} />
+              <ListRow key={row.name} row={row} isChosen={index === chosen} colour={colourOf(pipelines, row.name)} isMarked={marked.includes(of(row.lane, row.name))} isGoingOn={lane.is_going_on} tell={acts.tell} mark={marked.length < MAX_COMPARED || marked.includes(of(row.lane, row.name)) ? mark : null} />
             ))}
           </tbody>
         </table>
@@ -108,9 +111,12 @@ interface RowProps {
   isMarked: boolean;
   /** Null where no more can be compared. */
   mark: ((name: string) => void) | null;
+  /** Whether a process carries its lane on. */
+  isGoingOn: boolean;
+  tell: Acts["tell"];
 }
 
-function ListRow({ row, isChosen, colour, isMarked, mark }: RowProps) {
+function ListRow({ row, isChosen, colour, isMarked, mark, isGoingOn, tell }: RowProps) {
   const [isEdited, setEdited] = useState(false);
   if (isEdited) return <LabelsForm row={row} close={() => setEdited(false)} />;
   return (
@@ -126,6 +132,13 @@ function ListRow({ row, isChosen, colour, isMarked, mark }: RowProps) {
       <td class={`state ${row.status}`} title={row.reason}>
         {row.status}
         {row.doing && <span class="muted"> · {row.doing}</span>}
+        {row.tries && <span class="muted"> · {tryInWords(row.tries)}</span>}
+        {isGoingOn && row.status === "failed" && (
+          <>
+            {" "}
+            <RetryButton name={row.name} tell={tell} />
+          </>
+        )}
         {row.reason && <div class="why">{row.reason}</div>}
       </td>
       <td class="number">

@@ -100,3 +100,8 @@ export function metricName(name: string): string {
   const [words, unit] = FIRST_METRICS[name] ?? [name, ""];
   return unit ? `${words} (${unit})` : words;
 }
+
+/** Which try a pipeline is in: "try 2 of 3". */
+export function tryInWords({ number, of }: { number: number; of: number | null }): string {
+  return of === null ? `try ${number}` : `try ${number} of ${of}`;
+}

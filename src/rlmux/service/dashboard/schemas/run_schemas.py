@@ -351,6 +351,21 @@ class Outcome(Shape):
 # ---------------------------------------------------------------------- pipelines
 
 
+class FailedTry(Shape):
+    at_s: float
+    cause: Literal["lost_worker", "out_of_memory", "user_code", "other"]
+    reason: str
+
+
+class Tries(Shape):
+    number: int
+    """Which try the pipeline is in."""
+    of: int | None
+    """Tries that its `retries` give, those that a user asked for included; null: it has no such rule."""
+    failures: list[FailedTry]
+    """How the tries before ended, the first one first."""
+
+
 class Pipeline(Shape):
     lane: str
     name: str
@@ -359,6 +374,8 @@ class Pipeline(Shape):
     visibility: str
     status: str
     reason: str
+    tries: Tries | None = None
+    """Null in its first try."""
     step: int
     num_steps: int | None
     doing: str | None
