@@ -26,7 +26,7 @@ MAX_MODULES = 18
 RATCHET = {
     "lines of api": 1_100,
     "lines of broker": 2_100,
-    "lines of cli": 5_700,
+    "lines of cli": 5_800,  # rlmux retry
     "lines of client": 1_000,
     "lines of config": 3_200,
     "lines of core": 12_300,  # causes of failures, which a rule about retries tells apart
