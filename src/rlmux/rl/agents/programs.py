@@ -275,21 +275,25 @@ class Programs:
         if self._code_folder is not None:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self._code_folder), env.get("PYTHONPATH", "")]))
         gateway = SandboxGateway(port=self._gateway.port, socket=self._gateway.socket)
-        return sandbox.start(self._argv(trial.prompt), env=env, output=output, gateway=gateway)
+        return sandbox.start(self._argv(trial.prompt, sandbox), env=env, output=output, gateway=gateway)
 
-    def _argv(self, prompt: Prompt) -> Sequence[str]:
+    def _argv(self, prompt: Prompt, sandbox: Sandbox) -> Sequence[str]:
         """Words of the command, with the row's columns in place, and files of the code folder by their whole path."""
         if self._task.function is not None:
             return [sys.executable, str(_FUNCTION_PROGRAM), self._task.function]
-        if self._task.command is None:
+        if self._task.command is not None:
+            return [self._word(word, prompt) for word in shlex.split(self._task.command)]
+        if self._task.sandbox != "docker":
             return [sys.executable, str(_BASH_AGENT)]
-        return [self._word(word, prompt) for word in shlex.split(self._task.command)]
+        sandbox.put(_BASH_AGENT, "/sandbox/bash_agent.py")  # an image has Pythons and files of its own
+        return ["python3", "/sandbox/bash_agent.py"]
 
     def _word(self, word: str, prompt: Prompt) -> str:
-        if word == "python":
+        folder = None if self._task.sandbox == "docker" else self._code_folder
+        if word == "python" and self._task.sandbox != "docker":
             return sys.executable
-        if self._code_folder is not None and os.path.isfile(self._code_folder / word):  # False for a word too long
-            return str(self._code_folder / word)
+        if folder is not None and os.path.isfile(folder / word):  # False for a word too long
+            return str(folder / word)
         columns = {**(prompt.data or {}), "prompt": prompt.text}
         return _COLUMN.sub(lambda found: _written(columns[found[1]]) if found[1] in columns else found[0], word)
 

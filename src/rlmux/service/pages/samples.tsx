@@ -107,6 +107,7 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
                   <td class="number">
                     {count(one.tokens)}
                     {one.stop === "length" && <span title="cut by its length"> ✂</span>}
+                    {!["stop", "length"].includes(one.stop) && <span class="muted" title={ENDS[one.stop]}> {one.stop}</span>}
                   </td>
                   <td class="start">{visible(one.start)}</td>
                 </tr>
