@@ -30,12 +30,28 @@ def sandbox(make):
 
 
 def test_files_of_the_machine_cannot_be_written(sandbox, run):
-    target = CHECKOUT / "written_by_a_program"
-    code, said = run(sandbox, "bash", "-c", f"ls {CHECKOUT}/src; touch {target}")
+    target = Path(sys.prefix) / "written_by_a_program"
+    code, said = run(sandbox, "bash", "-c", f"ls {sys.prefix}; touch {target}")
     assert code != 0
-    assert "rlmux" in said
+    assert "bin" in said
     assert "Read-only file system" in said
     assert not target.exists()
+
+
+def test_a_shown_folder_in_tmp_can_be_read_and_a_hidden_one_in_it_is_empty(tmp_path, run):
+    """`tmp_path` lies in the machine's own /tmp."""
+    shown = tmp_path / "code"
+    (shown / "suite").mkdir(parents=True)
+    (shown / "agent.py").write_text("print('here')")
+    (shown / "suite" / "solve.sh").write_text("secret")
+    sandbox = ProcessSandbox(tmp_path / "all" / "one", SandboxLimits(), hidden=(shown / "suite",), shown=(shown,))
+    try:
+        assert run(sandbox, "cat", str(shown / "agent.py"))[1].strip() == "print('here')"
+        assert run(sandbox, "ls", "-A", str(shown / "suite")) == (0, "")
+        code, said = run(sandbox, "touch", str(shown / "new"))
+        assert (code != 0, "Read-only" in said) == (True, True)
+    finally:
+        sandbox.close()
 
 
 @pytest.mark.parametrize(

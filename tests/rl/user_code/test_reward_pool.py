@@ -100,7 +100,7 @@ FAULTS = {
     "large": lambda rest: float(len(bytearray(int(rest)))),
     "fill": fill,
     "write": write,
-    "files": lambda rest: float(sum(os.path.exists(f"/proc/self/fd/{number}") for number in range(3, 64))),
+    "files": lambda rest: float(len(os.listdir("/proc/self/fd")) - 4),  # input, output, errors, and the list itself
 }
 """
 

@@ -234,7 +234,8 @@ class Programs:
         return reward_in(reported)
 
     def _opened(self, kind: str, root: Path, task: HarborTask | None, with_end: contextlib.ExitStack) -> Sandbox:
-        sandbox = make_sandbox(kind, root / "sandbox", limits=self._limits, environment=task)
+        shown = () if self._code_folder is None else (self._code_folder,)
+        sandbox = make_sandbox(kind, root / "sandbox", limits=self._limits, environment=task, shown=shown)
         with_end.callback(_close, sandbox)
         if task is not None:
             prepare(task, sandbox)

@@ -13,7 +13,6 @@ A module of its own: formats are pure functions, tested without a server.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -146,7 +145,7 @@ def _openai_calls(answer: Answer) -> dict[str, Any]:
 
 
 def _head(kind: str, id: str, model: str) -> dict[str, Any]:
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
+    return {"id": id, "object": kind, "created": 0, "model": model}
 
 
 def _usage(answer: Answer) -> dict[str, int]:

@@ -9,6 +9,7 @@ Reading order: sandbox, guard, folder, process, harbor_suite, dockerfile, docker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +26,18 @@ KINDS = ("process", "docker", "folder")
 
 
 def make_sandbox(
-    kind: str, root: Path, *, limits: SandboxLimits, environment: HarborTask | None = None
+    kind: str,
+    root: Path,
+    *,
+    limits: SandboxLimits,
+    environment: HarborTask | None = None,
+    shown: Sequence[Path] = (),
 ) -> FolderSandbox | docker.DockerSandbox:
     """A sandbox with its files in the folder `root`, which is made here and removed when it is closed.
 
     The parent of `root` is for sandboxes alone: programs of a process sandbox see it empty, so that none sees another
-    one's files. A task's own memory limit counts where it is the smaller one. Raises UserError, with what is accepted,
+    one's files. `shown`: folders that they can read even where they lie in /tmp. A task's own memory limit counts where
+    it is the smaller one. Raises UserError, with what is accepted,
     for an unknown kind and for one that this machine does not have.
     """
     if environment is not None and environment.memory_bytes is not None:
@@ -44,7 +51,9 @@ def make_sandbox(
         case "process":
             if (reason := process.unavailable_reason()) is not None:
                 raise UserError(f"sandbox: process: not on this machine: {reason}; accepted: docker, or folder")
-            return ProcessSandbox(root, limits, hidden=() if environment is None else (environment.folder,))
+            return ProcessSandbox(
+                root, limits, hidden=() if environment is None else (environment.folder,), shown=shown
+            )
         case "docker":
             if environment is None:
                 raise UserError("sandbox: docker: needs a task with an image; accepted: a Harbor suite, or process")

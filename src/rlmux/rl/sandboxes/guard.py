@@ -255,28 +255,39 @@ def _make_root(namespaces: dict[str, Any]) -> None:
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     # They may lie below the place of the new root, so they are held open; paths would lead into it.
     own = {name: os.open(path, os.O_PATH) for name, path in namespaces["folders"].items()}
+    shown = {path: os.open(path, os.O_PATH) for path in namespaces["shown"]}
     _mount("tmpfs", _NEW, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
     for name in {*_NOT_TAKEN, *own}:
         os.mkdir(f"{_NEW}/{name}")
     for name in sorted(set(os.listdir("/")) - _NOT_TAKEN - set(own)):
         _take(name)
-    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
-    pointer = ctypes.c_char_p(attributes)
-    numbers = (ctypes.c_long(_MOUNT_SETATTR), ctypes.c_int(_AT_FDCWD), _NEW.encode(), ctypes.c_uint(_AT_RECURSIVE))
-    _call("mount_setattr (Linux 5.12)", _libc.syscall(*numbers, pointer, ctypes.c_size_t(len(attributes))))
-    for path in namespaces["hidden"]:
-        if os.path.isdir(_NEW + path):
-            _mount("tmpfs", _NEW + path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
+    _make_read_only(_NEW)
     for name, file in own.items():
         _mount(f"/proc/self/fd/{file}", f"{_NEW}/{name}", None, _MS_BIND)
         os.close(file)
     _make_devices()
     _mount("tmpfs", f"{_NEW}/run", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=16m")
+    for path, file in shown.items():
+        os.makedirs(_NEW + path, exist_ok=True)
+        _mount(f"/proc/self/fd/{file}", _NEW + path, None, _MS_BIND | _MS_REC)
+        _make_read_only(_NEW + path)
+        os.close(file)
+    for path in namespaces["hidden"]:
+        if os.path.isdir(_NEW + path):
+            _mount("tmpfs", _NEW + path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
     _mount("proc", f"{_NEW}/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     os.chdir(_NEW)
     _call("pivot_root", _libc.pivot_root(b".", b"."))  # the old root is then on top of the new one
     _call("umount of the old root", _libc.umount2(b".", _MNT_DETACH))
     os.chdir("/")
+
+
+def _make_read_only(path: str) -> None:
+    """A mount and all below it."""
+    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+    pointer = ctypes.c_char_p(attributes)
+    numbers = (ctypes.c_long(_MOUNT_SETATTR), ctypes.c_int(_AT_FDCWD), path.encode(), ctypes.c_uint(_AT_RECURSIVE))
+    _call("mount_setattr (Linux 5.12)", _libc.syscall(*numbers, pointer, ctypes.c_size_t(len(attributes))))
 
 
 def _take(name: str) -> None:

@@ -4,7 +4,8 @@ What a program sees: the machine's own files, read-only; /app, /tests, /logs, /s
 the sandbox's; the processes that it started itself; a network with nothing in it but the gateway. Its user is shown as
 root. Each start has fresh namespaces over the same folders.
 
-What it does not see: other sandboxes, the folder of its task with tests and solution, the machine's /run and /tmp. **It
+What it does not see: other sandboxes, the folder of its task with tests and solution, the machine's /run and /tmp, but
+for Python, rlmux and the user's code where they lie there. **It
 can read every other file that the user who runs rlmux can read, and connect to a unix socket that lies elsewhere.**
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -24,12 +25,16 @@ from rlmux.rl.sandboxes.sandbox import Gateway, RunningProgram, SandboxLimits, s
 
 class ProcessSandbox(FolderSandbox):
     """Files in the folder `root`; programs see its parent, where other sandboxes are, empty. `hidden`: folders that
-    they see empty as well."""
+    they see empty as well. `shown`: folders that they can read wherever they lie."""
 
     has_own_root = True
 
-    def __init__(self, root: Path, limits: SandboxLimits, *, hidden: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, root: Path, limits: SandboxLimits, *, hidden: Sequence[Path] = (), shown: Sequence[Path] = ()
+    ) -> None:
         super().__init__(root, limits)
+        needed = (Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], *shown)
+        self._shown = _outermost(path.absolute() for path in needed if path.absolute().is_relative_to("/tmp"))
         self._hidden = [str(path.resolve()) for path in (root.parent, *hidden)]
 
     def start(
@@ -45,6 +50,7 @@ class ProcessSandbox(FolderSandbox):
         namespaces = {
             "folders": {path.name: str(path) for path in sorted(self._root.iterdir())},
             "hidden": self._hidden,
+            "shown": self._shown,
             "port": None if gateway is None else gateway.port,
             "socket": None if gateway is None else str(gateway.socket.absolute()),
         }
@@ -73,6 +79,15 @@ class ProcessSandbox(FolderSandbox):
                 "or sandbox: docker"
             )
         return found
+
+
+def _outermost(paths: Iterable[Path]) -> list[str]:
+    """Folders that lie in none of the others."""
+    found: list[Path] = []
+    for path in sorted({*paths}):
+        if not any(path.is_relative_to(other) for other in found):
+            found.append(path)
+    return [str(path) for path in found]
 
 
 @cache
