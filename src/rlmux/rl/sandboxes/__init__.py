@@ -37,8 +37,8 @@ def make_sandbox(
 
     The parent of `root` is for sandboxes alone: programs of a process sandbox see it empty, so that none sees another
     one's files. `shown`: folders that they can read even where they lie in /tmp. A task's own memory limit counts where
-    it is the smaller one. Raises UserError, with what is accepted,
-    for an unknown kind and for one that this machine does not have.
+    it is the smaller one. Raises UserError, with what is accepted, for an unknown kind and for one that this machine
+    does not have.
     """
     if environment is not None and environment.memory_bytes is not None:
         most = limits.memory_bytes
