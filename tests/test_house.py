@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 57_700,  # agents, retries
+    "words of docs": 57_800,  # agents, retries
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
