@@ -444,6 +444,8 @@ class Handler(BaseHTTPRequestHandler):
                 finish, num_made = request.finish, len(request.made)
                 if finish == "lost":
                     return None
+                if finish is None and num_made == num_told:  # it was told of a token that the last look had seen
+                    continue
                 if finish == "broken":
                     error = {"message": f"{DEAD}.", "type": "InternalServerError", "param": None, "code": 500}
                     self.send_events([{"error": error}, "[DONE]"])
