@@ -163,10 +163,6 @@ class Session:
         """Whether the engine waits, and has something to go on with."""
         return self.is_engine_waiting and self._open is not None and not self._open.is_sent
 
-    @property
-    def num_sampled(self) -> int:
-        return sum(sum(each.is_sampled) for each in self._sequences)
-
     def restart(self) -> None:
         """Forget everything that was asked: another program begins anew, with the same random numbers."""
         self._refuse_all("the program that asked was ended")

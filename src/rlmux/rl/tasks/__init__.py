@@ -17,7 +17,6 @@ from rlmux.rl.tasks.base import Environment, Segment, Task
 from rlmux.rl.tasks.calculator import CalculatorTask
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.tasks.guess import GuessTask
-from rlmux.rl.tasks.harbor import HarborSuite
 from rlmux.rl.tasks.ordering import ReverseTask, SortTask
 from rlmux.rl.tasks.reasoning_gym import ReasoningGymTask
 from rlmux.rl.vocabulary import Vocabulary
@@ -49,6 +48,8 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
     if config.name.startswith(_GYM_PREFIX):
         return ReasoningGymTask(config.name.removeprefix(_GYM_PREFIX), config.params, seed)
     if config.name == "harbor":
+        from rlmux.rl.tasks.harbor import HarborSuite  # with all that sandboxes import
+
         return HarborSuite(config.path, seed)
     if config.name in ("file", "agent"):
         if config.path is None:
