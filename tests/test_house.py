@@ -27,7 +27,7 @@ RATCHET = {
     "lines of api": 1_100,
     "lines of broker": 2_100,
     "lines of cli": 5_800,  # rlmux retry
-    "lines of client": 1_000,
+    "lines of client": 1_100,  # trackers that follow a run
     "lines of config": 3_200,
     "lines of core": 12_300,  # causes of failures, which a rule about retries tells apart
     "lines of engines": 13_500,
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 57_800,  # agents, retries
+    "words of docs": 58_200,  # agents, retries; trackers that follow a run
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ import rlmux
 from rlmux.cli.main import run_command_line
 from rlmux.client import trackers
 from rlmux.client.trackers import TRACKERS, RunOrigin, figures_of
+from rlmux.log.notes import EndNote
 from rlmux.log.run_log import RunLog
 from rlmux.report.timeline.step_rows import read_step_rows
 
@@ -199,3 +201,42 @@ def read_trackio(out: Path) -> Read:
 
 
 READ = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", [pytest.param(to, marks=installed(to)) for to in ("wandb", "mlflow")])
+def test_a_followed_run_has_each_step_once_when_it_is_over(to, tmp_path):
+    """The follower is killed in the middle and begins again; the run ends while it lives."""
+    script = AlternatingRun(num_steps=NUM_STEPS).script
+    half = len(script.rows) // 2
+    folder = script.write(tmp_path / "demo", half)
+    out = folder if to == "wandb" else folder / "mlruns"
+    words = [sys.executable, "-m", "rlmux", "export", str(folder), "--to", to, "--follow"]
+    with RunLog.open(folder) as log:
+        killed = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        while not out.is_dir() or not any(out.rglob("*")):
+            assert killed.poll() is None
+            time.sleep(0.05)
+        killed.kill()
+        killed.wait()
+        follower = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        append(log, script.rows[half:])
+        log.append_note(log.last_time_s, EndNote(pipelines={}, control_s=0.0))
+        log.commit()
+        assert follower.wait(120) == 0
+        assert "steps written to" in follower.stderr.read()
+        follower.stderr.close()
+    expected = Counter((name, row["step"]) for name, rows in read_step_rows(folder).items() for row in rows)
+    assert Counter((name, step) for name, step, _ in READ[to](out)) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "jsonl"], "--follow with --to jsonl: accepted: wandb, mlflow, trackio"),
+        (["--to", "hf"], "--follow with --to hf: accepted: wandb, mlflow, trackio"),
+    ],
+)
+def test_only_a_tracker_is_followed(folder, words, said, capsys):
+    assert run_command_line(["export", str(folder), "--follow", *words]) == 2
+    assert said in capsys.readouterr().err

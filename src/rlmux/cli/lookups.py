@@ -16,9 +16,10 @@ from typing import Any, TextIO
 
 from rlmux.cli import tables
 from rlmux.client.target import is_url, target_of
-from rlmux.client.trackers import TRACKERS, RunOrigin, check_installed, tracker_of
+from rlmux.client.trackers import TRACKERS, RunOrigin, check_installed, follow_run, tracker_of
 from rlmux.core.errors import UserError
 from rlmux.core.json_text import parse_json
+from rlmux.runtime.records import folders
 
 FORMATS = ("jsonl", "csv")
 HF = "hf"
@@ -114,8 +115,14 @@ def show_sample(place: str, name: str, at: str, *, special_tokens: bool, as_json
         print(f"\n{turn['role']}:\n{turn['text']}")
 
 
-def export(place: str, name: str | None, to: str, out: str | None) -> None:
-    """Write the table of steps, of one pipeline or of all; a file that is there gets the steps that it has not."""
+def export(place: str, name: str | None, to: str, out: str | None, *, is_following: bool = False) -> None:
+    """Write the table of steps, of one pipeline or of all; a file that is there gets the steps that it has not.
+
+    `is_following`: until the run is over, for a tracker.
+    """
+    if is_following:
+        _follow(place, name, to, out)
+        return
     if to in TRACKERS:
         _export_to_tracker(place, name, to, out)
         return
@@ -165,6 +172,16 @@ def export_model(place: str, name: str | None, out: str | None, *, step: int | N
     print(f"rlmux: {name}: weights of step {written} written to {out}", file=sys.stderr)
 
 
+def _follow(place: str, name: str | None, to: str, out: str | None) -> None:
+    if to not in TRACKERS:
+        raise UserError(f"--follow with --to {to}: accepted: {', '.join(TRACKERS)}")
+    if is_url(place):
+        raise UserError(f"--follow: {place} is a server; accepted: the folder of the run, on its machine")
+    check_installed(to)
+    folders.check_run(Path(place))
+    print(f"rlmux: {follow_run(Path(place), to, out, name)} steps written to {to}; the run is over", file=sys.stderr)
+
+
 def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -> None:
     """Export the missing steps to a tracker."""
     check_installed(to)
@@ -175,11 +192,11 @@ def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -
         config = {"run_id": header["run_id"], "policy": shown["policy"], "pipeline": pipeline}
         config |= {key: row[key] for key in ("num_steps", "promise") if row.get(key) is not None}
         origin = RunOrigin(run_id=header["run_id"], created=header["created"], pipeline=pipeline, config=config)
-        tracker = tracker_of(to, out, origin)
-        known = tracker.known()
-        new = [row for row in rows if row["step"] not in known]
-        if new:
-            tracker.add(new)
+        with closing(tracker_of(to, out, origin)) as tracker:
+            known = tracker.known()
+            new = [row for row in rows if row["step"] not in known]
+            if new:
+                tracker.add(new)
         print(f"rlmux: {pipeline}: {len(new)} steps written to {to}, {len(known)} were there", file=sys.stderr)
 
 

@@ -23,7 +23,7 @@ from rlmux.config.load import Spec, read_text, spec_of_tree
 from rlmux.config.serve_file import ServeConfig, checked_serve
 from rlmux.config.shares import SharesConfig
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import ClusterConfig
+from rlmux.config.tree import ClusterConfig, TrackersConfig
 from rlmux.rl.config import FromFile, Name
 
 RESERVED = ("bundles",)
@@ -44,6 +44,8 @@ class LaneConfig(FromFile):
     """Policy (docs/reference/cli.md lists them)."""
     serve: ServeConfig | None = None
     """Models for Tinker clients and permits for programs; at most one lane of a file has it."""
+    trackers: TrackersConfig | None = None
+    """Trackers that get each step of the lane's pipelines while they train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -348,6 +348,40 @@ class PipelineConfig(PipelineKeys):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WandbConfig(FromFile):
+    """Weights & Biases, a run a pipeline. Needs the package `wandb`."""
+
+    mode: Literal["offline", "online"] = "offline"
+    """`offline`: files in `wandb` of the run's folder, for `wandb sync`. `online`: sent at once, with the login of the
+    process that trains (`wandb login`, or `WANDB_API_KEY`)."""
+    project: Name = "rlmux"
+    """Project that the runs are in."""
+    entity: str | None = None
+    """User or team of the project. Default: that of the login."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlflowConfig(FromFile):
+    """MLflow, a run a pipeline. Needs the package `mlflow-skinny` or `mlflow`."""
+
+    uri: str | None = None
+    """Address of a tracking server, or a folder. Default: `mlruns` in the run's folder."""
+    experiment: Name = "rlmux"
+    """Experiment that the runs are in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackersConfig(FromFile):
+    """Trackers that get each step while the run goes on. Each is a process beside the run, whose end does not matter to
+    training; what it prints is in `trackers.log`."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases; `{}` for the defaults."""
+    mlflow: MlflowConfig | None = None
+    """MLflow; `{}` for the defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(FromFile):
     """The whole file."""
 
@@ -360,6 +394,8 @@ class RunConfig(FromFile):
     `code_folder` or installed."""
     shares: SharesConfig | None = None
     """Fair shares of projects and users. Default: all equal, and no pipeline is parked."""
+    trackers: TrackersConfig = TrackersConfig()
+    """Trackers that get each step while the run goes on, beside TensorBoard."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default keys of every pipeline. A pipeline's own `task` or `model` replaces the default as a whole."""
     pipelines: Annotated[tuple[PipelineConfig, ...], MinLen(1)]

@@ -11,7 +11,7 @@ read profiles, choose a display, or print; its callers hand it what those come t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +43,8 @@ from rlmux.runtime.run import LOCAL, MakeBackend, RunOptions, RunResult, resume_
 AddCosts = Callable[[Pipeline, TrainingConfig, Cluster], Pipeline]
 """Returns the pipeline with estimates of what its switches and migrations cost on this machine."""
 
+_PACKAGES = {"mlflow": "mlflow-skinny"}
+"""Package that brings a tracker's module, where its name is another."""
 _TRAINING = ("torch", "transformers", "safetensors", "tokenizers")
 
 
@@ -104,7 +106,8 @@ def _for_file(spec: Spec, options: RunOptions, add_costs: AddCosts, address: str
     """The options with what the file decides, and its cluster; its code can be imported from then on."""
     make_backend, cluster = backend_maker(options.backend, address, spec.cluster)
     plugins.look_in(spec.code_folder)
-    return replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares), cluster
+    options = replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares)
+    return replace(options, trackers=trackers_of(spec)), cluster
 
 
 def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, code_folder: Path) -> None:
@@ -140,6 +143,16 @@ def check_installed() -> None:
     missing = [name for name in _TRAINING if find_spec(name) is None]
     if missing:
         raise UserError(f"training: {missing[0]} is not installed; install it with: pip install 'rlmux[train]'")
+
+
+def trackers_of(spec: Spec) -> list[str]:
+    """Trackers that get each step while the file's run goes on. Raises UserError for one that is not installed."""
+    names = [each.name for each in fields(spec.trackers) if getattr(spec.trackers, each.name) is not None]
+    for name in names:
+        if find_spec(name) is None:
+            package = _PACKAGES.get(name, name)
+            raise UserError(f"{spec.source}: trackers.{name}: it is not installed; accepted: pip install {package}")
+    return names
 
 
 def parser(run: Spec, add_costs: AddCosts = add_no_costs) -> ParseSubmission:

@@ -57,6 +57,7 @@ from rlmux.runtime.memory.memory_budget import (
 from rlmux.runtime.orders.determinism_check import check_determinism
 from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
+from rlmux.runtime.records.live_trackers import LiveTrackers
 from rlmux.runtime.records.metrics_writer import MetricsWriter
 from rlmux.runtime.records.run_folder import FolderWatch, prepare_folder
 from rlmux.runtime.records.usage_notes import UsageNotes
@@ -97,6 +98,8 @@ class RunOptions:
     """Commands of other threads, for on-demand pipelines and programs."""
     shares: ShareSettings | None = None
     """Entitlements of users; None: equal."""
+    trackers: Sequence[str] = ()
+    """Trackers that get each step while the run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,8 @@ class RunResult:
     """False: the run was stopped and can be resumed."""
     was_over: bool = False
     """True: there was nothing left to resume."""
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    """Why a tracker may lack steps, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,9 +349,10 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
             retries=retries,
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in options.listeners]
+    trackers = LiveTrackers(folder, options.trackers)
     controller = Controller(
-        scheduler, backend, log, [watch, metrics, endings, usage, starts, *displays], run_api, inbox.has_commands,
-        retries,
+        scheduler, backend, log, [watch, metrics, endings, usage, starts, trackers, *displays], run_api,
+        inbox.has_commands, retries,
     )  # fmt: skip
     try:
         with _private_files(), _without_old_garbage(), _stop_on_interrupt(controller.stop):
@@ -364,7 +370,8 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
         backend.close()
         usage.write(backend.now_s())
         _write_end(log, backend.now_s(), metrics, endings.by_pipeline, controller.control_s)
-    return RunResult(folder=folder, summary=write_report(folder), is_complete=is_complete)
+        late = trackers.finish()
+    return RunResult(folder=folder, summary=write_report(folder), is_complete=is_complete, trackers=late)
 
 
 def _write_end(

@@ -98,6 +98,7 @@ def export(
         int | None, typer.Option("--step", min=0, max=2**31, help="Step of the weights; by default the newest kept.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep a tracker up to date until the run is over.")] = False,
 ) -> None:
     """Export the step table, or with --to hf the weights as a Hugging Face model.
 
@@ -106,8 +107,8 @@ def export(
     """
     from rlmux.cli import lookups
 
-    if to == lookups.HF:
+    if to == lookups.HF and not follow:
         lookups.export_model(place, name, out, step=step, is_merged=merge)
     else:
         lookups.check_no_model_options(to, step=step, is_merged=merge)
-        lookups.export(place, name, to, out)
+        lookups.export(place, name, to, out, is_following=follow)

@@ -278,6 +278,8 @@ def _end(ended: Run, as_json: bool) -> None:
     summary = result.summary if as_json else {**result.summary, "planned": _planned(result)}
     if result.was_over:
         inputs.print_notice("nothing to resume: every pipeline is over")
+    for tracker, problem in result.trackers.items():
+        inputs.print_notice(f"{tracker} {problem}")
     if result.is_complete:
         tables.show_run(summary, result.folder, as_json=as_json)
         failed = [name for name, row in result.summary["pipelines"].items() if row["status"] == "failed"]

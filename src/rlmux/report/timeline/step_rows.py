@@ -5,10 +5,12 @@ step  end_s  seconds  solo_s  slowdown  weights_checksum  weights_sha256  metric
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlmux.log.notes import EndNote
 from rlmux.log.run_log import NOT_SHOWN, Entry, LogReader
 from rlmux.report.timeline.history import without_collector
 from rlmux.report.timeline.live_steps import PublishedStep
@@ -22,23 +24,42 @@ BARE = tuple(type for type in NOT_SHOWN if type not in SUM_NOTES)
 
 def read_step_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Every published step of every pipeline of a run, in order. Raises LogError where its log cannot be read."""
-    sums = StepSums()
-    with LogReader(folder) as log, without_collector():
-        follower = Follower(log.header)
-        for part in log.parts(bare=BARE):
-            follower.add(part)
-            if isinstance(part, Entry) and part.type in SUM_NOTES:
-                sums.add(part.note)
-        steps = follower.look().steps
-    history = follower.history
-    return {
-        str(name): [
-            step_row(published, record, sums.of(name, step))
-            for step, published in steps.get(name, {}).items()
-            if published is not None
-        ]
-        for name, record in history.pipelines.items()
-    }
+    with contextlib.closing(StepRowsReader(folder)) as reader:
+        return reader.read()
+
+
+class StepRowsReader:
+    """Reads the table of a run that goes on; each read takes only new rows from the log."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises LogError where the folder's log cannot be read."""
+        self._log = LogReader(folder)
+        self.header = self._log.header
+        self._follower, self._sums, self._seq = Follower(self.header), StepSums(), 0
+        self.is_over = False
+        """Whether the last row that was read ends its process's part of the run."""
+
+    def read(self) -> dict[str, list[dict[str, Any]]]:
+        """Steps that are new, or have new figures, since the last read; every pipeline has a list."""
+        with without_collector():
+            for part in self._log.parts(after=self._seq, bare=BARE):
+                self._follower.add(part)
+                self._seq = max(self._seq, part.seq)
+                self.is_over = isinstance(part, Entry) and part.type == EndNote.type
+                if isinstance(part, Entry) and part.type in SUM_NOTES:
+                    self._sums.add(part.note)
+            steps = self._follower.look().steps
+        return {
+            str(name): [
+                step_row(published, record, self._sums.of(name, step))
+                for step, published in steps.get(name, {}).items()
+                if published is not None
+            ]
+            for name, record in self._follower.history.pipelines.items()
+        }
+
+    def close(self) -> None:
+        self._log.close()
 
 
 def step_row(published: PublishedStep, record: PipelineRecord, sums: Mapping[str, str]) -> dict[str, Any]:
