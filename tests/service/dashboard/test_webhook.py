@@ -6,14 +6,17 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tests.log_script import LogScript, append
 
+from rlmux.core.errors import UserError
 from rlmux.log.run_log import RunLog
+from rlmux.service.dashboard import webhook as webhook_module
 from rlmux.service.dashboard.handlers import Reads
-from rlmux.service.dashboard.webhook import Webhook, body_of
+from rlmux.service.dashboard.webhook import Webhook, body_of, check_webhook
 from rlmux.service.index.indexer import LaneIndexer
 from rlmux.service.index.lanes import Root
 
@@ -175,3 +178,34 @@ def test_an_address_that_is_gone_ends_nothing(growing, capsys):
     growing.add(*[0.02] * 20, 20.0, 20.0, 20.0)
     webhook.look()
     assert "--webhook http://127.0.0.1:9/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("somewhere", "--webhook somewhere: accepted: an address with http:// or https://"),
+        ("tgram://123456789:secret/1", "--webhook tgram://.../: needs Apprise; accepted: pip install 'rlmux[notify]'"),
+    ],
+)
+def test_an_address_that_nothing_can_send_to_is_one_line_without_its_secret(url, said, monkeypatch):
+    monkeypatch.setattr(webhook_module, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as refused:
+        check_webhook(url)
+    assert str(refused.value).startswith(said)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.skipif(find_spec("apprise") is None, reason="needs apprise")
+def test_any_other_service_gets_a_line_by_apprise(growing, address):
+    url = address.url.replace("http://", "json://")
+    check_webhook(url)
+    webhook = Webhook(Reads(Root(growing.folder, growing.folder), lambda folder: None), url)
+    growing.add(*[0.02] * 20, 2.0, 2.0, 2.0)
+    webhook.look()
+    assert address.told[0]["message"].startswith("firing: kl_blowup (warning) of sort in demo: ")
+
+
+@pytest.mark.skipif(find_spec("apprise") is None, reason="needs apprise")
+def test_a_scheme_that_apprise_does_not_know_is_refused():
+    with pytest.raises(UserError, match=r"--webhook nope://.../: accepted: .*; or one of appriseit.com/services"):
+        check_webhook("nope://x")

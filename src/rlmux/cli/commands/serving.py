@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +47,7 @@ WebhookUrl = Annotated[
     typer.Option(
         "--webhook",
         metavar="URL",
-        help="Address that alerts are sent to as JSON, by POST; Slack's and Discord's, too.",
+        help="Address that alerts are sent to as JSON, by POST; Slack's and Discord's, and Apprise's services, too.",
     ),
 ]
 TlsCert = Annotated[
@@ -90,7 +89,11 @@ def serve(
     \b
     Example: rlmux serve --open
     """
-    _check_webhook(webhook)
+    if webhook is not None:
+        _check_installed(*_PAGES_NEED)
+        from rlmux.service.dashboard.webhook import check_webhook
+
+        check_webhook(webhook)
     way = _Way(listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header)
 
     def ready(pages: Dashboard) -> None:
@@ -281,14 +284,6 @@ def _hours(text: str) -> float:
     if not hours > 0:
         raise UserError(f"HOURS {text!r}: accepted: device-hours a day above 0, or none")
     return hours
-
-
-def _check_webhook(url: str | None) -> None:
-    if url is not None and not re.match(r"((slack|discord)\+)?https?://[^/\s]+", url):
-        raise UserError(
-            f"--webhook {url}: accepted: an address that begins with http:// or https://, slack+ or discord+ before it "
-            "or not"
-        )
 
 
 def _address(listen: str) -> tuple[str, int]:

@@ -4,7 +4,8 @@
 
     hooks.slack.com, slack+URL              {"text": ...}
     discord.com/api/webhooks, discord+URL   {"content": ...}
-    any other                               the alert's fields, with `lane` and `state`
+    any other http:// or https://           the alert's fields, with `lane` and `state`
+    mailto://, tgram://, ntfy://, ...       a line of text, by Apprise (https://appriseit.com/services/)
 
 A failed delivery is retried, `_MAX_TRIES` tries in all, then dropped with a line on stderr, so that one refused alert
 does not block others. A started server sends the alerts that fire at that time.
@@ -15,16 +16,18 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import re
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlmux.core.errors import LogError
+from rlmux.core.errors import LogError, UserError
 from rlmux.service.addresses import LOOPBACK
 from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.handlers import Reads
@@ -58,9 +61,8 @@ class Webhook:
 
     def __init__(self, reads: Reads, webhook: str, now_s: Callable[[], float] = time.monotonic) -> None:
         self._reads = reads
-        self._url = url_of(webhook)
-        self._opener = _opener(self._url)
-        self._body = body_of(webhook)
+        self._place = _place_of(url_of(webhook))
+        self._deliver = _delivery_of(webhook)
         self._now_s = now_s
         self._notified: dict[Key, dict[str, Any]] = {}
         self._dropped: set[Key] = set()
@@ -143,12 +145,9 @@ class Webhook:
 
     def _send(self, message: dict[str, Any]) -> Exception | None:
         """None where the address took it. The first failure in a row is a line on stderr."""
-        data = json.dumps(self._body(message)).encode()
-        headers = {"Content-Type": "application/json", "User-Agent": "rlmux"}  # Discord refuses that of urllib
-        request = urllib.request.Request(self._url, data, headers, method="POST")
         try:
-            with self._opener.open(request, timeout=_ANSWER_LIMIT_S):
-                self._is_reachable = True
+            self._deliver(message)
+            self._is_reachable = True
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
@@ -159,10 +158,56 @@ class Webhook:
         return None
 
     def _print(self, text: str) -> None:
-        """A line on stderr, without the path of the address: with Slack and Discord it is a secret."""
-        split = urlsplit(self._url)
-        place = f"{split.scheme}://{split.netloc.rpartition('@')[2]}/"
-        print(f"--webhook {place}: {text}", file=sys.stderr, flush=True)
+        print(f"--webhook {self._place}: {text}", file=sys.stderr, flush=True)
+
+
+def check_webhook(webhook: str) -> None:
+    """Raises UserError for an address that nothing can be sent to."""
+    if re.match(r"((slack|discord)\+)?https?://[^/\s]+", webhook):
+        return
+    accepted = "an address with http:// or https://, slack+ or discord+ before it or not"
+    if "://" in webhook and find_spec("apprise") is None:
+        raise UserError(
+            f"--webhook {_place_of(webhook)}: needs Apprise; accepted: pip install 'rlmux[notify]', or {accepted}"
+        )
+    if "://" not in webhook or _service_of(webhook) is None:
+        raise UserError(f"--webhook {_place_of(webhook)}: accepted: {accepted}; or one of appriseit.com/services")
+
+
+def _service_of(webhook: str) -> Any:
+    """Apprise's service of an address; None for one that it cannot read."""
+    import apprise
+
+    return apprise.Apprise.instantiate(webhook)
+
+
+def _place_of(url: str) -> str:
+    """The address without its path and its user: with Slack, Discord and most others these are secrets."""
+    split = urlsplit(url)
+    is_web = split.scheme in ("http", "https")
+    return f"{split.scheme}://{split.netloc.rpartition('@')[2] if is_web else '...'}/" if split.scheme else url
+
+
+def _delivery_of(webhook: str) -> Callable[[dict[str, Any]], None]:
+    """What sends a message. It raises OSError, HTTPException or ValueError for one that was not taken."""
+    url = url_of(webhook)
+    if urlsplit(url).scheme not in ("http", "https"):
+        service = _service_of(webhook)
+
+        def notify(message: dict[str, Any]) -> None:
+            if not service.notify(title=f"rlmux: {message['lane']}", body=_text_of(message)):
+                raise OSError("the service did not take it")
+
+        return notify
+    opener, body = _opener(url), body_of(webhook)
+
+    def post(message: dict[str, Any]) -> None:
+        data = json.dumps(body(message)).encode()
+        headers = {"Content-Type": "application/json", "User-Agent": "rlmux"}  # Discord refuses that of urllib
+        with opener.open(urllib.request.Request(url, data, headers, method="POST"), timeout=_ANSWER_LIMIT_S):
+            pass
+
+    return post
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
