@@ -1,5 +1,5 @@
 """The long-running server: one address with an API under it for each kind of client.
 
-Reading order: service, hosted_lane, lane_apis, http_server, addresses, http_patience, problems, refusals,
+Reading order: service, hosted_lane, lane_apis, http_server, health, addresses, http_patience, problems, refusals,
 folder_address, model_serving, served_verification.
 """

@@ -18,6 +18,7 @@ from rlmux.runtime.records.folders import ADDRESS
 from rlmux.service.addresses import Listening
 from rlmux.service.dashboard.dashboard import Dashboard
 from rlmux.service.folder_address import wait_for_signal
+from rlmux.service.health import Health
 from rlmux.service.hosted_lane import HostedLane
 from rlmux.service.http_server import Server
 from rlmux.service.lane_apis import TINKER, LaneApis
@@ -82,6 +83,10 @@ class LaneSupervisor:
                 thread.join()
         self._ledger.close()
 
+    def num_ready(self) -> tuple[int, int]:
+        """(lanes without trouble, lanes)."""
+        return sum(self.trouble(folder) is None for folder in self._by_folder), len(self._by_folder)
+
     def trouble(self, folder: Path) -> str | None:
         """What is wrong with the lane in this folder, in one sentence; None where nothing is."""
         lane = self._by_folder.get(folder)
@@ -109,15 +114,20 @@ def serve_lanes(
     *,
     listening: Listening,
     allowed_hosts: Collection[str] = (),
+    health: tuple[str, int] | None = None,
     on_ready: Callable[[Ready], None],
 ) -> Mapping[str, int | None]:
     """Serve until Ctrl-C or SIGTERM; returns the process of each lane that goes on.
 
-    `root`: the service's folder, locked by the caller. Raises UserError, before anything is started, for an address
-    that cannot be had and for a lane whose run began with another cluster.
+    `root`: the service's folder, locked by the caller. `health`: host and port of the address for probes. Raises
+    UserError, before anything is started, for an address that cannot be had and for a lane whose run began with another
+    cluster.
     """
     with closing(Server(listening)) as server:
         supervisor = LaneSupervisor(root, lanes)
+        probes = None if health is None else Health(*health, supervisor.num_ready)
+        if probes is not None:
+            server.run_beside(probes.run)
         opened = _Opened(root, server, supervisor, allowed_hosts, listening.is_private, on_ready)
         try:
             if supervisor.hosted is not None:
@@ -130,6 +140,8 @@ def serve_lanes(
             server.close()  # before what answers its requests
             supervisor.close()
             opened.close()
+            if probes is not None:
+                probes.close()
         return {name: lane.pid for name, lane in supervisor.by_name.items() if lane is not supervisor.hosted}
 
 

@@ -62,6 +62,14 @@ UserHeader = Annotated[
     str | None,
     typer.Option("--user-header", metavar="NAME", help="Header in which the proxy names the user."),
 ]
+HealthAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--health",
+        metavar="HOST:PORT",
+        help="Another address, for the probes of an orchestrator alone: /healthz and /readyz; such as 0.0.0.0:7461.",
+    ),
+]
 ServeOut = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Folder of the service; by default runs/service-FILE.")
 ]
@@ -78,6 +86,7 @@ def serve(
     tls_key: TlsKey = None,
     behind_proxy: BehindProxy = None,
     user_header: UserHeader = None,
+    health: HealthAddress = None,
 ) -> None:
     """Keep a service that takes pipelines and Tinker clients, or show the pages of runs.
 
@@ -94,7 +103,7 @@ def serve(
         from rlmux.service.dashboard.webhook import check_webhook
 
         check_webhook(webhook)
-    way = _Way(listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header)
+    way = _Way(listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header, health)
 
     def ready(pages: Dashboard) -> None:
         _print_pages(pages, opens)
@@ -120,6 +129,7 @@ class _Way:
     tls_key: Path | None = None
     behind_proxy: tuple[str, ...] = ()
     user_header: str | None = None
+    health: str | None = None
 
     def listening(self, default: str = DEFAULT_LISTEN) -> Listening:
         """Raises UserError for missing packages and contradictory options."""
@@ -217,15 +227,23 @@ def _serve_lanes(
     with lock:
         listening = way.listening((last_url(root) or DEFAULT_LISTEN).rpartition("://")[2])
         lanes = load_service_file(file, folder=code, policies=list(POLICIES))
-        pids = serve_lanes(lanes, root, listening=listening, allowed_hosts=allow_host, on_ready=print_ready)
+        pids = serve_lanes(
+            lanes,
+            root,
+            listening=listening,
+            allowed_hosts=allow_host,
+            health=None if way.health is None else _address(way.health, "--health"),
+            on_ready=print_ready,
+        )
     for name, pid in pids.items():
         ends = f"pid {pid}; to end it: rlmux stop {root / name}" if pid is not None else "not started"
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
 
 
 def _show(folder: Path, out: str | None, way: _Way, allow_host: list[str], ready: Callable[[Dashboard], None]) -> None:
-    if out is not None:
-        raise UserError("--out: a folder is shown, not run; accepted: --listen, --open, --allow-host")
+    for option, is_given in (("--out", out is not None), ("--health", way.health is not None)):
+        if is_given:
+            raise UserError(f"{option}: a folder is shown, not run; accepted: --listen, --open, --allow-host")
     listening = way.listening()
     from rlmux.service.folder_address import open_folder
 
@@ -286,10 +304,10 @@ def _hours(text: str) -> float:
     return hours
 
 
-def _address(listen: str) -> tuple[str, int]:
+def _address(listen: str, option: str = "--listen") -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"--listen {listen}: accepted: HOST:PORT, such as 127.0.0.1:7460")
+        raise UserError(f"{option} {listen}: accepted: HOST:PORT, such as 127.0.0.1:7460")
     return host.strip("[]"), int(port)
 
 
