@@ -56,7 +56,20 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # the server that people leave running: HTTP and the wire formats of its clients, above the runtime that it drives
     "service": (
         {"core", "policies", "log", "report", "rl", "runtime", "config", "plugins", "broker"},
-        {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "google", "numpy", "prometheus_client", "apprise"},
+        {
+            "fastapi",
+            "starlette",
+            "uvicorn",
+            "h11",
+            "pydantic",
+            "google",
+            "numpy",
+            "prometheus_client",
+            "apprise",
+            "authlib",
+            "joserfc",
+            "httpx2",
+        },
     ),
     "profiling": (
         {
@@ -105,6 +118,7 @@ ONLY_IN = {
     "pynvml": lambda module: module == "engines.servers.gpu_memory",
     "ortools": lambda module: module == "policies.search.linear_program",
     **dict.fromkeys(("starlette", "uvicorn"), lambda module: module.startswith(("service.", "rl.agents.gateway"))),
+    **dict.fromkeys(("authlib", "joserfc", "httpx2"), lambda module: module == "service.dashboard.auth.oidc"),
     "apprise": lambda module: module == "service.dashboard.webhook",
     **dict.fromkeys(("wandb", "mlflow", "trackio"), lambda module: module == "client.trackers"),
 }

@@ -9,7 +9,7 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.service.addresses import Listening
-from rlmux.service.health import Health
+from rlmux.service.health import HealthAddress
 from rlmux.service.http_server import Server
 
 
@@ -29,7 +29,7 @@ def lanes() -> Lanes:
 
 @pytest.fixture
 def url(lanes) -> Iterator[str]:
-    server, health = Server(Listening()), Health("127.0.0.1", 0, lanes)
+    server, health = Server(Listening()), HealthAddress("127.0.0.1", 0, lanes)
     server.run_beside(health.run)
     server.start()
     yield f"http://127.0.0.1:{health.port}"
@@ -53,14 +53,14 @@ def test_nothing_else_is_at_that_address(url, path):
 def test_an_address_that_is_taken_is_one_line(url):
     port = int(url.rpartition(":")[2])
     with pytest.raises(UserError, match=rf"--health 127.0.0.1:{port}: Address already in use; accepted: a free"):
-        Health("127.0.0.1", port, lambda: (0, 0))
+        HealthAddress("127.0.0.1", port, lambda: (0, 0))
 
 
 def test_its_port_is_free_again_once_the_server_is_closed(lanes):
-    server, health = Server(Listening()), Health("127.0.0.1", 0, lanes)
+    server, health = Server(Listening()), HealthAddress("127.0.0.1", 0, lanes)
     server.run_beside(health.run)
     server.start()
     port = health.port
     server.close()
     health.close()
-    Health("127.0.0.1", port, lanes).close()
+    HealthAddress("127.0.0.1", port, lanes).close()

@@ -1,4 +1,4 @@
-"""A server's listening address, transport security and trusted proxies.
+"""A server's listening address, transport security, trusted proxies, and the provider that logs its users in.
 
 --listen HOST:PORT ── other machines reach it ── TLS of its own, or a proxy's ── else refused
 
@@ -14,6 +14,7 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from starlette.responses import PlainTextResponse
@@ -25,9 +26,22 @@ from rlmux.core.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_USER_CHARS = 200
+OIDC = "/oidc"
+"""Path of the addresses that a provider's login uses."""
 PROXY_USER = "proxy_user"
 """Key in a request's state of the user that a proxy names."""
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """A provider, and this server as its client."""
+
+    issuer: str
+    """Address whose `/.well-known/openid-configuration` describes it."""
+    client_id: str
+    claim: str = "email"
+    """Claim of the ID token that holds the login."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +56,8 @@ class Listening:
     """Networks of the proxies whose forwarded headers count."""
     user_header: str | None = None
     """Lower-case name of the header in which a proxy names the user."""
+    provider: Provider | None = None
+    """Who logs users in, beside their tokens."""
 
     @property
     def is_private(self) -> bool:
@@ -66,6 +82,7 @@ def listening_of(
     tls_key: Path | None = None,
     behind_proxy: Sequence[str] = (),
     user_header: str | None = None,
+    provider: Provider | None = None,
 ) -> Listening:
     """The options of `rlmux serve`. Raises UserError for contradictory options and bad files."""
     tls = tls_of(tls_cert, tls_key)
@@ -79,7 +96,20 @@ def listening_of(
         tls=tls,
         proxies=tuple(_network(text) for text in behind_proxy),
         user_header=None if user_header is None else user_header.lower(),
+        provider=provider,
     )
+
+
+def provider_of(issuer: str, client_id: str | None, claim: str | None) -> Provider:
+    """Raises UserError for options that do not make one, and where Authlib is not installed."""
+    if client_id is None:
+        raise UserError("--oidc: accepted with --oidc-client ID, the name that the provider has for this server")
+    if not issuer.startswith(("https://", "http://127.0.0.1", "http://localhost")):
+        raise UserError(f"--oidc {issuer}: accepted: the provider's https:// address")
+    missing = [name for name in ("authlib", "httpx2", "itsdangerous") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"--oidc: {missing[0]} is not installed; install it with: pip install 'rlmux[oidc]'")
+    return Provider(issuer=issuer.rstrip("/"), client_id=client_id, claim=claim or "email")
 
 
 def _network(text: str) -> _Network:

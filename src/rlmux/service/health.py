@@ -4,6 +4,7 @@
     GET /readyz     200 where every lane has a controller that answers; else 503, with how many have
 
 The address is plain HTTP beside `--listen`: Kubernetes asks from the node, not from within the pod.
+A module of its own: it is all that an unencrypted address beyond loopback may answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Ready = Callable[[], tuple[int, int]]
 """Returns (lanes that are ready, lanes)."""
 
 
-class Health:
+class HealthAddress:
     """Run it beside the server, in its loop."""
 
     def __init__(self, host: str, port: int, ready: Ready) -> None:
@@ -35,7 +36,7 @@ class Health:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
             raise UserError(
-                f"--health {host}:{port}: {os.strerror(error.errno)}; accepted: a free address of this machine"
+                f"--health {host}:{port}: {os.strerror(error.errno or 0)}; accepted: a free address of this machine"
             ) from None
         self._ready = ready
         routes = [Route("/healthz", self._live), Route("/readyz", self._lanes)]

@@ -68,6 +68,10 @@ class Server:
         return f"{'http' if self._listening.tls is None else 'https'}://{host}:{self.port}"
 
     @property
+    def listening(self) -> Listening:
+        return self._listening
+
+    @property
     def tls(self) -> Tls | None:
         return self._listening.tls
 

@@ -18,7 +18,7 @@ from rlmux.runtime.records.folders import ADDRESS
 from rlmux.service.addresses import Listening
 from rlmux.service.dashboard.dashboard import Dashboard
 from rlmux.service.folder_address import wait_for_signal
-from rlmux.service.health import Health
+from rlmux.service.health import HealthAddress
 from rlmux.service.hosted_lane import HostedLane
 from rlmux.service.http_server import Server
 from rlmux.service.lane_apis import TINKER, LaneApis
@@ -125,7 +125,7 @@ def serve_lanes(
     """
     with closing(Server(listening)) as server:
         supervisor = LaneSupervisor(root, lanes)
-        probes = None if health is None else Health(*health, supervisor.num_ready)
+        probes = None if health is None else HealthAddress(*health, supervisor.num_ready)
         if probes is not None:
             server.run_beside(probes.run)
         opened = _Opened(root, server, supervisor, allowed_hosts, listening.is_private, on_ready)

@@ -62,6 +62,17 @@ UserHeader = Annotated[
     str | None,
     typer.Option("--user-header", metavar="NAME", help="Header in which the proxy names the user."),
 ]
+Oidc = Annotated[
+    str | None,
+    typer.Option("--oidc", metavar="ISSUER", help="OpenID Connect provider that logs users in; needs rlmux[oidc]."),
+]
+OidcClient = Annotated[
+    str | None,
+    typer.Option("--oidc-client", metavar="ID", help="This server at --oidc; its secret is in RLMUX_OIDC_SECRET."),
+]
+OidcClaim = Annotated[
+    str | None, typer.Option("--oidc-claim", metavar="NAME", help="Claim with a user's login; by default email.")
+]
 HealthAddress = Annotated[
     str | None,
     typer.Option(
@@ -86,6 +97,9 @@ def serve(
     tls_key: TlsKey = None,
     behind_proxy: BehindProxy = None,
     user_header: UserHeader = None,
+    oidc: Oidc = None,
+    oidc_client: OidcClient = None,
+    oidc_claim: OidcClaim = None,
     health: HealthAddress = None,
 ) -> None:
     """Keep a service that takes pipelines and Tinker clients, or show the pages of runs.
@@ -103,7 +117,9 @@ def serve(
         from rlmux.service.dashboard.webhook import check_webhook
 
         check_webhook(webhook)
-    way = _Way(listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header, health)
+    way = _Way(
+        listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header, (oidc, oidc_client, oidc_claim), health
+    )
 
     def ready(pages: Dashboard) -> None:
         _print_pages(pages, opens)
@@ -129,14 +145,19 @@ class _Way:
     tls_key: Path | None = None
     behind_proxy: tuple[str, ...] = ()
     user_header: str | None = None
+    oidc: tuple[str | None, str | None, str | None] = (None, None, None)
+    """Issuer, client and claim of a provider."""
     health: str | None = None
 
     def listening(self, default: str = DEFAULT_LISTEN) -> Listening:
         """Raises UserError for missing packages and contradictory options."""
         host, port = _address(self.listen or default)
         _check_installed(*_PAGES_NEED)
-        from rlmux.service.addresses import listening_of
+        from rlmux.service.addresses import listening_of, provider_of
 
+        issuer, client, claim = self.oidc
+        if issuer is None and (client or claim):
+            raise UserError(f"--oidc-{'client' if client else 'claim'}: accepted with --oidc ISSUER")
         return listening_of(
             host,
             port,
@@ -144,6 +165,7 @@ class _Way:
             tls_key=self.tls_key,
             behind_proxy=self.behind_proxy,
             user_header=self.user_header,
+            provider=None if issuer is None else provider_of(issuer, client, claim),
         )
 
 

@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse
 
 from rlmux.log.run_log import SCHEMA_VERSION
 from rlmux.runtime.records.folders import TOKEN
+from rlmux.service.addresses import OIDC
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.audit_handlers import AuditReads
 from rlmux.service.dashboard.auth.access import Access, Limits, Principal
@@ -31,7 +32,7 @@ from rlmux.service.dashboard.finding_handlers import Finding
 from rlmux.service.dashboard.handlers import Reads, Trouble
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.openapi import Document
-from rlmux.service.dashboard.parameters import Caller, CallerContext
+from rlmux.service.dashboard.parameters import Caller
 from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.router import PREFIX, Address, ApiRouter, cookie_name, get, post
 from rlmux.service.dashboard.sample_handlers import SampleReads
@@ -87,7 +88,8 @@ class Dashboard:
         root = Root(folder, spare, lanes)
         self._reads = reads = Reads(root, lambda run: trouble(run) or self.indexing.trouble(run), down)
         watch = Watch(reads)
-        self._sessions = _Sessions(self.access, server.port)
+        provider = server.listening.provider
+        self._sessions = _Sessions(self.access, server.port, has_provider=provider is not None)
         scrape = Scrape(reads)
         self._control = Control(reads)
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
@@ -97,7 +99,12 @@ class Dashboard:
         every = (*read, *(address for other in others for address in other.addresses()), *more)
         document = Document()
         self.addresses = (*every, document.address)
-        door = ApiRouter(self.access, server.port, scrape.observe, reads, Audit(token_folder))
+        audit = Audit(token_folder)
+        door = ApiRouter(self.access, server.port, scrape.observe, reads, audit)
+        if provider is not None:
+            from rlmux.service.dashboard.auth.oidc import OidcLogin
+
+            server.mount_app(OIDC, OidcLogin(provider, self.access, audit, self._sessions.set_cookie).app)
         server.mount(PREFIX, document.added_to(door.router(self.addresses)))
         server.mount("", pages.router(server))
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
@@ -136,9 +143,14 @@ class Dashboard:
 class _Sessions:
     """Routes of login, logout and the current user."""
 
-    def __init__(self, access: Access, port: int) -> None:
+    def __init__(self, access: Access, port: int, *, has_provider: bool) -> None:
         self._access = access
         self._port = port
+        self._has_provider = has_provider
+
+    def version(self) -> Version:
+        oidc = f"{OIDC}/login" if self._has_provider else None
+        return Version(version=version("rlmux"), api=API_VERSION, log_schema=SCHEMA_VERSION, oidc=oidc)
 
     async def login(self, caller: Caller, body: Login, request: Request, response: Response) -> WhoAmI:
         if not self._access.may_login(caller.address):
@@ -155,21 +167,22 @@ class _Sessions:
             )
         principal = self._access.of_session(cookie)
         assert principal is not None
-        self._set_cookie(caller, response, cookie, int(LONGEST_SESSION_S))
+        self.set_cookie(response, cookie, is_https=caller.is_https)
         request.state.user = principal.user
         return _shown(principal)
 
     async def logout(self, caller: Caller, response: Response, body: Nothing | None = None) -> None:
         self._access.logout(caller.cookie)
-        self._set_cookie(caller, response, "", 0)
+        self.set_cookie(response, "", is_https=caller.is_https)
 
     async def whoami(self, caller: Caller) -> WhoAmI:
         assert caller.principal is not None
         return _shown(caller.principal)
 
-    def _set_cookie(self, caller: CallerContext, response: Response, value: str, age_s: int) -> None:
-        name = cookie_name(self._port, is_https=caller.is_https)
-        response.set_cookie(name, value, max_age=age_s, secure=caller.is_https, httponly=True, samesite="strict")
+    def set_cookie(self, response: Response, value: str, *, is_https: bool) -> None:
+        """Set the session's cookie; an empty value removes it."""
+        name, age_s = cookie_name(self._port, is_https=is_https), int(LONGEST_SESSION_S) if value else 0
+        response.set_cookie(name, value, max_age=age_s, secure=is_https, httponly=True, samesite="strict")
 
 
 def _shown(principal: Principal) -> WhoAmI:
@@ -188,15 +201,11 @@ def _shown(principal: Principal) -> WhoAmI:
     )
 
 
-def _version() -> Version:
-    return Version(version=version("rlmux"), api=API_VERSION, log_schema=SCHEMA_VERSION)
-
-
 def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
     """Routes of the service, its lanes and its pipelines; other handlers list their own."""
     return (
         get("/health", reads.health, "That the server lives; with a token, each lane's state", scope=None),
-        get("/version", _version, "Versions of the program, the API and the log", scope=None),
+        get("/version", sessions.version, "Versions of the program, the API and the log", scope=None),
         post("/login", sessions.login, "Begin a session, by a ticket or a token", scope=None),
         post("/logout", sessions.logout, "End the session", scope="read", status=204),
         get("/whoami", sessions.whoami, "The current user and its rights"),

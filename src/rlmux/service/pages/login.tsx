@@ -2,11 +2,13 @@
 //
 // The ticket stands behind `#`, so no server log, proxy or referrer ever has it; it is gone from the address before it is sent.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { Refusal, post } from "./api";
+import { Refusal, post, useData } from "./api";
 import { go, usePlace } from "./place";
+import type { Version } from "./shapes";
 
 export function Login() {
   const { query } = usePlace();
+  const provider = useData<Version>("/version").value?.oidc;
   const [trouble, setTrouble] = useState<{ text: string } | null>(null);
   const field = useRef<HTMLInputElement>(null);
   const [isTrying, setIsTrying] = useState(location.hash.startsWith("#t="));
@@ -54,6 +56,11 @@ export function Login() {
           </p>
           <input ref={field} name="token" type="password" autocomplete="off" aria-label="token" aria-invalid={trouble !== null} autofocus required />
           <button disabled={isTrying}>Log in</button>
+          {provider && (
+            <a href={provider} target="_self">
+              Log in with your organisation
+            </a>
+          )}
         </form>
       )}
       {trouble && (

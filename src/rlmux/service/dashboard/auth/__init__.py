@@ -1,4 +1,4 @@
 """Authentication and authorization: users, sessions, tokens, hosts, and the log of who did what.
 
-Reading order: access, users, sessions, tokens, visibility, host_middleware, audit, atomic_json.
+Reading order: access, users, sessions, tokens, oidc, visibility, host_middleware, audit, atomic_json.
 """

@@ -31,6 +31,8 @@ TICKET_S = 60.0
 LOGINS_PER_MINUTE = 5
 _PROXY = "proxy "
 """Prefix of the key of a caller named by a proxy; no hash contains a blank."""
+_PROVIDER = "provider "
+"""Prefix of a session's token where a provider named the user."""
 _MAX_KNOWN = 10_000
 """Largest number of remembered addresses and tickets."""
 
@@ -216,12 +218,29 @@ class Access:
         session = self._sessions.find(key)
         if session is None:
             return None
-        principal = self._accepted().get(session.token) if session.token else _owner()
+        principal = self._of_login(session.token)
         if principal is None:
             self._sessions.end(key)
             return None
         self._sessions.use(session)
         return replace(principal, key=key, expires_at=session.ends, is_session=True, token="")
+
+    def _of_login(self, token: str) -> Principal | None:
+        """The caller that began a session. `token`: the hash of a token, a provider's login, or empty for a ticket."""
+        if token.startswith(_PROVIDER):
+            login = token.removeprefix(_PROVIDER)
+            return self.of_proxy(login) if self._is_user(login) else None
+        return self._accepted().get(token) if token else _owner()
+
+    def _is_user(self, login: str) -> bool:
+        """Whether the folder has a user with this login."""
+        with contextlib.suppress(UserError):
+            self._read_again()
+        return self._people is not None and self._people.of_login(login) is not None
+
+    def login_as(self, login: str) -> str | None:
+        """The cookie of a new session of the user that a provider names; None for one that the folder does not have."""
+        return self._begin_session(f"{_PROVIDER}{login}") if self._is_user(login) else None
 
     def login(self, *, ticket: str | None = None, token: str | None = None) -> str | None:
         """The cookie of a new session; None if neither secret is valid."""
@@ -235,8 +254,11 @@ class Access:
             if known is None:
                 return None
             of_token = known.key
+        return self._begin_session(of_token)
+
+    def _begin_session(self, token: str) -> str:
         cookie = secrets.token_urlsafe(32)
-        self._sessions.begin(_hash(cookie), of_token)
+        self._sessions.begin(_hash(cookie), token)
         return cookie
 
     def of_proxy(self, user: str) -> Principal:

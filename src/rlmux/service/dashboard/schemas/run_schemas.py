@@ -83,6 +83,8 @@ class Version(Shape):
     version: str
     api: int
     log_schema: int
+    oidc: str | None = None
+    """Address that begins a login by a provider; null without one."""
 
 
 class WhoAmI(Shape):
