@@ -35,10 +35,10 @@ RATCHET = {
     "lines of papers": 2_800,
     "lines of policies": 7_700,
     "lines of profiling": 3_000,
-    "lines of report": 6_900,
+    "lines of report": 7_000,  # counters of the hardware
     "lines of rl": 10_700,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
-    "lines of runtime": 15_200,  # retries in the run in progress, by hand and by rule; sessions
-    "lines of service": 13_600,  # logins by a provider, probes
+    "lines of runtime": 15_300,  # counters of the hardware; retries in the run in progress, by hand and by rule; sessions
+    "lines of service": 13_700,  # logins by a provider, probes, counters of the hardware
     "lines of sim": 9_200,
     "lines of top level": 2_900,
     "class names twice": 45,  # a program's Session, Outcome and Gateway are not those of other rooms
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 58_400,  # agents, retries; trackers that follow a run; logins by a provider
+    "words of docs": 58_500,  # agents, retries; trackers that follow a run; logins by a provider
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "papers": ({"core", "policies", "log", "report", "sim"}, {"numpy"}),
     "runtime": (
         {"core", "policies", "log", "report", "rl", "engines", "config", "plugins", "hidden_main", "reaper"},
-        {*TRAINING, "psutil", "tensorboard"},
+        {*TRAINING, "psutil", "pynvml", "tensorboard"},
     ),
     # The broker is a run whose workers are programs of others; `share` has the words that both ends say.
     "broker": ({"core", "log", "report", "runtime", "config", "share"}, set()),
@@ -115,7 +115,7 @@ ONLY_IN = {
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
     "peft": lambda module: module == "engines.adapters.lora",
     "torchao": lambda module: module == "engines.train.update.moments",
-    "pynvml": lambda module: module == "engines.servers.gpu_memory",
+    "pynvml": lambda module: module in ("engines.servers.gpu_memory", "runtime.records.hardware"),
     "ortools": lambda module: module == "policies.search.linear_program",
     **dict.fromkeys(("starlette", "uvicorn"), lambda module: module.startswith(("service.", "rl.agents.gateway"))),
     **dict.fromkeys(("authlib", "joserfc", "httpx2"), lambda module: module == "service.dashboard.auth.oidc"),

@@ -31,6 +31,9 @@ NOTES = [
     notes.NeighbourNote(pid=7, folder="/runs/b", reason="it has core 0"),
     notes.UsageNote(at_s=9.0, accounts=[("p", "u", "train", 3.5, 1.0)], spent=[("p", "u", 2.5, 0.0)]),
     notes.AccountsNote(accounts=[SHARE], at_s=9.0, half_life_hours=24.0, held_hours={"train": 1.5}),
+    notes.HardwareNote(
+        devices={"train-0.0": {"use": 0.25, "memory_bytes": None}}, host_memory_bytes=8e9, host_memory_used_bytes=2e9
+    ),
     notes.SharedBatchNote(order=OrderId(3), tokens={"a": 5, "b": 6}, seconds=0.25),
     notes.SubmittedNote(pipelines=[A], at_s=1.0, source="late.yaml", resolved="pipelines: []", id="7f"),
     notes.PlanNote(pipeline=A, plan_sha256="ab12"),

@@ -14,6 +14,7 @@ from rlmux.config.tree import AlertRule
 from rlmux.core.actions import ReportPolicyFault
 from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import Stage, Urgency
+from rlmux.log.notes import ResumedNote
 from rlmux.report.alerts import LOOKED_AT, RULES, Alerts, MetricHistory, disk_alert
 from rlmux.report.slos import StepTime
 from rlmux.report.timeline.history import History
@@ -213,3 +214,37 @@ def test_a_policy_whose_decisions_fail_is_one_alert_until_the_run_is_resumed():
     assert alert.text == "policy own:Policy failed in dispatch: KeyError: 1; 1 more error is in the log"
     script.note(2.0, "resumed")
     assert alerts_of(script.history()) == []
+
+
+def held_and_read(uses: list[float | None], *, every_s: float = 15.0) -> History:
+    """A pipeline that holds both devices, of which one has these readings and the other computes."""
+    script = LogScript()
+    script.submit(0.0, "sort")
+    for number, use in enumerate(uses, 1):
+        devices = {"rollout-0.0": {"use": use}, "train-0.0": {"use": 0.9}}
+        script.note(number * every_s, "hardware", devices=devices, host_memory_bytes=2e9, host_memory_used_bytes=1e9)
+    return script.history()
+
+
+@pytest.mark.parametrize(
+    ("uses", "is_alert"),
+    [
+        ([0.0] * 42, True),
+        ([0.9] * 5 + [0.01] * 41, True),
+        ([0.0] * 41 + [0.3], False),
+        ([0.0] * 39, False),  # not yet for ten minutes
+        ([None] * 60, False),  # a machine without this counter
+    ],
+)
+def test_a_device_that_is_held_and_computes_nothing_for_ten_minutes_is_an_alert(uses, is_alert):
+    found = [alert for alert in alerts_of(held_and_read(uses)) if alert.rule == "held_idle"]
+    assert len(found) == is_alert
+    for alert in found:
+        assert alert.text == "held and idle for 10 min by the device's own counter: rollout-0.0 (sort)"
+        assert (alert.level, alert.pipeline) == ("warning", None)
+
+
+def test_readings_before_a_stop_say_nothing_of_the_run_after_it():
+    history = held_and_read([0.0] * 42)
+    history._on_note(700.0, ResumedNote(pipelines=[], retried=[]))
+    assert alerts_of(history) == []

@@ -147,6 +147,17 @@ class AccountsNote(Note, type="accounts"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareNote(Note, type="hardware"):
+    """What the machine's own counters say, beside what rlmux counts of the same devices."""
+
+    devices: Mapping[str, Mapping[str, float | None]]
+    """By device: `use` (share of the last second or more in which it computed), `memory_bytes`, `memory_used_bytes`,
+    `power_w` and `temperature_c`; a core has `use` alone."""
+    host_memory_bytes: float
+    host_memory_used_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBatchNote(Note, type="shared_batch"):
     """An on-demand pipeline's order also computed requests of other pipelines."""
 

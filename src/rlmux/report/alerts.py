@@ -38,6 +38,11 @@ _FIRST = 10
 LEAST_STILL_S = 1800.0
 """Seconds without a step that are not yet a standstill, however short steps are."""
 LEAST_FREE_SHARE = 0.05
+HELD_IDLE_S = 600.0
+"""Seconds for which a device must be held and idle."""
+_NAMED_DEVICES = 8
+_IDLE_USE = 0.05
+"""Use, by the device's own counter, below which it counts as idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +308,7 @@ class Alerts:
                 own += _slow(record, times.get(name, ()))
                 own += _still(record, times.get(name, ()), now_s)
             found += _at_own_levels(own, rules)
-        return [*_policy_faults(history), *found]
+        return [*_policy_faults(history), *(_held_idle(history) if is_going_on else ()), *found]
 
     def _fold_of(self, name: PipelineId, record: PipelineRecord) -> _Fold:
         fold = self._folds.get(name)
@@ -328,6 +333,38 @@ def _policy_faults(history: History) -> Iterator[Alert]:
             step=None,
             text=f"policy {first.policy} failed in {first.method}: {first.error}{others}",
             advice="The plain order of work stood in: the run goes on, not as planned. Mend the policy, then resume.",
+        )
+
+
+def _held_idle(history: History) -> Iterator[Alert]:
+    """Devices that pipelines hold, and that have computed next to nothing for long, by their own counters."""
+    readings = list(history.hardware)
+    recent = [each for each in readings if each.time_s >= history.last_s - HELD_IDLE_S]
+    if len(recent) == len(readings) or not recent:
+        return  # they do not reach back far enough
+    since_s = readings[-len(recent) - 1].time_s
+    holders: dict[str, list[str]] = {}
+    for pin in history.pins:
+        if math.isinf(pin.end_s) and pin.start_s <= since_s:
+            for node in pin.placement.nodes:
+                holders.setdefault(str(node), []).append(str(pin.pipeline))
+    idle = [
+        f"{device} ({', '.join(holders[node_name])})"
+        for device in recent[-1].note.devices
+        if (node_name := device.rpartition(".")[0]) in holders
+        and all((each.note.devices.get(device, {}).get("use") or 0.0) < _IDLE_USE for each in recent)
+        and all(each.note.devices.get(device, {}).get("use") is not None for each in recent)
+    ]
+    if idle:
+        more = f" and {len(idle) - _NAMED_DEVICES} more" if len(idle) > _NAMED_DEVICES else ""
+        yield Alert(
+            rule="held_idle",
+            level="warning",
+            pipeline=None,
+            step=None,
+            text=f"held and idle for {HELD_IDLE_S / 60:.0f} min by the device's own counter: "
+            f"{', '.join(idle[:_NAMED_DEVICES])}{more}",
+            advice="See what they wait for on the timeline; park the pipeline, or give it fewer nodes.",
         )
 
 

@@ -25,6 +25,15 @@ from rlmux.rl.origin import Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceParts:
+    """What of a machine a device is."""
+
+    gpus: tuple[str, ...] = ()
+    """GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     """How workers are run; none of it can change a result."""
 

@@ -19,7 +19,7 @@ import selectors
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
-from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.backend import DeviceParts, WorkerOptions
 from rlmux.runtime.gpus_here import visible_gpus
 from rlmux.runtime.mps import MpsDaemon
 from rlmux.runtime.worker_backend import WorkerBackend
@@ -79,6 +79,10 @@ class LocalProcesses:
         with the workplace."""
         self._cores_by_device = cores_by_device
         self._gpu_by_device = gpu_by_device or {}
+        self.parts: Mapping[DeviceId, DeviceParts] = {
+            **{device: DeviceParts(cores=cores) for device, cores in cores_by_device.items()},
+            **{device: DeviceParts(gpus=tuple(gpu.split(","))) for device, gpu in self._gpu_by_device.items()},
+        }
         self._memory = memory
         self._mps = mps
         self._on_devices: set[Worker] = set()

@@ -56,6 +56,7 @@ from rlmux.runtime.memory.memory_budget import (
 )
 from rlmux.runtime.orders.determinism_check import check_determinism
 from rlmux.runtime.records.end_records import keep_end, keep_ends, keep_header
+from rlmux.runtime.records.hardware import HardwareNotes
 from rlmux.runtime.records.input_files import changed_input_notes, input_notes, retried
 from rlmux.runtime.records.live_trackers import LiveTrackers
 from rlmux.runtime.records.metrics_writer import MetricsWriter
@@ -349,9 +350,9 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
             retries=retries,
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in options.listeners]
-    trackers = LiveTrackers(folder, options.trackers)
+    trackers, hardware = LiveTrackers(folder, options.trackers), HardwareNotes(log, backend.workplace.parts)
     controller = Controller(
-        scheduler, backend, log, [watch, metrics, endings, usage, starts, trackers, *displays], run_api,
+        scheduler, backend, log, [watch, metrics, endings, usage, starts, trackers, hardware, *displays], run_api,
         inbox.has_commands, retries,
     )  # fmt: skip
     try:
@@ -368,6 +369,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
         if run_api is not None:
             run_api.close()
         backend.close()
+        hardware.close()
         usage.write(backend.now_s())
         _write_end(log, backend.now_s(), metrics, endings.by_pipeline, controller.control_s)
         late = trackers.finish()

@@ -59,6 +59,7 @@ class Process:
 
 class Workplace:
     bases = None
+    parts = {}
 
     def __init__(self) -> None:
         self.processes: list[Process] = []

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlmux.core.actions import (
     Action,
@@ -52,6 +53,7 @@ from rlmux.log.notes import (
     AlertsNote,
     DeterminismNote,
     EndNote,
+    HardwareNote,
     Note,
     PermitGrantedNote,
     PipelineEndNote,
@@ -86,6 +88,17 @@ _FINISHED = Ending.FINISHED
 _PUBLISH = Stage.PUBLISH
 _TRAIN = Phase.TRAIN
 """Members that are looked at for every interval: to look one up in its class takes ten times a global's time."""
+
+
+_READINGS = 60
+"""Readings of the machine's counters that are looked back on: a quarter of an hour."""
+
+
+class HardwareReading(NamedTuple):
+    """One reading of the machine's counters."""
+
+    time_s: float
+    note: HardwareNote
 
 
 @contextlib.contextmanager
@@ -128,6 +141,8 @@ class History:
         """Rules of alerts that a pipeline's file has otherwise."""
         self.policy_faults: list[ReportPolicyFault] = []
         """Errors of the policy's decisions since the run was last started or resumed, in order."""
+        self.hardware: deque[HardwareReading] = deque(maxlen=_READINGS)
+        """Newest readings of the machine's counters, since the run was last started or resumed."""
         self.control_s: float | None = None
         """CPU seconds of the controller, over all its processes; None before the run has ended."""
         self._running: dict[OrderId, OrderRecord] = {}
@@ -492,6 +507,8 @@ class History:
                 self.alert_rules[note.pipeline] = {rule: dict(changes) for rule, changes in note.rules.items()}
             case ResumedNote():
                 self._on_resumed(time_s)
+            case HardwareNote():
+                self.hardware.append(HardwareReading(time_s, note))
             case EndNote():
                 self._on_end(note)
             case PipelineNote() if (record := self.pipelines.get(note.pipeline)) is not None:
@@ -530,6 +547,7 @@ class History:
     def _on_resumed(self, time_s: float) -> None:
         self.ready_s.append(math.inf)
         self.policy_faults.clear()
+        self.hardware.clear()
         for order in list(self._running.values()):
             order.end_s, order.ending = self.last_s, Ending.LOST
         self._running.clear()

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.log.run_log import LOG_NAME
-from rlmux.runtime.backend import WorkerOptions
+from rlmux.runtime.backend import DeviceParts, WorkerOptions
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.ray.actor import NodeProbe, RayWorkerActor, RayWorkerSetup, probe_node
 from rlmux.runtime.ray.cluster import RayNode, alive_nodes, connect, head_answers, nodes_by_pool, resource_of
@@ -167,6 +167,7 @@ class RayActors:
         self._cores_by_device = self._assign_cores(cores_by_ray_id)
         self._memory = memory
         self.bases: Path | None = None
+        self.parts: Mapping[DeviceId, DeviceParts] = {}
         self._deliveries = deliveries
         self._waiter = ReferenceWaiter()
         self._driver_id = ray.get_runtime_context().get_node_id()

@@ -195,6 +195,7 @@ class TenantWorkplace:
 
     def __init__(self, workplace: Workplace, now_s: Callable[[], float]) -> None:
         self.bases = workplace.bases
+        self.parts = workplace.parts
         self._workplace = workplace
         self._now_s = now_s
         self._processes: dict[_Key, SharedProcess] = {}

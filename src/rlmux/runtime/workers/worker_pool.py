@@ -6,12 +6,13 @@ receive()                ──▶ then(result)  or raises what the method raise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.model import DeviceId, NodeId
+from rlmux.runtime.backend import DeviceParts
 from rlmux.runtime.workers.heartbeat import Activity
 
 
@@ -64,6 +65,8 @@ class Workplace(Protocol):
 
     bases: Path | None
     """Folder in shared memory for the frozen bases of adapters; None with several machines, which each have one."""
+    parts: Mapping[DeviceId, DeviceParts]
+    """What of this machine each device is; empty with several machines."""
 
     def spawn(
         self,

@@ -45,6 +45,14 @@ _COUNTED = {
     "rlmux_switches": ("num_switches", "Orders that began with a switch"),
     "rlmux_migrations": ("num_migrations", "Tails and shards of rollouts that migrated to other devices"),
 }
+_OF_HARDWARE = {
+    "rlmux_device_use_ratio": ("use", "Share of the last second or more in which the device computed, by its counter"),
+    "rlmux_device_memory_bytes": ("memory_bytes", "Memory of the device"),
+    "rlmux_device_memory_used_bytes": ("memory_used_bytes", "Memory of the device that is used, by any process"),
+    "rlmux_device_power_watts": ("power_w", "Power that the device draws"),
+    "rlmux_device_temperature_celsius": ("temperature_c", "Temperature of the device"),
+}
+"""Gauges of a device, from the machine's counters."""
 _OF_PIPELINE = {
     "rlmux_pipeline_step": ("step", "Last published step"),
     "rlmux_pipeline_steps_planned": ("num_steps", "Steps that the pipeline is to make"),
@@ -132,6 +140,10 @@ def _add_lane(families: _Families, row: dict[str, Any]) -> None:
         families.gauge(name, help_text, row[key], lane=lane)
     for name, (key, help_text) in _COUNTED.items():
         families.counter(name, help_text, row[key], lane=lane)
+    memory = row.get("host_memory") or {}
+    families.gauge("rlmux_host_memory_bytes", "Memory of the controller's machine", memory.get("bytes"), lane=lane)
+    help_text = "Memory of the controller's machine that is used"
+    families.gauge("rlmux_host_memory_used_bytes", help_text, memory.get("used_bytes"), lane=lane)
     for status, num in row["pipelines"].items():
         families.gauge("rlmux_pipelines", "Pipelines by status", num, lane=lane, status=status)
 
@@ -145,6 +157,8 @@ def _add_devices(families: _Families, lane: str, reader: IndexReader) -> None:
         device = json.loads(text)
         help_text = "Whether the device computes now"
         families.gauge("rlmux_device_busy", help_text, device["kind"] == Kind.BUSY, lane=lane, device=device["id"])
+        for name, (key, help_text) in _OF_HARDWARE.items():
+            families.gauge(name, help_text, (device["hardware"] or {}).get(key), lane=lane, device=device["id"])
 
 
 def _add_alerts(families: _Families, lane: str, reader: IndexReader) -> None:

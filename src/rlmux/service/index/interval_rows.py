@@ -14,6 +14,7 @@ from rlmux.core.model import DeviceId, PipelineId
 from rlmux.report.slos import StepTime, mean_step_s, slo_attainment
 from rlmux.report.status import status
 from rlmux.report.timeline.build import Name
+from rlmux.report.timeline.history import History, HardwareReading
 from rlmux.report.timeline.intervals import Cause, Interval, Kind, label_of
 from rlmux.report.timeline.live_timeline import Follower, Look
 from rlmux.report.timeline.records import MIGRATIONS, TAIL_MIGRATION, Instant, PipelineRecord
@@ -51,6 +52,7 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
             for name, pool in (history.header.get("pools") or {}).items()
         },
         "num_devices": len(every),
+        "host_memory": _host_memory(history),
         "pipelines": {each: statuses.count(each) for each in sorted({*_STATUSES, *statuses})},
         "seconds": seconds,
         "num_switches": sum(order.switch is not Switch.NONE for order in history.orders),
@@ -60,6 +62,14 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
         "slo_attainment": slo_attainment(pipelines.values()),
         "charges": charges(_with_others([pair for named in every.values() for pair in named.items()])),
     }
+
+
+def _host_memory(history: History) -> dict[str, float] | None:
+    """Of the controller's machine, as of the newest reading."""
+    if not history.hardware:
+        return None
+    note = history.hardware[-1].note
+    return {"bytes": note.host_memory_bytes, "used_bytes": note.host_memory_used_bytes}
 
 
 _STATUSES = ("waiting", "running", "finished", "failed", "cancelled", "refused", "stopped")
@@ -120,6 +130,7 @@ def device_rows(follower: Follower, look: Look, *, is_going_on: bool) -> dict[De
         if device not in last or interval.end_s >= last[device].end_s:
             last[device] = interval
     makespan_s = look.end_s - look.start_s
+    readings = list(follower.history.hardware) if is_going_on else []
     rows = {}
     for device, named in follower.seconds().items():
         now, seconds = last.get(device), _by_kind(list(named.items()))
@@ -139,8 +150,21 @@ def device_rows(follower: Follower, look: Look, *, is_going_on: bool) -> dict[De
             "since_s": now.start_s if now else None,
             "seconds": seconds,
             "utilization": seconds[Kind.BUSY.value] / makespan_s if makespan_s > 0.0 else None,
+            "hardware": _hardware(str(device), readings),
         }
     return rows
+
+
+def _hardware(device: str, readings: Sequence[HardwareReading]) -> dict[str, Any] | None:
+    """The device's newest counters, and its use in the last quarter of an hour."""
+    newest = readings[-1].note.devices.get(device) if readings else None
+    if newest is None:
+        return None
+    return {
+        **{key: newest.get(key) for key in ("use", "memory_bytes", "memory_used_bytes", "power_w", "temperature_c")},
+        "uses": [each.note.devices.get(device, {}).get("use") for each in readings],
+        "at_s": readings[-1].time_s,
+    }
 
 
 def pipeline_rows(

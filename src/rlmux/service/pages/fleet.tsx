@@ -6,11 +6,11 @@ import { CostOverTime } from "./cost";
 import { Trouble } from "./frame";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
-import { Dot, PipelineName, Tiles } from "./parts";
+import { Dot, PipelineName, Spark, Tiles } from "./parts";
 import { address } from "./place";
 import { KINDS, type Kind, type Page } from "./kinds";
-import type { Alert, Charge, Device, Happening, Lane, Pipeline } from "./shapes";
-import { count, moment, percent, reward, seconds, stageName, times } from "./words";
+import type { Alert, Charge, Device, Happening, Hardware, Lane, Pipeline } from "./shapes";
+import { count, moment, percent, reward, seconds, size, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
 
@@ -71,6 +71,7 @@ function Figures({ lane }: { lane: Lane }) {
         ...(lane.num_migrations ? [["migrations", `${count(lane.num_tail_migrations)} tails, ${count(lane.num_migrations - lane.num_tail_migrations)} shards`] as const] : []),
         ...(lane.slo_attainment !== null ? [["SLOs kept", percent(lane.slo_attainment)] as const] : []),
         ["control overhead", percent(lane.control_overhead)],
+        ...(lane.host_memory ? [["host memory", `${percent(lane.host_memory.used_bytes / lane.host_memory.bytes)} of ${size(lane.host_memory.bytes)}`] as const] : []),
       ]}
     />
   );
@@ -295,7 +296,24 @@ function Cell({ device, isOver }: { device: Device; isOver: boolean }) {
         </p>
       )}
       <Shares seconds={device.seconds} whole_s={whole_s} />
+      {device.hardware && <Counters hardware={device.hardware} />}
     </a>
+  );
+}
+
+/** What the machine's own counters say of a device, beside what rlmux counts. */
+function Counters({ hardware }: { hardware: Hardware }) {
+  const { use, memory_bytes, memory_used_bytes, power_w, temperature_c, uses } = hardware;
+  const parts = [
+    use !== null && `${percent(use)} in use`,
+    memory_used_bytes !== null && memory_bytes !== null && `${size(memory_used_bytes)} of ${size(memory_bytes)}`,
+    power_w !== null && `${power_w.toFixed(0)} W`,
+    temperature_c !== null && `${temperature_c.toFixed(0)} °C`,
+  ];
+  return (
+    <p class="muted small counters" title="the machine's own counters; the curve is use in the last quarter of an hour">
+      {parts.filter(Boolean).join(" · ")} <Spark values={uses} colour={0} low={0} high={1} />
+    </p>
   );
 }
 

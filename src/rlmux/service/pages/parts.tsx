@@ -54,11 +54,20 @@ export function Tiles({ tiles }: { tiles: readonly (readonly [string, ComponentC
   );
 }
 
+interface SparkProps {
+  values: readonly (number | null)[];
+  colour: number;
+  /** Ends of the scale; without, those of the values. */
+  low?: number;
+  high?: number;
+}
+
 /** A curve the size of a word. Gaps where there is no number. */
-export function Spark({ values, colour }: { values: readonly (number | null)[]; colour: number }) {
+export function Spark({ values, colour, ...scale }: SparkProps) {
   const known = values.filter((value): value is number => value !== null);
   if (known.length < 2) return null;
-  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const low = scale.low ?? Math.min(...known);
+  const high = scale.high ?? Math.max(...known);
   const x = (index: number) => 1 + (index / (values.length - 1)) * 88;
   const y = (value: number) => 17 - (high > low ? (value - low) / (high - low) : 0.5) * 16;
   let path = "";

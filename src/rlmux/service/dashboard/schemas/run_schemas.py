@@ -154,6 +154,11 @@ class NewLane(Shape):
     takes_submissions: bool
 
 
+class MemoryInUse(Shape):
+    bytes: float
+    used_bytes: float
+
+
 class Lane(Shape):
     name: str
     state: Literal["running", "resuming", "not_answering", "stopped", "over"]
@@ -175,6 +180,8 @@ class Lane(Shape):
     makespan_s: float
     pools: dict[str, Pool]
     num_devices: int
+    host_memory: MemoryInUse | None = None
+    """Memory of the controller's machine, as of its newest reading."""
     pipelines: dict[str, int]
     """Number of pipelines by status."""
     seconds: dict[Kind, float]
@@ -193,6 +200,19 @@ class Lanes(Listed[Lane | NewLane]):
     pass
 
 
+class Hardware(Shape):
+    """A device's own counters; null where the machine has none."""
+
+    use: float | None
+    memory_bytes: float | None
+    memory_used_bytes: float | None
+    power_w: float | None
+    temperature_c: float | None
+    uses: list[float | None]
+    """`use` in the last quarter of an hour, oldest first."""
+    at_s: float
+
+
 class Device(Shape):
     id: str
     pool: str
@@ -207,6 +227,7 @@ class Device(Shape):
     since_s: float | None
     seconds: dict[Kind, float]
     utilization: float | None
+    hardware: Hardware | None = None
 
 
 class Seen(Shape):
