@@ -123,7 +123,8 @@ CASES = {
     ),
     "nothing at all to train": (
         [("pipelines:\n  - name", "x:\n  - name")],
-        "two.yaml:7: x is a list of 2: unknown key; accepted: cluster, code_folder, policy, shares, defaults, pipeli",
+        "two.yaml:7: x is a list of 2: unknown key; accepted: cluster, code_folder, policy, shares, keep, defaults, "
+        "pipelines",
     ),
     "no task": (
         [("\n    task: reverse", "")],

@@ -28,7 +28,7 @@ from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.merge import merge
 from rlmux.config.shares import check_prices, make_shares
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import ClusterConfig, PipelineConfig, RunConfig, plain_tree, read_tree
+from rlmux.config.tree import ClusterConfig, KeepConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline
 from rlmux.core.queue_order import ShareSettings
@@ -76,6 +76,8 @@ class Spec:
     """Pipelines in the order of the file."""
     shares: ShareSettings | None = None
     """What projects and users are entitled to; None if the file has no such section."""
+    keep: KeepConfig | None = None
+    """How long files of pipelines that are over are kept; None: until they are removed by hand."""
     resolved: str
     """YAML with defaults, overrides and absolute paths worked in: it loads to the same pipelines anywhere."""
 
@@ -215,6 +217,7 @@ def _spec(config: RunConfig, source: str, estimated: Mapping[str, Estimated]) ->
             for keys in config.pipelines
         ),
         shares=shares,
+        keep=config.keep,
         resolved=yaml.safe_dump(plain_tree(config), sort_keys=False, allow_unicode=True),
     )
 

@@ -35,6 +35,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`alerts.RULE`", tree.AlertConfig),
     ("`estimate`", tree.EstimateConfig),
     ("`footprint`", tree.FootprintConfig),
+    ("`keep`", tree.KeepConfig),
     ("`shares`", shares.SharesConfig),
     ("`shares.projects.NAME`", shares.ProjectShareConfig),
     ("`shares.users.NAME`", shares.UserShareConfig),

@@ -23,7 +23,7 @@ from rlmux.config.load import Spec, read_text, spec_of_tree
 from rlmux.config.serve_file import ServeConfig, checked_serve
 from rlmux.config.shares import SharesConfig
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import ClusterConfig
+from rlmux.config.tree import ClusterConfig, Keep
 from rlmux.rl.config import FromFile, Name
 
 RESERVED = ("bundles",)
@@ -54,6 +54,8 @@ class ServiceFile(FromFile):
     """Lanes by name."""
     shares: SharesConfig | None = None
     """Fair shares of projects and users in every lane. Default: all equal, and no pipeline is parked."""
+    keep: Keep | None = None
+    """How long files of pipelines that are over are kept, in every lane. Default: until `rlmux remove`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ def parse_service_file(text: str, *, source: str, folder: Path, base: Path, poli
         tree = root.nearest(path).without("serve")
         if file.shares is not None:
             tree = tree.replaced(["shares"], root.nearest(["shares"]))
+        if file.keep is not None:
+            tree = tree.replaced(["keep"], root.nearest(["keep"]))
         spec = spec_of_tree(tree, source=source, folder=folder, policies=policies, may_be_empty=True)
         serve = given.serve and checked_serve(root, path, given.serve, spec.cluster, base)
         lanes[name] = Lane(spec=spec, serve=serve)

@@ -104,7 +104,9 @@ def _for_file(spec: Spec, options: RunOptions, add_costs: AddCosts, address: str
     """The options with what the file decides, and its cluster; its code can be imported from then on."""
     make_backend, cluster = backend_maker(options.backend, address, spec.cluster)
     plugins.look_in(spec.code_folder)
-    return replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares), cluster
+    return replace(
+        options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares, keep=spec.keep
+    ), cluster
 
 
 def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, code_folder: Path) -> None:

@@ -23,6 +23,7 @@ from rlmux.log.segments import last_seq_of
 from rlmux.report.acknowledgements import acknowledge, with_acknowledged
 from rlmux.report.alerts import Alert
 from rlmux.report.samples import SAMPLES_NAME
+from rlmux.report.timeline.records import is_removed
 from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
@@ -254,9 +255,11 @@ class Reads:
         status: Words = "",
         name: Line = None,
         sort: Sort = "",
+        removed: bool = False,
         limit: Limit = 100,
         cursor: Cursor = 0,
     ) -> run_schemas.Pipelines:
+        """`removed`: those whose files are all removed too."""
         names = self.names() if lane is None else [lane]
         rows: list[dict[str, Any]] = []
         as_of = {}
@@ -272,12 +275,15 @@ class Reads:
             rows += self.labelled(run, [text for (text,) in found])
         statuses = words_of(status)
         rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
-        rows = _sorted(rows, sort)
+        shown = rows if removed else [row for row in rows if not is_removed(row.get("removed"))]
+        num_removed = len(rows) - len(shown)
+        rows = _sorted(shown, sort)
         end = cursor + limit
         return run_schemas.Pipelines(
             items=[run_schemas.Pipeline.model_validate(row) for row in rows[cursor:end]],
             next=str(end) if end < len(rows) else None,
             total=len(rows),
+            num_removed=num_removed,
             as_of_seq=as_of.get(names[0]) if len(names) == 1 else None,
         )
 

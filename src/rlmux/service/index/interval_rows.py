@@ -185,6 +185,7 @@ def _row(shown: Mapping[str, Any], record: PipelineRecord, steps: Sequence[StepT
         "visibility": record.pipeline.visibility.value,
         **{key: shown[key] for key in keys},
         "tries": shown.get("tries"),
+        "removed": shown.get("removed"),
         "rewards": _small_curve(record),
         "admitted_s": record.admitted_s,
         "ended_s": record.ended_s,
