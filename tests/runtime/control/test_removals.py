@@ -131,7 +131,7 @@ def test_the_note_is_in_the_log_before_a_file_is_touched(run, real, monkeypatch)
 
 
 def test_a_dry_removal_changes_nothing(run, real):
-    (answer,) = over(run, real, remove("a", is_dry=True))
+    (answer,) = over(run, real, remove("a", dry_run=True))
     assert (answer["outcome"], answer["freed_bytes"]) == ("would be removed", 500)
     assert (notes_of(run.folder), len(files_of(run.folder, "a", "all"))) == ([], 1)
 

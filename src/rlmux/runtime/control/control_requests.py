@@ -59,7 +59,7 @@ class Remove:
     """`all`, `checkpoints` or `samples`."""
     by: str = ""
     """The user who asks for it."""
-    is_dry: bool = False
+    dry_run: bool = False
     """Whether it is only said what would be removed."""
 
 

@@ -223,14 +223,16 @@ def remove_here(folder: Path, name: str, parts: str, *, by: str, is_dry: bool = 
     return note
 
 
-def remove_run(folder: Path) -> int:
+def remove_run(folder: Path, *, is_dry: bool = False) -> int:
     """Remove the folder of a run that nothing runs in; returns the bytes that are freed.
 
-    Raises UserError for another folder, and for one in use.
+    `is_dry`: nothing is removed. Raises UserError for another folder, and for one in use.
     """
     check_run(folder, may_be_damaged=True)
     with FolderLock.take(folder):
         freed_bytes = size_of([folder])
+        if is_dry:
+            return freed_bytes
         aside = folder.absolute().parent / f"{ASIDE}-{folder.absolute().name}"
         try:
             folder.rename(aside)

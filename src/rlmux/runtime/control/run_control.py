@@ -355,9 +355,9 @@ class RunControl:
             raise UserError(f"pipeline {record.name!r}: nothing is removed in this run")
         upcoming = [*tick.upcoming, *tick.submissions]
         note = self._removals.requested(record.name, record.parts, record.by, upcoming, tick.notes)
-        if not record.is_dry:
+        if not record.dry_run:
             tick.notes.append(note)
-        self._done.append((request, removal_fields(note, is_dry=record.is_dry)))
+        self._done.append((request, removal_fields(note, is_dry=record.dry_run)))
 
     def _pipeline(self, name: str, tick: _Tick) -> Pipeline:
         """A pipeline of the run, possibly an upcoming one, or one of an earlier part that may be retried. Raises

@@ -146,6 +146,10 @@ class Reads:
             raise ProblemError(404, f"no lane {lane[:80]!r}", accepted=", ".join(list(lanes)[:20]) or "none yet")
         return lanes[lane]
 
+    def is_of_service(self, folder: Path) -> bool:
+        """Whether the service runs this lane, or serves this folder alone."""
+        return self._root.takes_submissions(folder) or folder == self._root.folder
+
     def run_folder(self, lane: str) -> Path:
         """The folder of a started lane."""
         folder, _ = self.folders(lane)

@@ -578,5 +578,28 @@ class Rank(Taken):
     rank: int
 
 
+class Removal(Taken):
+    parts: Literal["all", "checkpoints", "samples"] = "all"
+    dry_run: bool = False
+    """Answer with the bytes alone."""
+
+
+class LaneRemoval(Taken):
+    dry_run: bool = False
+    """Answer with the bytes alone."""
+
+
+class RemovalOutcome(Shape):
+    pipeline: str
+    outcome: Literal["removed", "would be removed"]
+    parts: Literal["all", "checkpoints", "samples"]
+    freed_bytes: int
+
+
+class LaneRemoved(Shape):
+    outcome: Literal["removed", "would be removed"]
+    freed_bytes: int
+
+
 class Nothing(Taken):
     """An empty object, or no body."""
