@@ -342,7 +342,7 @@ def _removed_lines(shown: Mapping[str, Any]) -> list[str]:
     rows = shown["pipelines"].items()
     lines = [f"{name}: {removed_text(removed)}" for name, row in rows for removed in row.get("removed", ())]
     if num_removed := shown.get("num_removed"):
-        lines.append(f"{num_removed} more removed (--all shows them)")
+        lines.append(f"{num_removed} removed (--all shows them)")
     return lines
 
 
