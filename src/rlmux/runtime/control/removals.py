@@ -281,7 +281,8 @@ def _unknown(name: str, known: Sequence[str], state: RunState, is_known: bool) -
     close = get_close_matches(name, known, n=1)
     nearest = f"; nearest: {close[0]}" if close else ""
     ended = [each for each in state.ended if ALL not in state.removals.get(each, ())][:_MAX_NAMES]
-    return f"no pipeline {name!r}{nearest}; accepted: one that has ended: {', '.join(ended) or 'none that is not removed'}"
+    accepted = ", ".join(ended) or "none is left"
+    return f"no pipeline {name!r}{nearest}; accepted: one that has ended: {accepted}"
 
 
 def _check_not_removed(name: str, parts: str, removed: set[str]) -> None:
