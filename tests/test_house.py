@@ -26,8 +26,8 @@ MAX_MODULES = 18
 RATCHET = {
     "lines of api": 1_100,
     "lines of broker": 2_100,
-    "lines of cli": 5_800,  # rlmux retry
-    "lines of client": 1_000,
+    "lines of cli": 5_900,  # rlmux retry, rlmux remove
+    "lines of client": 1_100,  # removals where nothing runs, and of old lanes
     "lines of config": 3_200,
     "lines of core": 12_300,  # causes of failures, which a rule about retries tells apart
     "lines of engines": 13_500,
@@ -37,8 +37,8 @@ RATCHET = {
     "lines of profiling": 3_000,
     "lines of report": 6_900,
     "lines of rl": 10_700,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
-    "lines of runtime": 15_200,  # retries in the run in progress, by hand and by rule; sessions
-    "lines of service": 13_300,
+    "lines of runtime": 15_600,  # retries in the run in progress, by hand and by rule; sessions; removals by hand and by rule
+    "lines of service": 13_500,  # removals of pipelines and of old lanes
     "lines of sim": 9_200,
     "lines of top level": 2_900,
     "class names twice": 45,  # a program's Session, Outcome and Gateway are not those of other rooms
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 57_800,  # agents, retries
+    "words of docs": 58_300,  # agents, retries, rlmux remove, the section keep
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

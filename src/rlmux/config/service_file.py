@@ -127,18 +127,19 @@ def _check_lanes(root: Node) -> None:
     if not isinstance(root.value, dict):
         return
     if "lanes" in root.value:
-        _check_shares_place(root)
+        _check_places(root)
     elif "serve" in root.value:
         raise spec_error(root, ["serve"], "belongs to a lane; accepted: lanes: {NAME: {cluster: ..., serve: ...}}")
 
 
-def _check_shares_place(root: Node) -> None:
-    """Raises SpecError for the shares of one lane: users have theirs in all of them."""
+def _check_places(root: Node) -> None:
+    """Raises SpecError for a section of one lane that holds in all of them."""
     lanes = root.nearest(["lanes"]).plain()
     for name, lane in lanes.items() if isinstance(lanes, dict) else ():
-        if isinstance(lane, dict) and "shares" in lane:
-            raise spec_error(
-                root,
-                ["lanes", name, "shares"],
-                "holds in every lane; accepted: shares: beside lanes, at the file's top",
-            )
+        for section in ("shares", "keep"):
+            if isinstance(lane, dict) and section in lane:
+                raise spec_error(
+                    root,
+                    ["lanes", name, section],
+                    f"holds in every lane; accepted: {section}: beside lanes, at the file's top",
+                )

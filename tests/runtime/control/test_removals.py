@@ -20,7 +20,7 @@ from rlmux.log.run_state import RunState
 from rlmux.log.value_codec import dumps, loads
 from rlmux.report.timeline.condensed_state import BlockEnd, CondensedHistory
 from rlmux.runtime.control import removals
-from rlmux.runtime.control.removals import ASIDE, Removals, due, files_of, finish, remove_here, remove_run
+from rlmux.runtime.control.removals import ASIDE, Removals, due, files_of, finish, remove_here, remove_run, write_rule
 
 
 class RemovingRun(FailingRun):
@@ -312,6 +312,17 @@ def test_the_rule_leaves_what_a_pipeline_starts_from(tmp_path, real):
     user = replace(user, config=replace(user.config, model=model))
     run.controller.run([real.submission("a", num_steps=1), user], until=lambda: run.is_over("a"))
     assert run.removals.take(1e6, []) == []
+    run.run([])
+
+
+def test_the_rule_of_a_services_newer_file_holds_from_the_next_look_on(tmp_path, real):
+    run = RemovingRun(tmp_path / "run", real, keep=KeepConfig(ended="1h"))
+    fill(run.folder, "a")
+    run.controller.run([real.submission("a", num_steps=1)], until=lambda: run.is_over("a"))
+    write_rule(run.folder, None)
+    assert run.removals.take(2 * 3600.0, []) == []
+    write_rule(run.folder, KeepConfig(samples="1h"))
+    assert [note.parts for note in run.removals.take(3 * 3600.0, [])] == ["samples"]
     run.run([])
 
 

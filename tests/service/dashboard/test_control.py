@@ -95,7 +95,9 @@ def test_an_old_lane_is_removed_whole_and_the_others_go_on(pages):
     assert pages.client.post("/lanes/old/remove", json={"dry_run": True}).json()["outcome"] == "would be removed"
     with FolderLock.take(pages.folder / "old"):
         assert pages.client.post("/lanes/old/remove", json={}).status_code == 409, "a process writes there"
+    (pages.folder / "old.yaml").touch()
     assert pages.client.post("/lanes/old/remove", json={}).json()["outcome"] == "removed"
+    assert not (pages.folder / "old.yaml").exists()
     assert sorted(path.parent.name for path in pages.folder.glob(f"*/{LOG_NAME}")) == ["demo"]
     assert [lane["name"] for lane in pages.get("/lanes")["items"]] == ["demo"]
     pages.client.post("/pipelines/demo/sort/remove", json={})

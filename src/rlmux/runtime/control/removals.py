@@ -11,12 +11,15 @@ used is counted as before. Where nothing runs in the folder, `remove_here` does 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from rlmux.config.load import values_of_pipelines
 from rlmux.config.tree import KeepConfig
@@ -37,6 +40,8 @@ from rlmux.runtime.records.folders import SERVED, check_run
 ALL, CHECKPOINTS, SAMPLES = PARTS = ("all", "checkpoints", "samples")
 ASIDE = ".removing"
 """Folder of a run for what is being deleted."""
+RULE = "keep.json"
+"""File of a lane's folder: the rule of its service's file, which may have changed since the run began."""
 _PATTERNS = {CHECKPOINTS: ("step_*", "latest", "spilled-*"), SAMPLES: (f"{SAMPLES_NAME}*",)}
 _CHECK_EVERY_S = 60.0
 _MAX_NAMES = 20
@@ -47,11 +52,12 @@ class Removals:
     """Removals of a run in progress."""
 
     def __init__(self, folder: Path, log: RunLog, retries: Retries, keep: KeepConfig | None = None) -> None:
-        """`keep`: the rule; None: nothing is removed unless a user says so."""
+        """`keep`: the rule of the run's file, where the folder has none of a service's; None: nothing is removed unless
+        a user says so."""
         self._folder = folder
         self._log = log
         self._retries = retries
-        self._keep = keep
+        self._keep = self._rule = keep
         self._began_s = log.last_time_s
         """Counts as the end of pipelines whose end has no time."""
         self._next_check_s = 0.0
@@ -81,11 +87,12 @@ class Removals:
 
     def take(self, now_s: float, upcoming: Sequence[Submission]) -> list[RemovedNote]:
         """The removals that are due by the rule; looked at once a minute."""
-        if self._keep is None:
-            return []
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + _CHECK_EVERY_S
-            if self._keep.project_bytes is None:
+            self._rule = _rule_of(self._folder, self._keep)
+            if self._rule is None:
+                return []
+            if self._rule.project_bytes is None:
                 return self._due(now_s, upcoming, {})
             self._do(self._measure)
         measured, self._measured = self._measured, None
@@ -123,7 +130,8 @@ class Removals:
         return [(name, path) for name, path in given.items() if path is not None]
 
     def _due(self, now_s: float, upcoming: Sequence[Submission], sizes: Mapping[str, int]) -> list[RemovedNote]:
-        assert self._keep is not None
+        if self._rule is None:
+            return []
         state = self._log.state
         projects = {str(each.pipeline.id): each.pipeline.account.project for each in self._retries.submissions()}
         over = {
@@ -135,7 +143,7 @@ class Removals:
         removed = {name: set(state.removals.get(name, ())) for name in over}
         models = list(self._models(upcoming)) if over else []
         notes = []
-        for name, parts in due(self._keep, now_s, over, removed, sizes, projects):
+        for name, parts in due(self._rule, now_s, over, removed, sizes, projects):
             is_used = _user_of(self._folder, name, models) is not None and parts != SAMPLES
             if is_used or (name, parts) in self._nothing_there:
                 continue
@@ -158,6 +166,23 @@ class Removals:
     def _measure(self) -> None:
         folders = [path for path in self._folder.iterdir() if path.is_dir() and path.name != ASIDE]
         self._measured = {path.name: size_of([path]) for path in folders}
+
+
+def write_rule(folder: Path, keep: KeepConfig | None) -> None:
+    """Have this rule hold in a run from its next look on, whatever its file says."""
+    text = TypeAdapter(KeepConfig | None).dump_json(keep, exclude_none=True).decode()
+    aside = folder / f".{RULE}.{os.getpid()}"
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(folder / RULE)
+
+
+def _rule_of(folder: Path, keep: KeepConfig | None) -> KeepConfig | None:
+    try:
+        text = (folder / RULE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return keep
+    adapter: TypeAdapter[KeepConfig | None] = TypeAdapter(KeepConfig | None)
+    return adapter.validate_json(text)
 
 
 def due(

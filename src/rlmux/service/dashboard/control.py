@@ -42,7 +42,6 @@ from rlmux.service.dashboard.schemas.run_schemas import (
     Why,
 )
 from rlmux.service.dashboard.schemas.usage_schemas import Usage
-from rlmux.service.lanes.data_dir import BUNDLES, NO_CODE
 from rlmux.service.problems import ProblemError
 
 _LIMIT_S = 20.0
@@ -201,9 +200,8 @@ class Control:
             freed_bytes = remove_run(folder, is_dry=is_dry)
         except UserError as error:
             raise ProblemError(409, str(error)) from None
-        if not is_dry and (folder.parent / BUNDLES / NO_CODE).is_dir():
-            for beside in (f"{lane}.yaml", f"{lane}.log"):
-                (folder.parent / beside).unlink(missing_ok=True)
+        for beside in self._reads.files_beside(folder) if not is_dry else ():
+            beside.unlink(missing_ok=True)
         outcome: Literal["removed", "would be removed"] = "would be removed" if is_dry else "removed"
         return LaneRemoved(outcome=outcome, freed_bytes=freed_bytes)
 

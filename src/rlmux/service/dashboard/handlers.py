@@ -150,6 +150,10 @@ class Reads:
         """Whether the service runs this lane, or serves this folder alone."""
         return self._root.takes_submissions(folder) or folder == self._root.folder
 
+    def files_beside(self, folder: Path) -> list[Path]:
+        """Files of a service's lane that lie beside its folder."""
+        return self._root.files_beside(folder)
+
     def run_folder(self, lane: str) -> Path:
         """The folder of a started lane."""
         folder, _ = self.folders(lane)
