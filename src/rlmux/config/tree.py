@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -374,6 +374,16 @@ class KeepConfig(FromFile):
 
 def _keep(value: Any) -> Any:
     return {"ended": value} if isinstance(value, str) else value
+
+
+def keep_text(keep: KeepConfig | None) -> str:
+    """The rule as `read_keep` reads it."""
+    return json.dumps(None if keep is None else asdict(keep))
+
+
+def read_keep(text: str) -> KeepConfig | None:
+    fields = json.loads(text)
+    return None if fields is None else KeepConfig(**fields)
 
 
 Keep = Annotated[KeepConfig, BeforeValidator(_keep), Takes("a period such as 30d, or a mapping")]

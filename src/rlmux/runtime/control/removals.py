@@ -19,10 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from rlmux.config.load import values_of_pipelines
-from rlmux.config.tree import KeepConfig
+from rlmux.config.tree import KeepConfig, keep_text, read_keep
 from rlmux.core.actions import Action
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event
@@ -170,19 +168,16 @@ class Removals:
 
 def write_rule(folder: Path, keep: KeepConfig | None) -> None:
     """Have this rule hold in a run from its next look on, whatever its file says."""
-    text = TypeAdapter(KeepConfig | None).dump_json(keep, exclude_none=True).decode()
     aside = folder / f".{RULE}.{os.getpid()}"
-    aside.write_text(text, encoding="utf-8")
+    aside.write_text(keep_text(keep), encoding="utf-8")
     aside.replace(folder / RULE)
 
 
 def _rule_of(folder: Path, keep: KeepConfig | None) -> KeepConfig | None:
     try:
-        text = (folder / RULE).read_text(encoding="utf-8")
+        return read_keep((folder / RULE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return keep
-    adapter: TypeAdapter[KeepConfig | None] = TypeAdapter(KeepConfig | None)
-    return adapter.validate_json(text)
 
 
 def due(
