@@ -78,7 +78,7 @@ def test_what_a_service_keeps_holds_in_each_lane_and_is_not_a_lanes_own(tmp_path
     lanes = load_service_file(path, policies=["rollmux"])
     assert [lane.spec.keep for lane in lanes.values()] == [KeepConfig(ended="30d")] * 2
     path.write_text(f"lanes:\n  one: {{{CLUSTER.strip()}, keep: 30d}}\n")
-    with pytest.raises(SpecError, match="lanes.one.keep .*holds in every lane; accepted: keep: beside lanes"):
+    with pytest.raises(SpecError, match=r"lanes.one.keep .*holds in every lane; accepted: keep: beside lanes"):
         load_service_file(path, policies=["rollmux"])
 
 
