@@ -123,7 +123,8 @@ CASES = {
     ),
     "nothing at all to train": (
         [("pipelines:\n  - name", "x:\n  - name")],
-        "two.yaml:7: x is a list of 2: unknown key; accepted: cluster, code_folder, policy, shares, trackers, defa",
+        "two.yaml:7: x is a list of 2: unknown key; accepted: cluster, code_folder, policy, shares, trackers, keep, "
+        "defaults, pipelines",
     ),
     "no task": (
         [("\n    task: reverse", "")],
@@ -347,6 +348,22 @@ CASES = {
     "a character that is none": (
         [("task: reverse", 'task: {name: reverse, letters: "\\ud800"}')],
         "two.yaml:1: the file cannot be taken over: ",
+    ),
+    "a period that is none": (
+        [("defaults:\n", "keep: {ended: 30 days}\ndefaults:\n")],
+        "two.yaml:5: keep.ended is '30 days'; accepted: a whole number and h, d or w, such as 30d",
+    ),
+    "a bare period that is none": (
+        [("defaults:\n", "keep: soon\ndefaults:\n")],
+        "two.yaml:5: keep.ended is 'soon'; accepted: a whole number and h, d or w, such as 30d",
+    ),
+    "a number that is no period": (
+        [("defaults:\n", "keep: 30\ndefaults:\n")],
+        "two.yaml:5: keep is 30; accepted: a period such as 30d, or a mapping",
+    ),
+    "an unknown thing to keep": (
+        [("defaults:\n", "keep: {logs: 30d}\ndefaults:\n")],
+        "two.yaml:5: keep.logs is '30d': unknown key; accepted: ended, checkpoints, samples, project_gb",
     ),
     "no code folder": (
         [("defaults:\n", "code_folder: nowhere\ndefaults:\n")],

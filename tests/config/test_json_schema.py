@@ -45,6 +45,7 @@ def test_every_example_is_valid_and_a_mistyped_key_is_not(schema, path):
          ["$.pipelines[0].steps", "$.pipelines[1].algorithm"]),
         (POOLS + "pipelines: [{name: a, rollout: {engine: {nam: vllm}}}]", ["$.pipelines[0].rollout.engine"]),
         (POOLS + "pipelines: [{name: a, alerts: {no_signal: bad}}]", ["$.pipelines[0].alerts.no_signal"]),
+        (POOLS + "pipelines: [{name: a}]\nkeep: {ended: 3, chekpoints: 1d}", ["$.keep"]),
         (POOLS + "pipelines: [{name: a, retries: {lost_worker: -1}}]", ["$.pipelines[0].retries.lost_worker"]),
         ("defaults: {algorithm: {learning_rat: 1}}", ["$.defaults.algorithm"]),
         ("lanes: {small: {clustre: {}}}", ["$.lanes.small", "$.lanes.small"]),
@@ -63,6 +64,8 @@ def test_a_mistake_is_placed_in_the_kind_of_file_that_the_keys_select(schema, te
         "defaults: {adapter: {rank: 8}}\npipelines: [{name: a, adapter: {alpha: 16}, algorithm: rloo}]",
         POOLS + "pipelines: [{name: a, task: {name: file, path: rows.jsonl, answer_key: null}}]",
         POOLS + "pipelines: [{name: a, alerts: {no_signal: off, kl_huge: {steps: 3}}, slo_probability: mean}]",
+        POOLS + "pipelines: [{name: a}]\nkeep: 30d",
+        POOLS + "pipelines: [{name: a}]\nkeep: {ended: 4w, checkpoints: 7d, samples: 14d, project_gb: 200}",
         POOLS + "pipelines: [{name: a, retries: 2}, {name: b, retries: {lost_worker: 3, user_code: 0}}]",
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from rlmux.config.load import load_spec
 from rlmux.config.service_file import load_service_file
 from rlmux.config.shares import parse_shares
+from rlmux.config.tree import KeepConfig
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Account
 from rlmux.core.queue_order import AccountShare, Quota, Share, ShareSettings
@@ -69,6 +70,16 @@ def test_the_shares_of_a_service_hold_in_each_lane(tmp_path):
     path.write_text(f"{SHARES}lanes:\n  one: {{{CLUSTER.strip()}}}\n  two: {{{CLUSTER.strip()}}}\n")
     lanes = load_service_file(path, policies=["rollmux"])
     assert [lane.spec.shares for lane in lanes.values()] == [SETTINGS, SETTINGS]
+
+
+def test_what_a_service_keeps_holds_in_each_lane_and_is_not_a_lanes_own(tmp_path):
+    path = tmp_path / "service.yaml"
+    path.write_text(f"keep: 30d\nlanes:\n  one: {{{CLUSTER.strip()}}}\n  two: {{{CLUSTER.strip()}}}\n")
+    lanes = load_service_file(path, policies=["rollmux"])
+    assert [lane.spec.keep for lane in lanes.values()] == [KeepConfig(ended="30d")] * 2
+    path.write_text(f"lanes:\n  one: {{{CLUSTER.strip()}, keep: 30d}}\n")
+    with pytest.raises(SpecError, match=r"lanes.one.keep .*holds in every lane; accepted: keep: beside lanes"):
+        load_service_file(path, policies=["rollmux"])
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ NOTES = [
     notes.RetriedNote(
         pipeline=A, number=2, of=3, by_rule=True, cause=FailureCause.LOST_WORKER, reason="it is gone", failed_s=4.0
     ),
+    notes.RemovedNote(pipeline=A, parts="checkpoints", by="ann", by_rule=False, freed_bytes=2048),
     notes.StepNote(
         pipeline=A, step=4, metrics={"reward_mean": 0.25, "tokens": 512, "kl": None, "loss": math.inf},
         delivery=DELIVERY, weights_checksum="c4", from_checkpoint=True,

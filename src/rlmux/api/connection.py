@@ -81,6 +81,11 @@ class Connection:
         disturbed."""
         return str(self._send_command("retry", pipeline)["outcome"])
 
+    def remove(self, pipeline: str, *, parts: str = "all") -> int:
+        """Remove the files of a pipeline that is over: `all`, its `checkpoints` or its `samples`. Returns the bytes
+        that this frees; what the pipeline used stays counted."""
+        return int(self._send_command("remove", pipeline, parts=parts, dry_run=False)["freed_bytes"])
+
     def hold(self, pipeline: str) -> str:
         """Keep a waiting pipeline from starting until it is released."""
         return str(self._send_command("hold", pipeline)["outcome"])

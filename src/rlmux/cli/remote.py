@@ -1,23 +1,26 @@
 """Commands on a running run, in a folder or on a server, and their displays.
 
-submit, cancel, retry, hold, release, rank, park, unpark, usage, why, status, logs   a RunTarget answers all
+submit, cancel, retry, remove, hold, release, rank, park, unpark, usage, why, status, logs   a RunTarget answers all
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from rlmux.cli import inputs, tables
 from rlmux.client import in_folder
 from rlmux.client.target import RunTarget, is_url, target_of
 from rlmux.core.errors import UserError
 from rlmux.report.slos import slo_words
-from rlmux.report.timeline.records import tries_text
+from rlmux.report.timeline.records import is_removed, removed_text, size_words, tries_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,6 +61,60 @@ def retry(place: str, names: Sequence[str], *, as_json: bool) -> int:
         else:
             print(f"{row['pipeline']}: {row['outcome']}")
     return 2 if any("reason" in row for row in rows) else 0
+
+
+def remove(place: str, names: Sequence[str], parts: str, *, is_dry: bool, as_json: bool) -> int:
+    """Remove files of ended pipelines; prints a line for each, and returns the exit code: 2 where one is refused."""
+    rows: list[dict[str, Any]] = []
+    with closing(target_of(place)) as target:
+        for name in dict.fromkeys(names):
+            try:
+                rows.append(target.send_command("remove", name, parts=parts, dry_run=is_dry))
+            except UserError as error:
+                rows.append({"pipeline": name, "outcome": "refused", "reason": str(error)})
+    if as_json:
+        tables.print_json({"pipelines": rows})
+    for row in () if as_json else rows:
+        if "reason" in row:
+            inputs.print_notice(row["reason"])
+        else:
+            what = "" if parts == "all" else f"{parts} "
+            print(f"{row['pipeline']}: {what}{row['outcome']} ({size_words(row['freed_bytes'])})")
+    freed = [row["freed_bytes"] for row in rows if "freed_bytes" in row]
+    if len(freed) > 1 and not as_json:
+        print(f"{size_words(sum(freed))} in all")
+    return 2 if any("reason" in row for row in rows) else 0
+
+
+def remove_whole(place: str, lane: str | None, *, is_sure: bool, is_dry: bool, as_json: bool) -> None:
+    """Remove a run's folder, or a lane of a server, once the user says so."""
+    remove_it = _remover(place, lane)
+    what = place if lane is None else f"{place}: lane {lane}"
+    num_bytes = remove_it(is_dry=True)
+    if not is_dry:
+        if not is_sure and not sys.stdin.isatty():
+            raise UserError(f"{what}: {size_words(num_bytes)} would be removed, its log too; accepted: with --yes")
+        if not is_sure:
+            typer.confirm(f"Remove {what} ({size_words(num_bytes)}), its log too?", abort=True)
+        num_bytes = remove_it(is_dry=False)
+    outcome = "would be removed" if is_dry else "removed"
+    if as_json:
+        tables.print_json({"folder": place, "lane": lane, "outcome": outcome, "freed_bytes": num_bytes})
+    else:
+        print(f"{what}: {outcome} ({size_words(num_bytes)})")
+
+
+def _remover(place: str, lane: str | None) -> Callable[..., int]:
+    """Removes the run's folder, or the server's lane, unless `is_dry`; returns its bytes."""
+    if lane is None and not is_url(place):
+        return partial(in_folder.remove, Path(place))
+    if lane is None or not is_url(place):
+        raise UserError(
+            f"{place}: accepted: names of pipelines, the folder of a run, or a server's URL with --lane NAME"
+        )
+    from rlmux.client.on_server import OnServer
+
+    return partial(OnServer(place, inputs.print_notice).remove_lane, lane)
 
 
 def stop(place: str, *, as_json: bool) -> None:
@@ -209,27 +266,38 @@ def _in_words(pipeline: Mapping[str, Any]) -> str:
             return f"{outcome}: {pipeline['reason']}" if pipeline.get("reason") else str(outcome)
 
 
-def show_status(place: str, *, as_json: bool, is_once: bool) -> None:
-    """Print the status; on a terminal redraw it while the run goes on, until it ends or Ctrl-C."""
+def show_status(place: str, *, as_json: bool, is_once: bool, with_removed: bool = False) -> None:
+    """Print the status; on a terminal redraw it while the run goes on, until it ends or Ctrl-C.
+
+    `with_removed`: pipelines too whose files are all removed; JSON has them always.
+    """
     with closing(target_of(place)) as target:
         shown = target.status()
         if as_json:
             tables.print_json(shown)
         elif is_once or not shown["is_going_on"] or not sys.stdout.isatty():
-            _print_status(shown)
+            _print_status(_without_removed(shown, with_removed))
         else:
-            _redraw(target)
+            _redraw(target, with_removed)
 
 
-def _redraw(target: RunTarget) -> None:
+def _without_removed(shown: dict[str, Any], with_removed: bool) -> dict[str, Any]:
+    """The status without the pipelines that are removed, and their number."""
+    if with_removed:
+        return shown
+    left = {name: row for name, row in shown["pipelines"].items() if not is_removed(row.get("removed"))}
+    return {**shown, "pipelines": left, "num_removed": len(shown["pipelines"]) - len(left)}
+
+
+def _redraw(target: RunTarget, with_removed: bool) -> None:
     from rich.live import Live
 
-    shown = target.status()
+    shown = _without_removed(target.status(), with_removed)
     with Live(_tables(shown), auto_refresh=False, transient=True) as display:
         try:
             while shown["is_going_on"]:
                 time.sleep(_REDRAW_S)
-                shown = target.status()
+                shown = _without_removed(target.status(), with_removed)
                 display.update(_tables(shown), refresh=True)
         except KeyboardInterrupt:
             pass
@@ -242,7 +310,7 @@ def _print_status(shown: Mapping[str, Any]) -> None:
     for name, row in shown["pipelines"].items():
         if "rounds" in row:
             print(f"{name}: {tables.rounds_text(row['rounds'])}")
-    for line in (*_try_lines(shown), *_slo_lines(shown)):
+    for line in (*_try_lines(shown), *_removed_lines(shown), *_slo_lines(shown)):
         print(line)
     print()
     tables.print_rows(_device_rows(shown))
@@ -259,7 +327,7 @@ def _tables(shown: Mapping[str, Any]) -> Table:
     for rows in (_pipeline_rows(shown), _device_rows(shown), _alert_rows(shown)):
         if rows:
             both.add_row(tables.table_of(rows))
-    for line in (*_try_lines(shown), *_slo_lines(shown)):
+    for line in (*_try_lines(shown), *_removed_lines(shown), *_slo_lines(shown)):
         both.add_row(line)
     return both
 
@@ -267,6 +335,15 @@ def _tables(shown: Mapping[str, Any]) -> Table:
 def _try_lines(shown: Mapping[str, Any]) -> list[str]:
     """Which try each pipeline is in that was retried, and how the ones before ended."""
     return [f"{name}: {tries_text(row['tries'])}" for name, row in shown["pipelines"].items() if row.get("tries")]
+
+
+def _removed_lines(shown: Mapping[str, Any]) -> list[str]:
+    """What was removed of each pipeline, and how many are not shown since all of theirs was."""
+    rows = shown["pipelines"].items()
+    lines = [f"{name}: {removed_text(removed)}" for name, row in rows for removed in row.get("removed", ())]
+    if num_removed := shown.get("num_removed"):
+        lines.append(f"{num_removed} removed (--all shows them)")
+    return lines
 
 
 def _slo_lines(shown: Mapping[str, Any]) -> list[str]:

@@ -19,10 +19,13 @@ from rlmux.log.notes import encode
 from rlmux.log.run_log import LogReader
 from rlmux.report.acknowledgements import acknowledge
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
+from rlmux.report.timeline.records import removed_text
 from rlmux.report.timeline.step_causes import read_step_causes
 from rlmux.report.timeline.step_rows import read_step_rows
 from rlmux.runtime.control.control_requests import ControlRequest, GetUsage, ListQueue, SetShares, Submit, record_of
 from rlmux.runtime.control.control_socket import NotRunningError, send_request
+from rlmux.runtime.control.removals import remove_here, remove_run
+from rlmux.runtime.control.run_control import removal_fields
 from rlmux.runtime.control.run_status import StatusReader
 from rlmux.runtime.records import folders
 
@@ -48,9 +51,14 @@ class InFolder:
         return answer
 
     def send_command(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
+        if request == "remove":
+            fields = {"by": getpass.getuser(), **fields}
         try:
             return self._request(record_of({"request": request, "name": name, **fields}))
         except NotRunningError:
+            if request == "remove":
+                note = remove_here(self._folder, name, fields["parts"], by=fields["by"], is_dry=fields["dry_run"])
+                return removal_fields(note, is_dry=fields["dry_run"])
             if request != "retry":
                 raise
             raise UserError(
@@ -120,6 +128,9 @@ class InFolder:
             raise UserError(f"no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
         path = self._folder / name / SAMPLES_NAME
         if not path.is_file():
+            for removed in known[name].get("removed", ()):
+                if removed["parts"] != "checkpoints":
+                    raise UserError(f"no trajectories of {name} are left: {removed_text(removed)}")
             raise UserError(
                 f"no trajectories of {name} were kept; accepted: a pipeline with samples: true that has trained"
             )
@@ -158,6 +169,18 @@ def stop(folder: Path) -> dict[str, Any]:
     while living_owner(folder) == owner:
         time.sleep(_LOOK_EVERY_S)
     return {"folder": str(folder), "pid": pid, "resume": _how_to_resume(folder) if has_run else _how_to_serve(folder)}
+
+
+def remove(folder: Path, *, is_dry: bool) -> int:
+    """Remove the folder of a run that nothing runs in; returns its bytes. Raises UserError for any other folder."""
+    folders.check_run(folder, may_be_damaged=True)
+    parent = folder.absolute().parent
+    if _is_locked(parent):
+        raise UserError(
+            f"{folder}: a server has it; accepted: rlmux remove URL --lane {folder.name}, of a lane that its file no "
+            f"longer names, or rlmux stop {parent} first"
+        )
+    return remove_run(folder, is_dry=is_dry)
 
 
 def _is_locked(folder: Path) -> bool:

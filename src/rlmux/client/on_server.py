@@ -182,6 +182,11 @@ class OnServer:
             rows, cursor = [*rows, *page["items"]], page["next"]
         return rows
 
+    def remove_lane(self, name: str, *, is_dry: bool) -> int:
+        """Remove a lane that the service's file no longer names; returns its bytes."""
+        body = {"dry_run": True} if is_dry else {}
+        return int(self._request("POST", f"/lanes/{quote(name, safe='')}/remove", json=body)["freed_bytes"])
+
     def close(self) -> None:
         self._client.close()
 

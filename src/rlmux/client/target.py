@@ -23,7 +23,7 @@ class RunTarget(Protocol):
         """Submit the file's pipelines; returns the outcome of each."""
 
     def send_command(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
-        """`cancel`, `retry`, `hold`, `release`, `rank`, `park`, `unpark` or `why` of one pipeline."""
+        """`cancel`, `retry`, `remove`, `hold`, `release`, `rank`, `park`, `unpark` or `why` of one pipeline."""
 
     def usage(self) -> dict[str, Any]:
         """What `rlmux usage --json` prints."""

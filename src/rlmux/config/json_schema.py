@@ -23,6 +23,7 @@ from rlmux.config.tree import (
     AlertConfig,
     ClusterConfig,
     EstimateConfig,
+    KeepConfig,
     PipelineConfig,
     RetriesConfig,
     RunConfig,
@@ -37,6 +38,7 @@ _SHORT_FORMS: tuple[tuple[type[FromFile], str], ...] = (
     (EngineConfig, "name"),
     (AlertConfig, "level"),
     (RetriesConfig, "any_reason"),
+    (KeepConfig, "ended"),
 )
 """Mappings that a bare value of one of their keys is short for."""
 

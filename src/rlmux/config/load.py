@@ -28,7 +28,15 @@ from rlmux.config.file_kind import FileKind, check_kind
 from rlmux.config.merge import merge
 from rlmux.config.shares import check_prices, make_shares
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import ClusterConfig, PipelineConfig, RunConfig, TrackersConfig, plain_tree, read_tree
+from rlmux.config.tree import (
+    ClusterConfig,
+    KeepConfig,
+    PipelineConfig,
+    RunConfig,
+    TrackersConfig,
+    plain_tree,
+    read_tree,
+)
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline
 from rlmux.core.queue_order import ShareSettings
@@ -78,6 +86,8 @@ class Spec:
     """What projects and users are entitled to; None if the file has no such section."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     """Trackers that get each step while the run goes on."""
+    keep: KeepConfig | None = None
+    """How long files of pipelines that are over are kept; None: until they are removed by hand."""
     resolved: str
     """YAML with defaults, overrides and absolute paths worked in: it loads to the same pipelines anywhere."""
 
@@ -217,7 +227,8 @@ def _spec(config: RunConfig, source: str, estimated: Mapping[str, Estimated]) ->
             for keys in config.pipelines
         ),
         shares=shares,
-        trackers=config.trackers,
+        trackers=config.trackers or TrackersConfig(),
+        keep=config.keep,
         resolved=yaml.safe_dump(plain_tree(config), sort_keys=False, allow_unicode=True),
     )
 

@@ -38,6 +38,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`trackers`", tree.TrackersConfig),
     ("`trackers.wandb`", tree.WandbConfig),
     ("`trackers.mlflow`", tree.MlflowConfig),
+    ("`keep`", tree.KeepConfig),
     ("`shares`", shares.SharesConfig),
     ("`shares.projects.NAME`", shares.ProjectShareConfig),
     ("`shares.users.NAME`", shares.UserShareConfig),

@@ -23,7 +23,7 @@ from rlmux.config.load import Spec, read_text, spec_of_tree
 from rlmux.config.serve_file import ServeConfig, checked_serve
 from rlmux.config.shares import SharesConfig
 from rlmux.config.source_map import Node, parse_yaml
-from rlmux.config.tree import ClusterConfig, TrackersConfig
+from rlmux.config.tree import ClusterConfig, Keep, TrackersConfig
 from rlmux.rl.config import FromFile, Name
 
 RESERVED = ("bundles",)
@@ -56,6 +56,8 @@ class ServiceFile(FromFile):
     """Lanes by name."""
     shares: SharesConfig | None = None
     """Fair shares of projects and users in every lane. Default: all equal, and no pipeline is parked."""
+    keep: Keep | None = None
+    """How long files of pipelines that are over are kept, in every lane. Default: until `rlmux remove`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,8 @@ def parse_service_file(text: str, *, source: str, folder: Path, base: Path, poli
         tree = root.nearest(path).without("serve")
         if file.shares is not None:
             tree = tree.replaced(["shares"], root.nearest(["shares"]))
+        if file.keep is not None:
+            tree = tree.replaced(["keep"], root.nearest(["keep"]))
         spec = spec_of_tree(tree, source=source, folder=folder, policies=policies, may_be_empty=True)
         serve = given.serve and checked_serve(root, path, given.serve, spec.cluster, base)
         lanes[name] = Lane(spec=spec, serve=serve)
@@ -125,18 +129,19 @@ def _check_lanes(root: Node) -> None:
     if not isinstance(root.value, dict):
         return
     if "lanes" in root.value:
-        _check_shares_place(root)
+        _check_places(root)
     elif "serve" in root.value:
         raise spec_error(root, ["serve"], "belongs to a lane; accepted: lanes: {NAME: {cluster: ..., serve: ...}}")
 
 
-def _check_shares_place(root: Node) -> None:
-    """Raises SpecError for the shares of one lane: users have theirs in all of them."""
+def _check_places(root: Node) -> None:
+    """Raises SpecError for a section of one lane that holds in all of them."""
     lanes = root.nearest(["lanes"]).plain()
     for name, lane in lanes.items() if isinstance(lanes, dict) else ():
-        if isinstance(lane, dict) and "shares" in lane:
-            raise spec_error(
-                root,
-                ["lanes", name, "shares"],
-                "holds in every lane; accepted: shares: beside lanes, at the file's top",
-            )
+        for section in ("shares", "keep"):
+            if isinstance(lane, dict) and section in lane:
+                raise spec_error(
+                    root,
+                    ["lanes", name, section],
+                    f"holds in every lane; accepted: {section}: beside lanes, at the file's top",
+                )

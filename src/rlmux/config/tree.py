@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen, Predicate
 from pydantic import BeforeValidator, TypeAdapter
 
-from rlmux.config.shares import SharesConfig
+from rlmux.config.shares import Period, SharesConfig, seconds_of
 from rlmux.core.model import MEAN, Phase
 from rlmux.rl.config import (
     KEYS_OF_TASKS,
@@ -382,6 +382,48 @@ class TrackersConfig(FromFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepConfig(FromFile):
+    """How long the files of pipelines that are over are kept, by the run's clock. A bare period is short for
+    `{ended: ...}`. The log keeps what they used."""
+
+    ended: Period | None = None
+    """Period after its end in which a pipeline's folder is kept. Default: until it is removed by hand."""
+    checkpoints: Period | None = None
+    """The same for its checkpoints alone."""
+    samples: Period | None = None
+    """The same for its stored trajectories alone."""
+    project_gb: PositiveFloat | None = None
+    """Most of a project's folders, in 10^9 bytes: beyond that, pipelines that ended first are removed first. Those
+    without a project count together. Default: no limit."""
+
+    def after_s(self, parts: str) -> float | None:
+        """Seconds after a pipeline's end in which `all` of it, its `checkpoints` or its `samples` are kept."""
+        period = {"all": self.ended, "checkpoints": self.checkpoints, "samples": self.samples}[parts]
+        return None if period is None else seconds_of(period)
+
+    @property
+    def project_bytes(self) -> float | None:
+        return None if self.project_gb is None else self.project_gb * 1e9
+
+
+def _keep(value: Any) -> Any:
+    return {"ended": value} if isinstance(value, str) else value
+
+
+def keep_text(keep: KeepConfig | None) -> str:
+    """The rule as `read_keep` reads it."""
+    return json.dumps(None if keep is None else asdict(keep))
+
+
+def read_keep(text: str) -> KeepConfig | None:
+    fields = json.loads(text)
+    return None if fields is None else KeepConfig(**fields)
+
+
+Keep = Annotated[KeepConfig, BeforeValidator(_keep), Takes("a period such as 30d, or a mapping")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(FromFile):
     """The whole file."""
 
@@ -394,8 +436,10 @@ class RunConfig(FromFile):
     `code_folder` or installed."""
     shares: SharesConfig | None = None
     """Fair shares of projects and users. Default: all equal, and no pipeline is parked."""
-    trackers: TrackersConfig = TrackersConfig()
+    trackers: TrackersConfig | None = None
     """Trackers that get each step while the run goes on, beside TensorBoard."""
+    keep: Keep | None = None
+    """How long files of pipelines that are over are kept. Default: until `rlmux remove`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default keys of every pipeline. A pipeline's own `task` or `model` replaces the default as a whole."""
     pipelines: Annotated[tuple[PipelineConfig, ...], MinLen(1)]

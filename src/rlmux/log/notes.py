@@ -254,6 +254,19 @@ class RetriedNote(PipelineNote, type="retried"):
     """Its time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedNote(PipelineNote, type="removed"):
+    """Files of a pipeline that is over are removed: they are from this note on, and what it used stays counted."""
+
+    parts: str
+    """`all`, `checkpoints` or `samples`."""
+    by: str
+    """The user who asked for it; empty where the rule `keep` did."""
+    by_rule: bool
+    """Whether the rule says so."""
+    freed_bytes: int
+
+
 # ---------------------------------------------------------------------- steps
 
 

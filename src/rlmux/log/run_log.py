@@ -232,6 +232,11 @@ class RunLog:
         """Number of the newest row."""
         return self._state.seq
 
+    @property
+    def state(self) -> RunState:
+        """The run's state as of that row; to be read only."""
+        return self._state
+
     def append_event(self, event: Event) -> None:
         self._append(event.time_s, "event", type(event).__name__, value_codec.encode(event))
 

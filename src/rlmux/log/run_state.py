@@ -22,6 +22,7 @@ from rlmux.log.notes import (
     Note,
     PipelineEndNote,
     PlanNote,
+    RemovedNote,
     ResumedNote,
     RetriedNote,
     StandingNote,
@@ -36,6 +37,7 @@ _EVENTS = (PipelineSubmitted, PipelineParked, PipelineFailed, SharesSet)
 _READ = {each.__name__ for each in (*_EVENTS, ExpectSteps, Admit, Queue)} | {
     *(PipelineEndNote.type, StartReservedNote.type, PlanNote.type, StepNote.type, InputsNote.type, UsageNote.type),
     *(AccountsNote.type, StandingNote.type, SubmittedNote.type, ResumedNote.type, RetriedNote.type),
+    RemovedNote.type,
 }
 """Types of rows whose value is read."""
 
@@ -59,6 +61,10 @@ class RunState:
     """Time of that row, in seconds since the run began."""
     ended: dict[str, PipelineEndNote] = field(default_factory=dict)
     """Pipelines that are over."""
+    ended_s: dict[str, float] = field(default_factory=dict)
+    """Time at which each of them ended; a state that an older rlmux kept lacks those before it."""
+    removals: dict[str, dict[str, RemovedNote]] = field(default_factory=dict)
+    """What was removed of pipelines that are over, by pipeline and `RemovedNote.parts`."""
     failures: dict[str, Failure] = field(default_factory=dict)
     """Last failure of each pipeline that ever failed."""
     retries: dict[str, list[RetriedNote]] = field(default_factory=dict)
@@ -119,7 +125,7 @@ class RunState:
             case Admit(pipeline=name):
                 self.waits.pop(str(name), None)
             case Note() as note:
-                self._add_note(note)
+                self._add_note(row.time_s, note)
 
     def _expect(self, action: ExpectSteps) -> None:
         if action.measured is not None:
@@ -130,10 +136,11 @@ class RunState:
         if action.alike is not None:
             self._keep_for_alike(loads(dumps(action.alike)))
 
-    def _add_note(self, note: Note) -> None:
+    def _add_note(self, time_s: float, note: Note) -> None:
         match note:
             case PipelineEndNote():
                 self.ended[note.pipeline] = note
+                self.ended_s[note.pipeline] = time_s
                 self.waits.pop(note.pipeline, None)
             case StartReservedNote() if note.pipeline in self.waits:
                 self.waits[note.pipeline]["promised_s"] = note.start_s
@@ -155,10 +162,17 @@ class RunState:
                 self.submitted.append(note)
             case ResumedNote():
                 for name in note.retried:
-                    self.ended.pop(name, None)
+                    self._goes_on(name)
+            case RemovedNote():
+                self.removals.setdefault(note.pipeline, {})[note.parts] = note
             case RetriedNote():
-                self.ended.pop(note.pipeline, None)
+                self._goes_on(note.pipeline)
                 self.retries.setdefault(note.pipeline, []).append(note)
+
+    def _goes_on(self, name: str) -> None:
+        """A pipeline that was over is so no longer, and has new files."""
+        for kept in (self.ended, self.ended_s, self.removals):
+            kept.pop(name, None)
 
     def _keep_for_alike(self, newest: dict[str, Any]) -> None:
         """As the scheduler keeps it (`core/estimation/alike_seconds.py`)."""

@@ -4,6 +4,7 @@ pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  roll
                  doing   reason   submitted_s   promise   score (of a filler alone)
                  hosts (machines of a program's workers, where it named some)
                  tries: number  of  failures (at_s  cause  reason)   (after a retry alone)
+                 removed: parts  at_s  by  by_rule  freed_bytes   (after a removal alone)
                  rounds: short  long  cut_trajectories  queued_prompts   (under tail batching alone)
                  step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  slo_probability  bound
                  estimate  slo_reason     (slos.py)
@@ -75,6 +76,7 @@ def _pipeline(
         **({"hosts": list(record.hosts)} if record.hosts else {}),
         **({"score": record.score} if record.pipeline.is_filler else {}),
         **({"tries": record.tries} if record.retries else {}),
+        **({"removed": record.removed} if record.removals else {}),
         **({"rounds": rounds} if (rounds := record.rounds) is not None else {}),
     }
 

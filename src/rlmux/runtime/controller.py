@@ -24,6 +24,7 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.log.notes import Note
 from rlmux.log.run_log import RunLog
 from rlmux.runtime.backend import Backend, Submission
+from rlmux.runtime.control.removals import Removals
 from rlmux.runtime.control.retries import Retries
 from rlmux.runtime.control.run_control import Requested, RunControl
 
@@ -53,16 +54,18 @@ class Controller:
         run_api: RunControl | None = None,
         has_news: Callable[[], bool] = lambda: False,
         retries: Retries | None = None,
+        removals: Removals | None = None,
     ) -> None:
         """`run_api`: adds and removes pipelines during the run. `has_news`: whether the backend has unreported input
-        from outside. `retries`: submits pipelines again that fail."""
+        from outside. `retries`: submits pipelines again that fail. `removals`: of files of pipelines that are over."""
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
-        parts: tuple[Listener | None, ...] = (run_api, retries)
+        parts: tuple[Listener | None, ...] = (removals, run_api, retries)
         self._listeners = [*listeners, *(part for part in parts if part is not None)]
         self._run_api = run_api
         self._retries = retries
+        self._removals = removals
         self._has_news = has_news
         self._is_stopping = False
         self._tick_s = 0.0
@@ -113,6 +116,8 @@ class Controller:
         for retry in () if self._retries is None else self._retries.take([*upcoming, *given], now_s):
             given.append(retry.submission)
             notes += retry.notes
+        if self._removals is not None:
+            notes += self._removals.take(now_s, [*upcoming, *given])
         for submission in given:
             self._add_pipeline(submission)
         if given or requested.withdrawn:

@@ -107,7 +107,7 @@ def _for_file(spec: Spec, options: RunOptions, add_costs: AddCosts, address: str
     make_backend, cluster = backend_maker(options.backend, address, spec.cluster)
     plugins.look_in(spec.code_folder)
     options = replace(options, make_backend=make_backend, parse=parser(spec, add_costs), shares=spec.shares)
-    return replace(options, trackers=trackers_of(spec)), cluster
+    return replace(options, trackers=trackers_of(spec), keep=spec.keep), cluster
 
 
 def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, code_folder: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.config.shares import parse_shares
+from rlmux.config.tree import KeepConfig
 from rlmux.core.actions import Action, Queue, Refuse, Release
 from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import IllegalTransitionError, LogError, PolicyError, RlmuxError, StorageError, ThreadDiedError
@@ -42,6 +43,7 @@ from rlmux.rl.memory.footprint import BOTH_PHASES
 from rlmux.runtime.backend import Backend, Submission, WorkerOptions
 from rlmux.runtime.control.control_socket import ControlServer
 from rlmux.runtime.control.inbox import Inbox
+from rlmux.runtime.control.removals import Removals, finish
 from rlmux.runtime.control.retries import Retries, retried_note
 from rlmux.runtime.control.run_control import ParseSubmission, RunControl
 from rlmux.runtime.control.unfinished import from_checkpoint, lost_step_notes, with_last_standing
@@ -101,6 +103,8 @@ class RunOptions:
     """Entitlements of users; None: equal."""
     trackers: Sequence[str] = ()
     """Trackers that get each step while the run goes on."""
+    keep: KeepConfig | None = None
+    """How long files of pipelines that are over are kept; None: until a user removes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +232,7 @@ def resume_pipelines(
         unfinished = [with_last_standing(submission, state) for submission in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
         keep_ends(folder, ended.values())
+        finish(folder, state)
         notes = [
             *plan_notes([submission for submission in unfinished if submission.pipeline.id not in state.plans]),
             *changed_input_notes(unfinished, state),
@@ -337,6 +342,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
     metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
     endings, starts = _Endings(scheduler, backend, log, folder, dict(run.ended)), _ReservedStarts(scheduler, log)
     retries = Retries(folder, scheduler.query, run.earlier)
+    removals = Removals(folder, log, retries, options.keep)
     run_api = None
     if options.parse is not None:
         run_api = RunControl(
@@ -348,12 +354,13 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
             taken=run.taken,
             parse_shares=partial(parse_shares, cluster=run.cluster),
             retries=retries,
+            removals=removals,
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in options.listeners]
     trackers, hardware = LiveTrackers(folder, options.trackers), HardwareNotes(log, backend.workplace.parts)
     controller = Controller(
         scheduler, backend, log, [watch, metrics, endings, usage, starts, trackers, hardware, *displays], run_api,
-        inbox.has_commands, retries,
+        inbox.has_commands, retries, removals,
     )  # fmt: skip
     try:
         with _private_files(), _without_old_garbage(), _stop_on_interrupt(controller.stop):
@@ -370,6 +377,7 @@ def drive(run: Prepared, options: RunOptions) -> RunResult:
             run_api.close()
         backend.close()
         hardware.close()
+        removals.close()
         usage.write(backend.now_s())
         _write_end(log, backend.now_s(), metrics, endings.by_pipeline, controller.control_s)
         late = trackers.finish()

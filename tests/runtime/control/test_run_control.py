@@ -36,8 +36,8 @@ from rlmux.runtime.records.usage_notes import UsageNotes
 
 STAGE_S = 0.05
 ACCEPTED = (
-    "accepted: submit, cancel, retry, hold, release, rank, park, unpark, why, queue, account, usage, set_shares, "
-    "status, check, notice, node_back"
+    "accepted: submit, cancel, retry, remove, hold, release, rank, park, unpark, why, queue, account, usage, "
+    "set_shares, status, check, notice, node_back"
 )
 
 

@@ -60,6 +60,7 @@ TABLE: Mapping[tuple[str, str], Row] = {
     ("GET", f"{LANE}/status"): Row(200, 200),
     ("GET", f"{LANE}/spec"): Row(200, 200),
     ("POST", f"{LANE}/shares"): Row(403, 403, body={"text": "shares: {}", "source": "s"}),
+    ("POST", f"{LANE}/remove"): Row(403, 403, body={}),
     ("GET", "/pipelines"): Row(200, 200),
     ("GET", PIPELINE): Row(200, 404),
     ("GET", "/search"): Row(200, 200, query="q=tools"),
@@ -74,7 +75,7 @@ TABLE: Mapping[tuple[str, str], Row] = {
     ("GET", f"{PIPELINE}/checkpoints"): Row(200, 404),
     ("GET", f"{PIPELINE}/file"): Row(200, 404),
     **{("POST", f"{PIPELINE}/{verb}"): Row(403, 404, body={"rank": 1} if verb == "rank" else {})
-       for verb in ("cancel", "retry", "hold", "release", "rank", "park", "unpark")},
+       for verb in ("cancel", "retry", "remove", "hold", "release", "rank", "park", "unpark")},
     ("POST", f"{PIPELINE}/labels"): Row(403, 404, body={"labels": ["seen"], "note": "a note"}),
     ("GET", TIMELINE): Row(200, 200),
     ("GET", f"{TIMELINE}/tiles"): Row(200, 200),

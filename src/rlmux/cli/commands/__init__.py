@@ -89,6 +89,7 @@ _COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
         runs.stop,
         runs.cancel,
         runs.retry,
+        runs.remove,
         runs.hold,
         runs.release,
         runs.rank,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from rlmux.cli.commands.options import File, Folder, Json, Place, Sets
+from rlmux.core.errors import UserError
 
 PipelineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
 
@@ -102,6 +103,43 @@ def retry(
     from rlmux.cli import remote
 
     raise typer.Exit(remote.retry(place, names, as_json=json))
+
+
+def remove(
+    place: Annotated[
+        str, typer.Argument(metavar="DIR|URL", help="A run's folder, or http://HOST:PORT/lanes/NAME of a server.")
+    ],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Names of pipelines that have ended; without: the whole run."),
+    ] = None,
+    only: Annotated[
+        Literal["checkpoints", "samples"] | None,
+        typer.Option("--only", metavar="checkpoints|samples", help="Remove these alone; by default all files."),
+    ] = None,
+    lane: Annotated[
+        str | None, typer.Option("--lane", metavar="NAME", help="A lane that the server's file no longer names.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the bytes; remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove a whole run or lane without a question.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove the files of ended pipelines, of a run or of a lane.
+
+    The log keeps the steps, use and cost of a removed pipeline, with who removed it and when. A run's folder is removed
+    with its log.
+
+    \b
+    Example: rlmux remove runs/demo sort --only checkpoints
+             rlmux remove runs/demo --yes
+    """
+    from rlmux.cli import remote
+
+    if names and lane is None:
+        raise typer.Exit(remote.remove(place, names, only or "all", is_dry=dry_run, as_json=json))
+    if names or only is not None:
+        raise UserError(f"{place}: accepted: names of pipelines with or without --only, or --lane alone")
+    remote.remove_whole(place, lane, is_sure=yes, is_dry=dry_run, as_json=json)
 
 
 def stop(
@@ -243,6 +281,7 @@ def usage(
 def status(
     place: Place,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once, on a terminal too.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="Show removed pipelines too.")] = False,
     json: Json = False,
 ) -> None:
     """Show a run's pipelines and the holder of each device.
@@ -256,7 +295,7 @@ def status(
     from rlmux.runtime.records import folders
 
     with folders.salvage_hint(Path(place)):
-        remote.show_status(place, as_json=json, is_once=once)
+        remote.show_status(place, as_json=json, is_once=once, with_removed=all)
 
 
 def logs(

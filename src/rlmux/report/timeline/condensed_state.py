@@ -33,7 +33,7 @@ from rlmux.report.timeline.records import OrderRecord, Pin, PipelineRecord, Stan
 from rlmux.report.timeline.step_work import StepWork
 
 CACHE_NAME = ".status.cache"
-_VERSION = 5
+_VERSION = 6
 _KEPT_APART = {
     OrderRecord: {"chunks"},
     PipelineRecord: {"metrics", "rollouts", "deliveries"},

@@ -59,6 +59,7 @@ from rlmux.log.notes import (
     PipelineEndNote,
     PipelineNote,
     ProgramMarkedNote,
+    RemovedNote,
     ResumedNote,
     RetriedNote,
     RolloutNote,
@@ -81,6 +82,7 @@ from rlmux.report.timeline.records import (
     Pin,
     PipelineRecord,
     Standstill,
+    removed_text,
     try_text,
 )
 
@@ -532,7 +534,12 @@ class History:
             case PipelineEndNote():
                 record.status, record.reason = note.status or record.status, note.reason or record.reason
                 record.weights_sha256 = note.weights_sha256
+            case RemovedNote():
+                record.removals.append((time_s, note))
+                text = removed_text(record.removed[-1])
+                self.instants.append(Instant(time_s, "removed", note.pipeline, text=text))
             case RetriedNote():
+                record.removals.clear()
                 record.retries.append(note)
                 self.instants.append(
                     Instant(time_s, "retried", note.pipeline, text=try_text(note.number, note.of, note.reason))

@@ -12,7 +12,7 @@ An order that no event ended is *open*: it lasts to the last known time. One who
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from rlmux.core.actions import ExpectSteps, Switch
 from rlmux.core.events import TrajectoriesMigrated
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
-from rlmux.log.notes import RetriedNote, RolloutNote
+from rlmux.log.notes import RemovedNote, RetriedNote, RolloutNote
 from rlmux.log.progress_rows import Reports
 from rlmux.report.timeline.delivery import Deliveries, StepDelivery
 
@@ -139,6 +139,8 @@ class PipelineRecord:
     """Machines of a program's workers, as they named them."""
     retries: list[RetriedNote] = field(default_factory=list)
     """Its tries after the first one, each with the failure before, in order."""
+    removals: list[tuple[float, RemovedNote]] = field(default_factory=list)
+    """When which of its files were removed since it last ended, in order."""
     moves: list[Move] = field(default_factory=list)
     """Its relocations, in order."""
     thinking: list[tuple[float, float]] = field(default_factory=list)
@@ -188,6 +190,14 @@ class PipelineRecord:
         failures = [{"at_s": each.failed_s, "cause": each.cause.value, "reason": each.reason} for each in self.retries]
         return {"number": self.retries[-1].number, "of": self.retries[-1].of, "failures": failures}
 
+    @property
+    def removed(self) -> list[dict[str, Any]]:
+        """What was removed of it since it last ended: when, by whom, and the bytes."""
+        return [
+            {"parts": note.parts, "at_s": at_s, "by": note.by, "by_rule": note.by_rule, "freed_bytes": note.freed_bytes}
+            for at_s, note in self.removals
+        ]
+
     def note_thinking(self, time_s: float, *, is_thinking: bool) -> None:
         """Its client begins to think, or requests something; nothing changes if that is so already."""
         was_thinking = bool(self.thinking) and math.isinf(self.thinking[-1][1])
@@ -223,3 +233,24 @@ def tries_text(tries: Mapping[str, Any]) -> str:
 def try_text(number: int, of: int | None, reason: str) -> str:
     """The same of one try. `reason`: the failure before it."""
     return f"try {number}{'' if of is None else f' of {of}'}, after: {reason or 'a failure'}"
+
+
+def is_removed(removed: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Whether all files of a pipeline are removed: lists leave it out unless they are asked for it."""
+    return any(each["parts"] == "all" for each in removed or ())
+
+
+def removed_text(removed: Mapping[str, Any]) -> str:
+    """What was removed, and by whom."""
+    what = "all of its files were" if removed["parts"] == "all" else f"its {removed['parts']} were"
+    by = "the rule keep" if removed["by_rule"] else removed["by"] or "the owner"
+    return f"{what} removed at {removed['at_s']:.0f} s by {by} ({size_words(removed['freed_bytes'])})"
+
+
+def size_words(num_bytes: float) -> str:
+    """`1.5 GB`: bytes in units of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

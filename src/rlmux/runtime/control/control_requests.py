@@ -51,6 +51,19 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remove:
+    """Remove files of a pipeline that is over."""
+
+    name: str
+    parts: str = "all"
+    """`all`, `checkpoints` or `samples`."""
+    by: str = ""
+    """The user who asks for it."""
+    dry_run: bool = False
+    """Whether it is only said what would be removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
     """Keep a waiting pipeline from starting until it is released."""
 
@@ -135,14 +148,14 @@ class NodeBack:
 
 
 ControlRequest = (
-    Submit | Cancel | Retry | Hold | ReleaseHold | SetRank | ParkPipeline | Unpark | ExplainWait | ListQueue
+    Submit | Cancel | Retry | Remove | Hold | ReleaseHold | SetRank | ParkPipeline | Unpark | ExplainWait | ListQueue
     | AccountOf | GetUsage | SetShares | GetStatus | Check | Notice | NodeBack
 )  # fmt: skip
 _TYPE_BY_NAME: Mapping[str, type[ControlRequest]] = {
-    "submit": Submit, "cancel": Cancel, "retry": Retry, "hold": Hold, "release": ReleaseHold, "rank": SetRank,
-    "park": ParkPipeline, "unpark": Unpark, "why": ExplainWait, "queue": ListQueue, "account": AccountOf,
-    "usage": GetUsage, "set_shares": SetShares, "status": GetStatus, "check": Check, "notice": Notice,
-    "node_back": NodeBack,
+    "submit": Submit, "cancel": Cancel, "retry": Retry, "remove": Remove, "hold": Hold, "release": ReleaseHold,
+    "rank": SetRank, "park": ParkPipeline, "unpark": Unpark, "why": ExplainWait, "queue": ListQueue,
+    "account": AccountOf, "usage": GetUsage, "set_shares": SetShares, "status": GetStatus, "check": Check,
+    "notice": Notice, "node_back": NodeBack,
 }  # fmt: skip
 _NAME_BY_TYPE = {kind: name for name, kind in _TYPE_BY_NAME.items()}
 

@@ -67,6 +67,25 @@ class Retries:
         earlier = self._earlier.get(name)
         return self._submissions.get(name) or (None if earlier is None else earlier[1])
 
+    def status(self, name: PipelineId) -> PipelineStatus:
+        """How a pipeline of any part of the run stands; one that has yet to come waits."""
+        if name in self._query:
+            return self._query.status(name)
+        return PipelineStatus(self._earlier[name][0]) if name in self._earlier else PipelineStatus.WAITING
+
+    def submissions(self) -> list[Submission]:
+        """Pipelines of all parts of the run."""
+        earlier = {name: submission for name, (_, submission) in self._earlier.items()}
+        return list((earlier | self._submissions).values())
+
+    def knows(self, name: PipelineId) -> bool:
+        """Whether the run has a pipeline of this name, another program's too."""
+        return name in self._query or self.find(name) is not None
+
+    def is_due(self, name: PipelineId) -> bool:
+        """Whether its rule is about to be looked at."""
+        return name in self._due
+
     def again(self, name: str, upcoming: Sequence[Submission], now_s: float) -> NextTry:
         """What a user's retry comes to. Raises UserError for a pipeline that has not failed."""
         pipeline = PipelineId(name)
@@ -78,10 +97,13 @@ class Retries:
             if pipeline in self._query:
                 raise UserError(f"pipeline {name!r} is another program's; accepted: one whose steps rlmux trains")
             raise UserError(f"no pipeline {name!r}{self._nearest(name)}; {accepted}: {self._failed_words()}")
-        status = self._status(pipeline)
+        status = self.status(pipeline)
         if status is not PipelineStatus.FAILED:
             raise UserError(f"pipeline {name!r} {_WORDS[status]}; {accepted}")
-        return self._retry(submission, self._state(), now_s, by_rule=False)
+        state = self._state()
+        if "all" in state.removals.get(name, ()):
+            raise UserError(f"pipeline {name!r} is removed; accepted: a failed pipeline whose files are there")
+        return self._retry(submission, state, now_s, by_rule=False)
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         """Note the failures whose rule may say something; they are in the log by the next tick."""
@@ -96,12 +118,13 @@ class Retries:
     def take(self, upcoming: Sequence[Submission], now_s: float) -> list[NextTry]:
         """The tries that rules give pipelines that have failed since the last tick."""
         coming = {submission.pipeline.id for submission in upcoming}
-        due = [name for name in self._due if self._status(name) is PipelineStatus.FAILED and name not in coming]
+        due = [name for name in self._due if self.status(name) is PipelineStatus.FAILED and name not in coming]
         self._due.clear()
         if not due:
             return []
         state = self._state()
         given = [submission for name in dict.fromkeys(due) if (submission := self.find(name)) is not None]
+        given = [one for one in given if "all" not in state.removals.get(one.pipeline.id, ())]
         return [self._retry(one, state, now_s, by_rule=True) for one in given if _is_allowed(one, state)]
 
     # ------------------------------------------------------------------ helpers, in the order they are called
@@ -113,12 +136,7 @@ class Retries:
 
     def _failed_words(self) -> str:
         known = dict.fromkeys((*self._earlier, *self._submissions))
-        return ", ".join(name for name in known if self._status(name) is PipelineStatus.FAILED) or "none has failed"
-
-    def _status(self, name: PipelineId) -> PipelineStatus:
-        if name in self._query:
-            return self._query.status(name)
-        return PipelineStatus(self._earlier[name][0]) if name in self._earlier else PipelineStatus.WAITING
+        return ", ".join(name for name in known if self.status(name) is PipelineStatus.FAILED) or "none has failed"
 
     def _state(self) -> RunState:
         with LogReader(self._folder) as log:
@@ -127,10 +145,13 @@ class Retries:
     def _retry(self, submission: Submission, state: RunState, now_s: float, *, by_rule: bool) -> NextTry:
         again = with_last_standing(from_checkpoint(submission, self._folder, state), state)
         note = retried_note(submission, state, by_rule=by_rule)
+        tried = f"try {try_words(note)}"
+        if "checkpoints" in state.removals.get(submission.pipeline.id, ()):
+            tried += ", its checkpoints are removed"
         return NextTry(
             submission=replace(again, submit_at_s=now_s),
             notes=[note, *changed_input_notes([again], state), *lost_step_notes([again], self._folder, state)],
-            outcome=f"goes on at step {again.pipeline.first_step} as soon as there is room (try {try_words(note)})",
+            outcome=f"goes on at step {again.pipeline.first_step} as soon as there is room ({tried})",
         )
 
 

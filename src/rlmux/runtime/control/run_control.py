@@ -30,7 +30,7 @@ from rlmux.core.queue.wait_reasons import Wait, WaitToken
 from rlmux.core.queue_order import ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.settle.parking import PARKED
-from rlmux.log.notes import Note, PipelineEndNote, StandingNote, SubmittedNote, encode
+from rlmux.log.notes import Note, PipelineEndNote, RemovedNote, StandingNote, SubmittedNote, encode
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.control_requests import (
@@ -46,6 +46,7 @@ from rlmux.runtime.control.control_requests import (
     Notice,
     ParkPipeline,
     ReleaseHold,
+    Remove,
     Retry,
     SetRank,
     SetShares,
@@ -55,6 +56,7 @@ from rlmux.runtime.control.control_requests import (
 )
 from rlmux.runtime.control.control_socket import ControlServer, Request
 from rlmux.runtime.control.notices import notice_of, return_of
+from rlmux.runtime.control.removals import Removals
 from rlmux.runtime.control.retries import Retries
 from rlmux.runtime.records.input_files import input_notes
 from rlmux.runtime.records.usage_notes import usage_of
@@ -128,6 +130,7 @@ class RunControl:
         taken: Mapping[str, Sequence[str]] | None = None,
         parse_shares: ParseShares = refuse_shares,
         retries: Retries | None = None,
+        removals: Removals | None = None,
     ) -> None:
         """`over`: pipelines that ended in earlier parts of the run; their names stay reserved. `taken`: names by
         submission id."""
@@ -137,6 +140,7 @@ class RunControl:
         self._over = set(over)
         self._parse_shares = parse_shares
         self._retries = retries
+        self._removals = removals
         self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
         self._answers: list[_Answer] = []
         self._done: list[tuple[Request, dict[str, Any]]] = []
@@ -189,6 +193,8 @@ class RunControl:
                 self._cancel(request, PipelineId(record.name), tick)
             case Retry():
                 self._retry(request, record.name, tick)
+            case Remove():
+                self._remove(request, record, tick)
             case Hold():
                 event: Standing = PipelineHeld(pipeline=self._waiting(record.name))
                 self._change_standing(request, event, "held until it is released", tick)
@@ -336,11 +342,22 @@ class RunControl:
     def _retry(self, request: Request, name: str, tick: _Tick) -> None:
         if self._retries is None:
             raise UserError(f"pipeline {name!r}: nothing is retried in this run")
+        if any(isinstance(note, RemovedNote) and note.pipeline == name for note in tick.notes):
+            raise UserError(f"pipeline {name!r} is being removed; accepted: a failed pipeline whose files are there")
         again = self._retries.again(name, [*tick.upcoming, *tick.submissions], tick.now_s)
         tick.submissions.append(again.submission)
         tick.notes += again.notes
         self._over.discard(again.submission.pipeline.id)
         self._done.append((request, {"pipeline": name, "outcome": again.outcome}))
+
+    def _remove(self, request: Request, record: Remove, tick: _Tick) -> None:
+        if self._removals is None:
+            raise UserError(f"pipeline {record.name!r}: nothing is removed in this run")
+        upcoming = [*tick.upcoming, *tick.submissions]
+        note = self._removals.requested(record.name, record.parts, record.by, upcoming, tick.notes)
+        if not record.dry_run:
+            tick.notes.append(note)
+        self._done.append((request, removal_fields(note, is_dry=record.dry_run)))
 
     def _pipeline(self, name: str, tick: _Tick) -> Pipeline:
         """A pipeline of the run, possibly an upcoming one, or one of an earlier part that may be retried. Raises
@@ -409,6 +426,12 @@ def wait_fields(name: str, status: PipelineStatus, wait: Wait | None) -> dict[st
             {"key": change.key, "was": change.was, "to": change.to} for change in wait.would_start_now_if
         ],
     }
+
+
+def removal_fields(note: RemovedNote, *, is_dry: bool) -> dict[str, Any]:
+    """The answer to a removal."""
+    outcome = "would be removed" if is_dry else "removed"
+    return {"pipeline": note.pipeline, "outcome": outcome, "parts": note.parts, "freed_bytes": note.freed_bytes}
 
 
 def _release_command(wait: Wait) -> str | None:

@@ -86,6 +86,8 @@ def retried(names: Sequence[str], state: RunState, given: Sequence[PipelineId]) 
         if name not in failed:
             status = state.ended[name].status if name in state.ended else "not over, and goes on without it"
             raise UserError(f"--retry {name}: it is {status}; {accepted}")
+        if "all" in state.removals.get(name, ()):
+            raise UserError(f"--retry {name}: it is removed; {accepted}")
     return [PipelineId(name) for name in dict.fromkeys(names)]
 
 

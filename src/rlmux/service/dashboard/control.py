@@ -4,6 +4,7 @@ GET  lanes/L/status  queue  usage  pipelines/L/NAME/why        keys of `rlmux st
 GET  lanes/L/spec                                              the file that the run began with
 GET  pipelines/L/NAME/file                                     the part of the submitted file that is the pipeline's
 POST lanes/L/shares {text, source}                             {outcome}
+POST pipelines/L/NAME/remove {parts}  lanes/L/remove           {outcome, freed_bytes}; of a run that is over too
 POST pipelines/L/NAME/cancel  retry  hold  release  rank  park  unpark   {pipeline, outcome}
 """
 
@@ -12,18 +13,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlmux.config.load import file_of_pipeline, without_pipelines
 from rlmux.core.errors import RlmuxError, UserError
+from rlmux.log.folder_lock import living_owner
 from rlmux.log.run_log import LogReader
 from rlmux.runtime.control.control_requests import record_of
 from rlmux.runtime.control.control_socket import NoAnswerError, NotRunningError, send_request
+from rlmux.runtime.control.removals import remove_here, remove_run
+from rlmux.runtime.control.run_control import removal_fields
 from rlmux.runtime.control.run_status import StatusReader
 from rlmux.service.dashboard.handlers import SHOWN_ONLY, Reads
 from rlmux.service.dashboard.parameters import Caller, CallerContext
 from rlmux.service.dashboard.router import Address, LongWork, get, post
-from rlmux.service.dashboard.schemas.run_schemas import File, Nothing, Outcome, Queue, Rank, Shares, Status, Why
+from rlmux.service.dashboard.schemas.run_schemas import (
+    File,
+    LaneRemoval,
+    LaneRemoved,
+    Nothing,
+    Outcome,
+    Queue,
+    Rank,
+    Removal,
+    RemovalOutcome,
+    Shares,
+    Status,
+    Why,
+)
 from rlmux.service.dashboard.schemas.usage_schemas import Usage
 from rlmux.service.problems import ProblemError
 
@@ -65,6 +82,14 @@ class Control:
                 f"{_LANE}/shares",
                 self.set_shares,
                 "Set what users and projects are entitled to",
+                scope="admin",
+                **as_long_work,
+            ),
+            post(f"{_PIPELINE}/remove", self.remove, "As `rlmux remove`", scope="control", **as_long_work),
+            post(
+                f"{_LANE}/remove",
+                self.remove_lane,
+                "Remove a lane that the service's file no longer names",
                 scope="admin",
                 **as_long_work,
             ),
@@ -140,6 +165,45 @@ class Control:
 
     def rank(self, caller: Caller, lane: str, name: str, body: Rank) -> Outcome:
         return self._command(caller, "rank", rank=body.rank)
+
+    def remove(self, caller: Caller, lane: str, name: str, body: Removal | None = None) -> RemovalOutcome:
+        """Through the controller, or here where nothing runs in the lane."""
+        with self._reads.open(lane, caller.principal) as reader:
+            row, _ = self._reads.check_pipeline(reader, name)
+        check_own(caller, lambda name: str(row["user"]))
+        given, folder = body or Removal(), self._reads.run_folder(lane)
+        by = caller.principal.user if caller.principal else ""
+        try:
+            answer = self._request_covered(caller, "remove", name=name, by=by, **given.model_dump())
+        except ProblemError as problem:
+            if problem.status != 409 or living_owner(folder) is not None:
+                raise
+            try:
+                note = remove_here(folder, name, given.parts, by=by, is_dry=given.dry_run)
+            except UserError as error:
+                raise self._refusal(caller, "remove", str(error)) from None
+            answer = removal_fields(note, is_dry=given.dry_run)
+        return RemovalOutcome.model_validate(answer)
+
+    def remove_lane(self, caller: Caller, lane: str, body: LaneRemoval | None = None) -> LaneRemoved:
+        folder, _ = self._reads.folders(lane)
+        if self._reads.is_of_service(folder):
+            raise ProblemError(
+                409, f"lane {lane} is the service's own", accepted="one that the service's file no longer names"
+            )
+        is_dry = body is not None and body.dry_run
+        with self._is_read:
+            reader = None if is_dry else self._status_by_folder.pop(folder, None)
+            if reader is not None:
+                reader.close()
+        try:
+            freed_bytes = remove_run(folder, is_dry=is_dry)
+        except UserError as error:
+            raise ProblemError(409, str(error)) from None
+        for beside in self._reads.files_beside(folder) if not is_dry else ():
+            beside.unlink(missing_ok=True)
+        outcome: Literal["removed", "would be removed"] = "would be removed" if is_dry else "removed"
+        return LaneRemoved(outcome=outcome, freed_bytes=freed_bytes)
 
     def _verb_handler(self, verb: str) -> Callable[..., Outcome]:
         def tell(caller: Caller, lane: str, name: str, body: Nothing | None = None) -> Outcome:

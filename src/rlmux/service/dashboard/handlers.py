@@ -23,6 +23,7 @@ from rlmux.log.segments import last_seq_of
 from rlmux.report.acknowledgements import acknowledge, with_acknowledged
 from rlmux.report.alerts import Alert
 from rlmux.report.samples import SAMPLES_NAME
+from rlmux.report.timeline.records import is_removed
 from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
@@ -145,6 +146,14 @@ class Reads:
             raise ProblemError(404, f"no lane {lane[:80]!r}", accepted=", ".join(list(lanes)[:20]) or "none yet")
         return lanes[lane]
 
+    def is_of_service(self, folder: Path) -> bool:
+        """Whether the service runs this lane, or serves this folder alone."""
+        return self._root.takes_submissions(folder) or folder == self._root.folder
+
+    def files_beside(self, folder: Path) -> list[Path]:
+        """Files of a service's lane that lie beside its folder."""
+        return self._root.files_beside(folder)
+
     def run_folder(self, lane: str) -> Path:
         """The folder of a started lane."""
         folder, _ = self.folders(lane)
@@ -254,9 +263,11 @@ class Reads:
         status: Words = "",
         name: Line = None,
         sort: Sort = "",
+        removed: bool = False,
         limit: Limit = 100,
         cursor: Cursor = 0,
     ) -> run_schemas.Pipelines:
+        """`removed`: those whose files are all removed too."""
         names = self.names() if lane is None else [lane]
         rows: list[dict[str, Any]] = []
         as_of = {}
@@ -272,12 +283,15 @@ class Reads:
             rows += self.labelled(run, [text for (text,) in found])
         statuses = words_of(status)
         rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
-        rows = _sorted(rows, sort)
+        shown = rows if removed else [row for row in rows if not is_removed(row.get("removed"))]
+        num_removed = len(rows) - len(shown)
+        rows = _sorted(shown, sort)
         end = cursor + limit
         return run_schemas.Pipelines(
             items=[run_schemas.Pipeline.model_validate(row) for row in rows[cursor:end]],
             next=str(end) if end < len(rows) else None,
             total=len(rows),
+            num_removed=num_removed,
             as_of_seq=as_of.get(names[0]) if len(names) == 1 else None,
         )
 

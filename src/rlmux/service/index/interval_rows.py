@@ -14,7 +14,7 @@ from rlmux.core.model import DeviceId, PipelineId
 from rlmux.report.slos import StepTime, mean_step_s, slo_attainment
 from rlmux.report.status import status
 from rlmux.report.timeline.build import Name
-from rlmux.report.timeline.history import History, HardwareReading
+from rlmux.report.timeline.history import HardwareReading, History
 from rlmux.report.timeline.intervals import Cause, Interval, Kind, label_of
 from rlmux.report.timeline.live_timeline import Follower, Look
 from rlmux.report.timeline.records import MIGRATIONS, TAIL_MIGRATION, Instant, PipelineRecord
@@ -209,6 +209,7 @@ def _row(shown: Mapping[str, Any], record: PipelineRecord, steps: Sequence[StepT
         "visibility": record.pipeline.visibility.value,
         **{key: shown[key] for key in keys},
         "tries": shown.get("tries"),
+        "removed": shown.get("removed"),
         "rewards": _small_curve(record),
         "admitted_s": record.admitted_s,
         "ended_s": record.ended_s,

@@ -35,6 +35,10 @@ class Root:
         """Whether it is a lane of a service."""
         return folder in self._known
 
+    def files_beside(self, folder: Path) -> list[Path]:
+        """Of a service: the file of a lane, and what its controller printed."""
+        return [folder.parent / f"{folder.name}{suffix}" for suffix in (".yaml", ".log")] if self._known else []
+
     def lanes(self) -> dict[str, tuple[Path, Path]]:
         """(run folder, index) of every lane by its name, in the order of the names."""
         if (self.folder / LOG_NAME).is_file():

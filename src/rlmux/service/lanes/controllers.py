@@ -28,6 +28,7 @@ from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
 from rlmux.log.run_log import OtherVersionError
 from rlmux.runtime.control.control_requests import GetStatus
 from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, send_request
+from rlmux.runtime.control.removals import write_rule
 from rlmux.runtime.launch import spec_of
 from rlmux.runtime.records.folders import RUN_HEADER, SERVED
 from rlmux.runtime.records.run_folder import empty_folder
@@ -79,6 +80,7 @@ class LaneController:
         """Consecutive unanswered polls."""
         if self._has_begun():
             self._check_same()
+            write_rule(self.folder, self.spec.keep)
         if lane.serve is None and (self.folder / SERVED).is_file():
             raise UserError(
                 f"{lane.spec.source}: lanes.{name}: {self.folder} has clients' models; accepted: the lane with serve, "

@@ -2,7 +2,7 @@
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { get, useData } from "./api";
-import { CancelButton, RetryButton, useActs } from "./acts";
+import { CancelButton, RemoveButton, RetryButton, useActs } from "./acts";
 import { Chart, Constants, More, constantOf } from "./charts";
 import { paintOf, shadeOf } from "./colours";
 import { Trouble } from "./frame";
@@ -20,7 +20,7 @@ import { draft } from "./draft";
 import { promiseTitle, promiseWord } from "./promises";
 import { Causes } from "./causes";
 import { Weights } from "./weights";
-import { count, firstMetrics, moment, percent, reward, seconds, stageName, times, tryInWords } from "./words";
+import { count, firstMetrics, moment, percent, removedInWords, reward, seconds, stageName, times, tryInWords } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
@@ -52,6 +52,8 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
   const acts = useActs(lane);
   if (!detail.value) return detail.error ? <NotShown name={name} error={detail.error} /> : null;
   const doesWait = shown.is_going_on && detail.value.status === "waiting";
+  const isOver = ["finished", "failed", "cancelled", "refused"].includes(detail.value.status);
+  const isRemoved = detail.value.removed?.some((each) => each.parts === "all");
   return (
     <>
       <div class="heading">
@@ -73,12 +75,14 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         {doesWait && detail.value.reason.includes("parked") && <button onClick={() => acts.tell(name, "unpark")}>Unpark</button>}
         {shown.is_going_on && ["running", "waiting"].includes(detail.value.status) && <CancelButton name={name} tell={acts.tell} />}
         {shown.is_going_on && detail.value.status === "failed" && <RetryButton name={name} tell={acts.tell} />}
+        {isOver && !isRemoved && <RemoveButton lane={lane} name={name} tell={acts.tell} />}
       </div>
       {detail.value.reason && !doesWait && <p class="banner">{detail.value.reason}</p>}
       <Trouble error={detail.error ?? acts.error} />
       {detail.value.note && <p class="note">{detail.value.note}</p>}
       {acts.said && <p class="banner soft">{acts.said}</p>}
       {detail.value.tries && <TriesOf tries={detail.value.tries} />}
+      {detail.value.removed?.map((each) => <p class="small muted">{removedInWords(each)}</p>)}
       {doesWait && <Waits lane={lane} name={name} />}
       <Figures detail={detail.value} />
       {(detail.value.project || detail.value.user) && <Account lane={lane} detail={detail.value} />}

@@ -1,5 +1,7 @@
 // Numbers and times as a reader sees them. What does not exist is a dash, never 0 and never NaN.
 
+import type { Removed } from "./shapes";
+
 export const NONE = "–";
 
 export function percent(part: number | null | undefined): string {
@@ -104,4 +106,10 @@ export function metricName(name: string): string {
 /** Which try a pipeline is in: "try 2 of 3". */
 export function tryInWords({ number, of }: { number: number; of: number | null }): string {
   return of === null ? `try ${number}` : `try ${number} of ${of}`;
+}
+
+/** What was removed of a pipeline's files, and by whom. */
+export function removedInWords({ parts, at_s, by, by_rule, freed_bytes }: Removed): string {
+  const what = parts === "all" ? "all of its files were" : `its ${parts} were`;
+  return `${what} removed at ${moment(at_s, 1)} by ${by_rule ? "the rule keep" : by || "the owner"} (${size(freed_bytes)})`;
 }

@@ -313,7 +313,7 @@ def test_a_controller_tells_a_user_of_no_pipeline_that_is_not_to_be_seen(service
         rows = told["/lanes/cpu/usage"].json()["accounts"]
         whose = [(row["project"], row["user"]) for row in rows]
         assert whose == [("another project", "another user"), ("vision", "ann")]
-        for verb in ("cancel", "retry", "hold", "park"):
+        for verb in ("cancel", "retry", "remove", "hold", "park"):
             for name in ("tools", "tools-2", "none-such"):
                 answer = ann.post(f"/pipelines/cpu/{name}/{verb}", json={})
                 assert (answer.status_code, "another" in answer.text) == (404, False), answer.text

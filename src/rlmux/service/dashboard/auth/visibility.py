@@ -45,6 +45,7 @@ _CLOSED_WORDS = frozenset(
         "rule",
         "level",
         "visibility",
+        "parts",
     )
 )
 """Keys with values of our own vocabulary, which may equal a pipeline's name."""

@@ -389,6 +389,15 @@ class Tries(Shape):
     """How the tries before ended, the first one first."""
 
 
+class Removed(Shape):
+    parts: Literal["all", "checkpoints", "samples"]
+    at_s: float
+    by: str
+    """The user who asked for it; empty where the rule `keep` of the file did."""
+    by_rule: bool
+    freed_bytes: int
+
+
 class Pipeline(Shape):
     lane: str
     name: str
@@ -399,6 +408,8 @@ class Pipeline(Shape):
     reason: str
     tries: Tries | None = None
     """Null in its first try."""
+    removed: list[Removed] | None = None
+    """What was removed of its files, oldest first; null: nothing was."""
     step: int
     num_steps: int | None
     doing: str | None
@@ -421,6 +432,8 @@ class Pipeline(Shape):
 
 class Pipelines(Page[Pipeline]):
     total: int
+    num_removed: int
+    """Pipelines that the list leaves out since all of their files are removed."""
 
 
 class Wait(Shape):
@@ -586,6 +599,29 @@ class Log(Shape):
 
 class Rank(Taken):
     rank: int
+
+
+class Removal(Taken):
+    parts: Literal["all", "checkpoints", "samples"] = "all"
+    dry_run: bool = False
+    """Answer with the bytes alone."""
+
+
+class LaneRemoval(Taken):
+    dry_run: bool = False
+    """Answer with the bytes alone."""
+
+
+class RemovalOutcome(Shape):
+    pipeline: str
+    outcome: Literal["removed", "would be removed"]
+    parts: Literal["all", "checkpoints", "samples"]
+    freed_bytes: int
+
+
+class LaneRemoved(Shape):
+    outcome: Literal["removed", "would be removed"]
+    freed_bytes: int
 
 
 class Nothing(Taken):
